@@ -23,13 +23,13 @@ from typing import Any, Final, ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHARE: Final = 0.75
-"""Share of the queue that one client may fill, so that it never refuses everybody else."""
+"""Share of the queue that one client may fill, so that it cannot crowd out all others."""
 _busy_threads = 0
 _count_lock = threading.Lock()
 
 
 class PoolBusyError(RuntimeError):
-    """The queue of a pool is full, or its share of one client is; or the pool was closed."""
+    """The queue is full, one client has filled its share of it, or the pool was closed."""
 
 
 class PoolLateError(RuntimeError):
@@ -47,10 +47,10 @@ class WorkerPool:
     """Threads for one kind of blocking work. They start when they are needed.
 
     Args:
-        name: What the work is, for errors and for the names of threads.
-        threads: Works that run beside each other at most.
-        most_waiting: Works that may wait for a thread.
-        within_s: Seconds that one work may take, its time in the queue included.
+        name: Name of the work, for errors and for the names of threads.
+        threads: Most calls that run at the same time.
+        most_waiting: Most calls that wait for a thread.
+        within_s: Limit in seconds for one call, including its time in the queue.
     """
 
     def __init__(self, name: str, *, threads: int, most_waiting: int, within_s: float) -> None:
@@ -58,13 +58,13 @@ class WorkerPool:
         self._most_threads, self._most_waiting = threads, most_waiting
         self._changed = threading.Condition()
         self._queues: dict[str, deque[_Work]] = {}
-        """Works that wait, by client. The client whose turn is next stands first."""
+        """Waiting calls, by client. The client whose turn is next stands first."""
         self._waiting = self._threads = self._busy = 0
         self._closed = False
 
     @property
     def busy(self) -> int:
-        """Works that run now, those whose deadline is over included."""
+        """Calls that run now, including calls past their deadline."""
         return self._busy
 
     async def run(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -87,12 +87,12 @@ class WorkerPool:
                 return found
         except TimeoutError:
             if done.done() and not done.cancelled():
-                raise  # the function's own
+                raise  # The function itself raised this error.
             why = f"{self.name} took longer than the {self.within_s:g} s that are given"
             raise PoolLateError(why) from None
 
     def close(self) -> None:
-        """Refuse new work, drop what waits, and let the threads end with what they do."""
+        """Refuse new work and drop the queue. The threads end after their current work."""
         with self._changed:
             self._closed = True
             waiting = [work for queue in self._queues.values() for work in queue]
@@ -122,7 +122,7 @@ class WorkerPool:
         return work.done
 
     def _drop(self, work: _Work, done: Future[Any]) -> None:
-        """Take work out of the queue whose caller was cancelled."""
+        """Take work out of the queue because its caller was cancelled."""
         with self._changed:
             queue = self._queues.get(work.client)
             if queue is not None and work in queue:
@@ -141,13 +141,13 @@ class WorkerPool:
                 except BaseException as error:
                     why = f"{self.name} failed: {type(error).__name__}"
                     work.done.set_exception(RuntimeError(why))
-            del work  # what it holds is let go before the next one comes
+            del work  # Releases its objects before the thread waits for the next work.
             _count_busy(-1)
             with self._changed:
                 self._busy -= 1
 
     def _next(self) -> _Work | None:
-        """Return the next work, once there is one; None ends the thread."""
+        """Wait for work and return the next one. None ends the thread."""
         with self._changed:
             while not self._waiting:
                 if self._closed:
@@ -158,7 +158,7 @@ class WorkerPool:
             queue = self._queues.pop(client)
             work = queue.popleft()
             if queue:
-                self._queues[client] = queue  # behind the others
+                self._queues[client] = queue  # The client moves behind all others.
             self._waiting -= 1
             self._busy += 1
         _count_busy(1)
@@ -175,7 +175,7 @@ def exit_despite_stuck_work(code: int = 0) -> None:
     """End the process with ``code`` if a pool's thread is still at work; otherwise do nothing.
 
     The interpreter's own ending would let such a thread run into a half dismantled interpreter,
-    which foreign libraries answer with an abort. Call this when everything else is in order."""
+    which foreign libraries answer with an abort. Call this after everything else is finished."""
     with _count_lock:
         is_stuck = _busy_threads > 0
     if is_stuck:

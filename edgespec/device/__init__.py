@@ -1,1 +1,1 @@
-"""The device's driver: carries out what ``core.DraftSession`` asks, on asyncio."""
+"""The device agent: it carries out the actions of ``core.DraftSession`` on asyncio."""

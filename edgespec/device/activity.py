@@ -1,15 +1,15 @@
-"""What an agent's generations do is noted here, for whoever asks how the agent is.
+"""Notes on an agent's generations, from which its status is made.
 
-Theory of operation. A ``SessionDriver`` tells its tracer of every event and action anyway, so a
-``GenerationNotes`` stands in for the tracer, keeps what a status needs and hands everything on.
-The notes of all generations share one ring of events, a few counts and the state of the link,
+Theory of operation. A ``SessionDriver`` passes every event and action to its tracer anyway. A
+``GenerationNotes`` stands in for that tracer: it keeps what a status needs and passes everything
+on. The notes of all generations share one ring of events, a few counts and the state of the link,
 behind a lock that is held for single assignments.
 
-A fast agent has thousands of events a second, and a picture of ten seconds shows none that is
+A fast agent has thousands of events a second, and a timeline of ten seconds cannot show anything
 shorter than 10 ms. So events of one kind that end within 10 ms of the first are folded into one
-entry: at most 400 entries a second, of which the ring holds ten seconds. An entry that somebody was
-given is never changed any more; the next one begins anew. At 5,700 events a second a poll of one
-second takes some 400 entries, which stand for all of them.
+entry. This makes at most 400 entries a second, and the ring holds ten seconds of them. An entry
+that a reader was given never changes afterwards; the next event begins a new entry. At 5,700 events
+a second, a reader that polls once a second receives about 400 entries, which stand for all events.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _COUNTED: Final = tuple(
 )
 _MAX_WHY: Final = 200
 FOLD_S: Final = 0.01
-"""A hundredth of a second is a column of pixels in a picture of ten seconds."""
+"""A hundredth of a second is one column of pixels in a timeline of ten seconds."""
 RATE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How the link stands: the state, since when (on the agent's clock), and why."""
+    """State of the link to the verifier, since when (on the agent's clock), and why."""
 
     state: st.VerifierState
     since: float
@@ -48,27 +48,28 @@ class Reach:
 
 
 class Activity:
-    """The notes of one agent. Written in its event loop, read in any thread."""
+    """The notes of one agent. The event loop writes them; any thread may read them."""
 
     def __init__(self) -> None:
         self.began_at = time.monotonic()
         self.lock = threading.Lock()
         self.running: dict[int, GenerationNotes] = {}
         self.last: GenerationNotes | None = None
-        """The generation started last."""
+        """The generation that was started last."""
         self.last_drafted: GenerationNotes | None = None
-        """The one that ended last of those whose drafts were judged."""
+        """The generation that ended last among those whose drafts were judged."""
         self.reach = Reach(st.VerifierState.UNKNOWN, self.began_at)
         self.last_event = 0
         self._events: deque[st.TimelineEvent] = deque(maxlen=st.MAX_EVENTS)
         self._open: dict[st.EventKind, tuple[float, st.TimelineEvent]] = {}
-        """The entry of each kind that takes in further events, and until when."""
+        """The entry of each kind that still absorbs events, and the time at which that ends."""
         self._ended = Counter[str]()
         self.begun = 0
 
     def began(self, session: DraftSession, route: VerifierRoute, inner: Tracer) -> GenerationNotes:
-        """A generation begins; give what is returned to its driver as the tracer, and ``over`` when
-        it has ended."""
+        """Return the notes of a new generation.
+
+        They are the tracer of its driver. Call ``over`` with them when the generation has ended."""
         with self.lock:
             self.begun += 1
             notes = GenerationNotes(self, session, route, inner)
@@ -76,7 +77,7 @@ class Activity:
         return notes
 
     def over(self, notes: GenerationNotes) -> None:
-        """No more will happen; a second call does nothing."""
+        """Add an ended generation to the totals. A second call does nothing."""
         with self.lock:
             if self.running.pop(notes.number, None) is None:
                 return
@@ -88,19 +89,21 @@ class Activity:
             self.reached(st.VerifierState.READY, time.monotonic())
 
     def events_after(self, number: int) -> tuple[tuple[st.TimelineEvent, ...], int]:
-        """Those noted behind the event of that number, as far as the ring still holds them, and how
-        many it does not hold any more."""
+        """Return the events with a number above ``number``, and how many of them the ring has
+        lost."""
         with self.lock:
             behind = self.last_event - number
             if behind <= 0:
                 return (), 0
-            self._open.clear()  # what is given away stays as it is
+            self._open.clear()  # An entry that a reader was given must not change any more.
             held = tuple(self._events)
         return held[-behind:], max(0, behind - len(held))
 
     def tokens_per_s(self, now: float) -> float:
-        """Of all texts over the last ``RATE_S`` seconds, or the time since the first token of them,
-        which counts as a second at least."""
+        """Return the rate of all generations together over the last ``RATE_S`` seconds.
+
+        If their first token is younger than that, its age is the time that counts, at least one
+        second."""
         count, first_at = 0, now
         with self.lock:
             for event in reversed(self._events):
@@ -111,7 +114,7 @@ class Activity:
         return count / max(now - first_at, 1.0)
 
     def totals(self) -> st.AgentTotals:
-        """All counts, those of running generations as they stand."""
+        """Return all counts, including those of running generations so far."""
         with self.lock:
             found = self._ended.copy()
             running = tuple(self.running.values())
@@ -147,13 +150,13 @@ class Activity:
             entry.events += 1
 
     def reached(self, state: st.VerifierState, at_s: float, why: str = "") -> None:
-        """The link is in this state; it keeps its time while that does not change."""
+        """Note a state of the link. An unchanged state keeps its time."""
         if self.reach.state is not state:
             self.reach = Reach(state, at_s, one_line(why)[:_MAX_WHY])
 
 
 class GenerationNotes:
-    """A ``Tracer`` that notes what one generation does, and hands all of it to ``inner``."""
+    """A ``Tracer`` that notes what one generation does and passes everything on to ``inner``."""
 
     def __init__(
         self, activity: Activity, session: DraftSession, route: VerifierRoute, inner: Tracer
@@ -165,7 +168,7 @@ class GenerationNotes:
         """Tokens of the first commit."""
         self.ending = "cancelled"
         self.model = session.request.model
-        """As the verifier names it, once one has answered."""
+        """Name of the model. It is the verifier's own name for it once `Opened` has arrived."""
         self._activity, self._inner, self._route = activity, inner, route
         self._step_at: float | None = None
 
@@ -176,11 +179,11 @@ class GenerationNotes:
 
     @property
     def verifier(self) -> str:
-        """The address it uses, or that of its last token; empty where there is one only."""
+        """The address in use, or that of the last token. Empty with a single verifier."""
         return self._route.now.using or self._route.now.last or ""
 
     def counted(self) -> dict[str, int]:
-        """Its part of ``AgentTotals``."""
+        """Return this generation's part of ``AgentTotals``."""
         counters, request = self.session.counters, self.session.request
         found = {name: int(getattr(counters, name)) for name in _COUNTED}
         found["tokens"] = counters.committed
@@ -205,7 +208,7 @@ class GenerationNotes:
                     took_s = item.verify_us / 1e6
                     note(at_s, self.number, st.EventKind.PASS, item.rows, took_s=took_s)
                 if count := len(item.tokens):
-                    # Of a pass, the last token is the target's own.
+                    # The last token of a pass is the target's own.
                     served = max(0, count - item.accepted - 1) if item.verify_us else 0
                     note(at_s, self.number, st.EventKind.COMMIT, count, item.accepted, served)
             case ev.Deliver():
@@ -221,7 +224,8 @@ class GenerationNotes:
         activity, reach = self._activity, self._activity.reach.state
         match item:
             case ev.Connect():
-                # It stays away until it answers, and serves on while another generation runs there.
+                # A verifier that was away stays away until it answers. One that serves keeps that
+                # state, since another generation runs there.
                 if reach in (st.VerifierState.UNKNOWN, st.VerifierState.READY):
                     activity.reached(st.VerifierState.CONNECTING, at_s)
             case ev.Connected():
@@ -232,14 +236,16 @@ class GenerationNotes:
             case ev.LinkDown(why):
                 self._lost(at_s, why)
             case Fault(code, message):
-                if code.retryable:  # else it refuses this one generation
+                # Other faults refuse this one generation and do not concern the link.
+                if code.retryable:
                     self._lost(at_s, message)
 
     def _delivered(self, at_s: float, count: int) -> None:
         self.last_token_at = at_s
         if self.first_token_at is None:
             self.first_token_at, self.first_count = at_s, count
-        if self._activity.reach.state is not st.VerifierState.SERVING:  # another text lost its link
+        # Another generation had lost its link.
+        if self._activity.reach.state is not st.VerifierState.SERVING:
             self._activity.reached(st.VerifierState.SERVING, at_s)
 
     def _lost(self, at_s: float, why: str) -> None:

@@ -1,4 +1,4 @@
-"""The device agent: text in, the target's own text out, drafting as long as it can.
+"""The device agent: it turns a prompt into the target's own output and drafts while that pays.
 
     async for chunk in agent.generate("Once upon a time", SamplingParams(max_tokens=64)):
         print(chunk.text, end="")
@@ -44,25 +44,25 @@ from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
-# How long closing waits for what generations that ended early still have to say.
+# Seconds that closing waits for the last messages of generations that ended early.
 _CLOSING_S: Final = 5.0
 _MOST_TOLD: Final = 16
-# Grammars that are read beside each other, and what one may take: as at a verifier.
+# Threads that read grammars, as many as a verifier has, and the time limit for one grammar.
 _GRAMMAR_THREADS: Final = 4
 _MOST_GRAMMARS: Final = 64
 _LONGEST_REASON: Final = 400
 _GRAMMAR_WITHIN_S: Final = 40.0
-# A disk that answers to nothing holds up the end of a text for this long.
+# Seconds that a disk without an answer may delay the end of a generation.
 _DISK_WITHIN_S: Final = 10.0
 _MOST_RECORDINGS: Final = 64
 _log = logging.getLogger(__name__)
 
 
-# --- from committed tokens to what the reader of a generation is given ----------------------------
+# --- from committed tokens to output text ---------------------------------------------------------
 #
-# What the reader is given is a function of the stream of tokens alone, not of how commits cut it
-# up: it ends with the token that completes a stop string. Text that might begin one is held back
-# until it is known not to; the stop string itself is never shown.
+# The output is a function of the stream of tokens alone, not of how commits cut it up. It ends with
+# the token that completes a stop string. Text that might begin a stop string is held back until it
+# is known not to. The stop string itself is never shown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,15 @@ class Piece:
     text: str
     kind: ev.TokenKind
     held: int = 0
-    """So many characters before the token's own were held back when it came: they may begin a stop
-    string. What the token stands for without text is behind them."""
+    """Number of characters before this token's own that were held back when it arrived, because
+    they may begin a stop string. The text that the token stands for comes after them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one commit brought, up to the token that completed a stop string. The last chunk has
-    ``finish``, and perhaps text that was held back, but no token."""
+    """The tokens of one commit, up to the token that completed a stop string.
+
+    The last chunk has ``finish`` and no token. It may have text that was held back until then."""
 
     position: int
     """Absolute position of ``tokens[0]``."""
@@ -87,7 +88,8 @@ class Chunk:
     pieces: tuple[Piece, ...]
     finish: m.FinishReason | None = None
     logprobs: tuple[TokenScore, ...] = ()
-    """Of ``tokens``, one each, when asked for; none of tokens whose scores a broken link lost."""
+    """Scores of ``tokens``, one for each, if they were requested. The tuple is shorter where a
+    broken link lost the scores."""
 
     @property
     def text(self) -> str:
@@ -95,17 +97,17 @@ class Chunk:
 
 
 class TextDecoder(Protocol):
-    """Incremental detokenizer of one text (``models.tokenizer.TextStream``)."""
+    """Incremental detokenizer of one generation (``models.tokenizer.TextStream``)."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that is certain after these further tokens."""
+        """Add ``tokens`` and return the text that has become certain."""
 
     def flush(self) -> str:
-        """The rest, when no token will follow."""
+        """Return the rest of the text; no token will follow."""
 
 
 class ReplyReader:
-    """Of one generation, whose output begins at ``position``; ``counters`` lose what is cut off."""
+    """Cuts the committed tokens of one generation at its stop strings."""
 
     def __init__(
         self,
@@ -115,18 +117,20 @@ class ReplyReader:
         counters: ev.DraftCounters,
         min_tokens: int = 0,
     ) -> None:
-        """A stop string that is complete within the first ``min_tokens`` tokens stops nothing, as
-        in vLLM."""
+        """Read output that begins at ``position``.
+
+        A stop string that is complete within the first ``min_tokens`` tokens stops nothing, as in
+        vLLM. ``counters`` lose the tokens that are cut off."""
         self._decoder, self._stops = decoder, tuple(stops)
         self._position, self._counters = position, counters
         self._least_position = position + min_tokens
         self._held = ""
         """Text that may begin a stop string."""
         self.stopped = False
-        """A stop string was found: the text is complete."""
+        """Whether a stop string was found, so that the output is complete."""
 
     def deliver(self, event: ev.Deliver) -> Chunk | None:
-        """The tokens up to the one that completes a stop string."""
+        """Return the tokens up to the one that completes a stop string, or None if none is left."""
         pieces: list[Piece] = []
         for token, kind in zip(event.tokens, event.kinds, strict=True):
             if self.stopped:
@@ -142,15 +146,16 @@ class ReplyReader:
         return Chunk(position, event.tokens[:given], tuple(pieces), logprobs=event.logprobs[:given])
 
     def finish(self, reason: m.FinishReason) -> Chunk:
-        """The last chunk: what was held back, and how the text ended."""
+        """Return the last chunk: the text that was held back, and why the output ended."""
         early = self._position <= self._least_position
         rest = "" if self.stopped else self._shown(self._decoder.flush(), early=early) + self._held
         last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
         return Chunk(self._position, (), last, m.FinishReason.STOP if self.stopped else reason)
 
     def _shown(self, text: str, *, early: bool) -> str:
-        """Return the part of what was held and ``text`` that can be shown now. No stop string may
-        end in an ``early`` text; one that begins there may end later."""
+        """Add ``text`` to the held text and return the part that can be shown now.
+
+        While ``early``, no stop string may end here; one that begins here may end later."""
         old, held = len(self._held), self._held + text
         found = (held.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops)
         starts = [at for at in found if at >= 0]
@@ -163,7 +168,7 @@ class ReplyReader:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that begins ``stop`` and is not all of it."""
+    """Return the length of the longest proper prefix of ``stop`` that ``text`` ends with."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
@@ -172,9 +177,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class GenerationError(RuntimeError):
-    """The generation could not be completed; ``code`` says why when the verifier refused it.
+    """The generation could not be completed. ``code`` is the verifier's reason if it refused.
 
-    What was yielded before is valid: it is the beginning of the target's own text."""
+    The chunks that were yielded before are valid: they are the beginning of the target's own
+    output."""
 
     def __init__(self, message: str, code: m.FaultCode | None) -> None:
         super().__init__(message)
@@ -183,16 +189,17 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Numbers of one generation, as far as it has come. Tokens behind a stop string, which the user
-    never got, are not counted."""
+    """Statistics of one generation, as far as it has come.
+
+    Tokens behind a stop string are not counted, because the user never gets them."""
 
     counters: ev.DraftCounters
     estimates: es.DraftEstimates
     route: VerifierRoute
     policy: DraftPolicy
     rule: str
-    """With all its parameters. Any but the exact one is LOSSY: ``counters.replaced`` tokens are not
-    the target's own, and those behind them follow from them."""
+    """Acceptance rule with all its parameters. Every rule but the exact one is LOSSY:
+    ``counters.replaced`` tokens are not the target's own, and later tokens depend on them."""
 
     @property
     def lossy(self) -> bool:
@@ -200,17 +207,17 @@ class GenerationStats:
 
     @property
     def resting(self) -> str | None:
-        """Why drafting does not pay now, in words; None: it does, or the policy never rests."""
+        """Why drafting does not pay now. None if it does, or if the policy never rests."""
         return why_resting(self.policy, self.estimates.price, self.estimates)
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """The addresses that brought tokens, in order, each once; empty where only one is known."""
+        """Addresses whose tokens arrived, each once, in order. Empty with a single verifier."""
         return tuple(self.route.now.served)
 
     @property
     def failovers(self) -> int:
-        """How often the text went on at another verifier."""
+        """How often the generation moved to another verifier."""
         return self.route.now.failovers
 
 
@@ -220,33 +227,42 @@ class AgentOptions:
     run_ahead: m.RunAhead = m.RunAhead.AUTO
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     model: str = ""
-    """Name of the target wanted; empty takes what the verifier serves."""
+    """Name of the wanted target. An empty name takes the verifier's default."""
     rule: str = m.EXACT_RULE
-    """By which drafts are accepted (``core/verifier/relaxed_rules.py``)."""
+    """Rule that accepts drafts (``core/verifier/relaxed_rules.py``)."""
     vocabulary: str = ""
-    """Fingerprint of the tokenizer; empty: the drafter's, and not checked without one."""
+    """Fingerprint of the tokenizer. If empty, the drafter's is used; without a drafter, none is
+    checked."""
     vocabulary_size: int = 0
-    """Ids that the target has, as its verifier says; 0: not known, so ids are bounded as on the
-    wire only."""
+    """Number of token ids that the target has, as its verifier reports it. 0 if it is not known;
+    then only the limit of the wire bounds an id."""
     shared_ids: SharedIds | None = None
-    """Ids that the draft shares with the target; None: all that it has."""
+    """Ids that the draft shares with the target. None if it shares all its ids."""
     draft_caches: int = DEFAULT_CACHES
-    """Generations that are drafted for at once; those beyond are streamed."""
+    """Generations that are drafted for at the same time. Further ones are streamed without
+    drafts."""
     learned: es.Learned = field(default_factory=es.Learned, compare=False)
-    """What earlier agents have learned on this machine with this draft."""
+    """Estimates that earlier agents on this machine measured with this draft."""
     text: TextTables | None = field(default=None, compare=False)
-    """What the user's texts have said, where guesses come from them too."""
+    """N-gram tables of the user's earlier texts. None if lookup is off."""
     recording: Recording | None = field(default=None, compare=False)
-    """Keeps what texts commit."""
+    """Stores the committed tokens of generations. None if they are not recorded."""
 
 
 class Agent:
-    """Drives generations against one verifier, or several. ``drafter`` None only streams.
+    """Runs generations against one verifier or several. Use it as an async context manager, or call
+    ``close``.
 
-    ``encode`` turns a prompt into ids, ``decoder`` makes the detokenizer of a text that continues
-    the given ids. ``read_constraint`` gives a constraint its matcher, or raises
-    ``ConstraintError``; None: drafts know nothing of constraints, which the verifier keeps
-    all the same. Use as an async context manager, or call ``close``."""
+    Args:
+        transport: The way to one verifier, or a pool of several.
+        drafter: The draft source. None if the agent only streams.
+        encode: Turns a prompt into token ids.
+        decoder: Makes the detokenizer of a generation that continues the given ids.
+        options: Settings of the agent.
+        tracer: Records the events and actions of every generation.
+        read_constraint: Gives a constraint its matcher, or raises ``ConstraintError``. If None,
+            drafts ignore constraints; the verifier enforces them all the same.
+    """
 
     def __init__(
         self,
@@ -261,9 +277,9 @@ class Agent:
     ) -> None:
         self.options = options or AgentOptions()
         self.stats: GenerationStats | None = None
-        """Of the generation started last."""
+        """Statistics of the generation that was started last."""
         self.activity = Activity()
-        """What its generations do, for a status."""
+        """Notes on all generations, for the agent's status."""
         self.transport, self.drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
         self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
@@ -279,11 +295,11 @@ class Agent:
         own = "" if drafter is None else drafter.info.vocabulary
         self._vocabulary = self.options.vocabulary or own
         self._told: set[str] = set()
-        """Failures that the user has heard of."""
+        """Failures that were logged as warnings already."""
         self.verifier = es.VerifierEstimates()
         self._learned = es.LearnedByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
-        """Of generations that run, and of those that ended whose tasks still do."""
+        """Drivers of running generations, and of ended ones that still have tasks."""
 
     async def generate(
         self,
@@ -296,19 +312,26 @@ class Agent:
         rule: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream the target's text. Leaving the loop early cancels the generation.
+        """Stream the target's output. Leaving the loop early cancels the generation.
 
-        With ``logprobs`` (1 to 20) each token comes with its score and so many of the likeliest
-        ones; the text is the same. ``started`` is told the numbers of this very generation, which
-        grow as it goes: ``stats`` are of the one started last. Texts of one ``conversation`` (any
-        name; its hash alone leaves the device) go to the same replica where replicas are chosen by
-        it; empty: those whose prompts begin alike. ``model`` names the model or adapter of this
-        text; empty: that of the options. So does ``rule``, by which drafts are accepted.
+        Args:
+            prompt: Text or token ids. If it is longer than the draft's context, nothing is drafted.
+            sampling: Sampling parameters and limits.
+            logprobs: If 1 to 20, each token carries its score and that many of the likeliest
+                tokens. The output is the same.
+            conversation: Any name. Generations of one conversation go to the same replica, where
+                replicas are chosen by conversation. Only its hash leaves the device. If empty,
+                generations whose prompts begin alike belong together.
+            model: Name of the model or adapter of this generation. If empty, the options name it.
+            rule: Rule that accepts drafts. If empty, the options name it.
+            started: Called once with the statistics of this generation, which grow as it proceeds.
+                The attribute ``stats`` is always of the generation that was started last.
 
-        ``prompt`` is text or token ids. One longer than the draft's context is served without
-        drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be,
-        ``ConstraintError`` for a constraint that cannot be kept, and ``GenerationError`` when the
-        verifier refuses or cannot be reached any more."""
+        Raises:
+            TypeError, ValueError: The prompt is invalid.
+            ConstraintError: The constraint cannot be enforced.
+            GenerationError: The verifier refuses, or cannot be reached any more.
+        """
         await self._ready()
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
@@ -353,11 +376,12 @@ class Agent:
             await self._record(tokens, committed)
 
     async def _ready(self) -> None:
-        """Before each text; raises ``GenerationError`` where there can be none."""
+        """Prepare the agent before each generation. Raises ``GenerationError`` if that fails."""
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """What ``generate`` can be asked for: the models and adapters of the verifiers that answer
-        now, the usual one first. Raises ``GenerationError`` where none answers."""
+        """Return the models and adapters of all verifiers that answer now, the default one first.
+
+        Raises ``GenerationError`` if no verifier answers."""
         transport = self.transport
         links: Mapping[str, Transport] = (
             await transport.known() if isinstance(transport, VerifierPool) else {"": transport}
@@ -376,10 +400,10 @@ class Agent:
     async def with_matcher(self, sampling: SamplingParams, client: str = "") -> SamplingParams:
         """Return ``sampling`` with its constraint read, if it has one and this device can read it.
 
-        It is read in a thread and may take seconds. Several clients take turns; ``client`` names
-        the one that asks. ``generate`` does this for a constraint that has not been read. Raises
-        ``ConstraintError``, also for an error of the library that nobody foresaw, and
-        ``ConstraintBusyError`` if it cannot be read in time."""
+        A thread reads it, which may take seconds. Several clients take turns; ``client`` names the
+        caller. ``generate`` does this for a constraint that has not been read. Raises
+        ``ConstraintError``, also for an unexpected error of the library, and
+        ``ConstraintBusyError`` if there is no time or no room."""
         constraint, read = sampling.constraint, self._read_constraint
         if constraint is None or read is None or constraint.matcher is not None:
             return sampling
@@ -389,13 +413,13 @@ class Agent:
             raise ConstraintBusyError(str(error)) from None
         except ConstraintError:
             raise
-        except Exception as error:  # which may quote the client, so it is not for a log
+        except Exception as error:  # The error may quote the client, so it is not logged.
             why = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
             raise ConstraintError(f"the {constraint.kind.value} cannot be read: {why}") from None
         return replace(sampling, constraint=known)
 
     async def close(self) -> None:
-        """End what runs, and free the model."""
+        """Stop the running generations and free the model."""
         drivers, self._drivers = self._drivers, set()
         for driver in drivers:
             await driver.close()
@@ -407,7 +431,7 @@ class Agent:
         self._grammars.close()
         self._disk.close()
         if isinstance(self._read_constraint, GrammarReader):
-            self._read_constraint.close()  # which ends the processes that try grammars
+            self._read_constraint.close()  # This ends the processes that try grammars.
 
     async def __aenter__(self) -> Agent:
         return self
@@ -421,8 +445,9 @@ class Agent:
         return DrafterPool(self.drafter, self.options.draft_caches, self.options.shared_ids)
 
     async def _record(self, prompt: Sequence[int], committed: Sequence[int]) -> None:
-        """Record a text in a thread, since the disk may be slow. A failure is logged once and does
-        the text no harm."""
+        """Record a generation in a thread, since the disk may be slow.
+
+        A failure is logged once and does not affect the generation."""
         if (recording := self.options.recording) is None or not committed:
             return
         try:
@@ -431,7 +456,8 @@ class Agent:
             self._tell_once(f"a text could not be recorded: {error}")
 
     def _tell_once(self, failure: str, about: str = "") -> None:
-        """Warn of a failure, but only once of each text, or of each thing that it is ``about``."""
+        """Log a warning, but only once for each text of it, or for each subject that it is
+        ``about``."""
         about = about or failure
         if about not in self._told:
             if len(self._told) < _MOST_TOLD:
@@ -460,7 +486,7 @@ class Agent:
             logprobs=logprobs,
         )
         context_length = 0 if drafter is None else drafter.info.context_length
-        # How often a draft is right by a relaxed rule says nothing of the exact one.
+        # The acceptance rate under a relaxed rule is no estimate for the exact one.
         learned = self._learned.of(model if rule == m.EXACT_RULE else f"{model}\0{rule}")
         return DraftSession(
             request,
@@ -485,7 +511,7 @@ class Agent:
                     if (chunk := reader.deliver(outcome)) is not None:
                         yield chunk
                     if reader.stopped:
-                        driver.stop(m.FinishReason.STOP)  # nothing to do the second time
+                        driver.stop(m.FinishReason.STOP)  # A second call does nothing.
                 case ev.Finish(reason):
                     yield reader.finish(reason)
                 case ev.Fail(why, code):
@@ -494,11 +520,11 @@ class Agent:
                     assert_never(outcome)
 
 
-# --- what a caller asks for is checked before anything of it leaves the device -----------------
+# --- checks of a caller's values before they leave the device -------------------------------------
 
 
 def checked_model(name: str) -> str:
-    """A name that fits on the wire. Raises ``TypeError``, ``ValueError``."""
+    """Return ``name`` if it fits on the wire, else raise ``TypeError`` or ``ValueError``."""
     if not isinstance(name, str):
         raise TypeError(f"model is {type(name).__name__}, but must be text")
     if not fits_on_wire(name):
@@ -512,8 +538,10 @@ def fits_on_wire(name: str) -> bool:
 
 
 def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
-    """Return the ids of ``prompt``. ``vocabulary_size`` is the target's, 0 where it is not known.
-    Raises ``TypeError`` or ``ValueError`` naming the first that is no id."""
+    """Return the ids of ``prompt``, or raise ``TypeError`` or ``ValueError`` naming the first bad
+    one.
+
+    ``vocabulary_size`` is the target's, or 0 if it is not known."""
     if isinstance(prompt, bytes | bytearray):
         raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
     largest = vocabulary_size - 1 if vocabulary_size else MAX_TOKEN_ID

@@ -1,12 +1,14 @@
-"""A device takes the texts of the target from its verifier: tokenizer, special tokens, chat
-template and sampling defaults. So one request has one answer, whatever draft a device has.
+"""Texts of the target that a device borrows from its verifier.
 
-What comes is bounded and checked against its announced SHA-256, has to be readable, and has to have
-the vocabulary that the verifier serves; only then it is put into the user's cache, under its hash.
-It is a program by a stranger, so it is read, and runs, in a process with bounds (``FarTokenizer``).
-A ``tokenizer.json`` that the draft has already, byte for byte, is not fetched. An older verifier
-sends no more than a tokenizer, for a device that has none: then the draft's texts are used, and the
-user is told so once.
+They are the tokenizer, the special tokens, the chat template and the sampling defaults. With them a
+request has the same answer whatever draft the device has.
+
+The files are bounded, checked against their announced SHA-256, read, and compared with the
+vocabulary that the verifier serves. Only then they are stored in the user's cache, under their
+hash. A tokenizer of a stranger is a program, so it is read and runs in a bounded process
+(``FarTokenizer``). A ``tokenizer.json`` that the draft already has, byte for byte, is not fetched.
+An older verifier sends only a tokenizer, for a device that has none. In other cases the draft's
+texts are used then, and the user is informed once.
 """
 
 from __future__ import annotations
@@ -45,13 +47,14 @@ _WORK = WorkerPool("preparing a tokenizer", threads=2, most_waiting=64, within_s
 
 
 def borrows_tokenizer(config: AgentConfig) -> bool:
-    """Whether nothing in ``config`` names a tokenizer, so that the verifier's is used."""
+    """Return whether ``config`` names no tokenizer, so that the verifier's has to be used."""
     return not config.tokenizer and config.draft.model in (build.NONE, build.LOOKUP)
 
 
 def takes_target_texts(config: AgentConfig) -> bool:
-    """Whether the texts of the target come from the verifier: where the user names no tokenizer,
-    and the draft is none of the toys."""
+    """Return whether the texts of the target come from the verifier.
+
+    They do if the user names no tokenizer and the draft is none of the toys."""
     return not config.tokenizer and config.draft.model not in (TOY, build.RANDOM)
 
 
@@ -60,11 +63,19 @@ async def with_tokenizer(
 ) -> AgentConfig:
     """Return ``config`` with the texts of the target ``info`` in place of a tokenizer.
 
-    ``address`` is that of the verifier that serves it, by default the first one of ``config``. A
-    verifier that sends no texts, but has the vocabulary of a model that comes with edgespec, is met
-    with that one's; else the draft's texts stay, of which ``say`` is told. Raises ``LinkError``
-    where the link was lost, and ``SetupError`` where a device without a tokenizer will never get
-    one, or what came is of no use."""
+    If the verifier sends no texts, a model that comes with edgespec is used if its vocabulary is
+    the same. Otherwise the draft's texts are used, and ``say`` is called with a line about it.
+
+    Args:
+        config: The configuration of the device.
+        info: The model that the verifier serves.
+        say: Called with lines for the user.
+        address: Address of that verifier, by default the first one of ``config``.
+
+    Raises:
+        LinkError: The link was lost.
+        SetupError: A device without a tokenizer cannot get one, or the files are of no use.
+    """
     if not takes_target_texts(config):
         return config
     address = build.with_port(address or config.verifiers[0])
@@ -108,7 +119,9 @@ async def _cached(
     say: build.Say,
     config: AgentConfig,
 ) -> Path:
-    """The folder of the verifier's texts. Raises ``LinkError``, also for some of no use."""
+    """Return the folder of the verifier's texts, which are fetched if they are not there.
+
+    Raises ``LinkError`` if that fails or the files are of no use."""
     key = announced.sha256
     if announced.facts is not None:
         key = hashlib.sha256(announced.tokenizer_sha256 + announced.facts.sha256).digest()
@@ -135,7 +148,7 @@ async def _cached(
 
 
 def _own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
-    """The ``tokenizer.json`` of the draft, if it is the very file with this SHA-256."""
+    """Return the ``tokenizer.json`` of the draft if it has this SHA-256, else None."""
     if borrows_tokenizer(config):
         return None
     path = resolve_texts(config.draft.model) / TOKENIZER_JSON
@@ -144,13 +157,15 @@ def _own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
 
 
 def _place(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
-    """Write the files into a folder ``name`` of the cache, or of this process where the cache
-    cannot be written, and return it. Raises ``LinkError`` for a tokenizer that cannot be used,
-    ``SetupError`` where nothing can be written."""
+    """Write the files into a folder ``name`` and return it.
+
+    It is in the cache, or in the folder of this process if the cache cannot be written. Raises
+    ``LinkError`` for a tokenizer that cannot be used, and ``SetupError`` if nothing can be
+    written."""
     for parent in build.lent_folders():
         try:
             return _place_in(parent / name, texts, info)
-        except LinkError:  # which is an OSError too
+        except LinkError:  # This is a subclass of OSError.
             raise
         except OSError as error:
             logger.info("the verifier's tokenizer is not kept in %s: %s", parent, error)
@@ -163,9 +178,10 @@ def _place(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
 
 
 def _place_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
-    """Write the files beside ``folder``, try them, and move them there, unless another process was
-    faster: that reads them by now. Raises ``LinkError`` for a tokenizer that cannot be used, and
-    ``OSError``."""
+    """Write the files beside ``folder``, try them, and move them there.
+
+    Files of another process that was faster stay. Raises ``LinkError`` for a tokenizer that cannot
+    be used, and ``OSError``."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(folder.parent, ".fetch-") as place:
@@ -180,13 +196,13 @@ def _place_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> Path
     except LinkError:
         raise
     except OSError:
-        if not (folder / TOKENIZER_JSON).is_file():  # else another process was faster
+        if not (folder / TOKENIZER_JSON).is_file():  # Otherwise another process was faster.
             raise
     return folder
 
 
 def _try(folder: Path, info: ModelInfo) -> None:
-    """Try the files. Raises ``LinkError`` where they are no tokenizer of ``info``."""
+    """Try the files. Raises ``LinkError`` if they are no tokenizer of ``info``."""
     who = f"the tokenizer that the verifier of {info.name!r} sent"
     try:
         tokenizer = FarTokenizer(folder)
@@ -202,8 +218,9 @@ def _try(folder: Path, info: ModelInfo) -> None:
 
 
 class BorrowingAgent(Agent):
-    """An agent that takes the texts of its target from a verifier (``takes_target_texts``) before
-    the first generation. It asks again before the next one while no verifier sends them."""
+    """An agent that borrows the texts of its target from a verifier before the first generation.
+
+    While no verifier sends them (``takes_target_texts``), it tries again before each generation."""
 
     def __init__(
         self, config: AgentConfig, *, tracer: Tracer | None = None, say: build.Say | None = None
@@ -214,16 +231,18 @@ class BorrowingAgent(Agent):
         super().__init__(transport, drafter, _no_text, _no_text, options, tracer=tracer)
         self._config, self._lent = config, False
         self.reference = ""
-        """The reference of the texts that it has taken; empty: of none yet."""
+        """The reference of the borrowed texts. Empty until they have arrived."""
         self._one_at_a_time = asyncio.Lock()
 
     async def take_texts(self) -> None:
-        """Take the target's texts now, if that was not done before. Raises ``GenerationError``
-        where no verifier sends them for as long as a first stream waits for one."""
+        """Borrow the target's texts now, unless that is done.
+
+        Raises ``GenerationError`` if no verifier sends them in the time that a first stream may
+        take."""
         await self._ready()
 
     async def _ready(self) -> None:
-        """A verifier is waited for as long as a first stream is."""
+        """Wait for a verifier's texts for as long as a first stream waits for a verifier."""
         policy = self.options.reconnect
         until, pause_s = time.monotonic() + policy.give_up_first_s, policy.first_s
         async with self._one_at_a_time:
@@ -239,8 +258,9 @@ class BorrowingAgent(Agent):
                     pause_s = min(2 * pause_s, policy.longest_s)
 
     async def _borrow(self) -> None:
-        """Ask all verifiers once, and take the texts of the first of them that fits. Raises
-        ``LinkError`` where none answers that may do so later, ``SetupError`` where none will."""
+        """Probe all verifiers once, and take the texts of the first one that fits.
+
+        Raises ``LinkError`` if none fits but one may later, and ``SetupError`` if none will."""
         answers, wanted = await build.ask_verifiers(self._config), self._config.model
         why, may_come = [], False
         for address, answer in answers.items():
@@ -265,7 +285,7 @@ class BorrowingAgent(Agent):
         raise SetupError("\n".join(why))
 
     def _take(self, config: AgentConfig, target: ModelInfo) -> None:
-        """From here on this is an agent as ``build_agent`` makes it. Raises ``SetupError``."""
+        """Become an agent as ``build_agent`` makes it. Raises ``SetupError``."""
         try:
             text = build.load_tokenizer(reference := build.tokenizer_reference(config))
             options = replace(self.options, vocabulary=build.vocabulary_of(reference))

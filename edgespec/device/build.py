@@ -1,8 +1,8 @@
 """The device, from its configuration to running parts.
 
-The one place that knows which class stands behind which setting of a device. Heavy libraries are
-loaded by the function that needs them; one that is missing is a ``SetupError`` with the line that
-installs it.
+This is the one place that knows which class stands behind which setting of a device. Heavy
+libraries are loaded by the function that needs them. A missing one is a ``SetupError`` with the
+line that installs it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from edgespec.wire.grpc_client import GrpcTransport
 
 BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
-# Right in about four of five contexts, as a good draft is.
+# With this noise the toy draft is right in about four of five contexts, as a good draft is.
 _TOY_DRAFT_NOISE = 0.25
-# What a device sends is bounded by the verifier's context, at most the longest configurable.
+# The verifier's context bounds a device's messages. This is the longest that can be configured.
 _MAX_CONTEXT_LENGTH = 1 << 20
 _MOST_LEADERS = 4096
 
@@ -63,10 +63,11 @@ _tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary(
 
 
 def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
-    """The drafter of ``config.draft``, paced when it says so; None for ``none``.
+    """Return the drafter of ``config.draft``, or None for ``none``.
 
-    A Hugging Face folder is exported into the cache first; ``say`` hears of it. Raises
-    ``SetupError``, or ``ValueError`` naming the file or the setting."""
+    It is slowed down if the configuration sets ``draft_ms``. A Hugging Face folder is exported into
+    the cache first; ``say`` is called with a line about it. Raises ``SetupError``, and
+    ``ValueError`` naming the file or the setting."""
     drafter = _drafter(config, say or (lambda text: None))
     if drafter is not None and config.draft.draft_ms:
         drafter = PacedDrafter(drafter, config.draft.draft_ms, time.sleep, time.monotonic)
@@ -77,13 +78,14 @@ _MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 
 def load_tokenizer(reference: str) -> PromptTokenizer:
-    """Return the tokenizer of a model reference: the same object for as long as somebody uses it,
-    since a large one takes tens of MiB. A process of its own renders the chat templates of all but
-    the bundled one, and holds a tokenizer that a verifier lent. Raises ``ValueError`` naming the
-    file."""
+    """Return the tokenizer of a model reference.
+
+    It is the same object while it is in use, since a large one takes tens of MiB. A separate
+    process renders the chat templates of all tokenizers but the bundled one, and holds a tokenizer
+    that a verifier lent. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return ToyTokenizer()
-    # The bundled one is read from the draft's folder: a device may hold no other.
+    # The bundled tokenizer is read from the draft's folder, since a device may hold no other.
     folder = resolve_texts(reference)
     files = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))
     worker = None if reference == BUNDLED else template_worker()
@@ -95,19 +97,22 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
 
 
 def lent_folders() -> tuple[Path, ...]:
-    """Return the folders that hold texts which verifiers lent: that of the user's cache, where
-    there is one, and one that ends with this process, once ``process_folder`` has made it."""
+    """Return the folders of tokenizers that verifiers lent.
+
+    They are the one in the user's cache, if there is a cache, and the one of this process, if
+    ``process_folder`` has made it."""
     try:
         kept: tuple[Path, ...] = (folders.cache_folder() / "tokenizers",)
-    except OSError:  # a user without a home has no cache
+    except OSError:  # A user without a home has no cache.
         kept = ()
     return (*kept, process_folder()) if process_folder.cache_info().currsize else kept
 
 
 @lru_cache(maxsize=1)
 def process_folder() -> Path:
-    """Make and return a folder for what cannot be kept in the cache, such as where the home is
-    read-only. It is deleted when this process ends. Raises ``OSError``."""
+    """Make and return a folder for files that the cache cannot hold, as with a read-only home.
+
+    It is deleted when this process ends. Raises ``OSError``."""
     until_the_end = ExitStack()
     folder = until_the_end.enter_context(temporary_folder(prefix="edgespec-lent-"))
     atexit.register(until_the_end.close)
@@ -115,19 +120,22 @@ def process_folder() -> Path:
 
 
 def is_lent(folder: Path) -> bool:
-    """Whether a verifier lent the tokenizer in this folder."""
+    """Return whether a verifier lent the tokenizer in this folder."""
     return folder.resolve().parent in [one.resolve() for one in lent_folders()]
 
 
 def tokenizer_reference(config: AgentConfig) -> str:
-    """Which tokenizer goes with ``config``: the one named, the draft's, else the bundled one."""
+    """Return the tokenizer's reference: the one in ``config``, else the draft's, else the bundled
+    one."""
     has_no_model = config.draft.model in (NONE, RANDOM, LOOKUP)
     return config.tokenizer or (BUNDLED if has_no_model else config.draft.model)
 
 
 def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingParams:
-    """Return ``sampling``, if nothing of it was chosen, as ``generation_config.json`` beside the
-    tokenizer ``reference`` says. Raises ``ValueError`` naming the file, the key and the value."""
+    """Return ``sampling``, or the model's defaults if nothing of it was chosen.
+
+    The defaults are in ``generation_config.json`` beside the tokenizer ``reference``. Raises
+    ``ValueError`` naming the file, the key and the value."""
     usual = SamplingParams()
     if reference == TOY or any(getattr(sampling, n) != getattr(usual, n) for n in _MODEL_SAMPLING):
         return sampling
@@ -136,7 +144,7 @@ def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingPar
 
 
 def vocabulary_of(reference: str) -> str:
-    """The fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
+    """Return the fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return toy_info().vocabulary
     folder = resolve_texts(reference)
@@ -149,7 +157,7 @@ def vocabulary_of(reference: str) -> str:
 
 @lru_cache(maxsize=16)
 def _lent_vocabulary(reference: str) -> str:
-    """The fingerprint of a lent tokenizer, whose folder is named after what it holds."""
+    """Return the fingerprint of a lent tokenizer. Its folder is named after its content."""
     found = load_tokenizer(reference)
     assert isinstance(found, FarTokenizer)
     return found.vocabulary
@@ -161,11 +169,13 @@ def connect(
     access: DeviceAccess | None = None,
     server_name: str = "",
 ) -> Transport:
-    """A transport to the verifier at ``address``, behind an emulated link if that has any delay.
+    """Return a transport to the verifier at ``address``, behind an emulated link if one is
+    configured.
 
     Nothing is sent before the first use. A missing port means the default one. ``server_name`` is
-    what its certificate has to name if ``access`` does not say, and not the host. Raises
-    ``ConfigError`` when ``access`` holds a key that others could read on its way there."""
+    the name that the verifier's certificate must carry, unless ``access`` names one; if both are
+    empty, it is the host. Raises ``ConfigError`` if ``access`` holds an API key that others could
+    read on the way."""
     transport = dial(address, access, server_name)
     if link is None or not link.shaped:
         return transport
@@ -176,7 +186,7 @@ def connect(
 
 
 def dial(address: str, access: DeviceAccess | None = None, server_name: str = "") -> GrpcTransport:
-    """``connect`` without an emulated link."""
+    """Return a transport like ``connect``, but without an emulated link."""
     with needs("grpc", "edgespec"):
         from edgespec.wire.grpc_client import GrpcTransport
     access = access or DeviceAccess()
@@ -192,7 +202,8 @@ def _wire_limits() -> WireLimits:
 
 
 def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
-    """Both directions of an emulated link: half the round trip each, queues of their own."""
+    """Return both directions of an emulated link, each with half the round trip and its own
+    queue."""
     bits_per_s = link.mbps * 1e6 if link.mbps else math.inf
     settings = LinkSettings(
         one_way_s=link.rtt_ms / 2e3, jitter_s=link.jitter_ms / 1e3, loss=link.loss, seed=link.seed
@@ -208,8 +219,10 @@ def build_agent(
     say: Say | None = None,
     target: ModelInfo | None = None,
 ) -> Agent:
-    """A ready agent; it connects at its first generation. ``target`` is what its verifier serves,
-    None where that is not known. Raises as ``load_drafter`` and ``with_shared_ids`` do."""
+    """Return a ready agent; it connects at its first generation.
+
+    ``target`` is the model that its verifier serves, or None if that is not known. Raises the
+    errors of ``load_drafter`` and ``with_shared_ids``."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     if config.draft.memory_budget:
         template_worker().most_bytes = TEMPLATE_BYTES_IN_BUDGET
@@ -228,9 +241,9 @@ def with_shared_ids(
     config: AgentConfig,
     target: ModelInfo | None = None,
 ) -> AgentOptions:
-    """Return ``options`` of an agent whose tokenizer has the vocabulary ``options.vocabulary``,
-    with what its draft shares with that vocabulary. Raises ``SetupError`` for a draft whose ids
-    mean other texts."""
+    """Return ``options`` with the ids that the draft shares with ``options.vocabulary``.
+
+    Raises ``SetupError`` for a draft whose ids stand for other texts."""
     size = 0 if target is None else target.vocabulary_size
     if drafter is None:
         return replace(options, vocabulary_size=size)
@@ -242,9 +255,10 @@ def with_shared_ids(
 
 
 def check_draft(config: AgentConfig, target: ModelInfo) -> None:
-    """Check, before anything large is loaded, that the draft of ``config`` shares its ids with the
-    texts that ``config`` takes from ``target``, and these with the target. Raises ``SetupError``,
-    or ``ValueError`` naming the file."""
+    """Check a configuration before anything large is loaded.
+
+    The draft must share its ids with the tokenizer of ``config``, and that tokenizer with
+    ``target``. Raises ``SetupError``, and ``ValueError`` naming the file."""
     reference = tokenizer_reference(config)
     if (own := vocabulary_of(reference)) != target.vocabulary:
         raise SetupError(
@@ -259,9 +273,10 @@ def check_draft(config: AgentConfig, target: ModelInfo) -> None:
 
 
 def _ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[int]:
-    """Return the ids of the draft that are not those of the tokenizer of ``config``. That one may
-    be a stranger's, of which this process reads no file. Raises as ``ids_apart`` and
-    ``load_tokenizer`` do."""
+    """Return the ids of the draft that differ from those of the tokenizer of ``config``.
+
+    That tokenizer may come from a stranger, so this process reads none of its files. Raises the
+    errors of ``ids_apart`` and ``load_tokenizer``."""
     own = load_tokenizer(config.draft.model)
     others = load_tokenizer(tokenizer_reference(config))
     return ids_apart(
@@ -274,8 +289,10 @@ def _ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[int]:
 
 
 def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
-    """To the only verifier of ``config``, or to a pool of several, behind its emulated link. A name
-    may stand for several. Raises ``ConfigError`` where others could read the key."""
+    """Return a transport to the only verifier of ``config``, or a pool of several.
+
+    One name may stand for several verifiers. Raises ``ConfigError`` if others could read the API
+    key."""
     access = device_access(config)
     addresses = tuple(map(with_port, config.verifiers))
     for address in addresses:
@@ -288,7 +305,7 @@ def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
 
 
 async def ask_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, Answer]:
-    """What the verifiers of ``config`` say, by address. Raises ``ConfigError``."""
+    """Probe the verifiers of ``config``. Return the answers by address. Raises ``ConfigError``."""
     access = device_access(config)
     links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
@@ -298,15 +315,16 @@ async def ask_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str
 
 
 def with_port(address: str) -> str:
-    """``address`` with the default port where it names none."""
+    """Return ``address``, with the default port if it has none."""
     address = address.strip()
     last = address.rpartition("]")[2]
     return address if ":" in last or "/" in address else f"{address}:{DEFAULT_PORT}"
 
 
 def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
-    """The options of an agent whose tokenizer has this fingerprint; empty is not checked. Raises
-    ``ConfigError`` for a recording that cannot be written."""
+    """Return the options of an agent whose tokenizer has this fingerprint; empty is not checked.
+
+    Raises ``ConfigError`` for a recording that cannot be written."""
     policy = config.policy
     return AgentOptions(
         policy=named_policy(policy.name, policy.gamma, policy.width, policy.window),
@@ -322,7 +340,7 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
 
 
 def _recording(config: AgentConfig) -> Recording | None:
-    """Raises ``ConfigError``."""
+    """Return the recording of ``config``, or None. Raises ``ConfigError``."""
     if not config.record:
         return None
     try:
@@ -332,7 +350,7 @@ def _recording(config: AgentConfig) -> Recording | None:
 
 
 def text_tables(config: AgentConfig) -> TextTables | None:
-    """What texts will have said, where ``config`` takes guesses from them: below 2 MiB."""
+    """Return empty n-gram tables if ``config`` uses lookup. They take less than 2 MiB."""
     wanted = config.draft.from_text or config.draft.model == LOOKUP
     return TextTables(ngrams=True, most_leaders=_MOST_LEADERS) if wanted else None
 
@@ -340,8 +358,9 @@ def text_tables(config: AgentConfig) -> TextTables | None:
 def add_corpus(
     text: TextTables | None, config: AgentConfig, tokenizer: PromptTokenizer, say: Say | None
 ) -> None:
-    """Give ``text`` the corpus of ``config``, if it has one, as tokens of this tokenizer, which is
-    that of ``config``. Raises as ``open_corpus`` does."""
+    """Load the corpus of ``config``, if it has one, into ``text``.
+
+    ``tokenizer`` must be that of ``config``. Raises the errors of ``open_corpus``."""
     if text is None or not config.draft.corpus:
         return
     from edgespec.device.corpus import open_corpus

@@ -1,18 +1,20 @@
-"""Texts on this device that drafts are looked up in: ``draft.corpus``, as a file that is mapped.
+"""A corpus of the user's texts for lookup drafts (``draft.corpus``), stored in a mapped file.
 
-Theory of operation. Retrieval drafts (REST, arXiv 2311.08252; SuffixDecoding, 2411.04975; RASD,
-Quan et al. 2025) ask what stood behind the longest end of a text that the corpus holds too. The
-corpus is stored backwards, each token as a big-endian 32-bit number, beside the order of all its
-places by the ``CORPUS_LENGTH`` tokens that end there (a suffix array of the text read backwards).
-Bytes compare as their tokens do, so one binary search finds the place with the longest common end,
-and two more all places that share it; of these at most ``_SAMPLE``, evenly spread, are counted. A
-lookup in 10 million tokens takes 24 comparisons a search and no array library.
+Theory of operation. A retrieval draft (REST, arXiv 2311.08252; SuffixDecoding, 2411.04975; RASD,
+Quan et al. 2025) finds the longest suffix of the output that the corpus contains too, and proposes
+the tokens that follow it there. The corpus is stored backwards, each token as a big-endian 32-bit
+number. Beside it stands the order of all its places by the ``CORPUS_LENGTH`` tokens that end there,
+which is a suffix array of the text read backwards. Bytes compare as their tokens do, so one binary
+search finds the place with the longest common suffix, and two more find all places that share it.
+Of these places at most ``_SAMPLE``, evenly spread, are counted. A lookup in 10 million tokens takes
+24 comparisons a search and no array library.
 
     file:  digest, 32 bytes | order, 4 bytes a token | tokens backwards, 4 bytes each
 
-Ids are stored one higher: 0 stands between files and matches nothing. The digest is of the texts,
-the vocabulary and the format; a file with another one, or that is cut off, is made anew. It lies in
-the cache, under a name of its list of files, and the ``_MOST_STORES`` used last are kept.
+Ids are stored one higher, since 0 separates files and matches nothing. The digest covers the texts,
+the vocabulary and the format. A store with another digest, or one that is cut off, is made anew. It
+lies in the cache under a name that is derived from its list of files. The ``_MOST_STORES`` stores
+that were used last are kept.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_CORPUS_BYTES: Final = 32 << 20
-"""Of text. A store takes about 3 bytes on the disk for each, and making it some 14 of memory."""
+"""Most bytes of text in a corpus. Its store takes about 3 bytes on the disk for each of them, and
+about 14 bytes of memory while it is made."""
 _FORMAT: Final = "1"
 _SHORTEST: Final = 2
 _SAMPLE: Final = 64
@@ -49,21 +52,22 @@ _MOST_STORES: Final = 16
 _REMEMBERED: Final = 4096
 _DIGEST_BYTES: Final = 32
 _WORD: Final = 4
-# Tokenizers take memory in proportion to what they are given at once.
+# Characters in one piece of a text. Tokenizers take memory in proportion to their input.
 _PIECE: Final = 1 << 16
 _TOLD_FROM_BYTES: Final = 1 << 20
 
 Say = Callable[[str], None]
 Encode = Callable[[str], Sequence[int]]
 Content = str | bytes
-"""Of a file; of a recording what was committed, ids of four bytes, with -1 between texts."""
+"""Content of a text file, or of a recording: its committed ids, four bytes each, -1 between
+texts."""
 
 
 class StoredCorpus:
-    """``Corpus`` on a store's ``content``, which stays open for the life of the process."""
+    """A ``Corpus`` in the bytes of a store, which stay mapped for the life of the process."""
 
     def __init__(self, content: memoryview | mmap.mmap) -> None:
-        """Raises ``ValueError`` for what no store can be."""
+        """Read the layout of a store. Raises ``ValueError`` if ``content`` cannot be one."""
         view = memoryview(content)
         self.length = (len(view) - _DIGEST_BYTES) // (2 * _WORD)
         if len(view) != _DIGEST_BYTES + self.length * 2 * _WORD or not self.length:
@@ -72,7 +76,7 @@ class StoredCorpus:
         self.digest = bytes(view[:_DIGEST_BYTES])
         self._order, self._tokens = view[_DIGEST_BYTES:end].cast("i"), view[end:]
         self.after = lru_cache(_REMEMBERED)(self._after)
-        """As ``Corpus.after``."""
+        """Cached lookup with the contract of ``Corpus.after``."""
 
     def _after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
         wanted = b"".join([(token + 1).to_bytes(_WORD, "big") for token in reversed(end)])
@@ -88,7 +92,7 @@ class StoredCorpus:
         step = -(-(behind - first) // _SAMPLE)
         places = self._order[first:behind:step].tolist()
         counts = Counter([self._read(place - 1, _WORD) for place in places])
-        del counts[bytes(_WORD)]  # the end of a file
+        del counts[bytes(_WORD)]  # A zero marks the end of a file.
         found = [
             (int.from_bytes(token, "big") - 1, count / len(places))
             for token, count in counts.most_common(RANKS)
@@ -96,7 +100,7 @@ class StoredCorpus:
         return (length, found) if found else (0, ())
 
     def _places(self, bisect: Callable[..., int], wanted: bytes) -> int:
-        """Where ``wanted`` would stand in the order."""
+        """Return the index at which ``wanted`` would stand in the order."""
         order, read, size = self._order, self._read, len(wanted)
         return bisect(order, wanted, key=lambda place: read(place, size))
 
@@ -105,7 +109,7 @@ class StoredCorpus:
 
 
 def _words_in_common(one: bytes, other: bytes) -> int:
-    """At the beginning."""
+    """Return the number of equal words at the beginning of two byte strings."""
     size = min(len(one), len(other)) // _WORD * _WORD
     while one[:size] != other[:size]:
         size -= _WORD
@@ -113,10 +117,21 @@ def _words_in_common(one: bytes, other: bytes) -> int:
 
 
 def open_corpus(names: Sequence[str], vocabulary: str, encode: Encode, say: Say) -> StoredCorpus:
-    """The store of these files and of all text files in these folders, made first where there is
-    none or it is of other texts; ``say`` hears of it. A recording gives what was committed.
-    ``encode`` is of the tokenizer with this fingerprint. Raises ``ConfigError`` naming the file,
-    the value and the limit, ``SetupError`` where the store cannot be written."""
+    """Return the store of these files and of all text files in these folders.
+
+    It is made first if there is none or if the texts have changed; ``say`` is called with a line
+    about that. A recording contributes the tokens that were committed.
+
+    Args:
+        names: Files and folders.
+        vocabulary: Fingerprint of the tokenizer.
+        encode: Encoder of that tokenizer.
+        say: Called with lines of progress.
+
+    Raises:
+        ConfigError: A file cannot be used; the error names it, the value and the limit.
+        SetupError: The store cannot be written.
+    """
     texts = _read_all(names, vocabulary)
     digest = _digest([vocabulary, *texts])
     listed = [str(Path(name).expanduser().absolute()) for name in names]
@@ -145,7 +160,7 @@ def _opened(path: Path, digest: bytes) -> StoredCorpus | None:
 
 
 def _forget_all_but_the_last(folder: Path, used: Path) -> None:
-    with suppress(OSError):  # another process may tidy up too, or own them
+    with suppress(OSError):  # Another process may be doing the same, or may own the files.
         used.touch()
         stores = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in stores[_MOST_STORES:]:
@@ -163,7 +178,7 @@ def _digest(parts: Sequence[Content]) -> bytes:
 
 
 def _read_all(names: Sequence[str], vocabulary: str) -> list[Content]:
-    """The texts of files and folders, in order. Raises ``ConfigError``."""
+    """Return the texts of files and folders, in order. Raises ``ConfigError``."""
     texts, room = list[Content](), MAX_CORPUS_BYTES
     for path, listed in _files(names):
         try:
@@ -200,8 +215,11 @@ def _bytes(content: Content) -> bytes:
 
 
 def _committed(path: Path, vocabulary: str) -> bytes:
-    """Behind so many tokens of the prompt as are looked at; never empty, for a recording may have
-    no text yet. Raises ``RecordingError``."""
+    """Return the committed ids of a recording, as 32-bit integers, with -1 around each text.
+
+    Each text begins with up to ``CORPUS_LENGTH`` tokens of its prompt, which a lookup may match.
+    The result is never empty, although a recording may have no text yet. Raises
+    ``RecordingError``."""
     end = array("i", [-1])
     parts = [
         part
@@ -212,7 +230,9 @@ def _committed(path: Path, vocabulary: str) -> bytes:
 
 
 def _files(names: Sequence[str]) -> Iterator[tuple[Path, bool]]:
-    """Files, and whether they were named; of a folder all that are not hidden, by name."""
+    """Yield each file, and whether it was named itself.
+
+    A folder yields all files below it that are not hidden, by name."""
     for name in names:
         path = Path(name).expanduser()
         if not path.is_dir():
@@ -228,7 +248,7 @@ def _files(names: Sequence[str]) -> Iterator[tuple[Path, bool]]:
 
 
 def _content(texts: Sequence[Content], encode: Encode, say: Say) -> bytes:
-    """A store without its digest."""
+    """Return a store without its digest."""
     import numpy as np
 
     size = sum(map(len, texts))
@@ -253,7 +273,7 @@ def _content(texts: Sequence[Content], encode: Encode, say: Say) -> bytes:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Of some ``_PIECE`` characters each, cut behind an end of a line where there is one."""
+    """Yield pieces of about ``_PIECE`` characters, cut after the end of a line if there is one."""
     start = 0
     while start < len(text):
         end = text.rfind("\n", start, start + _PIECE) + 1
@@ -263,8 +283,10 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _order(tokens: NDArray[np.int64]) -> NDArray[np.int32]:
-    """All places, by the ``CORPUS_LENGTH`` tokens from there on: their ranks by one token, then by
-    pairs of such ranks for two, four and so on (prefix doubling, Manber and Myers 1990)."""
+    """Return all places, ordered by the ``CORPUS_LENGTH`` tokens that begin there.
+
+    Their ranks by one token are refined to ranks by two, four and more tokens, each time by pairs
+    of the ranks before (prefix doubling, Manber and Myers 1990)."""
     import numpy as np
 
     ranks, known = tokens, 1

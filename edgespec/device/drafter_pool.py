@@ -1,12 +1,12 @@
 """One drafter, its thread and its caches, for all generations of an agent.
 
-Steps run one at a time, in a thread of their own, in the order in which they are asked for. A
-generation drafts in a cache that is its own until it ends: the first is the drafter itself, further
-ones are its twins (``ports.Twinned``), made when they are first needed. A generation that finds
-none free gets no guesses until one is; it is streamed meanwhile.
+Steps run one at a time, in a thread of their own, in the order in which they are submitted. A
+generation drafts in a cache that it owns until it ends. The first cache is the drafter itself,
+further ones are its twins (``ports.Twinned``), made when they are first needed. A generation that
+finds no free cache gets no candidates until one is free; it is streamed meanwhile.
 
-What goes wrong in a step is that generation's alone: it goes on without drafts. A step that shows
-no sign of life for ``HANG_S`` is given up, with those that wait behind it.
+An error in a step concerns that generation only: it goes on without drafts. A step that makes no
+progress for ``HANG_S`` is abandoned, together with the steps that wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.shared_ids import SharedIds
 
 HANG_S = 20.0
-# How long closing waits for a step that runs: it ends soon where the drafter asks for its end.
+# Seconds that closing waits for a running step. It ends soon if the drafter checks for its end.
 _CLOSING_S = 5.0
 _NO_GUESS: Final = StepDone(())
 _T = TypeVar("_T")
@@ -38,8 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class DrafterPool:
-    """Holds at most ``caches`` generations' texts at once. ``shared`` says which ids ``drafter``
-    shares with the target; None: all. The drafter is closed with this, and so are its twins."""
+    """Holds the caches of at most ``caches`` generations at once.
+
+    ``shared`` names the ids that ``drafter`` shares with the target; None means all. Closing the
+    pool closes the drafter and its twins."""
 
     def __init__(
         self,
@@ -53,13 +55,15 @@ class DrafterPool:
         self._most = caches if isinstance(drafter, ports.Twinned) else 1
         self._thread = DraftThread("edgespec-draft")
         self._heard_at = time.monotonic()
-        """When the step that runs last showed a sign of life; written by its thread."""
+        """Time at which the running step last made progress. The drafter's thread writes it."""
         self._given_up: Future[StepDone] | None = None
         """The step that hung last."""
 
     def close(self) -> None:
-        """Free the model. A step that runs is waited for, unless it hangs: then what it uses is
-        freed when it comes back, or lost with the process, which may end without it."""
+        """Free the model.
+
+        A running step is waited for, unless it hangs. Then its memory is freed when it comes back,
+        or with the process, which may end before that."""
 
         def close_all() -> None:
             for drafter in reversed(self._drafters):
@@ -70,20 +74,20 @@ class DrafterPool:
             _log.warning("a draft step still runs; the draft's memory is freed when it ends")
 
     async def step(self, lease: DrafterLease, step: StartStep) -> StepDone | StepFailed:
-        """For ``DrafterLease``."""
+        """Run ``step`` for ``lease`` when the drafter is free. Called by ``DrafterLease``."""
         work, asked_at = self._thread.submit(lambda: self._draft(lease, step)), time.monotonic()
         future = asyncio.wrap_future(work)
         while not (await asyncio.wait([future], timeout=HANG_S))[0]:
             if time.monotonic() - max(self._heard_at, asked_at) >= HANG_S:
                 self._given_up = work
-                future.cancel()  # it runs on, unless it waits behind the one that hangs
+                future.cancel()  # The step runs on, unless it waits for the one that hangs.
                 _log.warning("a draft step has not come back within %g s", HANG_S)
                 return StepFailed(f"the draft model did not answer within {HANG_S:g} s")
         try:
             return future.result()
         except asyncio.CancelledError:
             return StepFailed("the drafter's thread was closed")
-        except Exception as error:  # whatever a model raises ends the drafting, not the session
+        except Exception as error:  # An error of a model ends the drafting, not the session.
             return StepFailed(f"{type(error).__name__}: {error}")
 
     # --- in the drafter's thread ---------------------------------------------------------------
@@ -117,14 +121,14 @@ class DrafterPool:
         try:
             assert isinstance(first, ports.Twinned)
             self._drafters.append(first.twin())
-        except Exception as error:  # whatever a model raises: the caches there are must do
+        except Exception as error:  # Whatever error the model raises, the existing caches suffice.
             self._most = len(self._drafters)
             _log.warning("no room for %d caches of the draft: %s", self._most + 1, error)
             return None
         return self._drafters[-1]
 
     def give_back(self, lease: DrafterLease) -> None:
-        """The lease is over; behind a step of it, if one runs."""
+        """Free the drafter of a lease that has ended, after its running step if there is one."""
 
         def put() -> None:
             if lease.drafter is not None:
@@ -135,8 +139,9 @@ class DrafterPool:
 
 
 class DrafterLease:
-    """One generation's use of a pool; call its ``end``. ``tokens`` are what its cache holds, or
-    would hold."""
+    """The use of a pool by one generation; call ``end`` when it ends.
+
+    ``tokens`` are the tokens that its cache holds, or would hold if it had one."""
 
     def __init__(self, pool: DrafterPool, prompt_length: int, sampling: SamplingParams) -> None:
         self.prompt_length, self.sampling = prompt_length, sampling
@@ -146,21 +151,22 @@ class DrafterLease:
         self._pool = pool
 
     async def step(self, step: StartStep) -> StepDone | StepFailed:
-        """Run ``step`` when the drafter is free. After ``StepFailed`` the lease is over."""
+        """Run ``step`` when the drafter is free. ``StepFailed`` ends the lease."""
         said = await self._pool.step(self, step)
         if isinstance(said, StepFailed):
             self.end()
         return said
 
     def end(self) -> None:
-        """The generation drafts no more; a second call does nothing."""
+        """End the lease: the generation drafts no more. A second call does nothing."""
         if not self.over:
             self.over = True
             self._pool.give_back(self)
 
 
 def _checked(guesses: object, width: int) -> tuple[ports.Candidate, ...]:
-    """Raises ``TypeError`` or ``ValueError`` for an answer that is none."""
+    """Return ``guesses``, or raise ``TypeError`` or ``ValueError`` if they are no valid
+    candidates."""
     if not isinstance(guesses, tuple):
         raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
     if len(guesses) > width:
@@ -172,10 +178,10 @@ def _checked(guesses: object, width: int) -> tuple[ports.Candidate, ...]:
 
 
 class DraftThread:
-    """Runs what is submitted, one after the other; ends with ``close``, or with the process.
+    """Runs submitted work in order. The thread ends with ``close``, or with the process.
 
-    The pools of ``concurrent.futures`` will not do: the interpreter joins their threads when it
-    ends, so a model that hangs would keep the process from ending, whatever the user presses."""
+    The pools of ``concurrent.futures`` are no alternative: the interpreter joins their threads when
+    it ends, so a model that hangs would keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
@@ -183,7 +189,9 @@ class DraftThread:
         self._closed = False
 
     def submit(self, run: Callable[[], _T]) -> Future[_T]:
-        """What ``run`` comes to; cancelled after ``close``, failed without a thread left."""
+        """Return the future result of ``run``.
+
+        It is cancelled after ``close``, and failed if the thread cannot be started."""
         future: Future[_T] = Future()
         if self._closed:
             future.cancel()
@@ -198,9 +206,10 @@ class DraftThread:
         return future
 
     def close(self, last: Callable[[], None], within_s: float) -> bool:
-        """Drop what has not begun, run ``last`` behind what has, and take nothing more. Waits for
-        that so long at most; False: ``last`` still waits for a step. Raises what ``last`` raises. A
-        second call does nothing."""
+        """Drop work that has not begun, run ``last`` after the work that has, and accept no more.
+
+        Waits at most ``within_s`` seconds. Returns False if ``last`` still waits for a step. Raises
+        what ``last`` raises. A second call does nothing."""
         if self._closed:
             return True
         if self._thread.ident is None:
@@ -231,8 +240,8 @@ def _do(future: Future[Any], run: Callable[[], Any]) -> None:
         return
     try:
         found = run()
-    except BaseException as error:  # whoever submitted it hears of it
+    except BaseException as error:  # The future carries the error to its owner.
         future.set_exception(error)
-        del future, run  # or the error's traceback holds the future, and that the error
+        del future, run  # Breaks the cycle error, traceback, frame, future, error.
     else:
         future.set_result(found)

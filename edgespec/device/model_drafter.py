@@ -1,4 +1,6 @@
-"""A drafter on a model: a draft folder of ours, a checkpoint exported now, or a graph of others."""
+"""Drafters on a model: an exported draft folder, a checkpoint that is exported now, or a foreign
+graph.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,24 @@ Say = Callable[[str], None]
 
 CPU = "cpu"
 BUNDLED: Final = "bundled"
-"""The draft that comes with edgespec."""
+"""Name of the draft model that comes with edgespec."""
 
 _DEFAULT = DraftSection()
 
 
 def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say) -> Drafter:
-    """What ``draft.model`` leads to, loaded. ``tokenizer`` names the one that is used with it, for
-    a graph that has none of its own; empty: the draft's. ``policy`` says how many guesses of a step
-    are wanted, which a memory budget may cut down. ``say`` hears what takes long, and of what an
-    accelerator runs. Raises ``SetupError``, or ``ValueError`` naming the file."""
+    """Return a loaded drafter on the model of ``draft.model``.
+
+    Args:
+        draft: The settings of the draft.
+        tokenizer: Names the tokenizer for a graph that has none of its own. Empty for the draft's.
+        policy: Its width is the number of candidates per step, which a memory budget may reduce.
+        say: Called with a line about slow work, and about the nodes that an accelerator runs.
+
+    Raises:
+        SetupError: A setting does not apply to this draft, or a library is missing.
+        ValueError: A file cannot be used; the error names it.
+    """
     source = find_draft(draft.model, draft.variant)
     drafter: GraphDrafter
     if source.graphs:
@@ -90,9 +100,11 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
 def foreign_drafter(
     source: DraftSource, say: Say, draft: DraftSection = _DEFAULT, tokenizer: Path | None = None
 ) -> ForeignDrafter:
-    """A drafter on the first graph of ``source`` that can be used; ``say`` hears why others cannot.
-    ``tokenizer`` is a folder whose tokenizer goes with a graph that has none. Raises ``ValueError``
-    naming the first file where none can."""
+    """Return a drafter on the first usable graph of ``source``.
+
+    ``say`` is called with the reason why another graph was left out. ``tokenizer`` is a folder
+    whose tokenizer belongs to a graph that has none. Raises ``ValueError`` naming the first file if
+    no graph can be used."""
     from edgespec.device.drafters.decoder_graph import EXECUTION
     from edgespec.device.drafters.onnx_drafter import ForeignDrafter
 
@@ -118,7 +130,8 @@ def foreign_drafter(
 
 
 def inspected(source: DraftSource, variant: str) -> str:
-    """What is found in one graph of ``source``, which is loaded and tried, in lines for people.
+    """Load and try one graph of ``source`` and return a description of it in lines for people.
+
     Raises ``ValueError`` naming the file."""
     path = source.graphs[variant]
     drafter = foreign_drafter(replace(source, graphs={variant: path}), lambda text: None)
@@ -154,27 +167,29 @@ def inspected(source: DraftSource, variant: str) -> str:
 
 def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
     if (folder / DRAFT_MANIFEST).is_file():
-        model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
+        model_info(folder)  # This raises if the folder's tokenizer has changed since the export.
         return folder
     with needs("onnx", "edgespec[export]"):
         return exported(folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32)
 
 
-# The first onnxruntime whose attention on the CPU was seen to take int8 keys and values.
+# The first onnxruntime whose CPU attention accepted int8 keys and values in our tests.
 _INT8_FROM: Final = (1, 31)
 
 _STORED_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
-"""Bytes, with the blocks' scales."""
+"""Bytes per weight, by its bits, with the scales of the blocks."""
 _SIZES = ("vocabulary_size", "layers", "heads", "kv_heads", "head_dim", "hidden", "feed_forward")
 _ENDPOINT_BYTES: Final = 8 << 20
-"""What ``edgespec serve`` loads beyond the other commands, 6 to 9 MiB."""
+"""Bytes that ``edgespec serve`` loads beyond the other commands, measured as 6 to 9 MiB."""
 _REQUESTS_BYTES: Final = EndpointSection().most_bodies_bytes(has_budget=True)
-"""What the bodies of requests may hold."""
+"""Bytes that the bodies of requests may hold."""
 
 
 def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftVariant, ...]:
-    """The variants of a draft: the one in an exported folder, or what a Hugging Face folder can be
-    exported to. Raises ``ValueError`` naming the file."""
+    """Return the variants of a draft.
+
+    An exported folder has one. A Hugging Face folder has one for each type of keys and values that
+    it can be exported with. Raises ``ValueError`` naming the file."""
     folder = resolve_model(reference or draft.model, Role.DRAFT)
     if (folder / DRAFT_MANIFEST).is_file():
         return (exported_variant(folder),)
@@ -188,10 +203,10 @@ def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftV
 
 
 def exported_variant(folder: Path) -> memory.DraftVariant:
-    """What the manifest, the files and the config.json of a draft folder say."""
+    """Return the variant in a draft folder, from its manifest, its files and its config.json."""
     manifest, shape = read_manifest(folder), read_shape(folder)
     parts = [part for part in folder.glob(f"{MODEL_FILE}*") if part.is_file()]
-    shape = replace(  # the graph is held against the manifest, not against config.json
+    shape = replace(  # The graph is checked against the manifest, not against config.json.
         shape,
         layers=manifest.layers,
         kv_heads=manifest.kv_heads,
@@ -212,10 +227,10 @@ def exported_variant(folder: Path) -> memory.DraftVariant:
 
 
 def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.DraftVariant:
-    """What an export of a Hugging Face folder would be, from its config.json alone.
+    """Return the variant that an export of a Hugging Face folder would make, from its config.json.
 
-    Formula of what is stored: (layers * (hidden * (heads + 2 * kv_heads) * dim + heads * dim *
-    hidden + 3 * hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables."""
+    Bytes stored: (layers * (hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 *
+    hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables."""
     config, shape = read_config(folder), read_shape(folder)
     hidden, dim, vocabulary = shape.hidden, shape.head_dim, shape.vocabulary_size
     longest = whole_number(folder / "config.json", config, "max_position_embeddings")
@@ -238,25 +253,28 @@ def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.Dr
 
 
 def _sizes(shape: DecoderShape) -> dict[str, int]:
-    """What a draft's shape says of its variant, under the same names."""
+    """Return the sizes in a draft's shape, under the names that its variant uses."""
     return {name: getattr(shape, name) for name in _SIZES}
 
 
 def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
-    """What the plan has to go by, measured now: load the tokenizer first. Raises ``ValueError``
-    for a budget that cannot be read."""
+    """Return the input of a memory plan, measured now. Load the tokenizer before.
+
+    Raises ``ValueError`` for a budget that cannot be read."""
     with needs("onnxruntime", "edgespec[cpu]"):
-        import edgespec.device.drafters.onnx_drafter  # what it loads counts
+        # The memory of the libraries that these imports load has to be counted.
+        import edgespec.device.drafters.onnx_drafter
     with needs("grpc", "edgespec"):
         import edgespec.wire.grpc_client  # noqa: F401
     gc.collect()
     trim_heap()
     runtime = resident_bytes()
-    # So a budget that one command takes is enough for every other one.
+    # All parts count in every command, so that a budget that suffices for one command suffices for
+    # all.
     runtime += 0 if "edgespec.endpoint.app" in sys.modules else _ENDPOINT_BYTES
     runtime += _REQUESTS_BYTES
     if draft.model != BUNDLED:
-        runtime += RESIDENT_BYTES  # of the process that renders chat templates
+        runtime += RESIDENT_BYTES  # Memory of the process that renders chat templates.
     return memory.MemoryQuestion(
         budget_bytes=memory.parse_budget(draft.memory_budget or "auto").resolve(machine_memory()),
         runtime_bytes=runtime,
@@ -269,9 +287,9 @@ def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
 
 
 def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
-    """The drafter that ``draft.memory_budget`` leaves room for, with a guard on it.
+    """Return a guarded drafter that fits in ``draft.memory_budget``.
 
-    Raises ``SetupError`` naming the smallest budget, ``ValueError`` naming the file."""
+    Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
         from edgespec.device.drafters.token_cache import CacheGroup, GuardedDrafter
@@ -302,7 +320,7 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
 
 
 def summary(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:
-    """One line for the user: what was planned, and what was traded."""
+    """Return one line for the user: the plan, and what it gave up to fit."""
     settings = plan.settings
     line = (
         f"memory: {memory.in_mib(plan.predicted_bytes)} of {memory.in_mib(plan.budget_bytes)}:"

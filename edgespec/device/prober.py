@@ -1,5 +1,7 @@
-"""Verifiers are asked here whether they are there, what they serve, and how far away they are: once
-or now and then. Generations do not wait for this: the agent dials by itself."""
+"""Probes of verifiers: whether they answer, which models they serve, and their round-trip time.
+
+Generations do not wait for probes; the agent dials by itself.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from edgespec.telemetry.logs import log_failure
 
 ANSWER_S: Final = 3.0
 _NEW_S: Final = 1.0
-"""What was told is new for so long, to who waits for it; and to who only looks."""
+"""Seconds for which an answer is fresh: for a caller that waits for it, and for a status page."""
 _NEW_TO_LOOK_AT_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one verifier said; ``info`` None: nothing of use, and ``error`` says why."""
+    """The outcome of one probe. ``info`` is None if it failed; ``error`` holds the reason."""
 
     info: VerifierInfo | None = None
     rtt_s: float | None = None
@@ -39,7 +41,10 @@ class Answer:
 
 
 async def ask(transport: Transport, within_s: float = ANSWER_S, *, timed: bool = False) -> Answer:
-    """Never raises. ``timed``: a second question is timed, since the first opens the channel."""
+    """Request the verifier's ``VerifierInfo`` and measure the round-trip time. Never raises.
+
+    ``within_s`` is the limit in seconds. If ``timed``, a second request is measured, because the
+    first one also opens the channel."""
     try:
         async with asyncio.timeout(within_s):
             if timed:
@@ -59,14 +64,17 @@ async def ask(transport: Transport, within_s: float = ANSWER_S, *, timed: bool =
 async def ask_all(
     transports: Mapping[str, Transport], within_s: float = ANSWER_S, *, timed: bool = False
 ) -> dict[str, Answer]:
-    """All at once, by their names."""
+    """Probe all verifiers at the same time. Return their answers under the same names."""
     asked = [ask(one, within_s, timed=timed) for one in transports.values()]
     return dict(zip(transports, await asyncio.gather(*asked), strict=True))
 
 
 class VerifierWatch:
-    """Asks all verifiers every ``every_s``, or every ``away_every_s`` while none is ready.
-    ``misfit`` says why what one serves is of no use here. Close it in the end."""
+    """Probes all verifiers every ``every_s`` seconds, or every ``away_every_s`` while none is
+    ready.
+
+    ``misfit`` returns the reason why a verifier's models are of no use here, or None. Call
+    ``close`` at the end, which closes the transports too."""
 
     def __init__(
         self,
@@ -79,9 +87,9 @@ class VerifierWatch:
         self._transports, self._misfit = dict(transports), misfit
         self._every_s, self._away_every_s = every_s, away_every_s
         self.statuses = tuple(map(VerifierStatus, transports))
-        """One each, in the order given."""
+        """Status of each verifier, in the given order."""
         self.infos: dict[str, VerifierInfo] = {}
-        """What each said last, by its address."""
+        """Latest info of each verifier, by its address."""
         self.looked_at = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
@@ -93,7 +101,7 @@ class VerifierWatch:
 
     @property
     def told(self) -> tuple[VerifierInfo, ...]:
-        """What the verifiers that fit said: those that are there, then those that were."""
+        """Latest info of every verifier whose model fits, ready ones first."""
         order = sorted(self.statuses, key=lambda one: one.state is not VerifierState.READY)
         fits = [one.address for one in order if one.state is not VerifierState.MISFIT]
         return tuple(self.infos[one] for one in fits if one in self.infos)
@@ -104,7 +112,7 @@ class VerifierWatch:
         self.looked_at = time.monotonic()
 
     async def look_anew(self) -> None:
-        """What is known may be old, and somebody waits: ask, unless that was done just now."""
+        """Probe now, unless that was done within the last second."""
         async with self._one_at_a_time:
             if time.monotonic() - self.looked_at >= _NEW_S:
                 await self.look()
@@ -113,11 +121,11 @@ class VerifierWatch:
         self._task = asyncio.create_task(self._forever())
 
     def hurry(self) -> None:
-        """What is known may be old: look soon."""
+        """Start the next probe now instead of at its time."""
         self._hurry.set()
 
     def looked_upon(self) -> None:
-        """Somebody is shown what is known: look soon if it is old."""
+        """Start the next probe now if the answers are too old for a status page."""
         if time.monotonic() - self.looked_at >= _NEW_TO_LOOK_AT_S:
             self.hurry()
 
@@ -136,7 +144,7 @@ class VerifierWatch:
             self._hurry.clear()
             try:
                 await self.look()
-            except Exception as error:  # a look that fails must not be the last one
+            except Exception as error:  # One failed probe must not end the loop.
                 what = "asking the verifiers failed"
                 log_failure(_log, what, error=error, may_quote_client=False)
 

@@ -1,10 +1,10 @@
 """One generation on asyncio: a ``DraftSession`` with a real link, a real drafter and a real clock.
 
 This file decides nothing. Draft steps run in the drafter's own thread (``drafter_pool.py``), so a
-reply that arrives during a step is read at once; the step's result comes back as an event like any
-other. Nothing dies silently: whatever is raised while an event is handled or an action carried out
-ends the generation with a ``Fail`` that the caller hears. And nobody waits for a draft once the
-text is complete: a step that still runs is cancelled and ends by itself.
+reply that arrives during a step is read at once. The result of the step comes back as an event like
+any other. Every error ends in a ``Fail`` that the caller receives, whether it was raised while an
+event was handled or while an action was carried out. A finished generation does not wait for its
+draft step: the step is cancelled and ends by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edgespec.device.drafter_pool import DrafterLease
 from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.trace import Tracer
 
-# How long a broken pipe waits for the verifier's own word on why it hung up.
+# Seconds that a broken connection waits for the verifier's own reason, which may still arrive.
 _LAST_WORD_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
@@ -33,11 +33,14 @@ Dial = Callable[[], Coroutine[Any, Any, DeviceStream]]
 
 
 class Link:
-    """``notify`` gets ``Connected``, each message, and at most one ``LinkDown``, which is last."""
+    """One stream to a verifier, from dialing to closing.
+
+    ``notify`` receives ``Connected``, each message, and at most one ``LinkDown``, which is the
+    last."""
 
     def __init__(self, connect: Dial, notify: Callable[[ev.DraftEvent], None]) -> None:
         self._dial, self._notify = connect, notify
-        # The session's window bounds what is sent ahead of the verifier's answers.
+        # The session's window bounds the messages that are sent ahead of the verifier's answers.
         self._outgoing: asyncio.Queue[Uplink | None] = asyncio.Queue()
         self._live = self._connecting = True
         self.task = asyncio.create_task(self._run())
@@ -46,8 +49,9 @@ class Link:
         self._outgoing.put_nowait(message)
 
     def close(self) -> None:
-        """Let go after what was sent; at once if the stream is not there yet."""
-        if self._connecting and self._live:  # else the dial has failed, and says so right now
+        """Close the stream after the messages sent so far; at once if it is not open yet."""
+        # Otherwise the dial has failed and reports that itself.
+        if self._connecting and self._live:
             self.task.cancel()
         self._live = False
         self._outgoing.put_nowait(None)
@@ -75,13 +79,14 @@ class Link:
             while (message := await self._outgoing.get()) is not None:
                 await stream.send(message)
         except LinkError:
-            # A fault the verifier sent before it hung up says more than the broken pipe does.
+            # A fault that the verifier sent before it hung up explains more than the error does.
             await asyncio.wait([reader], timeout=_LAST_WORD_S)
             raise
         finally:
             reader.cancel()
             await asyncio.wait([reader])
-            with contextlib.suppress(Exception):  # it is let go of either way
+            # An error while closing changes nothing: the stream is not used any more.
+            with contextlib.suppress(Exception):
                 await stream.close()
 
     async def _read(self, stream: DeviceStream) -> None:
@@ -94,8 +99,10 @@ class Link:
 
 
 def link_down(error: BaseException) -> ev.LinkDown:
-    """What the session hears of it. An error of the operating system may pass; no retry makes a
-    message fit the wire's bounds (``ValueError``), or mends a bug."""
+    """Return the event for an error of the transport.
+
+    An error of the operating system may pass. No retry helps against a message that exceeds the
+    wire's bounds (``ValueError``), or against a bug."""
     match error:
         case LinkError(retryable=retryable, again_s=again_s):
             return ev.LinkDown(str(error), retryable, again_s)
@@ -109,38 +116,38 @@ def link_down(error: BaseException) -> ev.LinkDown:
             return ev.LinkDown(why, retryable=False)
 
 
-# How long leaving a generation early waits for its last messages to leave.
+# Seconds that a generation that was left early waits for its last messages to leave.
 LETTING_GO_S: Final = 1.0
 
 Outcome = ev.Deliver | ev.Finish | ev.Fail
 
 
 class SessionDriver:
-    """Runs ``session`` until it finishes or fails; iterate ``outcomes`` to follow it.
+    """Runs ``session`` until it finishes or fails; iterate over ``outcomes`` to follow it.
 
-    ``drafter`` None: the session must have been opened without drafting."""
+    ``drafter`` may be None only if the session was opened without drafting."""
 
     def __init__(
         self, session: DraftSession, connect: Dial, drafter: DrafterLease | None, tracer: Tracer
     ) -> None:
         self.session, self._connect = session, connect
         self._drafter, self._tracer = drafter, tracer
-        # Holds at most a few entries a token, and max_tokens bounds those.
+        # This queue holds a few entries for each token at most, and max_tokens bounds the tokens.
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._link: Link | None = None
         self._links: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
-        """No outcome will follow the last one; a running draft step is not wanted any more."""
+        """Whether the last outcome was queued. A running draft step is not needed any more then."""
 
     @property
     def running(self) -> set[asyncio.Task[None]]:
-        """The tasks that have not ended yet."""
+        """Tasks that have not ended yet."""
         return self._links | self._steps
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
-        """Deliveries, and the ``Finish`` or ``Fail`` that ends them."""
+        """Yield the deliveries, and at last a ``Finish`` or a ``Fail``."""
         self._handle(ev.Start())
         while True:
             outcome = await self._outcomes.get()
@@ -149,12 +156,14 @@ class SessionDriver:
                 return
 
     def stop(self, reason: FinishReason) -> None:
-        """End the generation; the ``Finish`` follows."""
+        """End the generation; its ``Finish`` follows."""
         self._handle(ev.Stop(reason))
 
     async def close(self) -> None:
-        """Let go of everything. A generation that was left early waits a moment for its last
-        messages to leave; a draft step that runs is not waited for (``running``)."""
+        """Release everything.
+
+        A generation that was left early waits a moment for its last messages to leave. A running
+        draft step is not waited for; see ``running``."""
         if self._over:
             return
         self._handle(ev.Stop())
@@ -164,7 +173,9 @@ class SessionDriver:
     # --- the session -----------------------------------------------------------------------
 
     def _handle(self, event: ev.DraftEvent) -> None:
-        """Never raises: what goes wrong becomes the generation's ``Fail``."""
+        """Pass ``event`` to the session and carry out its actions.
+
+        Never raises: an error becomes the generation's ``Fail``."""
         if self._over:
             return
         try:
@@ -205,13 +216,15 @@ class SessionDriver:
             self._timer = None
         if self._drafter is not None:
             self._drafter.end()
-        # What it came to: whoever sums a trace up need not count again.
+        # The trace ends with the counters, so that its readers need not count again.
         key, counters = self.session.request.session_id, self.session.counters
         self._tracer.record(time.monotonic(), "device", key, "event", counters)
         self._outcomes.put_nowait(last)
 
     def _fail(self, error: BaseException) -> None:
-        """A bug, here or in a part that was handed in. The verifier is told as far as possible."""
+        """End the generation because of a bug here or in a part that was passed in.
+
+        The verifier receives a ``Cancel`` if that is possible."""
         if self._over:
             return
         what = "the device's side of a generation failed"
@@ -228,7 +241,7 @@ class SessionDriver:
         self._handle(await self._drafter.step(step))
 
     def _watch(self, task: asyncio.Task[None], kind: set[asyncio.Task[None]]) -> None:
-        """Keep ``task`` alive, and hear of it when it ends in a way that it should not."""
+        """Keep ``task`` alive, and fail the generation if it ends with an error."""
 
         def ended(task: asyncio.Task[None]) -> None:
             kind.discard(task)
@@ -239,8 +252,9 @@ class SessionDriver:
         task.add_done_callback(ended)
 
     def _arm(self) -> None:
-        """Have ``_on_timer`` called by the deadline. Deadlines mostly move on, so a timer that is
-        set for an earlier moment stays."""
+        """Set a timer that calls ``_on_timer`` at the deadline.
+
+        Deadlines mostly move later, so a timer that is set for an earlier time stays."""
         deadline = self.session.deadline
         if deadline is None or self._over:
             return

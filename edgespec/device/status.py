@@ -1,7 +1,8 @@
-"""How an agent is: a snapshot that costs nothing until somebody asks for it.
+"""Status of an agent: a snapshot that costs nothing until it is requested.
 
-``StatusSource`` reads what the agent counts anyway and what ``Activity`` noted, in any thread.
-While nothing runs nobody hears of the verifier, so a ``VerifierWatch`` tells how it is then.
+``StatusSource`` reads the counts that the agent keeps anyway and the notes of ``Activity``, in any
+thread. While no generation runs, no message shows how the verifiers are; a ``VerifierWatch`` probes
+them then.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ _THERE: Final = (st.VerifierState.READY, st.VerifierState.SERVING)
 
 
 class StatusSource:
-    """Makes snapshots of ``agent``. ``addresses`` are its verifiers as they were configured;
-    ``watch`` None: nobody asks them while nothing runs."""
+    """Makes snapshots of ``agent``.
+
+    ``addresses`` are its verifiers as they were configured. Without a ``watch``, verifiers are not
+    probed while no generation runs."""
 
     def __init__(
         self,
@@ -49,7 +52,8 @@ class StatusSource:
         self._since: dict[str, tuple[st.VerifierState, float]] = {}
 
     def snapshot(self, after: int = 0) -> st.AgentStatus:
-        """The status now, with the events behind the one numbered ``after``. Any thread may ask."""
+        """Return the status now, with the events numbered above ``after``. Any thread may call
+        this."""
         agent, activity = self._agent, self._agent.activity
         now = time.monotonic()
         with activity.lock:
@@ -75,7 +79,7 @@ class StatusSource:
         )
 
     def looked_upon(self) -> None:
-        """Somebody is shown a status: its verifiers should be asked soon."""
+        """Note that a status is displayed, so that its verifiers are probed soon if need be."""
         if self._watch is not None:
             self._watch.looked_upon()
 
@@ -95,7 +99,9 @@ class StatusSource:
     def _only(
         self, running: tuple[GenerationNotes, ...], asked: Mapping[str, st.VerifierStatus]
     ) -> st.VerifierStatus:
-        """The one verifier: what the link says while a generation runs, else what it answered."""
+        """Return the status of the only verifier.
+
+        It follows the link while a generation runs, and the latest probe otherwise."""
         address = self._addresses[0] if self._addresses else ""
         reach, status = self._agent.activity.reach, asked.get(address, st.VerifierStatus(address))
         if running or self._watch is None or self._watch.looked_at <= reach.since:
@@ -112,7 +118,7 @@ class StatusSource:
         found = []
         for candidate in tuple(pool.failover.candidates.listed.values()):
             address, info = candidate.address, candidate.info
-            # One of several behind a name ("NAME (ADDRESS)") is asked by that name.
+            # One of several addresses behind a name ("NAME (ADDRESS)") is probed by that name.
             status = asked.get(address) or asked.get(address.partition(" ")[0])
             status = replace(status or st.VerifierStatus(address), address=address)
             if info is not None and status.state is st.VerifierState.UNKNOWN:
@@ -128,7 +134,7 @@ class StatusSource:
     def _measured(
         self, status: st.VerifierStatus, running: tuple[GenerationNotes, ...]
     ) -> st.VerifierStatus:
-        """With the times that the last generation measured, which are those under load."""
+        """Add the times that the latest generation measured, which are those under load."""
         last = running[-1] if running else self._agent.activity.last
         if last is None:
             return status
@@ -137,7 +143,7 @@ class StatusSource:
         return replace(status, rtt_s=rtt_s or status.rtt_s, pass_s=pass_s or status.pass_s)
 
     def _timed(self, status: st.VerifierStatus, now: float) -> st.VerifierStatus:
-        """With the time for which it has been in its state, as far as anybody looked."""
+        """Add the time since the verifier entered its state, as far as it was observed."""
         reach, is_there = self._agent.activity.reach, status.state in _THERE
         kind = st.VerifierState.READY if is_there else status.state
         state, since = self._since.get(status.address, (None, now))
@@ -196,10 +202,10 @@ class StatusSource:
         return found
 
     def _memory(self) -> st.MemoryStatus:
-        """With what is left to a guarded drafter, however it is wrapped."""
+        """Return the memory in use, with the current limits of a guarded drafter at any depth."""
         try:
             resident = resident_bytes()
-        except Exception:  # whatever a system says about itself, or does not
+        except Exception:  # Systems differ in the errors that they raise here.
             resident = 0
         drafter: Any = self._agent.drafter
         while drafter is not None and not isinstance(drafter, GuardedDrafter):
@@ -216,8 +222,9 @@ def draft_worth(
     estimates: DraftEstimates | None,
     counters: DraftCounters | None,
 ) -> st.DraftingStatus:
-    """What the policy makes of the price and of what the last generation measured; ``estimates``
-    and ``counters`` are None before the first."""
+    """Return what the policy makes of the price and of the latest generation's measurements.
+
+    ``estimates`` and ``counters`` are None before the first generation."""
     found = st.DraftingStatus(
         None,
         "nothing was drafted yet",

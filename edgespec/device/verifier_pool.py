@@ -1,8 +1,8 @@
-"""Several verifiers behind one agent: streams are dialed, watched and moved from one to another.
+"""Several verifiers behind one agent: streams are dialed, watched and moved between them.
 
-``core/association/failover.py`` decides all of it; this file connects, asks and measures. A
-generation gets a ``VerifierRoute``: it connects to whichever is best, and its streams say, when
-they end, whether another verifier can be tried at once.
+``core/association/failover.py`` makes all decisions; this file connects, probes and measures. A
+generation has a ``VerifierRoute``, which connects to the best verifier. When one of its streams
+ends, the error shows whether another verifier can be tried at once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from edgespec.device.prober import ask
 from edgespec.device.session_driver import link_down
 from edgespec.telemetry.logs import log_failure
 
-# A verifier that answers though its stream is quiet is asked less and less often.
+# Longest seconds between probes of a verifier that answers although its stream is quiet.
 _LONGEST_QUIET_S: Final = 12.0
-# For a verifier of another model to take back the session that it has opened.
+# Seconds in which a cancellation must reach a verifier that opened a session with a wrong model.
 _TAKE_BACK_S: Final = 0.5
-# Names of models whose last text is remembered; the one asked for longest ago is forgotten.
+# Most names whose last model is remembered; the name that was used longest ago is dropped.
 _MOST_NAMES: Final = 256
 _log = logging.getLogger(__name__)
 
 
 class VerifierPool:
-    """Carries out what ``failover`` says for all generations of one agent."""
+    """Carries out the actions of ``failover`` for all generations of one agent."""
 
     def __init__(self, directory: VerifierDirectory, failover: Failover) -> None:
         self.failover = failover
@@ -48,20 +48,20 @@ class VerifierPool:
         self._dialed: dict[tuple[int, str], DeviceStream] = {}
         self._waiting: dict[int, asyncio.Future[PooledStream]] = {}
         self._streams: dict[int, PooledStream] = {}
-        """In use, one a generation."""
+        """Streams in use, one for each generation, by the number of its route."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._none_found = False
         self._models: dict[str, m.ModelIdentity] = {}
-        """Of the text before, by the name that it asked for."""
+        """Model of the latest generation, by the name that it requested."""
 
     async def known(self) -> Mapping[str, Transport]:
-        """The verifiers, to ask them how they are. Raises ``LinkError``."""
+        """Return the transports of all verifiers, for probes. Raises ``LinkError``."""
         self._transports = self._transports or await self._directory.find()
         return self._transports
 
     async def close(self) -> None:
-        """End what is under way, and the transports."""
+        """Cancel all work and close the transports."""
         if self._timer is not None:
             self._timer.cancel()
         for number in list(self.failover.routes):
@@ -74,7 +74,9 @@ class VerifierPool:
     # --- for one generation ----------------------------------------------------------------
 
     async def stream(self, wanted: ev.Wanted) -> PooledStream:
-        """Raises ``LinkError`` naming every address and what it failed with."""
+        """Return an open stream to the best verifier.
+
+        Raises ``LinkError`` naming every address and its failure."""
         number = wanted.route
         self._transports = await self._directory.find(fresh=self._none_found)
         self.handle(ev.Known(tuple(self._transports)))
@@ -88,11 +90,12 @@ class VerifierPool:
                 del self._waiting[number]
                 self.handle(ev.Unwanted(number))
             elif not future.cancelled() and future.exception() is None:
-                await future.result().close()  # it came in the very moment of the cancellation
+                # The stream was opened in the moment of the cancellation.
+                await future.result().close()
             raise
 
     def tell(self, stream: PooledStream, event: ev.RouteEvent) -> None:
-        """Something happened on a stream; it counts only while the stream is in use."""
+        """Pass on an event of ``stream``, unless another stream has replaced it."""
         if self._streams.get(stream.route) is stream:
             if isinstance(event, ev.Unwanted):
                 del self._streams[stream.route]
@@ -106,7 +109,9 @@ class VerifierPool:
             future.set_exception(LinkError("the generation is over", retryable=False))
 
     def begins_with(self, route: int, model: m.ModelIdentity, address: str) -> None:
-        """A verifier greeted; say so if the name stands for another model than a text before."""
+        """Note the model that a verifier opened with.
+
+        Log a warning if the requested name stood for another model in the previous generation."""
         known = self.failover.routes.get(route)
         if known is None or known.began is not None:
             return
@@ -122,8 +127,10 @@ class VerifierPool:
     # --- the machine -----------------------------------------------------------------------
 
     def handle(self, event: ev.FailoverEvent) -> None:
-        """Never raises: who waits for a stream hears of a bug, and streams in use go on. Most
-        events come from timers and tasks, which nobody awaits."""
+        """Pass ``event`` to ``failover`` and carry out its actions.
+
+        Never raises. Most events come from timers and tasks that nothing awaits, so a bug fails the
+        generations that wait for a stream; streams in use go on."""
         try:
             for action in self.failover.handle(event, time.monotonic()):
                 self._do(action)
@@ -187,7 +194,7 @@ class VerifierPool:
                 del self._dials[key]
                 self.handle(ev.DialFailed(number, address, down.why, down.retryable))
             return
-        if self._dials.get(key) is not me:  # it was dropped in the very moment
+        if self._dials.get(key) is not me:  # The dial was dropped at the moment when it succeeded.
             await stream.close()
             return
         del self._dials[key]
@@ -215,7 +222,8 @@ class VerifierPool:
         return task
 
     def _arm(self) -> None:
-        """Deadlines come and go, so the timer is set anew for the earliest."""
+        """Set the timer for the earliest deadline. Deadlines come and go, so it is always set
+        anew."""
         deadline = self.failover.deadline
         if self._timer is not None:
             self._timer.cancel()
@@ -226,22 +234,25 @@ class VerifierPool:
 
 
 _numbers = itertools.count(1)
-"""Of routes."""
+"""Numbers of routes."""
 
 
 class VerifierRoute:
-    """One generation's way to its verifier, or to whichever of several is best; call ``close`` when
-    it ends. Prompt and longest output are ``needed_length`` tokens, by the model of that name."""
+    """The way of one generation to its verifier, or to the best of several. Call ``close`` at the
+    end.
+
+    ``needed_length`` is the length of the prompt and the longest output together. ``model`` is the
+    name of the requested model."""
 
     def __init__(
         self, to: Transport | VerifierPool, conversation: str, needed_length: int, model: str
     ) -> None:
         self._to, self._wanted = to, ev.Wanted(next(_numbers), needed_length, conversation, model)
         self.now = Route()
-        """What it uses and was given, so far; nothing where there is one verifier only."""
+        """The verifiers used so far. It stays empty with a single verifier."""
 
     async def connect(self) -> DeviceStream:
-        """Call it in a task of its own."""
+        """Open a stream. Call this in a task of its own, since it sets a context variable."""
         if not isinstance(self._to, VerifierPool):
             return await _dial(self._to, self._wanted.conversation)
         stream = await self._to.stream(self._wanted)
@@ -254,10 +265,11 @@ class VerifierRoute:
 
 
 class PooledStream:
-    """``ports.DeviceStream``, watched. Nothing of a verifier that may not continue the text gets
-    through: its greeting is held against the model that began the text. When it ends,
-    ``LinkError.again_s`` says whether another verifier can be tried at once; a fault gets through
-    when none can."""
+    """A ``ports.DeviceStream`` of a pool, watched for silence, faults and wrong models.
+
+    The model in ``Opened`` is compared with the model that began the generation; a verifier that
+    must not continue it delivers nothing. When the stream ends, ``LinkError.again_s`` shows whether
+    another verifier can be tried at once. A fault is passed on only when none can."""
 
     def __init__(self, pool: VerifierPool, route: int, address: str, inner: DeviceStream) -> None:
         self.route, self.address = route, address
@@ -303,7 +315,7 @@ class PooledStream:
         await self.inner.close()
 
     def leave(self, error: LinkError) -> None:
-        """From now on the stream says ``error``, and nothing else."""
+        """Make every further call on the stream raise ``error``."""
         self._left = self._left or error
         self._timer.cancel()
 
@@ -313,7 +325,8 @@ class PooledStream:
         self._pool.tell(self, ev.Greeted(self.route, model))
         if self._left is None:
             return
-        with contextlib.suppress(LinkError, TimeoutError):  # it would keep the place for its lease
+        # Without the cancellation the verifier would keep the slot for the whole lease.
+        with contextlib.suppress(LinkError, TimeoutError):
             async with asyncio.timeout(_TAKE_BACK_S):
                 await self.inner.send(m.Cancel())
         raise self._left
@@ -329,7 +342,7 @@ class PooledStream:
         return replace(fault, message=str(left), retry_after_s=left.again_s or 0.0)
 
     def _listen(self) -> None:
-        """Nothing may have been heard for long enough to ask whether anybody is there."""
+        """Report a quiet stream if nothing was received for long enough, and set the next timer."""
         if self._closed or self._left is not None:
             return
         silent_s = time.monotonic() - self._heard_s
@@ -343,27 +356,28 @@ class PooledStream:
 
 # --- where verifiers are --------------------------------------------------------------------------
 #
-# A name may stand for several addresses, and for other ones tomorrow. Each of them is a verifier of
-# its own, so that a device can leave the one that is gone for the one that is not; gRPC by itself
-# would keep to the connection it has. Certificates are still checked against the name. Numbers,
-# sockets and names of this machine are taken as they are.
+# A name may stand for several addresses, and for other ones tomorrow. Each address counts as a
+# verifier of its own, so that a device can leave a failed one for another. gRPC by itself would
+# stay with the connection it has. Certificates are still checked against the name. IP addresses,
+# sockets and names of this machine are used as they are.
 
 LOOK_UP_S: Final = 2.0
 KEEP_S: Final = 30.0
-"""What a name stands for is looked up again after so long, or before if nobody answered."""
+"""Seconds after which a name is looked up again. It is ``FRESH_S`` if no address answered."""
 FRESH_S: Final = 1.0
 MAX_ADDRESSES: Final = 16
-"""Of one name."""
+"""Most addresses of one name."""
 
 
 MakeTransport = Callable[..., Transport]
-"""To an address, where the certificate has to bear ``server_name``; empty: the address."""
+"""Makes a transport to an address. The certificate must name ``server_name``, or the address if
+that is empty."""
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses of a host; raises ``OSError``."""
+"""Returns the addresses of a host; raises ``OSError``."""
 
 
 async def look_up(host: str, port: int) -> Sequence[str]:
-    """By the system's resolver, in the order that it prefers."""
+    """Return the addresses that the system's resolver finds, in its order of preference."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 
@@ -382,16 +396,18 @@ class VerifierDirectory:
         self._verifiers, self._make = tuple(verifiers), make
         self._look_up, self._clock = look_up, clock
         self._transports: dict[str, Transport] = {}
-        """Of the addresses found last, and of those before that are still in use."""
+        """Transports of the latest addresses, and of earlier ones that are still in use."""
         self._closing: set[asyncio.Task[None]] = set()
         self._found: dict[str, tuple[str, ...]] = {}
-        """The addresses of each name when it was last looked up."""
+        """Addresses of each name at its latest lookup."""
         self._found_at: float | None = None
 
     async def find(self, *, fresh: bool = False) -> Mapping[str, Transport]:
-        """A transport for each address. A name that cannot be looked up stands for what it stood
-        for before, or for itself: then gRPC says what is wrong with it. The transports of addresses
-        that are gone are closed once they are idle."""
+        """Return a transport for each address.
+
+        If a name cannot be looked up, its earlier addresses are used, or the name itself; then gRPC
+        reports the error. Transports of addresses that are gone are closed once they are idle.
+        ``fresh`` requests a new lookup because no address answered."""
         now, names = self._clock(), [one for one in self._verifiers if is_name(one)]
         age_s = None if self._found_at is None else now - self._found_at
         if names and (age_s is None or age_s > (FRESH_S if fresh else KEEP_S)):
@@ -440,7 +456,7 @@ class VerifierDirectory:
 
 
 def is_name(verifier: str) -> bool:
-    """Whether somebody has to be asked what it stands for."""
+    """Return whether ``verifier`` is a name that a resolver has to look up."""
     host, _, port = verifier.rpartition(":")
     if "/" in verifier or verifier.startswith("unix:") or not port.isdigit():
         return False
@@ -454,20 +470,21 @@ def is_name(verifier: str) -> bool:
     return False
 
 
-# --- for which conversation a stream is dialed ----------------------------------------------------
+# --- the conversation that a stream is dialed for -------------------------------------------------
 #
-# A client that sees only a proxy in front of its verifiers sends the hash of the conversation along
-# (``wire/grpc_calls.py``), for the proxy to choose by.
+# A proxy in front of several verifiers may choose one by the conversation. The client sends the
+# hash of the conversation along for that (``wire/grpc_calls.py``).
 
 _dialing_for: ContextVar[str] = ContextVar("edgespec_conversation", default="")
 
 
 def current_conversation() -> str:
-    """What the running task dials for; empty: for no conversation, such as for a question."""
+    """Return the conversation that the running task dials for. It is empty for probes."""
     return _dialing_for.get()
 
 
 async def _dial(transport: Transport, conversation: str) -> DeviceStream:
-    """Call it in a task of its own."""
+    """Connect for a conversation. Call this in a task of its own, since it sets a context
+    variable."""
     _dialing_for.set(conversation)
     return await transport.connect()

@@ -1,1 +1,1 @@
-"""Links between a device agent and a verifier: gRPC, in memory, and shaped ones."""
+"""Transports between a device agent and a verifier: gRPC, and links with emulated delays."""

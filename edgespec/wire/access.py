@@ -1,19 +1,18 @@
-"""Who may use a verifier and how both ends prove themselves: from files to running parts.
+"""Access to a verifier: API keys and TLS of both ends, from files to running parts.
 
-The verifier's side can be read anew while it runs (``ServerAccess.reload``): all files are read and
-checked first, and only when all of them are fine does anything change. So a typing error in a file
-leaves the verifier as it was.
+The verifier's side can be read again while it runs (``ServerAccess.reload``). All files are read
+and checked first, and only if all of them are valid does anything change. So a typing error in a
+file leaves the verifier as it was.
 
-The device's key comes from the environment or a file, never from the command line, which other
-users of a machine can read. It is sent where nobody can listen in: over TLS, on this machine, or
-where the user says so.
+The device's API key comes from the environment or a file, never from the command line, which other
+users of a machine can read. It is sent only where it cannot be intercepted: over TLS, on this
+machine, or where the user allows it.
 
-gRPC takes whatever certificate it is given and says no more than "failed to bind" or "failed to
-connect" when that is of no use. So a verifier's files are looked at first (``cryptography``; PEM,
-dates, whether key and certificate belong together), a device's too as far as the standard library
-can, and what the library says of a handshake that failed is put into words (``handshake_failure``).
-A verifier's certificate can be replaced while it runs: gRPC asks for the current one at every
-handshake. Connections that stand are not touched.
+gRPC accepts any certificate file and reports only "failed to bind" or "failed to connect" if it is
+of no use. So a verifier's files are checked first (``cryptography``: PEM, dates, whether key and
+certificate belong together), and a device's as far as the standard library can. The error of a
+failed handshake is explained by ``handshake_failure``. A verifier's certificate can be replaced
+while it runs: gRPC requests the current one at every handshake. Existing connections stay.
 """
 
 from __future__ import annotations
@@ -45,22 +44,23 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 MAX_KEY_LENGTH = 4096
-"""Characters of a key: what travels as a header must be short."""
+"""Most characters of an API key, which travels as a header."""
 _EXPIRES_SOON_DAYS = 14
 _LOG = logging.getLogger(__name__)
 
 
 def check_file_permissions(path: Path, *, secret: bool) -> None:
-    """Raises ``ConfigError`` for a file that others can write, and warns, once, of a ``secret`` one
-    that others can read. A file that is not there is for its reader to tell of. "Others" is
-    everybody who is neither the owner nor in the group, for a container's secrets are mounted for a
-    group (0440, 0640), and many users have a group of their own (umask 002). A link is judged by
-    the file behind it. Windows says nothing of others in a mode."""
+    """Raise ``ConfigError`` for a file that others can write.
+
+    Log a warning, once, for a ``secret`` file that others can read. A missing file is left to its
+    reader. "Others" are users who are neither the owner nor in the group: a container's secrets are
+    mounted for a group (0440, 0640), and many users have a group of their own (umask 002). A link
+    is judged by its target. On Windows the mode does not describe others."""
     try:
         found = os.stat(path).st_mode
     except OSError:
         return
-    # Of a pipe or a device the mode does not say who chose what comes out of it.
+    # The mode of a pipe or a device does not show who writes into it.
     if sys.platform == "win32" or not stat.S_ISREG(found):
         return
     mode = stat.S_IMODE(found)
@@ -75,14 +75,15 @@ def check_file_permissions(path: Path, *, secret: bool) -> None:
 _warn_once = cache(partial(_LOG.warning, "%s"))
 
 
-# --- the file of keys: who may use a verifier, and how much of it --------------------------------
+# --- the file of API keys: which clients may use a verifier, and how much of it
+# ---------------------
 #
 #     keys:
 #       workshop:
 #         sha256: 5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef
 #         max_sessions: 8
 #
-# It holds digests only (``core/verifier/credential.py``); a key is shown once, when it is made. A
+# It holds digests only (``core/verifier/credential.py``). A key is shown once, when it is made. The
 # file is replaced as a whole: a verifier that reads it meanwhile finds the old one or the new one.
 
 MAX_NAME_LENGTH = 64
@@ -96,18 +97,19 @@ _HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """One key: its digest, and what its devices may use together. 0: no limit of its own."""
+    """One API key: its digest, and limits on the common use of its devices. 0 means no own
+    limit."""
 
     sha256: str
     max_sessions: int = limited(0, 0, 1024)
     context_length: int = limited(0, 0, 1 << 20)
-    """Prompt plus output of one session, in tokens."""
+    """Most tokens of a session, prompt and output together."""
     tokens_per_s: float = limited(0.0, 0.0, 1e9)
-    """Of all its sessions together, in the long run."""
+    """Most tokens per second of all sessions together, in the long run."""
     priority: int = limited(0, -100, 100)
-    """Sessions of a higher priority get room in a pass first."""
+    """Priority of the key's sessions. Those with a higher one get room in a pass first."""
     models: tuple[str, ...] = ()
-    """Names of models it may use; empty: all."""
+    """Names of the models that the key may use. Empty means all."""
 
     def __post_init__(self) -> None:
         if not _HEX.fullmatch(self.sha256):
@@ -117,13 +119,15 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """All keys, by name. A file has to say which there are, if only ``keys: {}``: what an editor
-    or a full disk has just cut off would else revoke all keys."""
+    """All API keys, by name.
+
+    A file without keys has to contain ``keys: {}``. Otherwise a file that an editor or a full disk
+    has just truncated would revoke all keys."""
 
     keys: Mapping[str, KeyEntry]
 
     def __post_init__(self) -> None:
-        for name in self.keys:  # which stands in logs and metrics as it is
+        for name in self.keys:  # Names appear in logs and metrics as they are.
             if not _NAME.fullmatch(name):
                 raise ValueError(
                     f"the name {name[:80]!r} must have 1 to {MAX_NAME_LENGTH} letters, digits,"
@@ -132,7 +136,8 @@ class KeyFile:
         self.ring()
 
     def ring(self) -> KeyRing:
-        """What a verifier asks. Raises ``ValueError`` for too many keys, or one under two names."""
+        """Return the keys for lookups. Raises ``ValueError`` for too many keys, or for a key with
+        two names."""
         found = {}
         for name, entry in self.keys.items():
             limits = {one.name: getattr(entry, one.name) for one in fields(entry)}
@@ -142,15 +147,17 @@ class KeyFile:
 
 
 def new_key() -> tuple[str, str]:
-    """A key of 256 random bits, and its digest as the file holds it."""
-    # Known for one where it should not be: in a repository, say.
+    """Make an API key of 256 random bits. Return it, and its digest as the file holds it."""
+    # The prefix makes a leaked key recognisable, for example in a repository.
     key = "edgespec-" + secrets.token_urlsafe(32)
     return key, digest(key).hex()
 
 
 def save_keys(path: Path, keys: KeyFile) -> None:
-    """Write the file, readable for its owner alone; one that is there stays whose it is, for a
-    verifier of a user of its own reads it. Raises ``ConfigError``."""
+    """Write the key file, readable for its owner only.
+
+    An existing file keeps its owner, because a verifier that runs as another user reads it. Raises
+    ``ConfigError``."""
     path = path.resolve()
     try:
         replace_file(path, _HEAD + dump_config(keys), keeps_owner=True)
@@ -162,7 +169,7 @@ def save_keys(path: Path, keys: KeyFile) -> None:
 class Reloaded:
     keys: KeyChanges
     certificate: bool
-    """Whether another one is shown from now on."""
+    """Whether another certificate is shown from now on."""
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -172,8 +179,10 @@ class Reloaded:
 
 
 class ServerAccess:
-    """The keys and certificates of one verifier. Raises ``ConfigError`` when they cannot be
-    used, ``SetupError`` where TLS cannot."""
+    """The API keys and certificates of one verifier.
+
+    Raises ``ConfigError`` if the files cannot be used, and ``SetupError`` if TLS is not
+    available."""
 
     def __init__(self, config: VerifierConfig) -> None:
         self._keys, self._tls = config.keys, config.tls
@@ -181,8 +190,10 @@ class ServerAccess:
         self._identity = identity = load_server_identity(self._tls)
         self._asks_for_certificates = identity is not None and identity.client_ca is not None
         self.credentials = None if identity is None else self._port_credentials
-        """Makes what one port of a server needs; None: plaintext. Devices need a certificate when
-        the first identity has a ``client_ca``, and so do they for all later ones."""
+        """Makes the credentials of one port of a server. None for plaintext.
+
+        If the first identity has a ``client_ca``, devices need a certificate, and all later
+        identities require one too."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -200,12 +211,13 @@ class ServerAccess:
         return tuple(found)
 
     def authenticate(self, key: str) -> Credential | None:
-        """Whose key it is, as of the last reload; only where keys are asked for."""
+        """Return the credential of an API key, as of the last reload. Call it only if keys are
+        required."""
         assert self._ring is not None
         return self._ring.credential(key)
 
     def reload(self) -> Reloaded:
-        """Read all files again. Raises ``ConfigError``; then nothing has changed."""
+        """Read all files again. Raises ``ConfigError``, in which case nothing has changed."""
         ring, identity = self._read_ring(), load_server_identity(self._tls)
         changes, replaced = KeyChanges(), False
         if ring is not None and self._ring is not None:
@@ -215,16 +227,19 @@ class ServerAccess:
         return Reloaded(changes, replaced, self.warnings)
 
     def _port_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for one port. A second port with the same ones would have no
-        certificate: gRPC gives the first configuration to one port, and each later one too."""
+        """Return credentials for one port.
+
+        A second port with the same ones would have no certificate: gRPC hands the first
+        configuration, and each later one, to one port only."""
         import grpc
 
         shown = self._identity
         assert shown is not None
 
         def newest() -> Any:
-            """Return what the port shows from now on, None for what it shows already. gRPC calls
-            this at every handshake, in a thread of its own."""
+            """Return the new identity for the port, or None if the port shows it already.
+
+            gRPC calls this at every handshake, in its own thread."""
             nonlocal shown
             identity = self._identity
             if identity is None or identity is shown:
@@ -253,18 +268,21 @@ _NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")
 
 @dataclass(frozen=True, slots=True)
 class DeviceAccess:
+    """The device's API key and TLS settings for its verifiers."""
+
     key: str = field(default="", repr=False)
-    """Empty: none is shown."""
+    """The API key to send. Empty if none is sent."""
     insecure: bool = False
-    """Whether the key may be sent where it can be read on its way."""
+    """Whether the key may be sent where others can read it on the way."""
     credentials: grpc.ChannelCredentials | None = None
-    """None: plaintext."""
+    """Credentials of the TLS channel. None for plaintext."""
     shows_certificate: bool = False
     server_name: str = ""
-    """What the verifier's certificate has to name; empty: the host of its address."""
+    """Name that the verifier's certificate must carry. If empty, it is the host of its address."""
 
     def key_for(self, address: str) -> str:
-        """The key to show there. Raises ``ConfigError`` where others could read it."""
+        """Return the API key to send to ``address``. Raises ``ConfigError`` if others could read
+        it."""
         private = self.credentials is not None or is_loopback(host_of(address))
         if self.key and not (private or self.insecure):
             raise ConfigError(
@@ -274,8 +292,10 @@ class DeviceAccess:
         return self.key
 
     def handshake_failure(self, details: str) -> str | None:
-        """What is wrong between this device and a verifier that is there, in words, from what gRPC
-        says of a connection that did not come about; None: something else."""
+        """Return an explanation of a failed TLS handshake with a verifier, or None.
+
+        ``details`` are gRPC's own words about a connection that failed. None means that the reason
+        was something else."""
         if not details.startswith("failed to connect to all addresses"):
             return None
         if found := _NOT_TRUSTED.search(details):
@@ -304,8 +324,9 @@ def device_access(config: AgentConfig, environment: Mapping[str, str] = os.envir
 
 
 def endpoint_key(settings: EndpointSection, environment: Mapping[str, str] = os.environ) -> str:
-    """The key that clients of a device's endpoint must show; empty: none is asked for. Raises
-    ``ConfigError``."""
+    """Return the API key that clients of a device's endpoint must show. Empty if none is required.
+
+    Raises ``ConfigError``."""
     return _key(settings.key_file, environment, "EDGESPEC_ENDPOINT_KEY")
 
 
@@ -332,7 +353,7 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
 
 
 def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
-    """Access without a key. Raises ``ConfigError`` for files of no use."""
+    """Return the device's access without an API key. Raises ``ConfigError`` for files of no use."""
     if not tls.used:
         return DeviceAccess()
     import grpc
@@ -345,8 +366,9 @@ def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
             check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
         except ssl.SSLError as error:
             raise ConfigError(f"{ca}: holds no PEM certificate: {error.reason}") from None
-    elif known := ssl.get_default_verify_paths().cafile:  # what OpenSSL would trust here
-        roots = _read(Path(known))  # else what comes with gRPC
+    # OpenSSL would trust these certificates here.
+    elif known := ssl.get_default_verify_paths().cafile:
+        roots = _read(Path(known))  # Without them, gRPC uses the certificates that it brings along.
     if tls.client_cert:
         certificate, key = _checked(tls.client_cert), _checked(tls.client_key, secret=True)
         shown, secret = _read(certificate), _read(key)
@@ -369,18 +391,18 @@ MAX_PEM_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """What a verifier shows in a handshake, and whose certificates it takes."""
+    """The certificate and key of a verifier, and the CA of the device certificates it accepts."""
 
     certificate: bytes = field(repr=False)
-    """PEM: its own first, then those between it and the CA."""
+    """Certificates in PEM: the verifier's own first, then those between it and the CA."""
     key: bytes = field(repr=False)
     client_ca: bytes | None = field(repr=False)
-    """PEM; None: devices need no certificate."""
+    """CA in PEM. None if devices need no certificate."""
     expires: datetime
-    """When the first of the certificates shown does."""
+    """Expiry of the certificate that expires first."""
 
     def configuration(self) -> Any:
-        """For gRPC."""
+        """Return the identity in gRPC's form."""
         import grpc
 
         pairs = [(self.key, self.certificate)]
@@ -388,7 +410,8 @@ class ServerIdentity:
 
 
 def load_server_identity(tls: ServerTlsSection) -> ServerIdentity | None:
-    """None: the verifier has no TLS. Raises ``ConfigError``, ``SetupError``."""
+    """Return a verifier's identity, or None without TLS. Raises ``ConfigError`` and
+    ``SetupError``."""
     if not tls.used:
         return None
     certificate, key = _checked(tls.cert), _checked(tls.key, secret=True)
@@ -401,7 +424,8 @@ def load_server_identity(tls: ServerTlsSection) -> ServerIdentity | None:
 
 
 def read_certificates(path: Path) -> tuple[bytes, Sequence[Certificate]]:
-    """What a file holds, and the certificates in it, all of which are valid now."""
+    """Return a file's content and its certificates, after checking that all of them are valid
+    now."""
     from cryptography import x509
 
     pem, now = _read(path), datetime.now(UTC)
@@ -420,7 +444,8 @@ def read_certificates(path: Path) -> tuple[bytes, Sequence[Certificate]]:
 
 
 def read_key(path: Path, of: Path, certificate: Certificate) -> tuple[bytes, Any]:
-    """What a file holds, and the private key in it, which belongs to the certificate in ``of``."""
+    """Return a file's content and its private key, which must belong to the certificate in
+    ``of``."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

@@ -1,5 +1,6 @@
-"""Who calls and when it is its turn: keys, the line for unary calls (``Info``, health, reflection,
-the tokenizer), slots for streams, and refusals that are told late.
+"""Limits for callers: API keys, a queue for unary calls, slots for streams, and delayed refusals.
+
+Unary calls are ``Info``, health, reflection and the tokenizer.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ FIRST_S: Final = 0.5
 PER_S: Final = 20.0
 LAST_S: Final = 10.0
 MAX_HELD: Final = 512
-"""Of one payer."""
+"""Most calls of one payer that are held."""
 MAX_HELD_IN_ALL: Final = 4_096
 LAST_WORDS_S: Final = 0.5
-"""For a last fault to leave, though its device may not read."""
+"""Seconds for a last fault to leave, although its device may not read."""
 _HINT: Final = "EDGESPEC_API_KEY or the file that api_key_file names holds it on the device"
 NO_KEY: Final = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
 WRONG_KEY: Final = Fault(
     FaultCode.UNAUTHENTICATED, f"this verifier does not know the key, or not any more; {_HINT}"
 )
-# A tokenizer of 11 MB travels as 3 MB, which is 24 parts. All peers together are sent at most
-# 8 MiB a second, one peer 4.
+# A tokenizer of 11 MB travels as 3 MB, which is 24 parts. All peers together receive at most 8 MiB
+# a second, and one peer 4 MiB.
 TOKENIZER_LIMITS: Final = CallLimits(
     peer_rate=32.0, peer_burst=64.0, total_rate=64.0, total_burst=128.0, max_wait_s=2.0
 )
@@ -43,12 +44,13 @@ _S = TypeVar("_S", bound=Hashable)
 
 
 class Refusals:
-    """When a call that is refused is told, by whose it is: later, the more of one payer's are held.
+    """Delays refusals: the more calls of a payer are held, the later each of them is refused.
 
-    A refusal costs the event loop some 0.4 ms, so who is refused at once and asks again in a loop
-    could fill it. Each refused call is held for half a second and, where many of one payer's are
-    held, for so long that ``PER_S`` of them end a second. Held calls cost memory only. Beyond
-    ``MAX_HELD`` they are refused at once again: that takes as many calls open at the same time."""
+    A refusal costs the event loop about 0.4 ms, so a caller that is refused at once and calls again
+    in a loop could fill it. Each refused call is held for half a second, or longer if many of one
+    payer's calls are held, so that at most ``PER_S`` of them end in a second. Held calls cost
+    memory only. Beyond ``MAX_HELD`` calls are refused at once again, but that takes as many calls
+    open at the same time."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
@@ -57,8 +59,9 @@ class Refusals:
     async def hold(
         self, payer: str, wait: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
-        """Return when a call of ``payer`` may hear of its refusal; ``wait`` waits for so many
-        seconds, or until the call is over."""
+        """Return when a call of ``payer`` may be refused.
+
+        ``wait`` waits for the given seconds, or until the call has ended."""
         if self._held[payer] >= MAX_HELD or self.held >= MAX_HELD_IN_ALL:
             return
         self._held[payer] += 1
@@ -73,26 +76,28 @@ class Refusals:
 
 
 def caller(peer: str, credential: Credential) -> str:
-    """Who waits in a line: the peer, and whose key it showed. So no key can fill the line of others
-    that call from the same address, such as a proxy's."""
+    """Return the name under which a call waits in a queue: the peer, and the name of its API key.
+
+    So no key can fill the queue of others that call from the same address, such as a proxy's."""
     return f"{peer} (key {credential.name!r})" if credential.name else peer
 
 
 def payer(peer: str, credential: Credential) -> str:
-    """Whose share it is that a call or a message is charged to: the key's, from whatever address,
-    or the peer's where no key was shown."""
+    """Return the name under which a call or a message is charged.
+
+    It is the API key, from any address, or the peer if no key was shown."""
     return f"key {credential.name!r}" if credential.name else peer
 
 
 class CallLine:
-    """One line for all callers, in which each peer has a rate of its own."""
+    """One queue for all callers, in which each peer has its own rate."""
 
     def __init__(self, limits: CallLimits) -> None:
         self._budget = CallBudget(limits, time.monotonic())
         self._refusals = Refusals()
 
     async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
-        """Wait until the call of ``context`` has its turn. Aborts it when the line is too long."""
+        """Wait until the call of ``context`` is next. Abort the call if the queue is too long."""
         address = peer_address(str(context.peer()))
         peer = caller(address, credential)
         wait_s = self._budget.turn(peer, time.monotonic(), payer(address, credential))
@@ -107,8 +112,10 @@ class CallLine:
 
 
 class SideServices(grpc.aio.ServerInterceptor):
-    """Puts the calls of all services but ``own`` into a line: the library's health and reflection
-    services would answer a peer that asks in a loop as fast as it can."""
+    """Puts the calls of all services but ``own`` into a queue.
+
+    The library's health and reflection services would otherwise answer a peer that calls in a loop
+    as fast as they can."""
 
     def __init__(self, own: str, line: CallLine) -> None:
         self._own, self._line = f"/{own}/", line
@@ -147,7 +154,7 @@ class SideServices(grpc.aio.ServerInterceptor):
 
 
 def shown_key(context: Any) -> str:
-    """The key in a call's metadata; empty when there is none, or more than one."""
+    """Return the API key in a call's metadata. Empty if there is none, or more than one."""
     values = [value for key, value in context.invocation_metadata() or () if key == KEY_HEADER]
     if len(values) != 1 or not isinstance(values[0], str):
         return ""
@@ -158,24 +165,24 @@ def shown_key(context: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[_S]):
     refusal: str | None = None
-    """Why it got none, with the bound and the value."""
+    """Reason why the stream got no slot, with the bound and the value."""
     evicted: _S | None = None
-    """The idle stream that lost its slot and has to be ended."""
+    """Idle stream that lost its slot and has to be ended."""
 
 
 class StreamSlots(Generic[_S]):
     """A bounded table of ``max_streams`` slots that one peer or one key cannot fill alone.
 
-    A stream takes a slot when it comes and gives it back when it ends; it is *idle* until its Open
-    has arrived. It counts for its owners: the peer it comes from and, where keys are asked for, the
-    credential of its key. One owner holds at most the share ``peer_share`` of the slots, and at
-    least one; a credential with a limit of sessions no more than twice these and ``SPARE_STREAMS``,
-    since a device may come back before its last stream is known to be dead.
+    A stream takes a slot when it arrives and releases it when it ends. It is *idle* until its Open
+    has arrived. It counts for its owners: its peer and, if keys are required, the credential of its
+    key. One owner holds at most the share ``peer_share`` of the slots, and at least one. A
+    credential with a limit of sessions holds at most twice that limit and ``SPARE_STREAMS``, since
+    a device may come back before its last stream is known to be dead.
 
-    When a new stream finds no slot, an idle one has to leave in its favour: the oldest one of the
-    owner that has reached its bound, else the oldest one of the peer that has most idle streams.
-    Where no such stream is idle the new one is refused. So a stream whose Open has arrived never
-    loses its slot to another."""
+    If a new stream finds no slot, an idle one has to leave: the oldest one of the owner that has
+    reached its bound, or else the oldest one of the peer with most idle streams. If no such stream
+    is idle, the new one is refused. So a stream whose Open has arrived never loses its slot to
+    another."""
 
     def __init__(self, max_streams: int, peer_share: float) -> None:
         assert max_streams > 0
@@ -183,10 +190,10 @@ class StreamSlots(Generic[_S]):
         self.max_streams = max_streams
         self.peer_streams = max(1, math.floor(max_streams * peer_share))
         self._owners_of: dict[_S, tuple[str, ...]] = {}
-        """The peer first."""
+        """Owners of each stream, its peer first."""
         self._held: Counter[str] = Counter()
         self._idle: dict[_S, None] = {}
-        """In the order of arrival."""
+        """Idle streams in the order of arrival."""
 
     def __len__(self) -> int:
         return len(self._owners_of)
@@ -214,15 +221,16 @@ class StreamSlots(Generic[_S]):
         return Entry(evicted=evicted)
 
     def _oldest_idle(self, owners: set[str]) -> _S | None:
-        """The oldest idle stream that counts for all of these; of none: for the peer that has most
-        of them."""
+        """Return the oldest idle stream that counts for all of ``owners``.
+
+        Without owners, it is the oldest one of the peer with most idle streams."""
         if not owners:
             idle_peers = Counter(self._owners_of[one][0] for one in self._idle)
             owners = {peer for peer, _ in idle_peers.most_common(1)}
         return next((one for one in self._idle if owners.issubset(self._owners_of[one])), None)
 
     def opened(self, stream: _S) -> None:
-        """The stream's Open has arrived. A stream without a slot is ignored."""
+        """Note that the stream's Open has arrived. A stream without a slot is ignored."""
         self._idle.pop(stream, None)
 
     def leave(self, stream: _S) -> None:

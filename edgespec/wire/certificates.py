@@ -1,10 +1,10 @@
-"""Making certificates: a CA of one's own, and what it signs for verifiers and devices.
+"""Making certificates: a CA, and the certificates that it signs for verifiers and devices.
 
-Keys are of the curve P-256, which every TLS library takes and which costs a handshake the least.
-Private keys are written for their owner alone (mode 0600). What a certificate may be used for is in
-it: a CA signs and nothing else, a verifier's cannot be shown by a device, nor the other way round.
+Keys are of the curve P-256, which every TLS library supports and which costs a handshake the least.
+Private keys are readable for their owner only (mode 0600). A certificate states its purpose: a CA
+only signs, a device cannot show a verifier's certificate, and a verifier cannot show a device's.
 
-An existing file is never replaced; a certificate and its key are made and checked before either is
+An existing file is never replaced. A certificate and its key are made and checked before either is
 written, and each is written as a whole.
 """
 
@@ -31,9 +31,9 @@ from edgespec.wire.access import read_certificates, read_key
 CA_NAME: Final = "ca"
 CA_DAYS: Final = 3650
 LEAF_DAYS: Final = 397
-_MAX_NAME_LENGTH: Final = 64  # of a common name, by X.520
+_MAX_NAME_LENGTH: Final = 64  # This is the limit of a common name by X.520.
 _MAX_NAMES: Final = 100
-# Clocks differ: a certificate is valid from a little before it was made.
+# Clocks differ, so a certificate is valid from a little before it was made.
 _BACKDATED: Final = timedelta(minutes=5)
 _LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -42,11 +42,11 @@ _UNUSED: Final = (
     *("key_agreement", "encipher_only", "decipher_only"),
 )
 Files = tuple[Path, Path]
-"""Certificate and private key."""
+"""Paths of a certificate and its private key."""
 
 
 def make_ca(folder: Path) -> Files:
-    """``ca.pem`` and ``ca.key``. Raises ``SetupError``, ``OSError``."""
+    """Make ``ca.pem`` and ``ca.key``. Raises ``SetupError`` and ``OSError``."""
     files, key = _free(folder, CA_NAME), ec.generate_private_key(ec.SECP256R1())
     subject = _name("edgespec CA")
     builder = _builder(subject, subject, key.public_key(), CA_DAYS, ca=True)
@@ -55,18 +55,20 @@ def make_ca(folder: Path) -> Files:
 
 
 def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> Files:
-    """A verifier's certificate for these host names and addresses, signed by the folder's CA.
-    Raises ``SetupError``, ``OSError``."""
+    """Make a verifier's certificate for host names and addresses, signed by the folder's CA.
+
+    Raises ``SetupError`` and ``OSError``."""
     if not 1 <= len(names) <= _MAX_NAMES:
         raise SetupError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
     alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
-    shown = names[0][:_MAX_NAME_LENGTH]  # for people; what counts stands in the alternatives
+    shown = names[0][:_MAX_NAME_LENGTH]  # The name is for people; TLS checks the alternatives.
     return _signed(folder, out, shown, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
 
 
 def make_device(folder: Path, name: str) -> Files:
-    """A device's certificate, signed by the folder's CA; the files are named like the device.
-    Raises ``SetupError``, ``OSError``."""
+    """Make a device's certificate, signed by the folder's CA. The files are named after the device.
+
+    Raises ``SetupError`` and ``OSError``."""
     return _signed(folder, name, name, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
@@ -99,7 +101,7 @@ def _signed(
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int, *, ca: bool
 ) -> x509.CertificateBuilder:
-    """``ca``: it signs certificates, and nothing else."""
+    """Return a builder for a certificate. With ``ca`` it signs certificates, and nothing else."""
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())

@@ -1,14 +1,14 @@
-"""Messages to protobuf bytes and back, within bounds.
+"""The core's messages as protobuf bytes, within bounds.
 
 Theory of operation. ``encode_*`` and ``decode_*`` are total: they return a result or raise
 ``ProtocolViolation``, whatever the bytes or the message. The size of a message is checked before it
-is parsed, the counts in it before anything is copied to Python, token ids against the vocabulary.
-What another version may add (unknown fields) is ignored; what would change the meaning (unknown
-enum values, versions) is refused by name.
+is parsed, the counts in it before anything is copied to Python, and token ids against the largest
+id. Fields that another version may add are unknown here and are ignored. Unknown enum values and
+versions would change the meaning, so they are refused by name.
 
-Two things do not travel: ``SamplingParams.stop`` (the device ends its text at these strings) and
-the base of a draft on which no node hangs. A parent is sent as ``node id - parent id``, a small
-varint, and as 0 for the base; when all of them are 1 they are left out. See
+Two things do not travel: ``SamplingParams.stop``, since the device ends its output at these
+strings, and the base of a draft that no node is attached to. A parent is sent as ``node id - parent
+id``, a small varint, and as 0 for the base. If all of them are 1, they are left out. See
 ``protos/edgespec/v1/speculation.proto``.
 """
 
@@ -35,26 +35,27 @@ from edgespec.wire.pb import speculation_pb2 as pb
 MAX_UINT32 = (1 << 32) - 1
 MAX_UINT64 = (1 << 64) - 1
 WINDOW_BYTES = 1 << 18
-"""Unread data of one stream that its sender may have under way (HTTP/2 flow control)."""
+"""Unread bytes of one stream that its sender may have under way (HTTP/2 flow control)."""
 MAX_TOKEN: Final = (1 << 24) - 1
-"""More than the ids of any vocabulary; each end looks after its own."""
+"""Largest token id on the wire, above those of any vocabulary. Each end checks its own
+vocabulary."""
 _MAX_DRAFT_NODES: Final = 256
-# Of a token id, and of what an Open holds besides tokens: names, biases, stop ids.
+# Bytes of a token id, and of everything in an Open besides tokens: names, biases, stop ids.
 _TOKEN_BYTES, _OPEN_BYTES = 4, 1 << 16
 _MAX_SESSION_ID_BYTES: Final = 128
 _MAX_RULE_BYTES: Final = 64
 _MAX_FAULT_BYTES: Final = 1024
-"""A longer fault text is cut when it is sent."""
+"""Most bytes of a fault text. A longer one is cut when it is sent."""
 _E = TypeVar("_E", bound=Enum)
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=ProtobufMessage)
 
 
 class ProtocolViolation(ValueError):
-    """A message breaks the protocol; the text names the field, the value and the bound."""
+    """A message breaks the protocol. The text names the field, the value and the bound."""
 
     code = m.FaultCode.INVALID
-    """What the peer is told when it sent the message."""
+    """Code of the fault that the peer receives if it sent the message."""
 
 
 class ContextExceeded(ProtocolViolation):
@@ -65,27 +66,26 @@ class ContextExceeded(ProtocolViolation):
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """What one end sends and accepts at most. Both directions of the codec enforce it."""
+    """Limits of one end on the messages that it sends and accepts. Both directions enforce them."""
 
     max_message_bytes: int = 1 << 20
     context_length: int = 65536
-    """Tokens in an Open: prompt and committed together."""
+    """Most tokens in an Open: prompt and committed together."""
 
     @classmethod
     def for_context(cls, context_length: int) -> WireLimits:
-        """The limits of an end that handles no more than ``context_length`` tokens a session.
+        """Return the limits of an end that handles at most ``context_length`` tokens a session.
 
         A message may have the bytes of the longest Open that fits. It may also have those of one
         flow-control window, which a peer can make us hold anyway: so an Open that is somewhat too
-        long is refused by its count of tokens, in words about tokens. For a context of 1,024 that
-        is 262,144 bytes, for one of 131,072 it is 4 * 131,072 + 65,536 = 589,824.
-        """
+        long is refused by its count of tokens, in an error about tokens. For a context of 1,024
+        that is 262,144 bytes, for one of 131,072 it is 4 * 131,072 + 65,536 = 589,824."""
         size = max(WINDOW_BYTES, _TOKEN_BYTES * context_length + _OPEN_BYTES)
         return cls(max_message_bytes=size, context_length=context_length)
 
 
 def check_number(field: str, value: int, low: int, high: int) -> int:
-    """``value`` itself. Raises ``ProtocolViolation`` outside [low, high]."""
+    """Return ``value``. Raises ``ProtocolViolation`` outside [low, high]."""
     if not low <= value <= high:
         raise ProtocolViolation(f"{field} is {value}, but must be in [{low}, {high}]")
     return value
@@ -97,7 +97,7 @@ def check_count(field: str, count: int, high: int, low: int = 0) -> None:
 
 
 def check_text(field: str, text: str, max_bytes: int) -> str:
-    """``text`` itself. Raises ``ProtocolViolation`` for one that is too long or not printable."""
+    """Return ``text``. Raises ``ProtocolViolation`` if it is too long or not printable."""
     size = len(text.encode(errors="surrogatepass"))
     if size > max_bytes:
         raise ProtocolViolation(f"{field} has {size} bytes, but must have at most {max_bytes}")
@@ -107,7 +107,8 @@ def check_text(field: str, text: str, max_bytes: int) -> str:
 
 
 def check_tokens(field: str, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The tokens as a tuple. Raises ``ProtocolViolation`` naming the first one out of range."""
+    """Return the tokens as a tuple. Raises ``ProtocolViolation`` naming the first one out of
+    range."""
     found = tuple(tokens)
     if found and not (min(found) >= 0 and max(found) <= MAX_TOKEN):
         for index, token in enumerate(found):
@@ -116,7 +117,8 @@ def check_tokens(field: str, tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_member(field: str, members: Mapping[int, _E], number: int) -> _E:
-    """The enum member with that wire number. Raises ``ProtocolViolation`` for unknown numbers."""
+    """Return the enum member with that wire number. Raises ``ProtocolViolation`` for unknown
+    numbers."""
     if number not in members:
         known = ", ".join(f"{n} ({member.name})" for n, member in members.items())
         raise ProtocolViolation(f"{field} is {number}, but must be one of: {known}")
@@ -128,7 +130,7 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
 
 
 def _by_number(members: type[_E], wire: Any) -> dict[int, _E]:
-    """The members by their numbers on the wire, where a name has the enum's own before it."""
+    """Return the members by their wire numbers. Wire names begin with the name of the enum."""
     prefix = wire.Name(0).removesuffix("UNSPECIFIED")
     return {number: members[name.removeprefix(prefix)] for name, number in wire.items() if number}
 
@@ -145,7 +147,7 @@ _MEMBERS: Final[dict[type[Any], dict[int, Any]]] = {
 _NUMBER: Final[dict[Enum, Any]] = {
     member: number for members in _MEMBERS.values() for number, member in members.items()
 }
-# The wire has one word for both; the device tells them apart.
+# The wire has one value for both, and the device distinguishes them.
 _NUMBER[m.FinishReason.CONTEXT] = _NUMBER[m.FinishReason.LENGTH]
 
 
@@ -167,9 +169,11 @@ def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> byt
 
 
 def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Uplink:
-    """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
+    """Return the message in ``payload``.
+
+    Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
     wire = parsed(pb.DeviceMessage, payload, limits.max_message_bytes)
-    if wire.HasField("draft"):  # as nearly always
+    if wire.HasField("draft"):  # This is the usual case.
         return _decode_draft(wire.draft)
     match wire.WhichOneof("kind"):
         case "received":
@@ -188,7 +192,7 @@ def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) ->
         case m.Opened():
             wire = pb.VerifierMessage(opened=_to_wire(message))
         case m.Fault():
-            # Cut, not refused: a fault has to arrive.
+            # The text is cut and not refused, since a fault has to arrive.
             text = message.message.encode(errors="replace")[:_MAX_FAULT_BYTES]
             cut = replace(message, message=text.decode(errors="ignore"))
             wire = pb.VerifierMessage(fault=_to_wire(cut))
@@ -198,7 +202,9 @@ def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) ->
 
 
 def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Downlink:
-    """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
+    """Return the message in ``payload``.
+
+    Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
     wire = parsed(pb.VerifierMessage, payload, limits.max_message_bytes)
     match wire.WhichOneof("kind"):
         case "commit":
@@ -213,7 +219,7 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Do
 
 
 def payload_bytes(message: m.Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
-    """Length of the encoded message, in bytes, before any framing."""
+    """Return the length of the encoded message in bytes, before any framing."""
     if isinstance(message, m.Opened | m.Commit | m.Fault):
         return len(encode_downlink(message, limits))
     return len(encode_uplink(message, limits))
@@ -233,7 +239,7 @@ def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Verifi
 
 
 def parsed(kind: type[_P], payload: bytes, max_bytes: int) -> _P:
-    """The protobuf message of that kind. Raises ``ProtocolViolation``."""
+    """Return the protobuf message of that kind. Raises ``ProtocolViolation``."""
     if len(payload) > max_bytes:
         check_number("bytes of the message", len(payload), 0, max_bytes)
     wire = kind()
@@ -262,7 +268,7 @@ def _encode_draft(draft: m.Draft) -> pb.Draft:
     _check_node_ids(first, count)
     deltas = []
     for node_id, parent in enumerate(draft.parents, first):
-        if not 0 <= parent < node_id:  # the name of the field is put together for an error alone
+        if not 0 <= parent < node_id:  # The name of the field is built only for an error.
             check_number(f"Draft.parents[{node_id - first}]", parent, 0, node_id - 1)
         deltas.append(node_id - parent if parent else 0)
     wire = pb.Draft(
@@ -291,7 +297,7 @@ def _decode_draft(wire: pb.Draft) -> m.Draft:
         for at, delta in enumerate(deltas):
             if not 0 <= delta < first + at:
                 check_number(f"Draft.parent_deltas[{at}]", delta, 0, first + at - 1)
-    if count and max(tokens) > MAX_TOKEN:  # and none is negative on the wire
+    if count and max(tokens) > MAX_TOKEN:  # No token is negative on the wire.
         check_tokens("Draft.tokens", tokens)
     if 0 not in parents:
         return m.Draft(first, parents, tokens)
@@ -306,7 +312,10 @@ def _check_node_ids(first: int, count: int) -> None:
 
 
 def _encode_commit(commit: m.Commit) -> pb.VerifierMessage:
-    """To name all fields in the constructors takes three times as long."""
+    """Encode a commit.
+
+    Fields are assigned one by one, since naming all fields in the constructors takes three times
+    as long."""
     count, counts = len(commit.tokens), _commit_counts(commit)
     fits = count <= m.MAX_COMMIT_TOKENS and 0 <= commit.accepted <= count
     if not fits or min(counts) < 0 or max(counts) > MAX_UINT32 - count:
@@ -440,23 +449,24 @@ _BITS: Final = {FieldDescriptor.TYPE_UINT32: MAX_UINT32, FieldDescriptor.TYPE_UI
 class _SharedField:
     name: str
     kind: type[Any]
-    """Of the value, or of each of several."""
+    """Type of the value, or of each of several values."""
     many: bool
     optional: bool
-    """The wire tells whether it is there; where it is not it has its default."""
+    """Whether the wire shows that the field is missing. A missing field has its default."""
     default: object
     most: int
-    """As a number on the wire; -1: it is none."""
+    """Largest number on the wire, or -1 if the value is no number."""
 
 
 def _shared_fields(message: type[Any]) -> tuple[_SharedField, ...]:
-    """What travels of it."""
+    """Return the fields of ``message`` that travel."""
     hints, on_wire = get_type_hints(message), _WIRE[message].DESCRIPTOR.fields_by_name
     found = []
     for field in fields(message):
         if (wire := on_wire.get(field.name)) is None:
             continue
-        kind = (*get_args(hints[field.name]), hints[field.name])[0]  # of X | None, tuple[X, ...]
+        # The value type of ``X | None`` and of ``tuple[X, ...]``.
+        kind = (*get_args(hints[field.name]), hints[field.name])[0]
         required = field.default is MISSING and field.default_factory is MISSING
         optional, most = wire.has_presence and not required, _BITS.get(wire.type, -1)
         shared = _SharedField(field.name, kind, wire.is_repeated, optional, field.default, most)
@@ -468,7 +478,7 @@ _FIELDS: Final = {message: _shared_fields(message) for message in _WIRE}
 
 
 def _check_field(name: str, value: Any, one: _SharedField) -> None:
-    """Raises ``ProtocolViolation``; ``name`` is the whole one."""
+    """Raise ``ProtocolViolation`` if a value exceeds its bound. ``name`` is its full name."""
     if (most := _TEXT_BYTES.get(one.name)) is not None and one.kind is str:
         check_text(name, value, most)
     elif one.kind is float and one.name.endswith("_s"):
@@ -483,7 +493,7 @@ def _check_field(name: str, value: Any, one: _SharedField) -> None:
 
 
 def _to_wire(message: Any) -> Any:
-    """Raises ``ProtocolViolation``."""
+    """Return the protobuf message of a core message. Raises ``ProtocolViolation``."""
     kind, given = _WIRE[type(message)], dict[str, Any]()
     for one in _FIELDS[type(message)]:
         value = getattr(message, one.name)
@@ -502,7 +512,9 @@ def _to_wire(message: Any) -> Any:
 
 
 def _from_wire(kind: type[_T], wire: Any) -> _T:
-    """Raises ``ProtocolViolation``, also with the text of a value that the dataclass refuses."""
+    """Return the core message of a protobuf message.
+
+    Raises ``ProtocolViolation``, also with the error of a dataclass that refuses a value."""
     place, given = wire.DESCRIPTOR.name, dict[str, Any]()
     for one in _FIELDS[kind]:
         if one.optional and not wire.HasField(one.name):
@@ -526,7 +538,7 @@ def _from_wire(kind: type[_T], wire: Any) -> _T:
 
 
 def _encode_open(message: m.Open, limits: WireLimits) -> pb.Open:
-    """All but the stop strings, which end the text on the device."""
+    """Encode an Open without its stop strings, which end the output on the device."""
     _check_open(message, limits)
     wire: pb.Open = _to_wire(message)
     if wire.rule == m.EXACT_RULE:

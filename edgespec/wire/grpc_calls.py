@@ -1,8 +1,8 @@
-"""A shielded call runs an operation to its end, however often the caller that waits is cancelled.
+"""A shielded call runs an operation to its end, even if the waiting caller is cancelled.
 
 Drivers wait with deadlines, and a deadline cancels. But a cancelled ``read()`` of grpc.aio cancels
 the whole RPC on the client and loses a message on the server. So the operation runs in a task of
-its own, and the next caller gets the result that a cancelled one left behind.
+its own, and the next caller receives the result that a cancelled one left behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class InterruptedOperation(ConnectionError):
-    """The operation has no result: it was cancelled, or ``unless`` came first."""
+    """The operation has no result: it was cancelled, or ``unless`` was done first."""
 
 
 class ShieldedCall(Generic[_T]):
@@ -40,8 +40,9 @@ class ShieldedCall(Generic[_T]):
     def begin(
         self, operation: Coroutine[Any, Any, _T], failed: Callable[[BaseException], None]
     ) -> None:
-        """Start ``operation``, for which nobody need wait; ``failed`` hears what it raised. None
-        may be under way."""
+        """Start ``operation`` without waiting for it.
+
+        ``failed`` is called with its error if there is one. No other operation may be running."""
         assert self._task is None
         self._task = task = asyncio.create_task(operation)
 
@@ -60,8 +61,9 @@ class ShieldedCall(Generic[_T]):
         operation: Callable[[], Coroutine[Any, Any, _T]],
         unless: asyncio.Future[Any] | None = None,
     ) -> _T:
-        """The result of the operation under way, or of a new one if there is none. Each result is
-        returned once. Raises what the operation raised, and ``InterruptedOperation``."""
+        """Return the result of the running operation, or of a new one if there is none.
+
+        Each result is returned once. Raises the operation's error, and ``InterruptedOperation``."""
         if self._task is None:
             self._task = asyncio.create_task(operation())
             # When no caller comes back, asyncio must not report an error as lost.
@@ -72,7 +74,8 @@ class ShieldedCall(Generic[_T]):
         return task.result()
 
     async def settle(self, unless: asyncio.Future[Any] | None = None) -> None:
-        """Wait for the operation that a cancelled caller left under way, and drop its result.
+        """Wait for the operation that a cancelled caller left running, and drop its result.
+
         Raises ``InterruptedOperation``."""
         if self._task is not None:
             await self._wait(self._task, unless)
@@ -95,14 +98,15 @@ GONE: Final = (
     asyncio.InvalidStateError,
     RuntimeError,
 )
-"""What the library raises on a call that is over; which of them depends on the moment."""
+"""Errors of the library on a call that has ended. Which of them it raises depends on timing."""
 
 
 async def abort_call(
     context: Any, code: grpc.StatusCode, details: str, metadata: Any = ()
 ) -> NoReturn:
-    """End the call with this status; never returns. If the client left while the call waited for
-    its refusal, nobody hears it, and the call counts as cancelled."""
+    """End the call with this status; never returns.
+
+    If the client has left meanwhile, the call counts as cancelled."""
     try:
         await context.abort(code, details, metadata)
     except grpc.aio.AbortError:
@@ -123,13 +127,16 @@ STATUS: Final = {
     FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
     FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
 }
-# A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
+# Most characters of a status. It travels in a header, and peers refuse long ones. The Fault message
+# carries the whole text.
 _MAX_DETAILS: Final = 512
 
 
 async def refuse(context: Any, fault: Fault) -> NoReturn:
-    """End the call with the status of ``fault``. When to come back stands there for any gRPC
-    client: in whole seconds as HTTP has it, and in milliseconds as gRPC's own retries do."""
+    """End the call with the status of ``fault``.
+
+    The metadata give the time to wait for any gRPC client: in whole seconds as in HTTP, and in
+    milliseconds as in gRPC's own retries."""
     advice: tuple[tuple[str, str], ...] = ()
     if (wait_s := fault.retry_after_s) > 0.0:
         whole, milliseconds = str(math.ceil(wait_s)), str(math.ceil(wait_s * 1e3))
@@ -137,31 +144,34 @@ async def refuse(context: Any, fault: Fault) -> NoReturn:
     await abort_call(context, STATUS[fault.code], fault.message[:_MAX_DETAILS], advice)
 
 
-# Channel arguments of both ends: bounded messages and windows, dead peers noticed.
+# Channel arguments of both ends bound messages and windows, and detect dead peers.
 #
-# Keepalive needs three arguments together (measured with grpcio 1.85): with the defaults a black
-# hole is not noticed within 45 s; with only time and timeout a stopped peer, whose kernel still
-# acknowledges, is noticed after 60 s, because of ``http2.ping_timeout_ms``. A server with the
-# default ping policy ends such a client with "too many pings" within seconds, so it is relaxed.
+# Keepalive needs three arguments together (measured with grpcio 1.85). With the defaults, a black
+# hole is not noticed within 45 s. With only time and timeout, a stopped peer whose kernel still
+# acknowledges is noticed after 60 s, because of ``http2.ping_timeout_ms``. A server with the
+# default ping policy ends such a client with "too many pings" within seconds, so the policy is
+# relaxed.
 
 Options = list[tuple[str, int | str]]
 PING_EVERY_S = PING_TIMEOUT_S = 1.5
-"""While a stream is open: a dead peer is noticed after about the sum of the two."""
+"""Seconds between pings while a stream is open, and until a ping counts as lost. A dead peer is
+noticed after about the sum of the two."""
 
 
 def client_options(limits: WireLimits, connect_timeout_s: float) -> Options:
     return [
         *_common(limits),
-        # One connection a transport: the library would share it with every equal channel.
+        # A transport has one connection. The library would share it with every equal channel.
         ("grpc.use_local_subchannel_pool", 1),
-        # An idle device does not ping (battery, mobile radio).
+        # An idle device does not ping, to save battery and mobile radio.
         ("grpc.keepalive_permit_without_calls", 0),
-        # Between attempts of a channel whose peer is gone; the library's default grows to two
-        # minutes. Less than the waits of a session, or its attempts would be refused unseen.
+        # Milliseconds between connection attempts of a channel whose peer is gone. The library's
+        # default grows to two minutes. It has to be less than the waits of a session, or the
+        # library would refuse the session's attempts without trying.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 300),
-        # Not a pause, in spite of its name: what one attempt may take. Longer than ours, so that
-        # the caller's own time-out is the one that strikes.
+        # In spite of its name this is no pause, but the limit of one attempt. It is longer than
+        # ours, so that the caller's own limit is reached first.
         ("grpc.min_reconnect_backoff_ms", int(connect_timeout_s * 1000) + 1000),
     ]
 
@@ -171,7 +181,7 @@ def server_options(limits: WireLimits) -> Options:
         *_common(limits),
         # Off, so that a second daemon on the port fails instead of stealing half of the devices.
         ("grpc.so_reuseport", 0),
-        # Who connects and does not finish the TLS handshake; the library waits two minutes.
+        # Limit of a client's TLS handshake. The library waits two minutes.
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
         ("grpc.http2.max_ping_strikes", 0),
@@ -194,15 +204,14 @@ def _common(limits: WireLimits) -> Options:
 
 
 _NETWORK_BITS = 64
-"""An IPv6 host has a whole network of this size to itself and can call from any address in it."""
+"""Size of the network of an IPv6 host, which can call from any address in it."""
 
 
 def peer_address(uri: str) -> str:
-    """The peer named by ``uri`` as gRPC spells it, in a form that all its connections share.
+    """Return the peer in ``uri``, as gRPC spells it, in a form that all its connections share.
 
     ``ipv4:10.0.0.7:5123`` becomes ``ipv4:10.0.0.7``, ``ipv6:%5B2001:db8::7%5D:5123`` becomes
-    ``ipv6:2001:db8::/64``, and any unix socket becomes ``unix``.
-    """
+    ``ipv6:2001:db8::/64``, and any unix socket becomes ``unix``."""
     kind, _, rest = uri.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind
@@ -220,4 +229,4 @@ def peer_address(uri: str) -> str:
 KEY_HEADER: Final = "authorization"
 KEY_SCHEME: Final = "Bearer"
 CONVERSATION_HEADER: Final = "edgespec-conversation"
-"""Sixteen hexadecimal digits (``core/association/policies.py``)."""
+"""Header with sixteen hexadecimal digits (``core/association/policies.py``)."""

@@ -1,8 +1,8 @@
 """The device's end of the wire over gRPC.
 
-One channel a transport, one bidirectional call a generation, explicit ``read`` and ``write``. The
-library passes raw bytes; the codec turns them into messages here, so that a malformed one ends this
-stream with an error that says what was wrong with it.
+A transport has one channel, and each generation has one bidirectional call with explicit ``read``
+and ``write``. The library passes raw bytes, and the codec turns them into messages here. So a
+malformed message ends this stream with an error that names the fault.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _FINAL: Final = {status for code, status in grpc_calls.STATUS.items() if not cod
 }
 _TOO_LARGE: Final = "message larger than max"
 ANSWER_WITHIN_S = 5.0
-"""Bounds connect and each question."""
-# How long a closed stream may wait for the verifier to end it too.
+"""Limit in seconds for connecting and for each unary call."""
+# Seconds that a closed stream may wait for the verifier to end it too.
 _LINGER_S: Final = 1.0
 
 
 class GrpcTransport:
-    """Streams to the verifier at ``address`` ("host:port" or "unix:path"). Raises ``ConfigError``
-    where others could read the key of ``access`` on its way there. ``conversation`` is asked at
-    each connect for the hash that a proxy may choose a replica by; empty for none."""
+    """Streams to the verifier at ``address`` ("host:port" or "unix:path").
+
+    ``conversation`` is called at each connect and returns the hash by which a proxy may choose a
+    replica, or "". Raises ``ConfigError`` if others could read the API key of ``access`` on its
+    way."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class GrpcTransport:
         self._streams: set[GrpcDeviceStream] = set()
         self._lingering: set[asyncio.Task[None]] = set()
         self._calls = 0
-        """Under way: to open a stream, or to ask."""
+        """Number of calls that are under way, to open a stream or for a unary request."""
         self._closed = False
 
     @property
@@ -65,7 +67,7 @@ class GrpcTransport:
         return not (self._calls or self._streams or self._lingering)
 
     async def connect(self) -> DeviceStream:
-        """Raises ``LinkError`` naming the address and the reason."""
+        """Open a stream. Raises ``LinkError`` naming the address and the reason."""
         method: Any = self._open_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
@@ -91,13 +93,13 @@ class GrpcTransport:
             raise LinkError(f"verifier at {self.address}: {violation}", retryable=False) from None
 
     async def ask(self, name: str, request: bytes) -> bytes:
-        """One call of the service's ``name``, such as ``Tokenizer``. Raises ``LinkError``."""
+        """Make one unary call of the service, such as ``Tokenizer``. Raises ``LinkError``."""
         method: Any = self._open_channel().unary_unary(f"/{codec.SERVICE}/{name}", None, None)
         with self._calling(name.lower()):
             return bytes(await method(request, timeout=ANSWER_WITHIN_S, metadata=self._metadata))
 
     async def close(self) -> None:
-        """End all streams, with a moment for what was sent before to arrive."""
+        """End all streams, after a moment in which sent messages may arrive."""
         self._closed = True
         for stream in tuple(self._streams):
             await stream.close()
@@ -108,7 +110,7 @@ class GrpcTransport:
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
-        """A call is under way; what the library raises becomes a ``LinkError``."""
+        """Count a call that is under way, and turn the library's errors into a ``LinkError``."""
         self._calls += 1
         try:
             yield
@@ -118,14 +120,15 @@ class GrpcTransport:
             self._calls -= 1
 
     def linger(self, stream: GrpcDeviceStream) -> None:
-        """``stream`` was closed: what it has sent may still arrive."""
+        """Close ``stream`` in the background, since its messages may still arrive."""
         self._streams.discard(stream)
         task = asyncio.create_task(stream.linger())
         self._lingering.add(task)
         task.add_done_callback(self._lingering.discard)
 
     def _open_channel(self) -> grpc.aio.Channel:
-        """The channel; made on first use, because it belongs to the running event loop."""
+        """Return the channel. It is made on first use, because it belongs to the running event
+        loop."""
         if self._closed:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
@@ -134,7 +137,7 @@ class GrpcTransport:
         return self._channel
 
     def _refused(self, error: TimeoutError | grpc.aio.AioRpcError, what: str) -> LinkError:
-        """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
+        """Return the reason why a call failed. gRPC's own words for a failed handshake hide it."""
         if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             late = f"no answer to {what} within {ANSWER_WITHIN_S} s"
             proxy = _proxy_in_words(self.address, self._access)
@@ -148,8 +151,10 @@ class GrpcTransport:
 
 
 class GrpcDeviceStream:
-    """One call. ``send`` and ``receive`` may be cancelled: a message is then sent or taken whole,
-    or not at all, and the order stays. One receiver at a time."""
+    """One bidirectional call.
+
+    ``send`` and ``receive`` may be cancelled: a message is then sent or received whole, or not at
+    all, and the order stays. One receiver at a time."""
 
     def __init__(self, transport: GrpcTransport, call: Any) -> None:
         self._transport, self._call = transport, call
@@ -162,10 +167,12 @@ class GrpcDeviceStream:
         self._violation: str | None = None
 
     async def send(self, message: Uplink) -> None:
-        """Raises ``LinkError`` when the stream is known to be gone, ``ProtocolViolation`` for a
-        message over a bound (the stream lives on). Waits while the verifier does not read. What is
-        sent after the verifier has ended the stream, and before ``receive`` has said so, is lost
-        without an error, as it would be on its way."""
+        """Send ``message``; wait while the verifier does not read.
+
+        Messages that are sent after the verifier has ended the stream, and before ``receive`` has
+        reported the end, are lost without an error, as they could be on their way. Raises
+        ``LinkError`` if the stream is known to have ended, and ``ProtocolViolation`` for a message
+        over a bound; the stream lives on then."""
         payload = codec.encode_uplink(message, self._limits)
         async with self._write_lock:
             if self._closed.done() or self._call.done():
@@ -177,7 +184,9 @@ class GrpcDeviceStream:
                 raise await self._ended() from None
 
     async def receive(self) -> Downlink:
-        """Raises ``LinkError`` when the stream has ended, also by a message over a bound."""
+        """Return the next message.
+
+        Raises ``LinkError`` if the stream has ended, also because a message exceeded a bound."""
         if self._closed.done():
             raise await self._ended()
         try:
@@ -197,22 +206,26 @@ class GrpcDeviceStream:
         return message
 
     async def _write(self, payload: bytes) -> None:
-        """``call.write`` without its way of failing: when the verifier has just ended the stream,
-        that replaces the verifier's status with INTERNAL and makes the messages before it
-        unreadable (grpc/grpc#36066), the Fault among them."""
+        """Call ``call.write`` without its way of failing.
+
+        If the verifier has just ended the stream, a failing write replaces the verifier's status
+        with INTERNAL and makes earlier messages unreadable, including the Fault
+        (grpc/grpc#36066)."""
         with suppress(grpc.aio.InternalError):
             await self._call._cython_call.send_serialized_message(payload)
 
     async def close(self) -> None:
-        """Returns at once; what was sent before (a Cancel) still gets its chance to arrive."""
+        """Close the stream and return at once. Messages that were sent, such as a Cancel, may still
+        arrive."""
         if not self._closed.done():
             self._closed.set_result(None)
             self._transport.linger(self)
 
     async def linger(self) -> None:
-        """A half-close and the verifier's answer to it. Cancelling the call at once would throw
-        away what the verifier has not read; and one that ended with messages unread here would
-        never be freed by the library."""
+        """Half-close the call and wait for the verifier's answer.
+
+        Cancelling the call at once would drop messages that the verifier has not read. A call that
+        ended with unread messages here would never be freed by the library."""
         try:
             async with asyncio.timeout(_LINGER_S):
                 with suppress(*grpc_calls.GONE):
@@ -252,8 +265,9 @@ SERVING = "SERVING"
 
 
 async def ask_health(address: str, access: DeviceAccess, timeout_s: float) -> str:
-    """Return ``SERVING``, or what else gRPC's standard health service says of the daemon, for
-    probes that are processes of their own. Raises ``LinkError``."""
+    """Return ``SERVING``, or another state of the daemon from gRPC's standard health service.
+
+    This is for probes that run in separate processes. Raises ``LinkError``."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with _channel(address, access, []) as channel:
@@ -267,7 +281,7 @@ async def ask_health(address: str, access: DeviceAccess, timeout_s: float) -> st
 
 
 def _proxy_in_words(address: str, access: DeviceAccess) -> str:
-    """Return the proxy on the way to ``address``, in words behind an error; empty: none."""
+    """Return the proxy on the way to ``address`` as words to append to an error, or "" if none."""
     proxy = proxy_of_address(address, access.server_name)
     return "" if proxy is None else f" ({proxy.explain(access.server_name or host_of(address))})"
 

@@ -1,14 +1,14 @@
 """The verifier's end of the wire over gRPC: the daemon's listener.
 
-Theory of operation. Each stream a device opens waits for its turn, takes a slot and is handed to
-``serve`` as a ``VerifierStream``. A slot is given back when ``serve`` returns or the stream ends,
-whichever is first. A device that breaks the protocol gets a Fault and the status that matches it on
-that stream; all others go on.
-Beside the service stand gRPC's own health (NOT_SERVING while draining) and reflection.
+Theory of operation. Each stream that a device opens waits for its turn, takes a slot and is passed
+to ``serve`` as a ``VerifierStream``. The slot is released when ``serve`` returns or the stream
+ends, whichever is first. A device that breaks the protocol receives a Fault and the matching status
+on that stream; all others go on. gRPC's own health (NOT_SERVING while draining) and reflection
+services run beside it.
 
-What one peer can do to others is bounded: how fast its streams are read (``UplinkLimits``), how
-often it opens one or asks for ``Info`` (``CallLimits``), how many it holds (``StreamSlots``), and
-how many it has under way in all, with those that wait for their turn or for their refusal.
+The effects of one peer on others are bounded: how fast its streams are read (``UplinkLimits``), how
+often it opens one or calls ``Info`` (``CallLimits``), how many it holds (``StreamSlots``), and how
+many calls it has open in all, including calls that wait for their turn or for their refusal.
 """
 
 from __future__ import annotations
@@ -36,28 +36,31 @@ from edgespec.wire import callers, codec, grpc_calls
 from edgespec.wire.tokenizer_lending import PackedTexts
 
 STALLED_S = 10.0
-"""How long a device may leave a message unread, behind a full window, before it counts as gone."""
-# Messages that have come and wait for their receiver, while the next one is read.
+"""Seconds that a device may leave a message unread, behind a full window, before it counts as
+gone."""
+# Received messages that wait for their receiver while the next one is read.
 _READ_AHEAD = 1
 
 
 class GrpcVerifierStream:
     """The verifier's end of one stream, a ``VerifierStream``.
 
-    It is open until something ends it: the device leaves, a side breaks the protocol, a Fault was
-    sent, the device does not read for too long, or the server hangs up. ``over`` then returns the
-    verdict; the first one counts, and from then on every ``send`` and ``receive`` raises
-    ``LinkError``. A device that only *half-closes* (it sends no more) still reads: ``receive``
-    raises, ``send`` goes on, so a Fault that is on its way is the one that ends the stream.
+    The stream is open until something ends it: the device leaves, a side breaks the protocol, a
+    Fault was sent, the device does not read for too long, or the server hangs up. ``over`` then
+    returns. The first verdict counts, and from then on every ``send`` and ``receive`` raises
+    ``LinkError``. A device that only *half-closes*, which means that it sends no more, still reads:
+    ``receive`` raises and ``send`` goes on, so a Fault that is on its way is the one that ends the
+    stream.
 
-    One task reads for as long as the stream lives and is one message ahead of who receives; a
+    One task reads for as long as the stream lives and is one message ahead of the receiver. A
     message is written while its sender goes on, one at a time. So neither costs a task and a wait
-    of its own for each message, and cancelling a sender or a receiver cancels no operation of the
-    library: a message is taken or sent whole, or not at all, and the order stays. One receiver at
-    a time. A stream that is read too fast for its budget is not read for a while: flow control
-    then holds the device. Messages already handed over leave before the status does.
+    for each message, and cancelling a sender or a receiver cancels no operation of the library: a
+    message is received or sent whole, or not at all, and the order stays. There is one receiver at
+    a time. A stream that exceeds its budget is not read for a while, and flow control then stops
+    the device. Messages that were accepted for sending leave before the status does.
 
-    ``address`` is the peer as gRPC spells it, ``payer`` whose share of the uplink it takes."""
+    ``address`` is the peer as gRPC spells it. ``payer`` is the name that its share of the uplink is
+    charged to."""
 
     def __init__(
         self, server: GrpcServer, context: Any, address: str, credential: Credential
@@ -73,11 +76,11 @@ class GrpcVerifierStream:
         self._reading: asyncio.Task[None] | None = None
         self._arrived: deque[m.Uplink] = deque()
         self._receiver: asyncio.Future[None] | None = None
-        """Somebody waits for a message."""
+        """Future of a receiver that waits for a message."""
         self._room: asyncio.Future[None] | None = None
-        """The reading task waits for one to be taken."""
+        """Future of the reading task while it waits until a message is received."""
         self._take: Callable[[m.Uplink], None] | None = None
-        """Who is fed."""
+        """Callback that receives the messages instead of a receiver."""
         self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
@@ -88,36 +91,40 @@ class GrpcVerifierStream:
         self._stalled = False
 
     async def send(self, message: m.Downlink) -> None:
-        """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` for a message over
-        a bound. Waits while the device does not read, but for no longer than the stream may stall.
-        A Fault ends the stream, and is what it says last."""
-        if self.send_now(message):  # as nearly always
+        """Send ``message``; wait while the device does not read, but not longer than the stream may
+        stall.
+
+        A Fault ends the stream and is its last message. Raises ``LinkError`` if the stream has
+        ended, and ``ProtocolViolation`` for a message over a bound."""
+        if self.send_now(message):  # This is the usual case.
             return
         payload = codec.encode_downlink(message, self._limits)
         if isinstance(message, m.Fault):
             self._raise_if_over()
             return self.hang_up(message)
         async with self._write_lock:
-            with suppress(grpc_calls.InterruptedOperation):  # the stream is over
+            with suppress(grpc_calls.InterruptedOperation):  # The stream has ended.
                 await self._writing.settle(self._verdict)
             self._raise_if_over()
             self._write(message, payload)
 
     def send_now(self, message: m.Downlink) -> bool:
-        """Send what can leave without waiting; False: it cannot, and nothing happened."""
+        """Send ``message`` if that needs no wait, and return whether it was sent."""
         if self._verdict.done() or isinstance(message, m.Fault):
             return False
         if self._writing.busy or self._write_lock.locked():
             return False
         try:
             payload = codec.encode_downlink(message, self._limits)
-        except codec.ProtocolViolation:  # for ``send`` to tell
+        except codec.ProtocolViolation:  # ``send`` raises this error.
             return False
         self._write(message, payload)
         return True
 
     async def receive(self) -> m.Uplink:
-        """Raises ``LinkError`` when the device is gone, sends no more or broke the protocol."""
+        """Return the next message.
+
+        Raises ``LinkError`` if the device is gone, sends no more or broke the protocol."""
         self._raise_if_over()
         while not self._arrived:
             await self._until_news()
@@ -125,9 +132,10 @@ class GrpcVerifierStream:
         return self._arrived.popleft()
 
     async def feed(self, take: Callable[[m.Uplink], None]) -> NoReturn:
-        """Hand each message to ``take`` as it comes, until the stream ends: then raises as
-        ``receive`` does, or what ``take`` raised. One message costs one turn of the loop less than
-        with ``receive``."""
+        """Pass each message to ``take`` as it arrives, until the stream ends.
+
+        Then it raises as ``receive`` does, or the error of ``take``. A message costs one iteration
+        of the event loop less than with ``receive``."""
         while self._arrived:
             take(await self.receive())
         self._raise_if_over()
@@ -142,8 +150,8 @@ class GrpcVerifierStream:
         if self._reading is None:
             self._reading = self._loop.create_task(self._read_on())
         if self._reading.done():
-            self._reading.result()  # raises where reading failed
-            # It may still read, so the stream is not over.
+            self._reading.result()  # This raises if reading failed.
+            # The device may still read, so the stream has not ended.
             raise LinkError(f"the device at {self.address} sends no more")
         self._receiver = self._loop.create_future()
         try:
@@ -156,27 +164,28 @@ class GrpcVerifierStream:
         self.hang_up(None)
 
     async def over(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the stream, at most ``timeout_s``; whether it has come."""
+        """Wait for the end of the stream, at most ``timeout_s`` seconds. Return whether it has
+        ended."""
         await asyncio.wait((self._verdict,), timeout=timeout_s)
         return self._verdict.done()
 
     @property
     def verdict(self) -> m.Fault | None:
-        """The fault that ended the stream, None for an end without one. Only after the end."""
+        """Fault that ended the stream, or None for an end without one. Only valid after the end."""
         return self._verdict.result()
 
     def hang_up(self, fault: m.Fault | None) -> None:
         self._end(fault, "the stream was closed here" if fault is None else fault.message)
 
     def lost(self, error: BaseException | None = None) -> None:
-        """End the stream, because the library says that the device left."""
+        """End the stream because the library reports that the device left."""
         why = "" if error is None else f": {error}"
         self._end(None, f"the device at {self.address} is gone{why}")
 
     async def say_last(self, fault: m.Fault | None) -> None:
-        """After the end: let what was handed over leave, and the fault behind it; a device that
-        left does not hear."""
-        if self._stalled:  # there is no room for another word
+        """After the end, let accepted messages leave, and then ``fault``, unless the device has
+        left."""
+        if self._stalled:  # A stalled stream has no room for another message.
             return
         try:
             async with asyncio.timeout(callers.LAST_WORDS_S), self._write_lock:
@@ -190,7 +199,8 @@ class GrpcVerifierStream:
         self._count(fault, len(payload))
 
     async def _read_on(self) -> None:
-        """Read until the device sends no more or the stream is over; raises a bug in reading."""
+        """Read until the device sends no more or the stream has ended. Raises errors of reading
+        itself."""
         try:
             while not self._verdict.done():
                 payload = await self._context.read()
@@ -202,7 +212,7 @@ class GrpcVerifierStream:
                 while len(self._arrived) > _READ_AHEAD and not self._verdict.done():
                     self._room = self._loop.create_future()
                     await self._room
-        except asyncio.CancelledError:  # the library's word for a call that has ended
+        except asyncio.CancelledError:  # The library cancels the task when the call has ended.
             self.lost()
             raise
         except codec.ProtocolViolation as violation:
@@ -214,7 +224,7 @@ class GrpcVerifierStream:
             _wake(self._receiver)
 
     def _take_in(self, payload: bytes) -> float:
-        """Hand a message to its receiver; for how many seconds no other must be read."""
+        """Pass on a message. Return the seconds for which no other message must be read."""
         hold_s = self._budget.spend(time.monotonic(), len(payload))
         message = codec.decode_uplink(payload, self._limits)
         if isinstance(message, m.Open):
@@ -228,7 +238,7 @@ class GrpcVerifierStream:
         return hold_s
 
     def _write(self, message: m.Commit | m.Opened, payload: bytes) -> None:
-        """Begin to write; no other write may be under way."""
+        """Begin to write. No other write may be under way."""
         self._write_began = now = time.monotonic()
         self._writing.begin(self._context.write(payload), self.lost)
         if self._watch is None:
@@ -240,7 +250,7 @@ class GrpcVerifierStream:
             self.greeted = True
 
     def _look_for_stall(self) -> None:
-        """The one timer of the stream: it looks whether a write takes too long."""
+        """End the stream if a write takes too long. This is the stream's only timer."""
         self._watch = None
         if self._verdict.done() or not self._writing.busy:
             return
@@ -274,10 +284,10 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 _LOG = logging.getLogger(__name__)
-# How long a refused device should wait: by then a slot or a place in the line may be free.
+# Seconds that a refused device should wait. By then a slot or a place in the queue may be free.
 _RETRY_AFTER_S = 1.0
 _MOST_RETRY_S = 10.0
-# Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
+# Calls of one peer, beyond its slots and its places in the queue, that may wait for their refusal.
 _SPARE_CALLS = 64
 _SHUTTING_DOWN = m.Fault(
     m.FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", _RETRY_AFTER_S
@@ -285,15 +295,24 @@ _SHUTTING_DOWN = m.Fault(
 
 
 class GrpcServer:
-    """Serves the calls that come to ``address`` ("host:port", port 0 for a free one, or
-    "unix:path").
+    """Serves the calls that arrive at one address.
 
-    ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
-    ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
-    ``credentials`` makes those of one port, and None is plaintext; without ``authenticate`` nobody
-    needs a key. ``stalled_s`` is how long a device may leave a message unread. ``watch`` counts
-    messages, the streams on which no generation began, and how long and why one is not read.
-    ``texts`` is the tokenizer for devices that ask for it, or says why there is none.
+    Args:
+        address: "host:port", with port 0 for a free one, or "unix:path".
+        serve: Called once for each stream.
+        info: Returns the models that are served and how busy the verifier is.
+        limits: Bounds of messages.
+        credentials: Makes the TLS credentials of one port. None for plaintext.
+        authenticate: Returns the credential of an API key. If None, no key is required.
+        max_streams: Most streams at a time.
+        peer_share: Largest share of them for one peer.
+        uplink: Limits on the rate at which streams are read.
+        opens: Limits on opening streams.
+        infos: Limits on the calls of ``Info``, health and reflection.
+        stalled_s: Seconds that a device may leave a message unread.
+        watch: Counts messages, streams on which no generation began, and the times and reasons of
+            waits.
+        texts: The tokenizer for devices that request it, or the reason why there is none.
     """
 
     def __init__(
@@ -321,7 +340,8 @@ class GrpcServer:
         self._health: Any = None
         self._authenticate = authenticate or (lambda _: ANYBODY)
         self._strangers = callers.Refusals()
-        """Of calls without the right key: who guesses keys takes no place of those who have one."""
+        """Refusals of calls without a valid key. They are separate, so that guessing keys delays no
+        client that has one."""
         self.stalled_s, self._texts = stalled_s, texts
         self.watch = watch = watch or Watch()
         self._refused = watch.streams.refused
@@ -345,17 +365,18 @@ class GrpcServer:
         self._answer = b""
         self._draining = False
         self.port = 0
-        """The port listened on; 0 before ``start`` and for unix sockets."""
+        """Port that the server listens on. 0 before ``start`` and for unix sockets."""
 
     async def start(self) -> None:
-        """Listen and report SERVING. Raises ``OSError`` naming an address that cannot be had."""
+        """Listen and report SERVING. Raises ``OSError`` naming an address that is not available."""
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
         beside = callers.SideServices(codec.SERVICE, self._questions)
         options = grpc_calls.server_options(self.limits)
         server = grpc.aio.server(options=options, interceptors=(beside,))
-        # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
+        # Without serialisers the handlers receive bytes, so that the codec's errors are answered
+        # here.
         handlers: Any = {
             "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
             "Info": grpc.unary_unary_rpc_method_handler(self._answer_info),
@@ -390,7 +411,7 @@ class GrpcServer:
         return port
 
     def _bind_one(self, server: grpc.aio.Server, address: str) -> int:
-        """Raises ``OSError``."""
+        """Listen on one address and return its port. Raises ``OSError``."""
         try:
             if self._credentials is None:
                 return server.add_insecure_port(address)
@@ -399,7 +420,7 @@ class GrpcServer:
             raise OSError(f"cannot listen on {address} (is it in use?): {error}") from None
 
     async def _answer_info(self, _request: bytes, context: Any) -> bytes:
-        """The reply to one call of ``Info``, which is encoded again only when it would differ."""
+        """Return the reply to one call of ``Info``. It is encoded again only if it differs."""
         await self._questions.turn(context, await self._let_in(context))
         if (info := self._info()) != self._told:
             self._told, self._answer = info, codec.encode_info(info, self.limits)
@@ -415,15 +436,17 @@ class GrpcServer:
             await grpc_calls.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def _let_in(self, context: Any, *, stream: bool = False) -> Credential:
-        """Whose call it is, by the key that it shows, before anything of it is read. A call without
-        the right one is refused after a while; a device on a ``stream`` is sent why before that."""
+        """Return the credential of a call's API key, before anything of the call is read.
+
+        A call without a valid key is refused after a while. On a ``stream``, the device first
+        receives the reason as a Fault."""
         key = callers.shown_key(context)
         if (credential := self._authenticate(key)) is not None:
             return credential
         fault = callers.WRONG_KEY if key else callers.NO_KEY
         if stream:
             self._refused(fault.code)
-        # The peer is asked for while the call is there for certain (see ``_speculate``).
+        # The peer is read while the call certainly exists (see ``_speculate``).
         await self._strangers.hold(grpc_calls.peer_address(str(context.peer())))
         if stream:
             with suppress(TimeoutError, *grpc_calls.GONE):
@@ -436,11 +459,11 @@ class GrpcServer:
         return len(self._streams)
 
     async def drain(self) -> None:
-        """Report NOT_SERVING and refuse new streams, those in line too; the others go on."""
+        """Report NOT_SERVING and refuse new streams, including those in the queue. Others go on."""
         if self._server is None or self._draining:
             return
         self._draining = True
-        # One that watches the health and does not read would hold this up for ever.
+        # A client that watches the health and does not read would block this for ever.
         with suppress(TimeoutError):
             async with asyncio.timeout(callers.LAST_WORDS_S):
                 await self._health.enter_graceful_shutdown()
@@ -448,12 +471,12 @@ class GrpcServer:
             stream.hang_up(_SHUTTING_DOWN)
 
     async def drained(self) -> None:
-        """Wait until no stream is served any more; after ``drain``."""
+        """Wait until no stream is served any more. Call ``drain`` before."""
         while self._streams:
             await asyncio.wait(self._streams.values())
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """``drain``, give the running streams ``grace_s`` seconds, then end them with
+        """Drain, give the running streams ``grace_s`` seconds, and end them with
         Fault(SHUTTING_DOWN)."""
         await self.drain()
         if (server := self._server) is None:
@@ -470,7 +493,8 @@ class GrpcServer:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _speculate(self, _requests: Any, context: Any) -> None:
-        # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
+        # The peer is read once: grpcio 1.85 reads freed memory if it is read after the call has
+        # ended.
         address = str(context.peer())
         key, credential = callers.shown_key(context), await self._let_in(context, stream=True)
         peer = callers.caller(grpc_calls.peer_address(address), credential)
@@ -507,7 +531,7 @@ class GrpcServer:
             if fault is not None and not stream.greeted:
                 self._refused(fault.code)
             await stream.say_last(fault)
-        except asyncio.CancelledError:  # the device is gone, or the server stops
+        except asyncio.CancelledError:  # The device is gone, or the server stops.
             stream.lost()
             raise
         finally:
@@ -516,7 +540,8 @@ class GrpcServer:
             await grpc_calls.refuse(context, fault)
 
     async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
-        """Wait for the stream's turn and take a slot for it; why there is none, or None."""
+        """Wait for the stream's turn and take a slot for it. Return the reason if it gets none,
+        else None."""
         most_s, now = self._opens.limits.max_wait_s, time.monotonic()
         wait_s = self._opens.turn(stream.caller, now, stream.payer)
         if wait_s <= most_s:
@@ -545,10 +570,10 @@ class GrpcServer:
         return m.Fault(m.FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
 
     async def _run(self, stream: GrpcVerifierStream, key: str) -> None:
-        """Serve one stream; whatever goes wrong ends this one only."""
+        """Serve one stream. An error ends this stream only."""
         fault: m.Fault | None = None
         try:
-            # The key may have been revoked while the stream stood in line.
+            # The key may have been revoked while the stream waited in the queue.
             if self._authenticate(key) is None:
                 fault = callers.WRONG_KEY
             else:

@@ -1,10 +1,9 @@
-"""Any transport, with the delays of a modelled link, in real time, on the device's side.
+"""A transport with the delays of a modelled link, in real time, on the device's side.
 
-Theory of operation. Each message is stamped with its arrival by the ``LinkModel`` of its direction
-when it is handed over, waits in a bounded pipe until then, and goes on; order is kept. The end of
-the stream is delayed like a message, so the data that came before it is delivered first. Closing
-returns at once, while what had left goes on to arrive. Opening costs one round trip. Sizes are the
-codec's.
+Theory of operation. Each message is stamped with its arrival time by the ``LinkModel`` of its
+direction when it is sent. It waits in a bounded pipe until then and goes on; order is kept. The end
+of the stream is delayed like a message, so earlier data are delivered first. Closing returns at
+once, while messages under way still arrive. Opening costs one round trip. Sizes are the codec's.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from edgespec.wire.codec import ProtocolViolation, WireLimits, payload_bytes
 _T = TypeVar("_T")
 _DEPTH: Final = 1024
 """Messages under way in each direction of a stream before a sender has to wait."""
-# What opening and closing send: TCP's and HTTP/2's own packets.
+# Bytes of opening and closing: TCP's and HTTP/2's own packets.
 _HANDSHAKE_BYTES: Final = 64
-# gRPC's message prefix and the header of the HTTP/2 DATA frame that carries it. What is below
-# (TLS records, TCP, IP) depends on how messages coalesce and is not estimated.
+# Bytes of gRPC's message prefix, and of the header of the HTTP/2 DATA frame that carries it. Lower
+# layers (TLS records, TCP, IP) depend on how messages coalesce and are not estimated.
 FRAMING_BYTES: Final = 5 + 9
 
 
 class ThreadPacer:
-    """One thread, started by the first wait, ended by ``close``.
+    """A precise timer: one thread, started by the first wait and ended by ``close``.
 
-    The event loop's own timers sleep in whole milliseconds (epoll): 0.7 to 0.8 ms late, the median
-    of 300 on a busy two-core machine. A thread that sleeps on a condition and hands over to the
-    loop is 0.2 ms late there."""
+    The event loop's own timers sleep in whole milliseconds (epoll). They are 0.7 to 0.8 ms late,
+    the median of 300 on a busy two-core machine. A thread that sleeps on a condition and hands over
+    to the loop is 0.2 ms late there."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -53,7 +52,7 @@ class ThreadPacer:
         return time.monotonic()
 
     async def wait_until(self, when_s: float) -> None:
-        """Return at ``when_s`` or as soon after it as can be; at once when it is past."""
+        """Return at ``when_s`` or as soon after it as possible, at once if it is past."""
         if when_s <= time.monotonic():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,12 +92,12 @@ def _wake(future: asyncio.Future[None]) -> None:
         if not future.done():
             future.set_result(None)
 
-    with suppress(RuntimeError):  # its loop has been closed: nobody waits
+    with suppress(RuntimeError):  # The future's loop has been closed, so nothing waits for it.
         future.get_loop().call_soon_threadsafe(wake)
 
 
 class Pipe(Generic[_T]):
-    """At most ``depth`` items wait in it. Cancelled calls leave it as if they had not been made."""
+    """A queue of at most ``depth`` items. A cancelled call has no effect."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -107,7 +106,8 @@ class Pipe(Generic[_T]):
         self._changed = asyncio.Event()
 
     async def put(self, item: _T) -> None:
-        """Waits while the pipe is full. Raises ``LinkError`` when it has ended."""
+        """Append ``item``; wait while the pipe is full. Raises ``LinkError`` if the pipe has
+        ended."""
         while self._reason is None and len(self._items) >= self._depth:
             await self._changed.wait()
         if self._reason is not None:
@@ -129,7 +129,7 @@ class Pipe(Generic[_T]):
         return item
 
     def end(self, reason: str, *, retryable: bool = True, drop: bool = False) -> None:
-        """Nothing goes in any more; ``drop`` also loses what is inside. The first reason counts."""
+        """Accept no more items. ``drop`` also drops those inside. The first reason counts."""
         if self._reason is None:
             self._reason = (reason, retryable)
         if drop:
@@ -147,7 +147,8 @@ class Pipe(Generic[_T]):
 
 
 class ShapedTransport:
-    """``inner`` behind a link, whose models' time 0 is the moment of construction."""
+    """A transport ``inner`` behind a link. Time 0 of the link's models is the moment of
+    construction."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class ShapedTransport:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> DeviceStream:
-        """Raises ``LinkError`` as ``inner`` does, a round trip later."""
+        """Open a stream, a round trip later. Raises ``LinkError`` as ``inner`` does."""
         await self._round_trip()
         stream = _ShapedStream(await self._inner.connect(), self)
         self._spawn(stream.pump_up())
@@ -179,7 +180,7 @@ class ShapedTransport:
         return await self._inner.info()
 
     async def close(self) -> None:
-        """End all streams; what is under way is lost."""
+        """End all streams. Messages under way are lost."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -192,7 +193,7 @@ class ShapedTransport:
             await self.wait_until(arrival(_HANDSHAKE_BYTES))
 
     def _arrival(self, way: LinkModel, size_bytes: int) -> float:
-        """When what leaves now is at the other end."""
+        """Return the time at which a message that leaves now arrives."""
         return way.arrival(self._pacer.now() - self._origin_s, size_bytes) + self._origin_s
 
     def _spawn(self, pump: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -203,7 +204,7 @@ class ShapedTransport:
 
 
 class _ShapedStream:
-    """One sender and one receiver at a time; both may be cancelled without loss."""
+    """A stream with one sender and one receiver at a time; both may be cancelled without loss."""
 
     def __init__(self, inner: DeviceStream, link: ShapedTransport) -> None:
         self._inner, self._up, self._down = inner, link.up, link.down
@@ -215,14 +216,17 @@ class _ShapedStream:
         self.reader: asyncio.Task[None] | None = None
 
     async def send(self, message: m.Uplink) -> None:
-        """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` over a bound."""
+        """Send ``message``.
+
+        Raises ``LinkError`` if the stream has ended, and ``ProtocolViolation`` for a message over a
+        bound."""
         size_bytes = payload_bytes(message, self._limits)
         await self._going_up.put((self._up(size_bytes), message))
         if self._meter is not None:
             self._meter.count(message, size_bytes)
 
     async def receive(self) -> m.Downlink:
-        """Raises ``LinkError`` after all messages that came before the end."""
+        """Return the next message. Raises ``LinkError`` after all messages before the end."""
         arrival_s, item = await self._coming_down.peek()
         await self._wait_until(arrival_s)
         await self._coming_down.get()
@@ -235,7 +239,8 @@ class _ShapedStream:
         return item
 
     async def close(self) -> None:
-        """Returns at once; what was sent before still arrives, and then the end does."""
+        """Close the stream and return at once. Messages that were sent still arrive, and then the
+        end does."""
         if self._closing.done():
             return
         self._close_at(self._up(_HANDSHAKE_BYTES))
@@ -257,7 +262,7 @@ class _ShapedStream:
         except (LinkError, ProtocolViolation) as error:
             retryable = isinstance(error, LinkError) and error.retryable
             self._going_up.end(str(error), retryable=retryable, drop=True)
-            if isinstance(error, ProtocolViolation):  # the inner transport's bounds are narrower
+            if isinstance(error, ProtocolViolation):  # The inner transport's bounds are narrower.
                 self._coming_down.end(str(error), retryable=False)
                 self._close_at(self._up(0))
             await self._wait_until(await self._closing)
@@ -276,7 +281,8 @@ class _ShapedStream:
 
 
 class TrafficMeter:
-    """Totals by name. Payload is the encoded message; framing is an estimate."""
+    """Totals of messages and bytes by name. Payload is the encoded message, framing is an
+    estimate."""
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()

@@ -1,13 +1,14 @@
-"""The texts of a model as a verifier lends them: ZIP archives, in parts, which a device knows by
-their SHA-256 and fetches once.
+"""Lending of a model's texts: a verifier sends ZIP archives in parts, and a device fetches them
+once.
 
-The first archive is what older devices ask for: ``tokenizer.json`` and a few files beside it. The
-second one has everything else that says how a text is made (special tokens, chat template, sampling
-defaults), which is small: a device whose draft has the very same ``tokenizer.json`` fetches nothing
-else. So two devices make one prompt of one conversation, whatever their drafts are.
+The first archive is the one that older devices request: ``tokenizer.json`` and a few files beside
+it. The second one has everything else that a prompt depends on (special tokens, chat template,
+sampling defaults), which is small. A device whose draft has the very same ``tokenizer.json``
+fetches only the second. So two devices make the same prompt of one conversation, whatever their
+drafts are.
 
-A device takes nothing on trust: names are those of a fixed list, sizes are bounded before anything
-is fetched or unpacked, and what comes has to have the length and the SHA-256 that were announced.
+A device trusts nothing: names must be in a fixed list, sizes are bounded before anything is fetched
+or unpacked, and the data must have the length and the SHA-256 that were announced.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TEXT_FILES: Final = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
-"""The files of the first archive; only the first has to be there."""
+"""Files of the first archive. Only the tokenizer must be there."""
 FACT_FILES: Final = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -42,15 +43,14 @@ FACT_FILES: Final = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
-"""The files of the second archive, none of which has to be there."""
+"""Files of the second archive. All are optional."""
 MAX_TEXT_BYTES: Final = 64 << 20
-"""Of all files together; the largest public tokenizers have about 35 MB."""
+"""Most bytes of all files together. The largest public tokenizers have about 35 MB."""
 PART_BYTES: Final = 1 << 17
 SHA256_BYTES: Final = 32
 _MAX_REQUEST_BYTES: Final = 1 << 10
 _ENTRY, _MOST_ENTRIES = b"PK\x01\x02", 64
-"""What each file's line in an archive's list begins with; the library reads all of the list."""
-# A line that is full, or a link that is lost for a moment, ends no fetch.
+"""First bytes of each entry in an archive's directory. The library reads the whole directory."""
 _WORK: Final = WorkerPool("unpacking a tokenizer", threads=1, most_waiting=64, within_s=60.0)
 _ATTEMPTS: Final = 8
 _AGAIN_S: Final = 0.5
@@ -58,15 +58,15 @@ _AGAIN_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """An archive that a device may fetch. Raises ``ProtocolViolation``."""
+    """An archive that a device may fetch. Raises ``ProtocolViolation`` for sizes out of bounds."""
 
     sha256: bytes
     size: int
-    """In bytes."""
+    """Size of the archive in bytes."""
     tokenizer_sha256: bytes = b""
-    """Of ``tokenizer.json``; empty: an older verifier does not say."""
+    """SHA-256 of ``tokenizer.json``. Empty from an older verifier."""
     facts: Announced | None = None
-    """The second archive; None: an older verifier has none."""
+    """The second archive. None from an older verifier."""
 
     def __post_init__(self) -> None:
         check_number("bytes of the SHA-256", len(self.sha256), SHA256_BYTES, SHA256_BYTES)
@@ -79,7 +79,7 @@ class Announced:
 
 
 class PackedTexts:
-    """Both archives of a model's files, by name: the same bytes for the same texts."""
+    """Both archives of a model's files. The same texts give the same bytes."""
 
     def __init__(self, texts: Mapping[str, bytes]) -> None:
         first = _packed({name: texts[name] for name in TEXT_FILES if name in texts})
@@ -90,7 +90,7 @@ class PackedTexts:
         self.announced = replace(sizes[0], tokenizer_sha256=tokenizer, facts=sizes[-1])
 
     def answer(self, request: bytes) -> bytes:
-        """Answer one call of ``Tokenizer``. Raises ``ProtocolViolation``."""
+        """Return the reply to one call of ``Tokenizer``. Raises ``ProtocolViolation``."""
         wire, own = parsed(pb.TokenizerRequest, request, _MAX_REQUEST_BYTES), self.announced
         reply = pb.TokenizerReply(
             sha256=own.sha256, bytes=own.size, tokenizer_sha256=own.tokenizer_sha256
@@ -114,8 +114,9 @@ def _packed(texts: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked(archive: bytes, names: Sequence[str] = TEXT_FILES) -> dict[str, bytes]:
-    """Return the files of an archive by name, which have to be some of ``names``; nothing over a
-    bound is unpacked. Raises ``ProtocolViolation``."""
+    """Return the files of an archive by name. All must be in ``names``.
+
+    Nothing that exceeds a bound is unpacked. Raises ``ProtocolViolation``."""
     check_number("files of the archive", archive.count(_ENTRY), 0, _MOST_ENTRIES)
     needed = {TOKENIZER_JSON} & {*names}
     try:
@@ -132,19 +133,23 @@ def unpacked(archive: bytes, names: Sequence[str] = TEXT_FILES) -> dict[str, byt
             return {entry.filename: file.read(entry) for entry in entries}
     except ProtocolViolation:
         raise
-    except Exception as error:  # what a damaged archive makes of the library is manifold
+    except Exception as error:  # A damaged archive makes the library raise errors of many kinds.
         raise ProtocolViolation(f"the archive cannot be unpacked: {error}") from error
 
 
 class TokenizerFetch:
-    """``ask`` makes a call of ``Tokenizer`` or raises ``LinkError``; ``who`` is for errors."""
+    """Fetches the archives of one verifier.
+
+    ``ask`` makes a call of ``Tokenizer`` or raises ``LinkError``. ``who`` names the verifier in
+    errors."""
 
     def __init__(self, ask: Callable[[bytes], Awaitable[bytes]], who: str) -> None:
         self._ask_once, self._who = ask, who
 
     async def announced(self) -> Announced:
-        """What there is to fetch. Raises ``LinkError``, not retryable where what came is of no
-        use."""
+        """Return the archives that the verifier offers.
+
+        Raises ``LinkError``, which is not retryable if the reply is of no use."""
         with self._of_use():
             wire = await self._ask(b"", 0)
             facts = None
@@ -153,8 +158,9 @@ class TokenizerFetch:
             return Announced(wire.sha256, wire.bytes, wire.tokenizer_sha256, facts)
 
     async def facts(self, announced: Announced) -> dict[str, bytes]:
-        """Fetch the files of the second archive by name; none where an older verifier has none.
-        Raises ``LinkError``, as ``announced``."""
+        """Fetch the files of the second archive by name. There are none at an older verifier.
+
+        Raises ``LinkError`` in the same way as ``announced``."""
         if announced.facts is None:
             return {}
         return await self.texts(announced.facts, FACT_FILES)
@@ -162,8 +168,9 @@ class TokenizerFetch:
     async def texts(
         self, announced: Announced, names: Sequence[str] = TEXT_FILES
     ) -> dict[str, bytes]:
-        """Fetch the files of an archive by name, which have to be some of ``names``. Raises
-        ``LinkError``, as ``announced``."""
+        """Fetch the files of an archive by name. All must be in ``names``.
+
+        Raises ``LinkError`` in the same way as ``announced``."""
         archive = bytearray()
         with self._of_use():
             while len(archive) < announced.size:
@@ -188,7 +195,7 @@ class TokenizerFetch:
 
     @contextmanager
     def _of_use(self) -> Iterator[None]:
-        """Raises ``LinkError``, not retryable, where what came is not."""
+        """Turn errors in the verifier's data into a ``LinkError``, which is not retryable."""
         try:
             yield
         except ProtocolViolation as error:

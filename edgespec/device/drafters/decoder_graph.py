@@ -1,9 +1,9 @@
-"""A session of onnxruntime for a draft, and what its graph takes and gives, found in the graph.
+"""A session of onnxruntime for a draft, and the inputs and outputs of its graph.
 
 Exporters agree on the idea and differ in the details: names and layout of keys and values, how the
-cached length is said (a mask, positions, two lengths, the shape of the cache), element types, how
-many rows of logits come out. ``read_graph`` assigns every input a ``Role`` and pairs every past
-tensor with its present one; whatever has no role is refused by name.
+cached length is given (a mask, positions, two lengths, the shape of the cache), element types, and
+the number of rows of logits. ``read_graph`` assigns every input a ``Role`` and pairs every past
+tensor with its present one. An input without a role is refused by name.
 
 Known signatures: Optimum ``text-generation-with-past`` and its merged decoders
 (``use_cache_branch``), Transformers.js folders, onnxruntime-genai's model builder, and graphs with
@@ -31,7 +31,7 @@ MAX_LAYERS = 1024
 
 
 class Role(Enum):
-    """What an input that is no key or value says."""
+    """The meaning of an input that is no key or value."""
 
     IDS = "input_ids"
     MASK = "attention_mask"
@@ -62,18 +62,19 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output as the runtime describes it; a dimension that is not fixed is a name."""
+    """An input or output as the runtime describes it. A dimension that is not fixed is a name."""
 
     name: str
     dtype: str
-    """numpy's name of the element type, or the runtime's own where numpy has none."""
+    """Element type by its numpy name, or by the runtime's own name if numpy has none."""
     shape: tuple[int | str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """Keys or values of one layer, shaped [1, heads, tokens, head size] or
-    [1, tokens, heads, head size]."""
+    """Keys or values of one layer.
+
+    The shape is [1, heads, tokens, head size] or [1, tokens, heads, head size]."""
 
     past: str
     present: str
@@ -83,7 +84,7 @@ class CacheTensor:
     heads: int
     head_size: int
     tokens_first: bool
-    """Is the axis of tokens before that of heads?"""
+    """Whether the axis of tokens is before that of heads."""
 
     def shape(self, length: int) -> tuple[int, int, int, int]:
         if self.tokens_first:
@@ -96,27 +97,31 @@ class CacheTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of one token."""
         return self.row_elements * _BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderGraph:
-    """A decoder with a cache, ready to be bound; ``caches`` layer by layer keys, then values."""
+    """A decoder with a cache, ready to be bound.
+
+    ``caches`` has the keys of the first layer, then its values, then the next layer."""
 
     roles: dict[Role, Port]
     caches: tuple[CacheTensor, ...]
     logits: Port
     one_row: bool = False
-    """Is it known that there are float32 logits [1, V] of the last token alone?"""
+    """Whether the only logits are known to be float32 [1, V], of the last token."""
 
 
 HeadHint = tuple[int, int]
-"""Key-value heads and head size of a config, for graphs that leave them open; 0: not known."""
+"""Key-value heads and head size of a config, for graphs that leave them open. 0 if not known."""
 
 
 def read_graph(path: Path, session: ort.InferenceSession, hint: HeadHint = (0, 0)) -> DecoderGraph:
-    """Raises ``DraftModelError`` naming the file, the input or output and what was expected."""
+    """Return the inputs and outputs of a session's graph.
+
+    Raises ``DraftModelError`` naming the file, the input or output and what was expected."""
     inputs, outputs = _ports(session.get_inputs()), _ports(session.get_outputs())
     roles: dict[Role, Port] = {}
     pasts: dict[tuple[int, str], Port] = {}
@@ -138,7 +143,7 @@ def read_graph(path: Path, session: ort.InferenceSession, hint: HeadHint = (0, 0
 
 
 def _place(name: str) -> tuple[int, str] | None:
-    """(layer, key or value) of a cache tensor's name: the layer is its only number."""
+    """Return (layer, "key" or "value") of a cache tensor's name. The layer is its only number."""
     numbers = re.findall(r"\d+", name)
     parts = _PART.findall(name)
     foreign = not name.startswith(("past", "present")) or ".encoder." in name
@@ -243,7 +248,9 @@ def _cache(path: Path, part: str, past: Port, present: Port, hint: HeadHint) -> 
 
 
 def _is_length(dimension: int | str | None) -> bool:
-    """Heads may be named as well, so a name counts as a length only if it sounds like one."""
+    """Return whether an axis counts tokens.
+
+    The axis of heads may have a name too, so a name counts only if it does not sound like heads."""
     if isinstance(dimension, int):
         return False
     return dimension is None or not re.search(r"head|kv_num|dim", dimension)
@@ -261,32 +268,36 @@ EXECUTION: Final = {
     "openvino": ("OpenVINOExecutionProvider", *CPU),
     "cpu": CPU,
 }
-"""What ``draft.provider`` may name. The CPU behind it has what it does not know; keys and values
-lie in the CPU's memory, so an accelerator may well be slower."""
+"""Execution providers for the values of ``draft.provider``.
+
+The CPU runs what the first one does not support. Keys and values lie in the CPU's memory, so an
+accelerator may well be slower."""
 _NVIDIA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _OPENVINO = "OpenVINOExecutionProvider"
 _PLACES = "session.record_ep_graph_assignment_info"
 _RUNTIME_TYPES = {"tensor(float)": "float32"}
 _RUNTIME_TYPES |= {f"tensor({one})": one for one in ("float16", "int8", "int32", "int64", "bool")}
 
-# A second thread costs more than it brings below about so many bytes of weights.
+# Bytes of weights below which a second thread costs more than it saves.
 _TWO_THREADS_FROM_BYTES = 8_000_000
 
 
 def usual_threads(weights_bytes: int, two_from_bytes: int = _TWO_THREADS_FROM_BYTES) -> int:
-    """Threads of a draft step unless they are asked for: one for a small draft, whose step is
-    shorter than a thread's waking up, else two, which nearly halve it where there are two cores."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    """Return the threads of a draft step unless the user sets them.
+
+    A small draft has one, since its step is shorter than waking a thread. Others have two, which
+    nearly halve the time where there are two cores."""
+    affinity = getattr(os, "sched_getaffinity", None)  # This function exists on Linux only.
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return 1 if weights_bytes < two_from_bytes else min(2, cores)
 
 
 def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
-    """A session for one drafter: few threads, which sleep when they wait. It runs on the first of
-    ``providers``, and on those behind it what that one does not know.
+    """Load a session for one drafter, with few threads that sleep while they wait.
 
-    Raises ``DraftModelError`` naming the file, or the providers that are not there; ``ValueError``
-    for threads outside 1..64."""
+    The graph runs on the first of ``providers``; the others run what that one does not support.
+    Raises ``DraftModelError`` naming the file, or the providers that are missing, and
+    ``ValueError`` for threads outside 1..64."""
     bounded("threads", threads, 1, MAX_THREADS)
     missing = sorted(set(providers) - set(ort.get_available_providers()))
     if missing or not providers:
@@ -306,7 +317,7 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     if providers[0] not in CPU:
         options.add_session_config_entry(_PLACES, "1")
     if providers[0] in _NVIDIA:
-        # Libraries of CUDA that came with pip are found in their packages; others by the system.
+        # CUDA libraries that pip installed are found in their packages, others by the system.
         with suppress(Exception):
             ort.preload_dlls()
     try:
@@ -314,14 +325,15 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
             str(path),
             options,
             providers=list(providers),
-            # OpenVINO has threads of its own, by default one a core that all spin: beside other
-            # work a step then took ten times as long.
+            # OpenVINO has its own threads, by default one for each core, and all of them spin.
+            # With other work running, a step then took ten times as long.
             provider_options=[
                 {"num_of_threads": str(threads)} if name == _OPENVINO else {} for name in providers
             ],
-            enable_fallback=0,  # or one that fails is replaced, which is told on stdout
+            # The fallback would replace a failing provider and print that on stdout.
+            enable_fallback=0,
         )
-    except Exception as error:  # onnxruntime's exceptions share no base of their own
+    except Exception as error:  # The exceptions of onnxruntime share no base class of their own.
         hint = (
             "; onnxruntime 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another"
             if "escapes model directory" in str(error)
@@ -335,7 +347,7 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How many nodes of a graph the first provider of its session took, and the others by kind."""
+    """Number of nodes that the first provider of a session took, and the other nodes by kind."""
 
     taken: int
     others: Mapping[str, int]
@@ -347,7 +359,9 @@ class Placement:
 
 
 def placement(session: ort.InferenceSession) -> Placement | None:
-    """Of a session that has an accelerator; None: it has none, or onnxruntime is before 1.24."""
+    """Return where the nodes of a session run.
+
+    None without an accelerator, or with an onnxruntime before 1.24."""
     first, look = session.get_providers()[0], "get_provider_graph_assignment_info"
     if first in CPU or not hasattr(session, look):
         return None
@@ -369,5 +383,6 @@ def _ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
 
 
 def weights_bytes(path: Path) -> int:
-    """Of the file and of the external data beside it (``model.onnx_data``, ``model.onnx.data``)."""
+    """Return the size of the file and its external data (``model.onnx_data``,
+    ``model.onnx.data``)."""
     return sum(part.stat().st_size for part in path.parent.glob(f"{path.name}*") if part.is_file())

@@ -1,16 +1,16 @@
-"""Where keys and values of one sequence lie: rows are appended, cut off behind, or moved down.
+"""Buffers for keys and values of one sequence: rows are appended, truncated, or moved down.
 
-``KvBuffers`` are for graphs that append in place, ``ReslicedCache`` is for those that concatenate.
+``KvBuffers`` are for graphs that append in place, ``ReslicedCache`` is for graphs that concatenate.
 
-**Rows that move down** leave out tokens in the middle of a text. A key is cached turned by its
-position (RoFormer, Su et al. 2021): of head size d, entries i and i + d / 2 are a point of the
-plane, turned by position times the frequency of pair i. A row that moves down by n positions is
-turned back by n times that, and is then what it would be had it been fed there (StreamingLLM, Xiao
-et al. 2023, section 3.2; llama.cpp shifts its contexts so).
+**Rows that move down** leave out tokens in the middle of a sequence. A key is cached after a
+rotation by its position (RoFormer, Su et al. 2021): with head size d, entries i and i + d / 2 are a
+point of the plane, turned by position times the frequency of pair i. A row that moves down by n
+positions is turned back by n times that. It then equals the row that would have been computed there
+(StreamingLLM, Xiao et al. 2023, section 3.2; llama.cpp shifts its contexts in the same way).
 
-No graph says its frequencies, but it shows them. Of a text of one token repeated every position
-computes the same in every layer, since an average of equal values is that value whatever the
-weights; so the keys of a layer differ by their turns alone.
+A graph does not state its frequencies, but they can be measured. In a sequence of one repeated
+token, every position computes the same in every layer, since an average of equal values is that
+value whatever the weights. So the keys of a layer differ by their rotations only.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ Turns = Sequence[Frequencies | None]
 
 
 def block_tokens(row_bytes: int) -> int:
-    """In how many tokens a buffer grows: the fewest whose rows of one head fill whole pages. Rows
-    of 512 bytes, on pages of 4096, grow by 8 tokens."""
+    """Return the number of tokens by which a buffer grows.
+
+    It is the smallest for which the rows of one head fill whole pages. Rows of 512 bytes, on pages
+    of 4096, grow by 8 tokens."""
     return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
 
 
 class KvBuffers:
-    """Buffers for ``capacity`` tokens of each of ``tensors``, all zero, past and present in one.
+    """Zeroed buffers for ``capacity`` tokens of each of ``tensors``, past and present in one.
 
-    Each is one private anonymous mapping, whose capacity is address space alone: the system adds a
-    page when a row in it is first written, and takes it back on ``shrink``. They are mappings of
-    our own, as an allocator keeps what it is given back, and of small pages: one of 2 MiB under the
-    first row of a head would hold the rows of its whole context. Without ``madvise`` (Windows) a
-    mapping is given back on ``close`` alone.
+    Each buffer is one private anonymous mapping, whose capacity is address space only. The system
+    adds a page when a row in it is first written, and takes it back on ``shrink``. An allocator
+    would keep returned memory, so the mappings are our own. They use small pages, since a page of 2
+    MiB under the first row of a head would hold the rows of its whole context. Without ``madvise``
+    (Windows) memory is returned on ``close`` only.
 
     The capacity is rounded up to whole blocks of tokens, so that no page holds rows of two heads.
-    Raises ``MemoryError`` naming the size when the system has no address space for them."""
+    Raises ``MemoryError`` naming the size if the system has no address space for them."""
 
     def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
         self._tensors = tuple(tensors)
@@ -60,7 +62,7 @@ class KvBuffers:
         self.capacity = -(-capacity // self._block) * self._block
         self.bytes_per_token = sum(one.row_bytes for one in tensors)
         self.touched_length = 0
-        """Rows below it may be resident."""
+        """Length below which rows may be resident."""
         self._bound = False
         try:
             self._maps = [_mapping(one.row_bytes * self.capacity) for one in tensors]
@@ -72,12 +74,12 @@ class KvBuffers:
             ) from error
 
     def arrays(self) -> Iterator[tuple[CacheTensor, Buffer]]:
-        """Each tensor with its buffer, [1, heads, capacity, head size]."""
+        """Yield each tensor with its buffer, [1, heads, capacity, head size]."""
         for tensor, memory in zip(self._tensors, self._maps, strict=True):
             yield tensor, np.frombuffer(memory, tensor.dtype).reshape(tensor.shape(self.capacity))
 
     def rows(self, length: int) -> Iterator[tuple[CacheTensor, Buffer]]:
-        """Each tensor with its first ``length`` rows, [heads, length, head size]."""
+        """Yield each tensor with its first ``length`` rows, [heads, length, head size]."""
         for tensor, array in self.arrays():
             yield tensor, array[0, :, :length]
 
@@ -93,21 +95,24 @@ class KvBuffers:
         self._bound = True
 
     def advance(self) -> None:
-        """The run that was bound has ended well: present becomes past."""
+        """Make present the new past, after the run that was bound has succeeded."""
 
     def truncate(self, length: int) -> None:
-        """Keep so many tokens."""
+        """Keep ``length`` tokens."""
 
     def remove(self, start: int, count: int, length: int, turns: Turns) -> None:
-        """Of ``length`` valid rows ``count`` from ``start`` on leave, and those behind them move
-        down; ``turns``: of each tensor the angles that its rows are turned back by, or None."""
+        """Remove ``count`` of ``length`` valid rows from ``start`` on, and move later rows down.
+
+        ``turns`` holds, for each tensor, the angles by which its rows are turned back, or None."""
         for (_, array), angles in zip(self.rows(length), turns, strict=True):
-            for rows in array:  # head by head: a copy of all would show in the memory
+            # One head at a time, since a copy of all heads would show in the memory.
+            for rows in array:
                 rows[start : length - count] = turned_back(rows[start + count :], angles)
 
     def shrink(self, length: int) -> None:
-        """Give the blocks behind row ``length`` back to the system; they read as zeros. Costs one
-        call a head and buffer, and nothing where no such row was written."""
+        """Return the blocks behind row ``length`` to the system; they read as zeros afterwards.
+
+        This costs one call for each head and buffer, and nothing if no such row was written."""
         if length >= self.touched_length or _DROP is None:
             return
         kept = -(-length // self._block) * self._block
@@ -120,8 +125,7 @@ class KvBuffers:
         self.touched_length = length
 
     def close(self) -> None:
-        """Give everything back. An array of ``arrays`` that somebody still holds keeps its own
-        buffer until it is dropped."""
+        """Release everything. An array from ``arrays`` keeps its own buffer while it is in use."""
         self._maps, self._tensors = [], ()
         self.touched_length = 0
 
@@ -131,16 +135,17 @@ def _mapping(size: int) -> mmap.mmap:
     if _SMALL_PAGES is not None:
         try:
             memory.madvise(_SMALL_PAGES)
-        except OSError:  # a kernel without large pages has only small ones
+        except OSError:  # A kernel without large pages has only small ones.
             pass
     return memory
 
 
 class ReslicedCache:
-    """For graphs that concatenate past and present: they want a past of exactly the cached length,
-    and write a present of exactly the new one. Two flat buffers a tensor, which grow by doubling,
-    take turns; a rollback copies the rows that are kept into the other one. Methods as those of
-    ``KvBuffers``."""
+    """A cache for graphs that concatenate past and present.
+
+    They require a past of exactly the cached length, and write a present of exactly the new one.
+    Each tensor has two flat buffers that swap roles and grow by doubling. A rollback copies the
+    kept rows into the other buffer. The methods are those of ``KvBuffers``."""
 
     def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
         self._tensors = tuple(tensors)
@@ -178,7 +183,7 @@ class ReslicedCache:
         past, present = list(self._past), list(self._present)
         for index, tensor in enumerate(self._tensors):
             if tensor.tokens_first or not length:
-                continue  # the beginning of the buffer is what is kept
+                continue  # The beginning of the buffer is what is kept.
             other = self._with_room(tensor, present[index], length)
             source = past[index][: tensor.row_elements * self._length]
             kept = other[: tensor.row_elements * length].reshape(tensor.shape(length))
@@ -197,7 +202,7 @@ class ReslicedCache:
         self._length = length - count
 
     def shrink(self, length: int) -> None:
-        """Nothing is given back before ``close``."""
+        """Do nothing: memory is returned on ``close`` only."""
 
     def close(self) -> None:
         self._past = self._present = []
@@ -218,15 +223,18 @@ class ReslicedCache:
 PROBED_ROWS: Final = 16
 _LAGS: Final = (1, 2, 4, 8)
 LARGEST_RESIDUE: Final = 0.02
-"""Root mean square that turns leave unexplained, over the keys': float32 2e-7, float16 5e-4."""
+"""Largest root mean square that rotations may leave unexplained, as a share of that of the keys.
+float32 leaves 2e-7, float16 leaves 5e-4."""
 
 
 def frequencies_of(keys: NDArray[Any], name: str) -> Frequencies:
-    """Radians a position of each pair, [head size / 2], of ``keys`` [heads, rows, head size] of one
-    token repeated; ``name`` is theirs. Raises ``DraftModelError`` where they are not turned so.
+    """Return the radians per position of each pair, [head size / 2].
 
-    Between rows n apart a pair turns by n * f, known but for whole turns; f from half as many rows
-    says how many."""
+    ``keys`` [heads, rows, head size] belong to one repeated token, and ``name`` names them in
+    the error. Raises ``DraftModelError`` if they are not rotated by position.
+
+    Between rows n apart a pair turns by n * f, but whole turns cannot be seen. The f from rows half
+    as far apart determines their number."""
     half = keys.shape[-1] // 2
     points = keys[..., :half].astype(np.float64) + 1j * keys[..., half : 2 * half]
     found: Frequencies = np.zeros(half)
@@ -247,8 +255,9 @@ def frequencies_of(keys: NDArray[Any], name: str) -> Frequencies:
 
 
 def turned_back(rows: Buffer, angles: Frequencies | None) -> Buffer:
-    """``rows`` [..., head size] of keys, each pair turned back by its angle in radians; values,
-    which have none, as they are."""
+    """Return keys ``rows`` [..., head size] with each pair turned back by its angle in radians.
+
+    Values have no angles and are returned as they are."""
     if angles is None:
         return rows
     half = rows.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""``edgespec.json``: what a draft folder says of itself, so that a device need not guess.
+"""The manifest of a draft folder, ``edgespec.json``, with all facts that a device needs.
 
 {"format": 1, "model": {ModelInfo}, "bits": 4, "table_bits": 4, "block_size": 32, "layers": 3,
  "kv_heads": 1, "head_dim": 64, "kv_type": "float32", "trained_length": 256,
@@ -30,7 +30,7 @@ _NUMBERS = {
     "token_count": (0, MAX_VOCABULARY_SIZE),
     "trained_length": (0, MAX_CONTEXT_LENGTH),
 }
-"""Numbers of a manifest, each with its least and its largest value."""
+"""Number keys of a manifest, each with its least and its largest value."""
 
 
 class DraftModelError(ValueError):
@@ -42,31 +42,34 @@ class DraftManifest:
     model: ModelInfo
     bits: int
     table_bits: int
-    """Of the embedding and the head."""
+    """Bits of a weight in the embedding and the head."""
     block_size: int
     layers: int
     kv_heads: int
     head_dim: int
     source: str = ""
     token_count: int = 0
-    """Ids below it have a text; others are padding, never proposed. 0: all may be proposed."""
+    """Number of ids that have a text; higher ids are padding and are never proposed. 0 if all ids
+    may be proposed."""
     kv_type: str = KvType.FLOAT32.value
-    """Of a cached key or value."""
+    """Type of a cached key or value."""
     trained_length: int = 0
-    """Tokens of the texts that it was trained on; 0: not known, taken for the whole context."""
+    """Longest training text in tokens. 0 if it is not known; then the whole context counts as
+    trained."""
     file_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the folder's other files by name, which tell a file that was cut; empty: not known,
-    as in older exports."""
+    """Sizes of the folder's other files by name, which reveal a truncated file. Empty in older
+    exports."""
 
     @property
     def proposable(self) -> int:
-        """How many ids, from 0 on, a draft step may propose."""
+        """Number of ids, from 0 on, that a draft step may propose."""
         return self.token_count or self.model.vocabulary_size
 
     @property
     def window(self) -> int:
-        """The last tokens of a text that the draft should look at: behind longer texts than those
-        it was trained on, a small draft guesses badly. 0: at all of them."""
+        """Number of last tokens that the draft should look at. 0 for all tokens.
+
+        A small draft guesses badly after more tokens than it was trained on."""
         return self.trained_length if self.trained_length < self.model.context_length else 0
 
 
@@ -77,8 +80,9 @@ def write_manifest(folder: Path, manifest: DraftManifest) -> None:
 
 
 def read_manifest(folder: Path) -> DraftManifest:
-    """Return the manifest of a draft folder. Raises ``DraftModelError`` naming the file, the key,
-    the value and the limits."""
+    """Return the manifest of a draft folder.
+
+    Raises ``DraftModelError`` naming the file, the key, the value and the limits."""
     path = folder / MANIFEST_FILE
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -90,7 +94,7 @@ def read_manifest(folder: Path) -> DraftManifest:
         raise DraftModelError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise DraftModelError(f"{path}: format must be {FORMAT}; export the draft again")
-    data.pop("kept_count", None)  # of older exports
+    data.pop("kept_count", None)  # Older exports have this key.
     known = {one.name for one in fields(DraftManifest)}
     if surplus := sorted(data.keys() - known):
         raise DraftModelError(f"{path}: {surplus[0]} is no key of a manifest; export it again")
@@ -118,7 +122,7 @@ def read_manifest(folder: Path) -> DraftManifest:
 
 
 def _model(path: Path, data: Any) -> ModelInfo:
-    """The model that a manifest describes. Raises ``DraftModelError``."""
+    """Return the model that a manifest describes. Raises ``DraftModelError``."""
     if not isinstance(data, dict):
         raise DraftModelError(f"{path}: model is {data!r}, but must be an object")
     for name in ("name", "vocabulary", "fingerprint"):
@@ -138,8 +142,9 @@ def _model(path: Path, data: Any) -> ModelInfo:
 
 
 def damage(folder: Path, manifest: DraftManifest, names: Iterable[str] = ()) -> str:
-    """Say which file of a draft folder does not have the size that it was written with; empty:
-    none. ``names`` are the files to look at, by default all that the manifest lists."""
+    """Return a line about the first file whose size is not the one in the manifest, or "" if none.
+
+    ``names`` are the files to check, by default all that the manifest lists."""
     for name in names or manifest.file_bytes:
         path, size = folder / name, manifest.file_bytes.get(name)
         if size is not None and (found := path.stat().st_size if path.is_file() else -1) != size:

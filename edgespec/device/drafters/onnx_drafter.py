@@ -1,20 +1,20 @@
 """Draft models on onnxruntime: one sequence, whose rollback is a smaller number.
 
-A graph says what it wants (``decoder_graph``); ``GraphDrafter`` binds it. Ids, positions and masks
-are slices of arrays made once. Past and present keys and values of a graph that appends in place,
-as grouped-query attention does, are one buffer each (``KvBuffers``), bound once: nothing is copied,
-and what is cached is said by lengths that the graph reads. A graph that concatenates gets a cache
-that is sliced anew at each step (``ReslicedCache``).
+A graph describes its inputs (``decoder_graph``); ``GraphDrafter`` binds them. Ids, positions and
+masks are slices of arrays that are made once. In a graph that appends in place, as grouped-query
+attention does, past and present keys and values are one buffer each (``KvBuffers``). It is bound
+once and nothing is copied: lengths that the graph reads state how much is cached. A graph that
+concatenates has a cache that is sliced anew at each step (``ReslicedCache``).
 
 ``OnnxDrafter`` is for folders that ``edgespec export`` wrote, ``ForeignDrafter`` for graphs of
-others, which are used as they behave and not only as they look: a few tokens are decoded in several
-ways when one is loaded.
+other exporters. A foreign graph is used as it behaves and not only as it looks: at loading, a few
+tokens are decoded in several ways.
 
-Lifetime of a step: check the contract, write ids and lengths, run, pick candidates from the last
-row. Long feeds run in chunks, which bounds scratch memory and lets a step end early that nobody
-waits for any more. Chunking changes logits by rounding only; a guess is only a hint. Of a text
-longer than the window only the first and the last tokens are held (``DraftWindow``): rows between
-them leave, and those behind move down, their keys turned back (``kv_buffers``).
+A step checks the contract, writes ids and lengths, runs the graph, and picks candidates from the
+last row. Long feeds run in chunks, which bounds scratch memory and lets a cancelled step end early.
+Chunking changes logits by rounding only. If a sequence is longer than the window, only its first
+and last tokens are held (``DraftWindow``): rows between them leave, and the rows behind those move
+down, with their keys turned back (``kv_buffers``).
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
 from edgespec.telemetry.process_memory import trim_heap
 
 CHUNK = ports.PREFILL_CHUNK
-# Past this, positions and masks are longer than most models' contexts; as of our own drafts.
+# Tokens of context unless the user sets a length, for foreign graphs as for our own exports.
+# Positions and masks beyond it are longer than most models' contexts.
 DEFAULT_CONTEXT_LIMIT = 16_384
 
-# Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
+# Bytes of weights, by their bits, from which a second thread pays. It is about 10M parameters.
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
 
-# Inputs that are one number, which follows from the tokens cached and those in all.
+# Inputs that are one number, computed from the number of cached tokens and the total length.
 _NUMBERS: Final[dict[dg.Role, Callable[[int, int], int]]] = {
     dg.Role.CACHED: lambda cached, length: cached > 0,
     dg.Role.ROWS: lambda cached, length: 1,
@@ -60,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 
 class GraphDrafter:
-    """``Drafter`` over a session of onnxruntime; ``ValueError`` for a broken contract."""
+    """A ``Drafter`` over a session of onnxruntime. Raises ``ValueError`` for a broken contract."""
 
     def __init__(
         self,
@@ -77,22 +78,24 @@ class GraphDrafter:
         self._path, self.info, self._graph, self._chunk = path, info, graph, chunk
         self._session: ort.InferenceSession | None = session
         self.placement = dg.placement(session)
-        """What of the graph runs where, if that is known and not the CPU alone."""
+        """Which nodes of the graph run where. None if only the CPU runs them, or if it is not
+        known."""
         self._proposable, self._capacity = proposable, capacity
-        self._binding: Any = None  # onnxruntime has no types
+        self._binding: Any = None  # onnxruntime has no types.
         self._chunks = True
-        """May several tokens be fed behind a cache, or one at a time only?"""
+        """Whether several tokens may be fed behind a cache, instead of one at a time."""
         self._store_kind: type[kv.KvBuffers] | type[kv.ReslicedCache] = kv.KvBuffers
         self.weights_bytes = dg.weights_bytes(path)
-        """Of the file and its external data."""
+        """Size of the file and its external data."""
         self._run_options: ort.RunOptions | None = None
         moving = not any(cache.dtype == "int8" for cache in graph.caches)
         self._most_guesses, self._window = MAX_WIDTH, DraftWindow(window or capacity, moving=moving)
         self._frequencies: list[kv.Frequencies | None] = []
-        """Of each cache tensor, found when a text first outgrows the window; None: of values."""
+        """Frequencies of each cache tensor, measured when a sequence first outgrows the window. The
+        entry of values is None."""
 
     def twin(self) -> GraphDrafter:
-        """Another sequence on the same weights, with buffers of its own (``ports.Twinned``)."""
+        """Return another sequence on the same weights, with its own buffers (``ports.Twinned``)."""
         if self._session is None:
             raise ValueError("the drafter is closed")
         twin = copy(self)
@@ -105,9 +108,11 @@ class GraphDrafter:
         self._window.clear()
 
     def restrict(self, window: int, width: int) -> None:
-        """From now on hold at most ``window`` rows and give at most ``width`` guesses a step, and
-        give the rest of the rows back to the system; 0 rests: no rows and no guesses. Calls come
-        from the thread of the steps. Raises ``ValueError`` for a window beyond the first one."""
+        """Hold at most ``window`` rows and give at most ``width`` candidates a step from now on.
+
+        The other rows are returned to the system. A window of 0 rests: it has no rows and no
+        candidates. Call this in the thread of the steps. Raises ``ValueError`` for a window beyond
+        the first one."""
         bounded("window", window, 0, self._capacity)
         self._window.resize(window)
         self._most_guesses = width if window else 0
@@ -115,11 +120,13 @@ class GraphDrafter:
 
     @property
     def held_tokens(self) -> int:
-        """Rows of keys and values that are resident."""
+        """Number of rows of keys and values that are resident."""
         return self._store.touched_length
 
     def growth_bytes(self, length: int) -> int:
-        """What a step that makes the text ``length`` long may add to what is resident."""
+        """Return the bytes that a step may add to the resident memory.
+
+        ``length`` is the length of the sequence after the step."""
         rows = min(length, self._window.size) - self._store.touched_length
         return max(0, rows) * self._store.bytes_per_token
 
@@ -148,39 +155,41 @@ class GraphDrafter:
                 tokens = window.tokens(self._cache.tokens, start, min(start + count, end))
                 self._forward(start, tokens)
         except Exception:
-            self._cache.forget(keep_length)  # rows behind it are not to be trusted
+            self._cache.forget(keep_length)  # Rows behind it may hold anything after a failed run.
             raise
         self.logits[self._proposable :] = -np.inf
         return self._guesses(position, min(width, self._most_guesses))
 
     def close(self) -> None:
-        """Free weights and buffers; further steps are refused."""
+        """Free weights and buffers. Further steps are refused."""
         self._cache.forget(0)
         self._session = self._binding = None
         self._store.close()
-        trim_heap()  # else half of the weights would stay there
+        trim_heap()  # Without this, half of the weights would stay resident.
 
     def cached_rows(self, length: int) -> Iterator[tuple[dg.CacheTensor, kv.Buffer]]:
-        """Layer by layer keys and values: the first ``length`` rows, [heads, length, head size]."""
+        """Yield keys and values of each layer: the first ``length`` rows, [heads, length, head
+        size]."""
         return self._store.rows(length)
 
     # --- the window -------------------------------------------------------------------------
 
     def _place(self, keep_length: int, length: int) -> DraftWindow:
-        """The window, moved to where the text has got."""
+        """Move the window to the end of the sequence and return it."""
         window = self._window
         if window.moving and length > window.size and not self._frequencies:
             self._find_frequencies()
         if leaving := window.place(keep_length, length):
-            held, window.held = window.held, 0  # none is valid while they move
+            held, window.held = window.held, 0  # No row is valid while they move.
             angles = [None if one is None else leaving * one for one in self._frequencies]
             self._store.remove(window.sinks, leaving, held + leaving, angles)
             window.held = held
         return window
 
     def _find_frequencies(self) -> None:
-        """By a few tokens in a cache beside this one, once. A graph that turns its keys in no way
-        that is known gets a window whose rows do not move."""
+        """Measure the frequencies once, by a few tokens in a second cache.
+
+        A graph that turns its keys in no known way gets a window whose rows do not move."""
         probe, count = self.twin(), min(kv.PROBED_ROWS, self._window.size)
         try:
             probe.begin(1, SamplingParams())
@@ -201,7 +210,8 @@ class GraphDrafter:
     # --- one run ----------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Buffers, and the arrays that inputs are slices of, bound as far as they stay."""
+        """Make the buffers and the arrays that inputs are slices of, and bind all that stay the
+        same."""
         assert self._session is not None
         self._cache, self._work = TokenCache(self.info), Workspace()
         self._binding = self._session.io_binding()
@@ -217,21 +227,23 @@ class GraphDrafter:
             if role in roles
         }
         self._numbers: list[tuple[NDArray[Any], Callable[[int, int], int]]] = []
-        """Bound by their addresses; what each is when a number of tokens are cached and in all."""
+        """Inputs that are one number, bound by their addresses, and the function that computes each
+        from the number of cached tokens and the total length."""
         for role in roles.keys() & _NUMBERS.keys():
             number = np.ones((1,) * len(roles[role].shape), dtype=roles[role].dtype)
             self._bind_input(role, number, number.shape)
             self._numbers.append((number, _NUMBERS[role]))
         self.logits: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
-        """The row behind the last step's candidates, [V]; overwritten by the next step."""
+        """Logits of the last row, [V]. The next step overwrites them."""
         self._one_row = self._graph.one_row
         if self._one_row:
             place = np.float32, (1, self.logits.size), self.logits.ctypes.data
             self._binding.bind_output(self._graph.logits.name, "cpu", 0, *place)
 
     def _forward(self, cached: int, tokens: Sequence[int]) -> NDArray[Any]:
-        """Append ``tokens`` (1..CHUNK) behind ``cached`` rows. Returns the logits that come out, of
-        all rows or the last one, which is then in ``logits``."""
+        """Append ``tokens`` (1 to CHUNK) behind ``cached`` rows and return the logits of the run.
+
+        They cover all rows, or the last row only, which is also copied to ``logits``."""
         assert self._session is not None
         count, length = len(tokens), cached + len(tokens)
         self._store.truncate(cached)
@@ -247,7 +259,8 @@ class GraphDrafter:
         for number, value_of in self._numbers:
             number.fill(value_of(cached, length))
         if not self._one_row:
-            self._binding.bind_output(self._graph.logits.name, "cpu")  # before all others
+            # This output has to be bound before all others.
+            self._binding.bind_output(self._graph.logits.name, "cpu")
         self._store.bind(self._binding, cached, count)
         self._session.run_with_iobinding(self._binding, self._run_options)
         self._store.advance()
@@ -260,8 +273,10 @@ class GraphDrafter:
         return rows
 
     def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
-        """Behind the text in the cache. ``logits`` lose what the constraint forbids; without a
-        token that it allows there are no guesses."""
+        """Return candidates for ``position``, at most ``width``.
+
+        Tokens that the constraint forbids lose their ``logits``. If it allows none, there are no
+        candidates."""
         cache, logits = self._cache, self.logits
         mask = cache.mask()
         if mask is not None:
@@ -281,8 +296,9 @@ class GraphDrafter:
 def _limited(
     info: ports.ModelInfo, context_length: int, usual: int, window: int, trained: int = 0
 ) -> tuple[ports.ModelInfo, int]:
-    """``info`` with the length of texts that are drafted for: any, where a window slides. And how
-    many rows of keys and values that takes."""
+    """Return ``info`` with the longest sequence that is drafted for, and the rows that it takes.
+
+    A sliding window accepts any length."""
     bounded("context_length", context_length, 0, info.context_length)
     limit = context_length or min(info.context_length, usual)
     bounded("window", window, 0, limit)
@@ -296,14 +312,21 @@ def _limited(
 
 
 class OnnxDrafter(GraphDrafter):
-    """Over a folder written by ``export.export_draft``.
+    """A drafter on a folder that ``export.export_draft`` wrote.
 
-    ``threads`` 0 chooses by size. ``context_length`` 0 is the model's own; a
-    smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
-    ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
-    (``DraftWindow``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
-    how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
-    a folder that cannot be used."""
+    Args:
+        folder: The draft folder.
+        threads: Threads of a step. 0 chooses by the size of the weights.
+        context_length: Longest sequence that is drafted for, which bounds the memory of keys and
+            values. 0 is the model's own.
+        window: Most rows of keys and values. A longer sequence is drafted for by its last tokens
+            (``DraftWindow``). 0 takes the length that the draft was trained on, by its manifest.
+        chunk: Most tokens in one run of a long feed.
+        providers: Execution providers of onnxruntime, in order of preference.
+
+    Raises:
+        DraftModelError: The folder cannot be used; the error names the file.
+    """
 
     def __init__(
         self,
@@ -341,7 +364,7 @@ class OnnxDrafter(GraphDrafter):
 
 
 def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: mf.DraftManifest) -> None:
-    """Before any buffer is sized by it."""
+    """Compare the graph with its manifest, before any buffer is sized by it."""
     cache = graph.caches[0]
     for name, found, said in (
         ("layers", len(graph.caches) // 2, manifest.layers),
@@ -353,7 +376,7 @@ def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: mf.DraftManife
             raise mf.DraftModelError(f"{path}: has {found} {name}, but the manifest says {said}")
 
 
-# --- drafts that others exported ------------------------------------------------------------
+# --- drafts of other exporters ------------------------------------------------------------------
 #
 # Does a graph with a cache behave like one? Four tokens are decoded in four ways and compared.
 #
@@ -366,11 +389,11 @@ def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: mf.DraftManife
 # token behind the cache, so that in a longer feed a token sees those after it. That moves the
 # logits behind ``d`` little, but those behind the first token of a long feed much, so they are
 # compared too. Activations that are rounded to 8 bits for a whole tensor at a time differ a good
-# deal between all these ways, a wrong mask or a wrong row of the cache far more, so the bound
-# between them is wide.
+# deal between all these ways. A wrong mask or a wrong row of the cache differs far more, so the
+# bound between them is wide.
 
 LARGEST_DIFFERENCE = 0.35
-"""Root mean square of a difference of logits, over their standard deviation."""
+"""Largest root mean square of a difference of logits, divided by their standard deviation."""
 _TOKENS = (1, 2, 3, 1)
 _LATER = (4, 5, 6, 7, 8, 9, 10, 11)
 _CHECKED_LENGTH = 2 + len(_LATER)
@@ -378,22 +401,25 @@ _CHECKED_LENGTH = 2 + len(_LATER)
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """How a graph may be used."""
+    """The ways in which a graph may be used."""
 
     chunks: bool = False
-    """May several tokens be fed behind a cache, or one at a time only?"""
+    """Whether several tokens may be fed behind a cache, instead of one at a time."""
     in_place: bool = False
-    """Is a rollback a smaller number, or a copy?"""
+    """Whether a rollback only sets a smaller length, instead of copying."""
     all_rows: bool = False
-    """Are there logits of every token fed, or of the last one alone?"""
+    """Whether there are logits of every fed token, instead of the last one only."""
     reason: str = ""
-    """Why steps and rollbacks do not give what decoding from nothing gives; empty: they do."""
+    """Reason why steps and rollbacks differ from decoding from nothing. Empty if they agree."""
 
 
 def check_behaviour(
     decode_rows: Callable[[int, Sequence[int]], Row], vocabulary_size: int
 ) -> Behaviour:
-    """``decode_rows(keep, tokens)`` cuts the cache, feeds the tokens, returns logits [rows, V]."""
+    """Decode a few tokens in several ways and return how the graph may be used.
+
+    ``decode_rows(keep, tokens)`` truncates the cache, feeds the tokens and returns logits [rows,
+    V]."""
     a, b, c, d, *later = (token % vocabulary_size for token in (*_TOKENS, *_LATER))
     rows = decode_rows(0, (a, b, c, d))
     whole = rows[-1]
@@ -414,21 +440,30 @@ def check_behaviour(
 
 
 def _difference(row: Row, reference: Row) -> float:
-    """Root mean square of the difference over the reference's standard deviation."""
+    """Return the root mean square of the difference over the reference's standard deviation."""
     return float(np.sqrt(np.mean((row - reference) ** 2))) / max(float(reference.std()), 1e-12)
 
 
 class ForeignDrafter(GraphDrafter):
-    """Over an ONNX file that somebody else exported.
+    """A drafter on an ONNX file of another exporter.
 
-    ``info`` is what the folder says of the model; the graph's own vocabulary size wins. ``hint``
-    helps where the graph leaves sizes of heads open. ``threads`` 0 chooses by size,
-    ``context_length`` 0 means the model's own, at most 16384. ``window`` is as of ``OnnxDrafter``,
-    0: none. ``token_count`` ids have a text, the others are never proposed; 0: all have. Raises
-    ``DraftModelError`` naming the file and what is wrong with the graph."""
+    Args:
+        path: The file.
+        info: Facts about the model from its folder. The vocabulary size of the graph takes
+            precedence.
+        hint: Number of heads and head size, for a graph that leaves them open.
+        threads: Threads of a step. 0 chooses by the size of the weights.
+        context_length: Longest sequence that is drafted for. 0 is the model's own, at most 16384.
+        window: Most rows of keys and values, as in ``OnnxDrafter``. 0 means no window.
+        token_count: Number of ids that have a text; others are never proposed. 0 means all.
+        providers: Execution providers of onnxruntime, in order of preference.
+
+    Raises:
+        DraftModelError: The graph cannot be used; the error names the file and the fault.
+    """
 
     behaviour: Behaviour
-    """How it is used, after trying."""
+    """How the graph is used, as found by trying."""
 
     def __init__(
         self,
@@ -459,11 +494,11 @@ class ForeignDrafter(GraphDrafter):
             window=window,
         )
         self._run_options = ort.RunOptions()
-        self._run_options.log_severity_level = 4  # what is tried may fail
+        self._run_options.log_severity_level = 4  # A way that is tried may fail.
         self._settle()
 
     def _settle(self) -> None:
-        """Find the way to use the graph that works. Raises ``DraftModelError``."""
+        """Find a way to use the graph that works. Raises ``DraftModelError`` if there is none."""
         reason = ""
         in_place = not any(cache.tokens_first for cache in self.graph.caches)
         for kind in (kv.KvBuffers, kv.ReslicedCache) if in_place else (kv.ReslicedCache,):
@@ -471,7 +506,8 @@ class ForeignDrafter(GraphDrafter):
             try:
                 self._lay_out()
                 found = check_behaviour(self._tried, self.info.vocabulary_size)
-            except Exception as error:  # onnxruntime's exceptions share no base of their own
+            # The exceptions of onnxruntime share no base class of their own.
+            except Exception as error:
                 reason = f"it does not run: {error}"
                 continue
             if not (reason := found.reason):

@@ -1,8 +1,8 @@
-"""What a drafter holds: its tokens, with the contract of ``Drafter.step`` checked in one place, the
-window of them that a model looks at, and what a memory budget leaves of that.
+"""The tokens of a drafter: their cache, the window that a model looks at, and the memory budget.
 
-Invariants: ``len(tokens)`` is the cached length, at most ``context_length``; every id is inside
-the vocabulary. A refused step changes nothing.
+The contract of ``Drafter.step`` is checked here, for all drafters. Invariants: ``len(tokens)`` is
+the cached length, at most ``context_length``; every id is inside the vocabulary. A refused step
+changes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class TokenCache:
-    """Ids of one sequence, with prompt and output told apart.
+    """Ids of one sequence, in which prompt and output are separate.
 
-    ``counts`` are those of its tokens where the sampling has penalties, else None; ``constrained``
-    is where it stands in the grammar of a constraint that this device has read."""
+    ``counts`` counts its tokens if the sampling has penalties, else it is None. ``constrained`` is
+    the position in the grammar of a constraint, if this device has read one."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.sampling = SamplingParams()
@@ -36,7 +36,7 @@ class TokenCache:
         self._prompt_length = 0
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        """Start an empty sequence. Raises ``ValueError`` when the prompt cannot fit."""
+        """Start an empty sequence. Raises ``ValueError`` if the prompt cannot fit."""
         bounded("prompt length", prompt_length, 1, self._info.context_length)
         self.tokens.clear()
         self._prompt_length = prompt_length
@@ -71,14 +71,15 @@ class TokenCache:
         return length
 
     def forget(self, length: int) -> None:
-        """Truncate to ``length`` (a forward pass failed after ``advance``)."""
+        """Truncate to ``length``, for example because a forward pass failed after ``advance``."""
         if self.counts is not None:
             for part, in_output in self._parts(length):
                 self.counts.remove(part, in_output=in_output)
         del self.tokens[length:]
 
     def mask(self) -> bytes | None:
-        """Return what constraint and ``min_tokens`` allow behind the tokens; None: everything."""
+        """Return the tokens that constraint and ``min_tokens`` allow next. None if all are
+        allowed."""
         mask = None
         if self.constrained is not None:
             self.constrained.follow(self.output)
@@ -88,7 +89,7 @@ class TokenCache:
         return self._held.mask(mask, len(self.tokens) - self._prompt_length)
 
     def _parts(self, start: int) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
-        """What lies behind ``start``: that of the prompt and that of the output."""
+        """Return the tokens from ``start`` on, separately for the prompt and the output."""
         middle = max(start, self._prompt_length)
         return (self.tokens[start:middle], False), (self.tokens[middle:], True)
 
@@ -102,22 +103,25 @@ class TokenCache:
 
 
 SINKS: Final = 4
-"""So many first tokens of a text never leave: large models lean on them, whatever they say, and go
-astray without (StreamingLLM, Xiao et al. 2023, section 3)."""
+"""First tokens of a sequence that never leave the window. Large models put much of their attention
+on them, whatever they are, and fail without them (StreamingLLM, Xiao et al. 2023, section 3)."""
 
 
 class DraftWindow:
-    """Which tokens of a growing text a draft model holds keys and values of: the first ones
-    (``sinks``) and the last ones, as if they were one text. Row ``i`` is token ``i`` of the text,
-    and behind the sinks token ``i + skipped``. ``held`` rows are valid, at most ``size``.
+    """The tokens of a growing sequence whose keys and values a draft model holds.
 
-    So a position inside the model is never beyond the window's size, however long the text is. When
-    a text outgrows the window, a block of tokens behind the sinks leaves and the rows behind it
-    move down: nothing is computed again. The end of the text is fed anew where a correction is
-    older than the window, and where more is fed than the window holds.
+    They are the first ones (``sinks``) and the last ones, as if they were one sequence. Row ``i``
+    is token ``i`` for the sinks, and token ``i + skipped`` behind them. ``held`` rows are valid, at
+    most ``size``.
 
-    Rows that are not ``moving`` have no sinks either: the second half of the window is fed again
-    when a text outgrows it, so a token costs one more token of prefill on average."""
+    So a position inside the model is never beyond the window's size, however long the sequence is.
+    When a sequence outgrows the window, a block of tokens behind the sinks leaves and the rows
+    behind it move down: nothing is computed again. The end of the sequence is fed again if a
+    correction is older than the window, or if more is fed than the window holds.
+
+    If the rows cannot move (``moving`` is False), there are no sinks either. The second half of the
+    window is then fed again when a sequence outgrows it, so a token costs one more token of prefill
+    on average."""
 
     def __init__(self, size: int, *, moving: bool = False) -> None:
         self.moving = moving
@@ -126,27 +130,32 @@ class DraftWindow:
 
     @property
     def block(self) -> int:
-        """How many rows leave at a time: to move the others costs the same behind one or many."""
+        """Number of rows that leave at a time. Moving the others costs the same for one or for
+        many."""
         return max(1, self.size // (8 if self.moving else 2))
 
     def resize(self, size: int) -> None:
-        """Hold at most so many rows. Those beyond are lost, and a step that would reach further
-        back than before feeds its rows anew."""
+        """Hold at most ``size`` rows.
+
+        Rows beyond it are lost, and a step that needs them feeds them again."""
         sinks = min(SINKS, size // 8) if self.moving else 0
         if size > self.size or sinks != self.sinks:
             self.clear()
         self.size, self.sinks = size, sinks
 
     def clear(self) -> None:
-        """Nothing is held, of a text that begins."""
+        """Hold nothing, because another sequence begins."""
         self.skipped = self.held = 0
 
     def place(self, keep_length: int, length: int) -> int:
-        """The text agrees in its first ``keep_length`` tokens with what was held, and is ``length``
-        long. Returns how many rows behind the sinks are to leave the cache. Then ``held`` rows are
-        valid, and those from ``held`` to ``length - skipped`` are to be fed."""
+        """Move the window to the end of the sequence and return how many rows behind the sinks
+        leave.
+
+        The sequence agrees with the held rows in its first ``keep_length`` tokens and is ``length``
+        long. Afterwards ``held`` rows are valid, and those from ``held`` to ``length - skipped``
+        have to be fed."""
         sinks, kept = min(self.sinks, self.held, keep_length), keep_length - self.skipped
-        if self.skipped and kept < self.sinks:  # a correction from before the window
+        if self.skipped and kept < self.sinks:  # The correction is from before the window.
             self._fill(sinks, length)
             return 0
         self.held = min(self.held, self.size, kept)
@@ -162,7 +171,7 @@ class DraftWindow:
         return leaving
 
     def tokens(self, text: Sequence[int], start: int, end: int) -> Sequence[int]:
-        """Those of rows ``start`` to ``end``."""
+        """Return the tokens of rows ``start`` to ``end``."""
         sinks, skipped = self.sinks, self.skipped
         last = text[max(start, sinks) + skipped : max(end, sinks) + skipped]
         return [*text[start : min(end, sinks)], *last]
@@ -173,19 +182,21 @@ class DraftWindow:
 
 
 def twin_of(drafter: Drafter) -> Drafter:
-    """Another sequence on the weights of ``drafter`` (``ports.Twinned``). Raises ``TypeError``
-    naming its class where it can have one only, and what the drafter raises without room."""
+    """Return another sequence on the weights of ``drafter`` (``ports.Twinned``).
+
+    Raises ``TypeError`` naming its class if it can have only one, and the drafter's own error if
+    there is no room."""
     if not isinstance(drafter, Twinned):
         raise TypeError(f"{type(drafter).__name__} holds one sequence only")
     return drafter.twin()
 
 
-# --- below a memory budget ------------------------------------------------------------------------
+# --- a draft within a memory budget ---------------------------------------------------------------
 #
-# A governor is asked before steps, and the draft restricted. Measuring takes part of a millisecond,
-# so it is done when time has passed or the step adds much. It happens in the drafter's own thread,
-# where the drafter may be changed; nothing runs beside it that could die. A measurement that fails
-# is taken for the last one plus what was added since.
+# The memory guard is consulted before steps, and restricts the draft. A measurement takes part of a
+# millisecond, so it is made when time has passed or the step adds much. It happens in the drafter's
+# own thread, where the drafter may be changed, so no watching thread is needed that could fail. If
+# a measurement fails, the last one counts, plus all growth since.
 
 MEASURE_EVERY_S: Final = 0.5
 _MUCH_BYTES: Final = 1 << 20
@@ -197,19 +208,24 @@ class Restrictable(Drafter, Protocol):
 
     @property
     def held_tokens(self) -> int:
-        """Rows that are resident."""
+        """Number of rows that are resident."""
 
     def growth_bytes(self, length: int) -> int:
-        """What a step that makes the text ``length`` long may add to what is resident."""
+        """Return the bytes that a step may add to the resident memory.
+
+        ``length`` is the length of the sequence after the step."""
 
     def restrict(self, window: int, width: int) -> None:
-        """Hold at most ``window`` rows, give at most ``width`` guesses; 0 rests."""
+        """Hold at most ``window`` rows and give at most ``width`` candidates. A window of 0
+        rests."""
 
 
 class CacheGroup:
-    """The caches of one draft, which ``governor`` bounds together: it is to know that a row it
-    takes away goes in each of them. ``measure`` gives the process's resident bytes, ``most`` says
-    how many caches there may be, and ``budget_bytes`` is for whoever shows it."""
+    """The caches of one draft, which one memory guard bounds together.
+
+    A row that the guard takes away is taken from every cache. ``measure`` returns the resident
+    bytes of the process, ``most`` is the largest number of caches, and ``budget_bytes`` is for
+    display."""
 
     def __init__(
         self,
@@ -227,14 +243,15 @@ class CacheGroup:
         self._failed = False
 
     def look(self, growth: int) -> None:
-        """Before a step that may add so many bytes."""
+        """Measure, if it is time, before a step that may add ``growth`` bytes, and restrict the
+        draft."""
         now = self._clock()
         if growth < _MUCH_BYTES and now - self._measured_at < MEASURE_EVERY_S:
             return
         self._measured_at = now
         try:
             self._resident = self._measure()
-        except Exception as error:  # whatever a system says about itself, or does not
+        except Exception as error:  # Systems differ in the errors that they raise here.
             self._resident += growth
             if not self._failed:
                 self._failed = True
@@ -251,7 +268,7 @@ class CacheGroup:
 
 
 class GuardedDrafter:
-    """``inner`` as one of ``caches``."""
+    """The drafter ``inner`` as a member of ``caches``."""
 
     def __init__(self, inner: Restrictable, caches: CacheGroup) -> None:
         self.inner, self.info, self.caches = inner, inner.info, caches
@@ -259,7 +276,7 @@ class GuardedDrafter:
         caches.members.append(inner)
 
     def twin(self) -> GuardedDrafter:
-        """Another one of the same caches. Raises ``MemoryError`` when there is no room."""
+        """Return a twin in the same caches. Raises ``MemoryError`` if there is no room."""
         if len(self.caches.members) >= self.caches.most:
             raise MemoryError(f"the memory budget was planned with {self.caches.most} caches")
         inner = twin_of(self.inner)

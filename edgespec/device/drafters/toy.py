@@ -1,5 +1,7 @@
-"""Drafters to try things with: over the toy model, by exact scalar arithmetic, so that equal laws
-draft equal tokens; random ones; slow ones; and one without a guess."""
+"""Drafters for tests and experiments: on the toy model, random, slowed down, or without candidates.
+
+The drafter on the toy model uses exact scalar arithmetic, so equal laws draft equal tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ DEFAULT_CONTEXT_LENGTH = 1 << 16
 
 
 class SilentDrafter:
-    """``Drafter`` without a model or a guess; the session may have guesses from the text."""
+    """A ``Drafter`` without a model or a candidate. The session may still draft by lookup."""
 
     def __init__(self, info: ports.ModelInfo) -> None:
         self._cache, self.info = TokenCache(info), info
@@ -44,11 +46,10 @@ class SilentDrafter:
 
 
 class ToyDrafter(SilentDrafter):
-    """``Drafter`` whose logits are ``model.logits``; pass ``target.perturbed(..)`` for a draft.
+    """A ``Drafter`` whose logits are ``model.logits``; pass ``target.perturbed(..)`` for a draft.
 
-    Standard library only. Like ``arrays.best_candidates`` it fills up ``width`` from
-    outside a truncated support. ``step`` raises ``ValueError`` when the cache contract is broken.
-    """
+    It uses the standard library only. Like ``arrays.best_candidates`` it fills up ``width`` from
+    outside a truncated support. ``step`` raises ``ValueError`` if the cache contract is broken."""
 
     def __init__(self, model: ToyModel, info: ports.ModelInfo | None = None) -> None:
         super().__init__(info or toy_info(model))
@@ -56,7 +57,7 @@ class ToyDrafter(SilentDrafter):
         assert self.info.vocabulary_size == model.vocabulary_size
 
     def twin(self) -> ToyDrafter:
-        """Another sequence (``ports.Twinned``)."""
+        """Return another sequence on the same model (``ports.Twinned``)."""
         return ToyDrafter(self._model, self.info)
 
     def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
@@ -80,9 +81,10 @@ class ToyDrafter(SilentDrafter):
 def best_of(
     scores: Sequence[float], params: SamplingParams, position: int, width: int
 ) -> tuple[ports.Candidate, ...]:
-    """The scalar form of ``arrays.best_candidates`` over already warped scores.
+    """Return the best candidates of already warped scores, like ``arrays.best_candidates``.
 
-    Only tokens with a finite score: fewer than ``width`` come back when truncation left fewer."""
+    Only tokens with a finite score count, so fewer than ``width`` are returned if truncation left
+    fewer."""
     if width < 1:
         raise ValueError(f"width is {width}, but must be at least 1")
     best = max(scores)
@@ -100,7 +102,7 @@ def best_of(
 
 
 def toy_info(model: ToyModel) -> ports.ModelInfo:
-    """What a toy drafter or target over ``model`` says of itself; perturbation does not count."""
+    """Return the model info of a toy drafter or target over ``model``, perturbed or not."""
     eos = () if model.eos_token is None else (model.eos_token,)
     return ports.ModelInfo(
         name="toy",
@@ -112,8 +114,9 @@ def toy_info(model: ToyModel) -> ports.ModelInfo:
 
 
 class RandomDrafter(SilentDrafter):
-    """``Drafter`` of uniformly random ids, a pure function of (seed, position): the guard against
-    acceptance rates that are tautologies. Its acceptance is about ``width / V``."""
+    """A ``Drafter`` of uniformly random ids, a pure function of (seed, position).
+
+    It guards against acceptance rates that are tautologies: its own must be about ``width / V``."""
 
     def __init__(self, info: ports.ModelInfo, seed: int = 0) -> None:
         super().__init__(info)
@@ -126,20 +129,22 @@ class RandomDrafter(SilentDrafter):
 
 
 def random_ids(seed: int, position: int, vocabulary_size: int, count: int) -> list[int]:
-    """So many neighbouring ids, if there are, from one on that is a function of (seed, position).
-    The hash key is the complement of the session's, so the ids do not follow its noise."""
+    """Return ``count`` neighbouring ids, or all if there are fewer.
+
+    The first id is a function of (seed, position). The hash key is the complement of the session's,
+    so the ids do not follow its noise."""
     first = noise_bits(~seed, position, 0)
     return [(first + more) % vocabulary_size for more in range(min(count, vocabulary_size))]
 
 
-# A cancelled step ends within so much time, however long the emulated one is.
+# Longest seconds between two checks whether an emulated step was cancelled.
 NAP_S = 0.05
 
 
 class PacedDrafter:
-    """``Drafter`` whose steps take ``step_ms``, to emulate a device on a faster machine.
+    """A ``Drafter`` whose steps take ``step_ms``, to emulate a device on a faster machine.
 
-    The remainder is slept, not burnt; a step of ``inner`` that already took longer is not slowed
+    It sleeps for the rest of that time. A step of ``inner`` that takes longer is not slowed
     further."""
 
     def __init__(
@@ -154,7 +159,7 @@ class PacedDrafter:
         self._sleep, self._clock = sleep, clock
 
     def twin(self) -> PacedDrafter:
-        """``inner``'s twin at the same pace. Raises ``TypeError`` where that has none."""
+        """Return a twin of ``inner`` at the same pace. Raises ``TypeError`` if it has none."""
         return PacedDrafter(twin_of(self.inner), self._step_ms, self._sleep, self._clock)
 
     def step(

@@ -1,1 +1,1 @@
-"""Draft models made into ONNX graphs: our own exporter, and others in processes of their own."""
+"""Export of draft models to ONNX graphs."""

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint of a Llama-like decoder, read without torch.
 
-``DecoderShape`` is what the exporter needs of ``config.json``, with everything it cannot build
-refused by name; ``Checkpoint`` reads tensors of ``*.safetensors`` one at a time, as float32.
+``DecoderShape`` has the values of ``config.json`` that the exporter needs; unsupported ones are
+refused by name. ``Checkpoint`` reads tensors of ``*.safetensors`` one at a time, as float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROPE_FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-# What a configuration of a family leaves out, where it is not the same for all of them.
+# Values that a family's configuration may leave out, if the default differs between families.
 _LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "phi3": {"rms_norm_eps": 1e-5},
@@ -60,7 +60,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""What ``hidden_act`` may be, and what it computes."""
+"""Supported values of ``hidden_act``, and the function that each stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +75,29 @@ class DecoderShape:
     feed_forward: int
     norm_epsilon: float
     activation: str
-    """Of the MLP's gate: silu, gelu or gelu_tanh."""
+    """Activation of the MLP's gate: silu, gelu or gelu_tanh."""
     tied: bool
     window: int
-    """Sliding attention window in tokens, itself included; 0 is full attention."""
+    """Sliding attention window in tokens, including the current one. 0 is full attention."""
     rope: dict[str, Any]
     """``rope_theta``, ``rope_type`` and its factors, as in transformers 5's rope_parameters."""
     attention_scale: float
-    """What products of queries and keys are multiplied with."""
+    """Factor on the products of queries and keys."""
     stream_scale: float = 1.0
-    """What embeddings are multiplied with."""
+    """Factor on embeddings."""
     branch_scale: float = 1.0
-    """What attention and MLP are multiplied with before they are added to the stream."""
+    """Factor on the results of attention and MLP before they are added to the stream."""
     logits_divisor: float = 1.0
     norm_offset: float = 0.0
-    """What is added to the weights of norms (Gemma stores them less 1)."""
+    """Constant that is added to the weights of norms (Gemma stores them less 1)."""
     sliding: tuple[bool, ...] = ()
-    """By layer, where ``window`` is that of some layers only."""
+    """Whether each layer slides. Empty if ``window`` applies to all layers."""
     local_rope: dict[str, Any] | None = None
-    """Of sliding layers, where they have another than the others."""
+    """Rotary parameters of sliding layers, if they differ from the others."""
     unrotated: tuple[int, ...] = ()
     """Layers without positions."""
     attention_cap: float = 0.0
-    """Scores are cap * tanh(score / cap); 0: they are not."""
+    """Cap of attention scores, which become cap * tanh(score / cap). 0 for no cap."""
     logits_cap: float = 0.0
     biased: tuple[str, ...] = ()
     """Names of the matrices of a layer that have a bias, such as ``q_proj``."""
@@ -108,27 +108,28 @@ class DecoderShape:
 
     @property
     def normalises_branches(self) -> bool:
-        """Is there a norm behind attention and MLP, too?"""
+        """Whether there is also a norm after attention and after the MLP."""
         return self.model_type in _GEMMA
 
     @property
     def stream_epsilon(self) -> float:
-        """Of norms of the stream when the stream is kept ``stream_scale`` times too small."""
+        """Epsilon for norms of a stream that is kept ``stream_scale`` times too small."""
         return self.norm_epsilon / self.stream_scale**2
 
     def slides(self, layer: int) -> bool:
         return self.window > 0 and (not self.sliding or self.sliding[layer])
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
-        """None for a layer without positions."""
+        """Return the rotary parameters of a layer, or None for a layer without positions."""
         if layer in self.unrotated:
             return None
         return self.local_rope if self.local_rope and self.slides(layer) else self.rope
 
 
 def read_shape(folder: Path) -> DecoderShape:
-    """Return what the exporter needs of the ``config.json`` of a folder. Raises
-    ``ModelFolderError`` naming the file, the key and the value for anything unsupported."""
+    """Return the values of a folder's ``config.json`` that the exporter needs.
+
+    Raises ``ModelFolderError`` naming the file, the key and the value for anything unsupported."""
     path = folder / "config.json"
     config = read_json(path)
     model_type = config.get("model_type")
@@ -172,7 +173,7 @@ _MLP: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def _biased(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
-    """The matrices of a layer that have a bias in this family, by its configuration."""
+    """Return the matrices of a layer that have a bias in this family and configuration."""
     kind = config["model_type"]
     attention, mlp = (truth(path, config, name) for name in ("attention_bias", "mlp_bias"))
     if kind in ("mistral", "phi3"):
@@ -184,7 +185,8 @@ def _biased(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _layer_types(path: Path, config: dict[str, Any]) -> list[str]:
-    """The kinds of a model's layers as ``layer_types`` lists them; empty where it does not."""
+    """Return the kinds of a model's layers from ``layer_types``, or an empty list without that
+    key."""
     kinds = config.get("layer_types")
     if kinds is None:
         return []
@@ -210,7 +212,7 @@ def _window(path: Path, config: dict[str, Any]) -> int:
 
 
 def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int) -> dict[str, Any]:
-    """Fields that only some families have; defaults are those of their configurations."""
+    """Return the fields that only some families have, with the families' own defaults."""
     real = partial(real_number, path, config)
     match config["model_type"]:
         case "granite":
@@ -225,7 +227,7 @@ def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int
         case "smollm3":
             layers = range(whole_number(path, config, "num_hidden_layers"))
             every = whole_number(path, config, "no_rope_layer_interval", absent=4)
-            # The list says which layers do rotate, whatever it is called.
+            # The list names the layers that do rotate, in spite of its name.
             rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
             if not isinstance(rotated, list) or len(rotated) != len(layers):
                 raise ModelFolderError(
@@ -265,12 +267,16 @@ def _gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, Any]:
 
 
 def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` + ``rope_scaling``."""
+    """Return the rotary parameters of a configuration.
+
+    Both spellings are read: ``rope_parameters`` (transformers 5), and ``rope_theta`` with
+    ``rope_scaling``."""
     usual = 1_000_000.0 if config.get("model_type") == "gemma3_text" else 10_000.0
     rope = {"rope_theta": config.get("rope_theta", usual)}
     rope |= section(path, config, "rope_scaling")
     parameters = section(path, config, "rope_parameters")
-    if "full_attention" in parameters:  # one for each kind of layer
+    # This configuration has rotary parameters for each kind of layer.
+    if "full_attention" in parameters:
         parameters = section(path, parameters, "full_attention")
     rope |= parameters
     rope["rope_theta"] = real_number(path, rope, "rope_theta", usual, above=0.0)
@@ -301,17 +307,19 @@ _BRANCH_NORMS = (".post_attention_layernorm.", ".post_feedforward_layernorm.")
 
 
 class Checkpoint:
-    """Tensors of a folder, under the names and with the meaning that Llama's have. They are read on
-    demand; files are opened per read, nothing is kept.
+    """Tensors of a folder, under Llama's names and with Llama's meaning.
 
-    * Phi-3 stores queries, keys and values as one matrix, gate and up as another: they are cut.
-    * Gemma's norms multiply by 1 + weight: the 1 is added.
+    They are read on demand. Files are opened for each read, and nothing is kept.
+
+    * Phi-3 stores queries, keys and values as one matrix, and gate and up as another. They are cut.
+    * Gemma's norms multiply by 1 + weight. The 1 is added to the weight.
     * A factor on embeddings (Gemma, Granite) would need the table twice where the head shares it.
-      Instead the whole stream is kept that many times too small: what is added to it is divided by
-      the factor, and norms of the stream, which no factor changes, take an epsilon that is smaller
-      by its square (``DecoderShape.stream_epsilon``).
-    * A factor on branches (Granite) goes into their last matrix, a divisor of logits into the last
-      norm."""
+      Instead the whole stream is kept that many times too small: everything that is added to it is
+      divided by the factor. The norms of the stream, which no factor changes, take an epsilon that
+      is smaller by its square (``DecoderShape.stream_epsilon``).
+    * A factor on branches (Granite) goes into their last matrix, and a divisor of logits into the
+      last norm.
+    """
 
     def __init__(self, folder: Path, shape: DecoderShape) -> None:
         self._files = _tensor_files(folder)
@@ -321,7 +329,8 @@ class Checkpoint:
         return name in self._files or self._joint_matrix(name)[0] in self._files
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Float32 copy. Raises ``ModelFolderError`` when missing or of another shape."""
+        """Return a float32 copy. Raises ``ModelFolderError`` if it is missing or has another
+        shape."""
         whole, start, rows = self._joint_matrix(name)
         if name in self._files or whole not in self._files:
             value = self._stored(name, shape)
@@ -345,8 +354,10 @@ class Checkpoint:
         return value.astype(np.float32)
 
     def _joint_matrix(self, name: str) -> tuple[str, int, int]:
-        """(the matrix that families fuse ``name`` into with others, its first row there, rows of
-        that matrix); no name where it stands alone."""
+        """Return where ``name`` is in a matrix that some families fuse with others.
+
+        The result is (name of the fused matrix, first row there, rows of that matrix), and an empty
+        name if ``name`` is never fused."""
         shape = self._shape
         heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         for fused, parts in (

@@ -1,6 +1,6 @@
-"""From a Hugging Face folder to a draft folder: ``model.onnx``, tokenizer and manifest.
+"""Export of a Hugging Face folder to a draft folder: ``model.onnx``, tokenizer and manifest.
 
-Needs the ``export`` extra (onnx, safetensors, ml_dtypes), never torch.
+It needs the ``export`` extra (onnx, safetensors, ml_dtypes), but never torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COPIED_FILES = (
     "chat_template.jinja",
 )
 
-# The rotary tables are stored: 128k positions would add 64 MB to a small draft.
+# Rotary tables are stored in the graph: 128k positions would add 64 MB to a small draft.
 DEFAULT_CONTEXT_LIMIT = 16_384
 
 
@@ -55,12 +55,24 @@ def export_draft(
     kv_type: KvType = KvType.FLOAT32,
     progress: Callable[[int, int], None] | None = None,
 ) -> DraftManifest:
-    """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
+    """Write the draft of ``source`` into ``target``, which is made if it is missing.
 
-    ``bits`` is 4, 8 or 32 (float32). ``context_length`` 0 means the model's own, at most 16384.
-    ``kv_type`` is that of the cached keys and values; int8 needs onnxruntime here, to try the
-    draft. ``progress`` hears how many layers of how many are done. The same input gives the same
-    bytes. Raises ``ValueError`` naming the file and the field, or the value and the limit."""
+    The same input gives the same bytes.
+
+    Args:
+        source: Folder of a Hugging Face checkpoint.
+        target: The draft folder.
+        bits: Bits of a weight: 4, 8 or 32 (float32).
+        context_length: Longest sequence. 0 is the model's own, at most 16384.
+        kv_type: Type of cached keys and values. int8 needs onnxruntime, to try the draft.
+        progress: Called with the number of finished layers and of all layers.
+
+    Returns:
+        The manifest of the draft folder.
+
+    Raises:
+        ValueError: The error names the file and the field, or the value and the limit.
+    """
     from edgespec.device.export.export_graph import GraphBuilder, padded_head_dim
     from edgespec.device.export.quantize import halve_cache, save_graph
     from edgespec.models.weight_blocks import BLOCK_SIZE
@@ -99,7 +111,9 @@ def export_draft(
 def _with_int8_cache(
     model: onnx.ModelProto, target: Path, manifest: DraftManifest
 ) -> onnx.ModelProto:
-    """The draft is tried as it is first, in a folder inside ``target``."""
+    """Return the model with a cache of int8.
+
+    The scales come from trying the draft with a float32 cache, in a folder inside ``target``."""
     import onnx
 
     from edgespec.device.drafters.onnx_drafter import OnnxDrafter
@@ -112,7 +126,8 @@ def _with_int8_cache(
         drafter = OnnxDrafter(folder)
         scales = calibrated_scales(drafter)
         drafter.close()
-        model = onnx.load_model(folder / MODEL_FILE)  # saving may have moved the weights
+        # Saving may have moved the weights out of the model.
+        model = onnx.load_model(folder / MODEL_FILE)
     scale_cache(model, scales)
     return model
 
@@ -123,9 +138,10 @@ _LEFT_BEHIND_S = 86_400.0
 
 @contextmanager
 def work_folder(beside: Path) -> Iterator[Path]:
-    """An empty folder in the folder ``beside``, to be moved from there. What is left of it in the
-    end is deleted, also by a signal that ends this process, and so is what processes that were
-    killed have left a day ago. Raises ``OSError``."""
+    """Make an empty folder in ``beside``, whose result is moved out of it.
+
+    The folder is deleted at the end, also after a signal that ends this process. Folders of
+    processes that were killed are deleted after a day. Raises ``OSError``."""
     beside.mkdir(parents=True, exist_ok=True)
     for left in beside.glob(f"{WORK_PREFIX}????????"):
         with suppress(OSError):
@@ -135,7 +151,7 @@ def work_folder(beside: Path) -> Iterator[Path]:
         yield folder
 
 
-# Raised when an export of the same input would give other bytes.
+# Number that is increased when an export of the same input would give other bytes.
 _EXPORT_VERSION = 5
 _CHUNK_BYTES = 1 << 20
 _HASHED = ("config.json", "generation_config.json", "*token*.json", "*.safetensors")
@@ -146,10 +162,10 @@ def exported(
 ) -> Path:
     """Return the draft folder made from the Hugging Face folder ``source``.
 
-    It lies in the user's cache under a key of its weights, its tokenizer and these settings, and is
-    made now if it is not there, or if a file of it was cut (by a full disk, for example). ``say``
-    is told what takes long. Raises ``ValueError`` naming the file for a folder that cannot be
-    exported."""
+    It lies in the user's cache, under a digest of its weights, its tokenizer and these settings. It
+    is made now if it is not there, or if one of its files is truncated (by a full disk, for
+    example). ``say`` is called with lines about slow work. Raises ``ValueError`` naming the file
+    for a folder that cannot be exported."""
     folders.check_checkpoint(source)
     folder = folders.cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
     if folder.exists():
@@ -157,7 +173,7 @@ def exported(
             return folder
         say(f"the cached draft is damaged and made again ({why})")
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
-    # Built aside and moved: a half-written folder is never found, nor by a second process.
+    # The draft is built aside and moved, so no process ever finds a half-written folder.
     with work_folder(folder.parent) as work:
         export_draft(source, work, bits=bits, kv_type=kv_type)
         if folder.exists() and _fault(folder):
@@ -172,7 +188,7 @@ def exported(
 
 
 def _fault(folder: Path) -> str:
-    """Why a draft folder of the cache cannot be used; empty: nothing is wrong with it."""
+    """Return why a draft folder of the cache cannot be used, or "" if it can."""
     try:
         return damage(folder, read_manifest(folder))
     except DraftModelError as error:

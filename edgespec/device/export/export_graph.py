@@ -1,21 +1,22 @@
 """A Llama-family decoder as an ONNX graph made for drafting on a small CPU.
 
-Built node by node instead of traced: a traced graph copies the KV cache at every step. Here
-``GroupQueryAttention`` writes new keys and values in place into buffers of fixed capacity, and the
-cached length is an input, so rolling back costs one integer. About eleven nodes a layer:
+The graph is built node by node instead of traced, because a traced graph copies the KV cache at
+every step. Here ``GroupQueryAttention`` writes new keys and values in place into buffers of fixed
+capacity, and the cached length is an input, so rolling back costs one integer. A layer has about
+eleven nodes:
 
     norm -> qkv -> attention -> o -> norm -> gate, up -> SiLU * up -> down
 
-Queries, keys and values are one product: rows of a matrix do not know of each other, so its result,
-cut in parts, has the bits that a product for each would give.
+Queries, keys and values are one product. Rows of a matrix are independent, so the parts of its
+result have the same bits as three separate products.
 
 Inputs: ``input_ids`` int64 [1, T]; ``seqlens_k`` int32 [1], cached + T - 1;
-``total_sequence_length`` int32 scalar, cached + T; ``past.{i}.key|value`` float32
-[1, kv heads, capacity, head dim]. Outputs: ``logits`` float32 [1, V] of the last position only,
-and ``present.{i}.key|value``, to be bound to the same memory as the past.
+``total_sequence_length`` int32 scalar, cached + T; ``past.{i}.key|value`` float32 [1, kv heads,
+capacity, head dim]. Outputs: ``logits`` float32 [1, V] of the last position only, and
+``present.{i}.key|value``, to be bound to the same memory as the past.
 
-In the last layer everything behind the attention runs for the last position alone: nobody reads
-the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
+In the last layer everything behind the attention runs for the last position only, since the other
+rows are not used. Norms, SiLU and attention are onnxruntime's own fused operators.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from edgespec.models import weight_blocks as wb
 def rope_tables(
     rope: Mapping[str, Any], head_dim: int, context_length: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(cos, sin) of position times frequency, float32 [context_length, head_dim / 2] each.
+    """Return (cos, sin) of position times frequency, float32 [context_length, head_dim / 2] each.
 
-    Frequencies follow Su et al. 2021 (RoFormer) with theta from the config; ``linear`` divides
-    positions by a factor (Chen et al. 2023), ``llama3`` stretches only the long wavelengths, with a
-    linear blend between two limits (Llama 3.1 model card), ``yarn`` blends by how often a dimension
-    turns within the original context and sharpens the attention by a factor on both tables (Peng
-    et al. 2023, section 3).
+    Frequencies follow Su et al. 2021 (RoFormer) with theta from the config. ``linear`` divides
+    positions by a factor (Chen et al. 2023). ``llama3`` stretches only the long wavelengths, with a
+    linear blend between two limits (Llama 3.1 model card). ``yarn`` blends by the number of turns
+    that a dimension makes within the original context, and sharpens the attention by a factor on
+    both tables (Peng et al. 2023, section 3).
 
-    The product is taken in float32, as the reference implementation does: at long positions a
-    float64 product would differ from what the model was trained with."""
+    The product is computed in float32, as the reference implementation does: at long positions a
+    float64 product would differ from the values of the training."""
     angles = np.outer(np.arange(context_length, dtype=np.float32), _frequencies(rope, head_dim))
     factor = np.float32(_yarn_sharpness(rope) if rope["rope_type"] == "yarn" else 1.0)
     return np.cos(angles) * factor, np.sin(angles) * factor
@@ -78,7 +79,7 @@ def _yarn(rope: Mapping[str, Any], plain: NDArray[Any], head_dim: int) -> NDArra
     length, theta = float(rope["original_max_position_embeddings"]), float(rope["rope_theta"])
 
     def dimension(turns: float) -> float:
-        """The dimension that turns so often within the original context."""
+        """Return the dimension that makes ``turns`` turns within the original context."""
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(float(rope.get("beta_fast") or 32.0))
@@ -87,14 +88,14 @@ def _yarn(rope: Mapping[str, Any], plain: NDArray[Any], head_dim: int) -> NDArra
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # as the reference does, against a division by zero
+        high += 0.001  # The reference does the same against a division by zero.
     steps = np.arange(len(plain), dtype=np.float32)
     ramp = np.clip((steps - np.float32(low)) / np.float32(high - low), 0.0, 1.0)
     return np.asarray(plain / np.float32(rope["factor"]) * ramp + plain * (1.0 - ramp))
 
 
 def _yarn_sharpness(rope: Mapping[str, Any]) -> float:
-    """What both tables are multiplied with: 0.1 ln(factor) + 1, if the config says nothing else."""
+    """Return the factor on both tables: 0.1 ln(factor) + 1, unless the config sets another."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
 
@@ -108,19 +109,21 @@ def _yarn_sharpness(rope: Mapping[str, Any]) -> float:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The smallest size P that the kernel takes and that holds ``head_dim`` (d, even) entries:
-    ``GroupQueryAttention`` with rotary positions wants multiples of 16.
+    """Return the smallest size P that the kernel accepts and that holds ``head_dim`` entries (d,
+    even).
 
-    A head is widened by entries that are zero in queries, keys and values, so no product changes.
-    Rotation pairs entry i with entry i + P / 2, so each half is widened by itself: entry d / 2 + i
-    moves to P / 2 + i. Three numbers would change with the size and are corrected: the attention's
-    scale stays 1 / sqrt(d); a norm over the head (Qwen3) divides by the mean over P entries instead
-    of d, so its weight is multiplied by sqrt(d / P) and its epsilon by d / P."""
+    ``GroupQueryAttention`` with rotary positions accepts multiples of 16. A head is widened by
+    entries that are zero in queries, keys and values, so no product changes. Rotation pairs entry i
+    with entry i + P / 2, so each half is widened by itself: entry d / 2 + i moves to P / 2 + i.
+    Three numbers would change with the size and are corrected. The attention's scale stays 1 /
+    sqrt(d). A norm over the head (Qwen3) divides by the mean over P entries instead of d, so its
+    weight is multiplied by sqrt(d / P) and its epsilon by d / P."""
     return -(-head_dim // 16) * 16
 
 
 def pad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """Rows (or a bias) of a projection to heads, [heads * d, ...], widened to [heads * P, ...]."""
+    """Widen the rows (or bias) of a projection to heads from [heads * d, ...] to [heads * P,
+    ...]."""
     size = padded_head_dim(head_dim)
     if size == head_dim:
         return weight
@@ -151,7 +154,9 @@ _CONTRIB_KINDS = (
 
 
 class GraphBuilder:
-    """``bits`` is the precision of the matrices; 4 and 8 are blocks of 32 (``quantize.py``), 32 is
+    """Builds the graph of a checkpoint.
+
+    ``bits`` is the precision of the matrices: 4 and 8 are blocks of 32 (``quantize.py``), 32 is
     float32. Norms, biases and rotary tables stay float32. Raises ``ValueError`` for other bits."""
 
     def __init__(
@@ -168,8 +173,10 @@ class GraphBuilder:
         self._initializers: list[onnx.TensorProto] = []
 
     def build(self, progress: Callable[[int, int], None] | None) -> onnx.ModelProto:
-        """The model with its weights inside; the same input gives the same bytes. ``progress`` gets
-        the layers done and all. Raises ``ModelFolderError`` for a missing or misshapen tensor."""
+        """Return the model with its weights inside. The same input gives the same bytes.
+
+        ``progress`` is called with the number of finished layers and of all layers. Raises
+        ``ModelFolderError`` for a missing or misshapen tensor."""
         shape = self._shape
         self._rotations()
         self._constant("last", np.array(-1, dtype=np.int64))
@@ -202,7 +209,8 @@ class GraphBuilder:
         )
 
     def _rotations(self) -> None:
-        """[positions, d / 2], widened to [positions, P / 2] by angles of zero."""
+        """Add the rotary tables [positions, d / 2], widened to [positions, P / 2] by angles of
+        zero."""
         shape, dim = self._shape, self._source.head_dim
         added = ((0, 0), (0, (shape.head_dim - dim) // 2))
         for suffix, rope in (("", shape.rope), (".local", shape.local_rope)):
@@ -236,7 +244,8 @@ class GraphBuilder:
         return self._node("Slice", [rows, *(f"{name}.{x}" for x in ("start", "end", "axis"))], name)
 
     def _layer(self, layer: int, residual: str, branch: str) -> tuple[str, str]:
-        """(residual stream, output of the MLP still to be added to it)."""
+        """Add a layer. Return (residual stream, output of the MLP that is still to be added to
+        it)."""
         shape, name = self._shape, f"model.layers.{layer}"
         normed, residual = self._norm(f"{name}.input_layernorm", residual, branch)
         attended = self._attention(layer, normed)
@@ -263,7 +272,7 @@ class GraphBuilder:
         shape, name = self._shape, f"model.layers.{layer}.self_attn"
         heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
         query, key, value = self._joint_projection(name, normed, heads), "", ""
-        if shape.normalises_heads:  # else the attention takes the three as they are
+        if shape.normalises_heads:  # Without norms, the attention accepts the three in one tensor.
             widths = np.array([*heads.values()], dtype=np.int64) * shape.head_dim
             self._constant(f"{name}.qkv.widths", widths)
             joint, parts = [query, f"{name}.qkv.widths"], [f"{name}.qkv.{x}" for x in range(3)]
@@ -293,7 +302,8 @@ class GraphBuilder:
         )
 
     def _joint_projection(self, name: str, normed: str, heads: Mapping[str, int]) -> str:
-        """The product with the projections into ``heads`` (name: how many), all in one."""
+        """Return the product with the projections of ``heads`` (name: number of heads), all in
+        one."""
         hidden, dim = self._shape.hidden, self._source.head_dim
         weights = [
             pad_outputs(self._read(f"{name}.{x}_proj.weight", (count * dim, hidden)), dim)
@@ -313,12 +323,12 @@ class GraphBuilder:
     def _output_projection(self, name: str, attended: str) -> str:
         hidden, dim = self._shape.hidden, self._source.head_dim
         weight = self._read(f"{name}.weight", (hidden, self._shape.heads * dim))
-        # Columns are widened as rows are.
+        # Columns are widened in the same way as rows.
         weight = np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), dim).T)
         return self._biased(name, self._product(name, attended, weight), hidden)
 
     def _head_norm(self, name: str, value: str, heads: int) -> str:
-        """RMS norm of every head's vector (Qwen3); the weight is shared by the heads."""
+        """Add an RMS norm of every head's vector (Qwen3). All heads share the weight."""
         dim = self._shape.head_dim
         # 0 keeps the input's dimension: [1, T, heads * dim] -> [1, T, heads, dim] and back.
         self._constant(f"{name}.split", np.array([0, 0, heads, dim], dtype=np.int64))
@@ -331,7 +341,8 @@ class GraphBuilder:
         return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
 
     def _norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
-        """(norm of residual + branch, residual + branch); an empty branch is the first layer's."""
+        """Return (norm of residual + branch, residual + branch). Only the first layer has no
+        branch."""
         if not branch:
             return self._simple_norm(name, residual, self._shape.stream_epsilon), residual
         self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
@@ -347,7 +358,7 @@ class GraphBuilder:
     def _simple_norm(
         self, name: str, value: str, epsilon: float, weight: NDArray[np.float32] | None = None
     ) -> str:
-        """``weight``: the checkpoint's own, for the whole stream."""
+        """Add an RMS norm. Without a ``weight``, it is the checkpoint's, for the whole stream."""
         weight = self._read(f"{name}.weight", (self._shape.hidden,)) if weight is None else weight
         self._constant(f"{name}.weight", weight)
         inputs = [value, f"{name}.weight"]
@@ -359,7 +370,7 @@ class GraphBuilder:
         out = "logits.uncapped" if shape.logits_cap else "logits"
         if not shape.tied or self._has_own_head(size):
             self._product("lm_head", normed, self._read("lm_head.weight", size), out)
-        elif self._bits == 32:  # the table as it stands, read transposed
+        elif self._bits == 32:  # The embedding table itself, read transposed.
             self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
         else:
             self._block_product(table, normed, size, out)
@@ -370,8 +381,9 @@ class GraphBuilder:
             self._node("Mul", [bent, "logits.cap"], "logits")
 
     def _has_own_head(self, size: tuple[int, int]) -> bool:
-        """Whether a checkpoint that ties its tables holds a head that is not the embedding: then
-        transformers takes the head."""
+        """Return whether a checkpoint that ties its tables holds a head other than the embedding.
+
+        transformers uses the head in that case."""
         if "lm_head.weight" not in self._checkpoint:
             return False
         head, table = self._read("lm_head.weight", size), self._read(f"{_TABLE}.weight", size)
@@ -398,7 +410,7 @@ class GraphBuilder:
         return self._block_product(name, value, (rows, columns), output or name)
 
     def _quantized(self, name: str, weight: NDArray[np.float32]) -> int:
-        """How many columns the matrix has, those that fill up the last block included."""
+        """Add a rounded matrix. Return its number of columns, filled up to whole blocks."""
         packed, scales = wb.quantize_matrix(weight, self._bits)
         self._constant(f"{name}.packed", packed)
         self._constant(f"{name}.scales", scales)
@@ -426,7 +438,8 @@ class GraphBuilder:
         outputs: Sequence[str] = (),
         **attributes: int | float | str,
     ) -> str:
-        """Append a node; its first output has its name."""
+        """Append a node and return its first output, which has the node's name unless ``outputs``
+        name it."""
         outputs = list(outputs) or [name]
         domain = wb.CONTRIB if kind in _CONTRIB_KINDS else ""
         node = helper.make_node(kind, list(inputs), outputs, name=name, domain=domain)

@@ -1,5 +1,4 @@
-"""Graphs with rounded weights: rounding what others exported, storing graphs, and the scales of an
-8-bit cache."""
+"""Rounded graphs: rounding of foreign graphs, storage of graphs, and scales of an 8-bit cache."""
 
 from __future__ import annotations
 
@@ -24,22 +23,25 @@ MAX_SINGLE_FILE_BYTES = 4_000_000
 
 
 def rows_of(bits: int) -> dict[str, Any]:
-    """The attributes of ``GatherBlockQuantized`` on a matrix whose rows are looked up."""
+    """Return the attributes of ``GatherBlockQuantized`` on a matrix whose rows are looked up."""
     return {"bits": bits, "block_size": BLOCK_SIZE, "gather_axis": 0, "quantize_axis": 1}
 
 
 def round_graph(path: Path, bits: int) -> None:
-    """Round the matrices of the float32 graph at ``path``, which others exported, to 4 or 8 bits,
-    in the place of the graph and its external data. Products with a constant matrix become
-    ``MatMulNBits``, the embedding ``GatherBlockQuantized``; a head that is tied to it shares its
-    bytes. Matrices of fewer rows or columns than a block stay as they are."""
+    """Round the matrices of a foreign float32 graph to 4 or 8 bits, in place.
+
+    Products with a constant matrix become ``MatMulNBits``, the embedding becomes
+    ``GatherBlockQuantized``. A head that is tied to the embedding shares its bytes. Matrices with
+    fewer rows or columns than a block stay as they are. The graph at ``path`` and its external data
+    are replaced."""
     model = onnx.load(path)
     graph, nodes, added = model.graph, list[onnx.NodeProto](), dict[str, NDArray[Any]]()
     large = [one for one in graph.initializer if len(one.dims) == 2 and min(one.dims) >= BLOCK_SIZE]
     matrices = {one.name: one for one in large if one.data_type == TensorProto.FLOAT}
 
     def rounded(weight: NDArray[np.float32]) -> tuple[str, str]:
-        """(integers, scales) under names of their content, so that equal matrices are one."""
+        """Return the names of (integers, scales). They are made of the content, so equal matrices
+        are one."""
         digest = hashlib.blake2b(weight.data, digest_size=16).hexdigest()
         packed, scales = f"{digest}.packed", f"{digest}.scales"
         if packed not in added:
@@ -79,12 +81,14 @@ def round_graph(path: Path, bits: int) -> None:
 
 
 def save_graph(model: onnx.ModelProto, path: Path) -> None:
-    """Large weights go to a file of their own: those inside the graph's file stay in memory beside
-    those that the kernels have repacked, also after the session is closed; those of a file of their
-    own are mapped. Small drafts are one file."""
+    """Save a graph, with large weights in a separate file.
+
+    Weights inside the graph's file stay in memory beside the repacked copies of the kernels, even
+    after the session is closed. Weights in a separate file are mapped instead. Small drafts are one
+    file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f"{path.name}?data"):
-        old.unlink()  # onnx appends to what it finds
+        old.unlink()  # onnx would append to an existing file.
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     large = size > MAX_SINGLE_FILE_BYTES
     location = f"{path.name}.data" if large else None
@@ -95,15 +99,17 @@ Scales = Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
 """A layer's (scales of keys, scales of values), each [heads * head dim]."""
 _ATTENTION = "GroupQueryAttention"
 _SEQUENCES, _LENGTH = 4, 64
-# Beyond the largest value seen: texts to come are not those seen.
+# Factor on the largest value of the calibration, since later texts may exceed it.
 _HEADROOM = 1.15
-# Inputs of the attention: keys' and values' scales stand at places 12 and 13.
+# Position of the keys' scales among the attention's inputs. The values' scales follow.
 _SCALES_AT = 12
 
 
 def halve_cache(model: onnx.ModelProto) -> None:
-    """Give ``model`` (float32 cache) one of float16, in which type the attention computes, between
-    two casts; weights and activations stay as they are."""
+    """Give ``model``, which has a float32 cache, a float16 cache.
+
+    The attention then computes in float16, between two casts. Weights and activations stay as they
+    are."""
     graph, nodes = model.graph, list[onnx.NodeProto]()
     _set_cache_type(graph, TensorProto.FLOAT16)
     for tensor in graph.initializer:
@@ -114,7 +120,8 @@ def halve_cache(model: onnx.ModelProto) -> None:
         if node.op_type != _ATTENTION:
             nodes.append(node)
             continue
-        for index, value in enumerate(node.input[:3]):  # query, key, value; packed: the first
+        # The inputs are query, key and value, or the first alone if they are packed.
+        for index, value in enumerate(node.input[:3]):
             if value:
                 node.input[index] = f"{node.name}.half.{index}"
                 nodes.append(_cast(value, node.input[index], TensorProto.FLOAT16))
@@ -126,8 +133,10 @@ def halve_cache(model: onnx.ModelProto) -> None:
 
 
 def scale_cache(model: onnx.ModelProto, scales: Scales) -> None:
-    """Give ``model`` (float32 cache) one of int8 with a static scale for each channel. It needs an
-    onnxruntime whose CPU attention takes such a cache (tried: 1.31)."""
+    """Give ``model``, which has a float32 cache, an int8 cache with a static scale for each
+    channel.
+
+    This needs an onnxruntime whose CPU attention accepts such a cache (tried: 1.31)."""
     graph = model.graph
     _set_cache_type(graph, TensorProto.INT8)
     said = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
@@ -151,10 +160,12 @@ def _cast(value: str, output: str, to: int) -> onnx.NodeProto:
 
 
 def calibrated_scales(drafter: OnnxDrafter) -> Scales:
-    """Scales for int8 from texts that ``drafter`` (float32 cache) writes itself, as in data-free
-    quantisation (LLM-QAT, arXiv 2305.17888): 4 of 64 tokens, each sampled behind another token of
-    the vocabulary. Rotary positions turn each pair of a key's channels and leave its norm alone, so
-    both channels get the scale of the largest norm seen, which bounds them at every position."""
+    """Return scales for int8 from texts that ``drafter``, with a float32 cache, writes itself.
+
+    This is data-free quantisation as in LLM-QAT (arXiv 2305.17888): 4 texts of 64 tokens, each
+    sampled after another token of the vocabulary. Rotary positions turn each pair of a key's
+    channels and keep its norm, so both channels get the scale of the largest norm, which bounds
+    them at every position."""
     largest: list[NDArray[np.float32]] = []
     size = drafter.manifest.proposable
     length = min(_LENGTH, drafter.info.context_length)
@@ -174,7 +185,8 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
 
 
 def _largest(part: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
-    """[heads * head dim]: what bounds each channel of ``rows`` [heads, tokens, head dim]."""
+    """Return a bound of each channel of ``rows`` [heads, tokens, head dim], as [heads * head
+    dim]."""
     found: NDArray[np.float32] = np.abs(rows.astype(np.float32))
     if part == "key":
         half = found.shape[-1] // 2
