@@ -1,12 +1,13 @@
-"""Which requests may generate now: at most ``capacity`` texts at a time, in a queue of bounded
-length, shared out between clients.
+"""Admission of requests: at most ``capacity`` generations run at a time, the queue is bounded, and
+both are shared between clients.
 
-A client is an address, since all clients of an endpoint show the same key; of IPv6 it is the first
-64 bits, which one machine may vary behind. The next turn is that of the client with the fewest
-texts running; of clients with equally many, and of one client's requests, the one that came first.
+A client is an address, because all clients of an endpoint use the same API key. An IPv6 client is
+the first 64 bits of its address, because one machine can vary the rest. A free slot goes to the
+client with the fewest running generations. Among clients with equally many, and among the requests
+of one client, the oldest request goes first.
 
-A turn is kept until its texts are written, so a client that reads nothing would keep it for ever.
-While others wait, such a client is dropped after ``unread_within_s``.
+A generation keeps its slot until its output is written, so a client that never reads would keep a
+slot for ever. While other requests wait, such a client is disconnected after ``unread_within_s``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from edgespec.endpoint.request_json import ApiError
 
 RETRY_AFTER_S: Final = 1
 current_client: ContextVar[str] = ContextVar("edgespec_client", default="")
-"""The client whose request the running task answers."""
+"""The client whose request the running task serves."""
 _IPV6_PREFIX: Final = 64
 _QUEUE_SHARE: Final = 0.75
-"""Share of the queue that one client may fill where there are several."""
+"""Largest share of the queue that one client may fill, if clients share the endpoint."""
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
@@ -49,21 +50,21 @@ class _Waiting:
     client: str
     tokens: int
     number: int
-    """Counts up in the order of arrival."""
+    """Position in the order of arrival."""
     granted: asyncio.Future[None]
 
 
 class Admission:
-    """Turns for requests.
+    """A bounded number of slots for generations, and the queue in front of them.
 
     Args:
-        capacity: Texts that run at a time.
-        max_waiting: Requests that wait for a turn.
-        max_waiting_tokens: Prompt tokens of all requests that wait.
-        within_s: Seconds that a request waits for a turn.
-        most_of_client: Texts of one client that run at a time; None: ``capacity``, and then one
-            client may also fill the whole queue.
-        unread_within_s: Seconds for which the client of a running text may read nothing while
+        capacity: Generations that run at a time.
+        max_waiting: Requests that wait for a slot.
+        max_waiting_tokens: Prompt tokens of all waiting requests.
+        within_s: Seconds that a request waits for a slot.
+        most_of_client: Generations of one client that run at a time. With None the limit is
+            ``capacity``, and one client may also fill the whole queue.
+        unread_within_s: Seconds for which the client of a running generation may read nothing while
             another request waits.
     """
 
@@ -86,30 +87,30 @@ class Admission:
         self._max_waiting_tokens, self._within_s = max_waiting_tokens, within_s
         self._unread_within_s = unread_within_s
         self._running: Counter[str] = Counter()
-        """Texts that have their turn, by client."""
+        """Generations that hold a slot, by client."""
         self._queue: list[_Waiting] = []
         self._arrivals = 0
         self._writes: dict[asyncio.Timeout, float] = {}
-        """Writes that wait for their client to read, and since when."""
+        """Writes that wait for their client to read, with the times at which they began."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed: ApiError | None = None
 
     @property
     def running(self) -> int:
-        """Texts that have their turn."""
+        """Number of generations that hold a slot."""
         return self._running.total()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Number of requests that wait for a slot."""
         return len(self._queue)
 
     async def enter(self, tokens: int = 0, *, begun: bool = False) -> None:
-        """Wait until one more text of the current client may run; call ``leave`` when it has ended.
+        """Wait for a slot for one generation of the current client; ``leave`` gives it back.
 
-        ``tokens`` is the length of its prompt. A request of which another text has ``begun`` is not
-        refused for want of room in the queue. Raises ``ApiError``: 429 if the queue is full or no
-        turn comes in time, and what ``close`` was given."""
+        ``tokens`` is the length of the prompt. If another generation of the same request has
+        ``begun``, a full queue does not refuse this one. Raises ``ApiError`` 429 if the queue is
+        full or no slot becomes free in time, and the error that was passed to ``close``."""
         if self._closed is not None:
             raise self._closed
         client = current_client.get()
@@ -126,13 +127,13 @@ class Admission:
             raise _queue_full(f"{why}: {self._load}") from None
 
     def leave(self) -> None:
-        """A text of the current client that had entered has ended."""
+        """Give back the slot of a generation of the current client that has ended."""
         self._give_back(current_client.get())
 
     def check(self, tokens: int = 0) -> None:
-        """Raise ``ApiError`` 429 if a request of the current client, with a prompt of this many
-        tokens, would have to wait and the queue is full. Call this before the work that a request
-        is."""
+        """Raise ``ApiError`` 429 if a request of the current client with a prompt of this many
+        tokens would have to wait and the queue is full. The endpoint calls this before it spends
+        work on a request."""
         client = current_client.get()
         if self._has_room(client):
             return
@@ -148,7 +149,7 @@ class Admission:
             raise _queue_full(f"{why} (endpoint.max_queue_tokens)")
 
     def _has_room(self, client: str) -> bool:
-        """Return whether a text of this client may run at once."""
+        """Return whether a generation of this client may run at once."""
         mine = (self._running[client], self._arrivals)
         others = (self._place(one) for one in self._candidates())
         return (
@@ -164,7 +165,7 @@ class Admission:
 
     @contextmanager
     def unread(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Mark a write of a text that has its turn: if another request waits and the client reads
+        """Mark a write of a running generation. If another request waits and the client reads
         nothing for too long, ``limit`` expires early."""
         self._writes[limit] = asyncio.get_running_loop().time()
         try:
@@ -173,7 +174,7 @@ class Admission:
             self._writes.pop(limit, None)
 
     def close(self, why: ApiError) -> None:
-        """Refuse every further turn, also to requests that wait. Who has a turn keeps it."""
+        """Refuse every further slot, also to waiting requests. Running generations keep theirs."""
         self._closed = why
         for one in self._queue:
             if not one.granted.done():
@@ -203,7 +204,7 @@ class Admission:
         self._grant()
 
     def _grant(self) -> None:
-        """Give turns to those that wait, as far as there is room."""
+        """Give free slots to waiting requests."""
         self._queue = [one for one in self._queue if not one.granted.cancelled()]
         while self.running < self.capacity and (candidates := self._candidates()):
             one = min(candidates, key=self._place)
@@ -212,7 +213,7 @@ class Admission:
             one.granted.set_result(None)
 
     def _candidates(self) -> list[_Waiting]:
-        """Return the first waiting request of each client that has not had its share."""
+        """Return the first waiting request of each client that is below its share."""
         first: dict[str, _Waiting] = {}
         for one in self._queue:
             first.setdefault(one.client, one)
@@ -225,7 +226,7 @@ class Admission:
         return self._running[client] < self._most_of_client
 
     def _watch_writes(self) -> None:
-        """While requests wait, expire the writes that have not moved for too long."""
+        """Expire the writes that have not moved for too long. Runs while requests wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

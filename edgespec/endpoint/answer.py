@@ -1,7 +1,7 @@
-"""What one choice of an answer is made of, as its chunks come, and how it looks in OpenAI's JSON.
+"""Choices of a response, built from chunks as they arrive, and their form in OpenAI's JSON.
 
-The same objects feed a stream, delta by delta, and an answer at once, which is all deltas together.
-An ``Envelope`` is the one place that knows the JSON of a kind of answer.
+The same objects write a stream, delta by delta, and a whole response, which is all deltas together.
+An ``Envelope`` is the one place with the JSON of a kind of response.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of an answer with its score."""
+    """A generated token with its score."""
 
     token: int
     score: TokenScore
     offset: int
-    """Characters of the answer's text before the token's own; a token that only ends or only
-    continues a character has the place of that character."""
+    """Number of characters in the output before the token's own text. A token that only continues
+    or only completes a character has the place of that character."""
 
 
 Scores = Sequence[ScoredToken]
@@ -51,7 +51,7 @@ Scores = Sequence[ScoredToken]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came anew: text and calls in the order they stand in, and scores."""
+    """New parts of a choice: texts and calls in their order, and scores."""
 
     parts: tuple[str | ToolCall, ...] = ()
     scores: Scores = ()
@@ -59,36 +59,37 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the texts of an answer: what is asked of the agent, and what came of it; hand in its
-    chunks with ``add``."""
+    """One choice of a response, which is one generation: its parameters, and its output so far.
+    Chunks are added with ``add``."""
 
     index: int
     prompt: Sequence[int]
     request: Request
     sampling: SamplingParams
-    """The request's, with this text's own length and seed."""
+    """The request's parameters, with the length and seed of this generation."""
     token_bytes: TokenBytes
     tools: ToolReader | None
     model: str
-    """The name to ask a verifier for; empty: the agent's own."""
+    """Model name to request from a verifier; empty: the agent's own."""
     stats: GenerationStats | None = field(default=None, init=False)
-    """They grow while it comes."""
+    """Statistics of the generation, updated while it runs."""
     echo: str = ""
-    """Stands before the text."""
+    """Text in front of the output, which repeats the prompt."""
     items: list[str | ToolCall] = field(default_factory=list)
-    """Texts and calls in their order; no two texts follow each other."""
+    """Texts and calls in their order. No two texts follow each other."""
     left_out: tuple[str, ...] = ()
-    """Promises of the request that could not be kept, by words for a header."""
+    """Promises of the request that could not be kept, as words for a header."""
     scores: list[ScoredToken] = field(default_factory=list)
     tokens: int = 0
     _characters: int = 0
-    """Characters of the pieces so far, whatever becomes of them."""
+    """Characters of all pieces so far, whether or not they are part of the output."""
     finish: str | None = None
-    """Why it is complete, in OpenAI's words; None: it is not."""
+    """OpenAI's finish reason; None until the choice is complete."""
 
     @property
     def logprobs(self) -> int:
-        """Scores that are asked for: of the agent one is the least that can be."""
+        """Number of alternatives to request from the agent. It returns scores from 1 on, so
+        logprobs 0 requests 1."""
         asked = self.request.logprobs
         return 0 if asked is None else max(1, asked)
 
@@ -101,8 +102,8 @@ class Choice:
         return [one for one in self.items if isinstance(one, ToolCall)]
 
     def name_of(self, token: int, prefix: str = "") -> str:
-        """Return the text of a token. One that is a part of a character is written as its bytes
-        behind ``prefix``, such as ``\\xe6\\x97``: so no two parts have one name."""
+        """Return the text of a token. A token that is a part of a character is written as its bytes
+        behind ``prefix``, such as ``\\xe6\\x97``, so that different parts have different names."""
         written = self.token_bytes(token)
         try:
             return written.decode()
@@ -110,7 +111,8 @@ class Choice:
             return prefix + "".join(f"\\x{byte:02x}" for byte in written)
 
     def add(self, chunk: Chunk) -> Delta:
-        """Raises ``ApiError`` for a generation that was cancelled from elsewhere."""
+        """Add a chunk and return what is new. Raises ``ApiError`` if the generation was cancelled
+        by this process."""
         self.tokens += len(chunk.tokens)
         found: list[str | ToolCall] = []
         if self.tools is None:
@@ -132,7 +134,7 @@ class Choice:
         return Delta(kept, scores)
 
     def _scored(self, chunk: Chunk) -> list[ScoredToken]:
-        """The tokens of a chunk with their scores, as far as it has some, and their places."""
+        """Return the tokens of a chunk that have scores, with their places in the output."""
         found: list[ScoredToken] = []
         for place, score in enumerate(chunk.logprobs):
             piece = chunk.pieces[place]
@@ -143,8 +145,8 @@ class Choice:
         return found
 
     def _kept(self, found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
-        """Return the new items as the client is to have them: without further calls where one is
-        wanted, and with texts that follow each other as one."""
+        """Append the new items and return them as the client should receive them: texts that follow
+        each other joined, and no second call where only one is wanted."""
         kept: list[str | ToolCall] = []
         for one in found:
             if isinstance(one, str):
@@ -163,7 +165,8 @@ class Choice:
         return tuple(kept)
 
     def _given_back(self, call: ToolCall) -> ToolCall:
-        """Return a call as the client calls the tool. A model may leave out the namespace."""
+        """Return a call with the names by which the client knows the tool. A model may leave out
+        the namespace."""
         known = self.request.called_as
         named = known.get(call.name)
         if named is None:
@@ -180,13 +183,13 @@ class Choice:
 
 @dataclass(slots=True)
 class Envelope:
-    """What one answer is called, whatever its kind. Each kind writes what opens a stream, what came
-    anew, that a choice is complete and why, the end or the failure of all, and the answer whole."""
+    """Identity of one response. Each kind of envelope writes what opens a stream, a delta, the end
+    of a choice, the end or the failure of the stream, and the whole response."""
 
     model: str
     fingerprint: str | None = None
     with_usage: bool = False
-    """Whether the events of a stream have a ``usage``, null but in the last one."""
+    """Whether the events of a stream have a ``usage``, which is null in all but the last."""
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
     prefix: ClassVar[str]
@@ -196,7 +199,7 @@ class Envelope:
 
 
 class ChoicesEnvelope(Envelope, ABC):
-    """What stands around the choices of one answer, and writes them."""
+    """An envelope of a response that has a list of choices."""
 
     __slots__ = ()
     whole_object: ClassVar[str]
@@ -209,7 +212,8 @@ class ChoicesEnvelope(Envelope, ABC):
         return (self._chunk([], usage) if self.with_usage else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed in the middle; clients raise it."""
+        """Return the last event of a stream that failed in the middle. Clients raise it as an
+        exception."""
         return _event(error.body)
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
@@ -236,13 +240,13 @@ class ChoicesEnvelope(Envelope, ABC):
 
 @dataclass(slots=True)
 class ChatEnvelope(ChoicesEnvelope):
-    """``/v1/chat/completions``."""
+    """JSON of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     delta_object = "chat.completion.chunk"
     _called: dict[int, int] = field(default_factory=dict)
-    """Tool calls that were streamed, by choice."""
+    """Number of tool calls streamed so far, by choice."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return self._chunks(
@@ -259,7 +263,7 @@ class ChatEnvelope(ChoicesEnvelope):
                 self._called[choice.index] = place + 1
                 call = {"index": place, **_call(part)}
                 found.append(_chat_chunk(choice, {"tool_calls": [call]}))
-        if delta.scores:  # they belong to the text, if some became certain with them
+        if delta.scores:  # scores belong to the text that became certain with them
             if not found:
                 found.append(_chat_chunk(choice, {"content": ""}))
             found[0]["logprobs"] = _chat_scores(choice, delta.scores)
@@ -279,7 +283,7 @@ class ChatEnvelope(ChoicesEnvelope):
 
 @dataclass(slots=True)
 class CompletionEnvelope(ChoicesEnvelope):
-    """``/v1/completions``."""
+    """JSON of ``/v1/completions``."""
 
     prefix = "cmpl-"
     whole_object = delta_object = "text_completion"
@@ -300,7 +304,9 @@ class CompletionEnvelope(ChoicesEnvelope):
 
     def _part(self, choice: Choice, text: str, scores: Scores | None) -> Json:
         found = None if scores is None else self._scores(choice, scores)
-        if found is not None and choice.finish is not None:  # a stop text is none of the answer's
+        if (
+            found is not None and choice.finish is not None
+        ):  # a stop string is no output
             length = len(choice.echo) + len(choice.text)
             found["text_offset"] = [min(one, length) for one in found["text_offset"]]
         return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": None}
@@ -309,7 +315,7 @@ class CompletionEnvelope(ChoicesEnvelope):
         name = partial(choice.name_of, prefix="bytes:")
         tops = []
         for one in scores:
-            # Each token once, the one that was taken with its own number among them.
+            # Each token once, the generated one first with its own score.
             top = {name(one.token): one.score.logprob}
             for token, logprob in one.score.top[: choice.request.logprobs]:
                 top.setdefault(name(token), logprob)
@@ -324,15 +330,15 @@ class CompletionEnvelope(ChoicesEnvelope):
 
 @dataclass(slots=True)
 class ResponseEnvelope(Envelope):
-    """``/v1/responses``."""
+    """JSON of ``/v1/responses``."""
 
     prefix = "resp_"
     echo: Mapping[str, Any] = field(default_factory=dict)
-    """What the answer repeats of the request."""
+    """Fields of the request that the response repeats."""
     _number: int = 0
-    """Of the next event."""
+    """Sequence number of the next event."""
     _items: list[Json] = field(default_factory=list)
-    """Those of a stream, the last of which may be open."""
+    """Items of the stream so far. The last one may be open."""
     _open: bool = False
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
@@ -437,9 +443,9 @@ class ResponseEnvelope(Envelope):
 
 
 def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
-    """Counts of an answer. ``edgespec`` is ours: how much of it was drafted on the device, and by
-    which rule drafts became tokens; under a ``lossy`` one ``replaced_tokens`` are not the target's
-    own."""
+    """Return the ``usage`` of a response. Its section ``edgespec`` is not OpenAI's: how many tokens
+    the device drafted, and by which rule drafts were accepted. Under a ``lossy`` rule,
+    ``replaced_tokens`` counts the tokens that are not the target's own."""
     completion = sum(choice.tokens for choice in choices)
     stats = [choice.stats for choice in choices if choice.stats is not None]
     counters = [one.counters for one in stats]

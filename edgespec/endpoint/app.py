@@ -1,12 +1,12 @@
-"""The endpoint as an ASGI application: which path is what, how an answer is written, at once or as
-events, and the status page.
+"""The endpoint as an ASGI application: the paths, the writing of responses, whole or as events, and
+the status page.
 
-While a request is answered its connection is listened to: a client that hangs up cancels the
-generation. A stream begins with the first chunk, so that what fails before it fails with a status
-code; after ``keep_alive_s`` without one it begins anyway, with a comment, and fails in an event.
+While a request is served its connection is watched: a client that disconnects cancels its
+generations. A stream begins with the first chunk, so an earlier failure has a status code. After
+``keep_alive_s`` without a chunk it begins anyway, with a comment, and a later failure is an event.
 
 The status page is one file that fetches nothing but ``/status.json``, once a second while it is
-visible. A fetch tells the watch that somebody looks: then idle verifiers are asked more often.
+visible. A fetch also makes the watch check idle verifiers more often.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ _PLACES: Final = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/mode
 _EVENTS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # or a proxy such as nginx collects what should flow
+    (b"x-accel-buffering", b"no"),  # otherwise a proxy such as nginx buffers the stream
 )
 _UNREAD: Final = "edgespec.unread"
-"""Key of an ASGI scope: true while the request's body has not been read to its end."""
+"""Key of an ASGI scope: true until the request's body has been read to its end."""
 _MOST_NAMES: Final = 16
 _LONGEST_NAME: Final = 40
 _ASSETS: Final = Path(__file__).parent / "status"
@@ -90,7 +90,8 @@ Prepare = Callable[[Mapping[str, Any]], Awaitable[service.Answer]]
 
 
 def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) -> ASGIApp:
-    """All routes, guarded. With ``status`` there are the page of it and the agent's metrics."""
+    """Return the application with all routes, guarded. With ``status`` it serves the status page
+    and the agent's metrics too."""
     places, post = _Places(endpoint, status), ["POST"]
     api: list[tuple[str, Any, list[str] | None]] = [
         ("/chat/completions", _Generation(endpoint, endpoint.chat), post),
@@ -103,7 +104,7 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
         ("/detokenize", places.detokenize, post),
     ]
     routes: list[BaseRoute] = [
-        # A client whose base URL lacks the /v1 finds the same places.
+        # A client whose base URL lacks the /v1 finds the same paths.
         *(
             Route(base + path, place, methods=methods)
             for path, place, methods in api
@@ -122,8 +123,8 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
 
 
 def waiting_app(key: str, settings: EndpointSection) -> ASGIApp:
-    """Return the app of an endpoint that has no tokenizer yet: ``/health`` says ``waiting``, and
-    everything else is answered with 503."""
+    """Return the application of an endpoint that has no tokenizer yet. ``/health`` reports
+    ``waiting``, and every other path returns 503."""
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "waiting"})
@@ -150,12 +151,12 @@ def _with_cors(app: ASGIApp, settings: EndpointSection) -> ASGIApp:
 
 
 class _Cors(CORSMiddleware):
-    """Answers preflights, also those of pages that reach into a private network (Chrome), and adds
-    CORS headers to every response that the page's origin may read. A foreign origin is refused with
-    an error that names the switch."""
+    """CORS middleware. It answers preflights, also those of pages that reach into a private network
+    (Chrome), and adds CORS headers to every response that the page's origin may read. A foreign
+    origin is refused with an error that names the option which admits it."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Return the answer to a preflight."""
+        """Return the response to a preflight."""
         origin = request_headers["origin"]
         if not self.is_allowed_origin(origin):
             return error_response(foreign_origin(origin))
@@ -164,8 +165,8 @@ class _Cors(CORSMiddleware):
 
 class _WithRequestId:
     """ASGI middleware that names each request: in the header ``X-Request-Id`` of its response, and
-    in every log line that is written for it. A client's own name is kept if it is short and made of
-    harmless characters; otherwise one is drawn."""
+    in every log line that is written for it. A client's own name is kept if it is short and has
+    harmless characters only; otherwise a random one is made."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -184,7 +185,7 @@ class _WithRequestId:
 
 
 class _Generation:
-    """An ASGI application for one path; ``prepare`` turns a request's JSON into an answer."""
+    """An ASGI application for one path. ``prepare`` makes a request with its choices from JSON."""
 
     def __init__(self, endpoint: service.Endpoint, prepare: Prepare) -> None:
         self._endpoint, self._prepare = endpoint, prepare
@@ -212,7 +213,8 @@ class _Generation:
             _log.info("%s: %s after %.3f s", scope["path"], outcome, took_s)
 
     async def _serve(self, body: Body, scope: Scope, receive: Receive, send: Send) -> str:
-        """What became of it. Never raises what a client could not be told."""
+        """Serve a request and return its outcome. Every error becomes a response if one can still
+        be written."""
         writer: _Writer | None = None
         try:
             answer = await _prepared(self._endpoint, body, self._prepare)
@@ -224,8 +226,8 @@ class _Generation:
                     said = self._add(answer, news) if news else KEEP_ALIVE
                     if streams:
                         await writer.write(said)
-            # The last event is written once nothing is left to be done: as soon as a response is
-            # complete, the server reports the client as gone, and this task is cancelled.
+            # The last event is written after everything else: as soon as a response is complete,
+            # the server reports the client as disconnected, and this task is cancelled.
             if streams:
                 ending = answer.envelope.ending(answer.choices, answer.usage())
                 await writer.write(ending, more=False)
@@ -244,7 +246,7 @@ class _Generation:
             return _CUT
 
     def _add(self, answer: service.Answer, news: list[tuple[int, Chunk]]) -> bytes:
-        """Takes in what came; returns the server-sent events that it is."""
+        """Add chunks to their choices and return the server-sent events for them."""
         envelope, said = answer.envelope, []
         for index, chunk in news:
             choice = answer.choices[index]
@@ -261,12 +263,13 @@ class _Generation:
 
 
 class _ClientGoneError(Exception):
-    """It reads nothing any more."""
+    """The client has disconnected or does not read any more."""
 
 
 class _Writer:
-    """Writes an answer as a stream of events. Raises ``_ClientGoneError`` if a write takes longer
-    than ``write_within_s``, or than ``unread_within_s`` while another request waits."""
+    """Writer of a response, as a stream of events or whole. Raises ``_ClientGoneError`` if a write
+    takes longer than ``write_within_s``, or than ``unread_within_s`` while another request
+    waits."""
 
     def __init__(self, send: Send, endpoint: service.Endpoint, answer: service.Answer) -> None:
         self._send, self._endpoint, self.answer = send, endpoint, answer
@@ -275,16 +278,17 @@ class _Writer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of an answer. They are complete once generation has begun."""
+        """Headers of the response. They are complete only after generation has begun."""
         if not (names := self.answer.ignored[:_MOST_NAMES]):
             return {}
         safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
-        # Their names are the client's words, which stand in no log.
+        # The names are the client's words, which are never logged.
         _log.info("ignored %d fields of a request", len(self.answer.ignored))
         return {IGNORED: ", ".join(safe)}
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """``more`` false: the stream ends. Its first events stand before what is written first."""
+        """Write events; the opening events come before the first ones. ``more`` false ends the
+        stream."""
         try:
             limit = asyncio.timeout(self._endpoint.settings.write_within_s)
             async with limit:
@@ -309,7 +313,7 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
 
 
 def _if_unread(scope: Scope) -> dict[str, str]:
-    """Return the header that ends a connection on which the rest of a body would come."""
+    """Return the header that closes a connection whose request body was not read to its end."""
     return {"Connection": "close"} if scope.get(_UNREAD) else {}
 
 
@@ -324,8 +328,8 @@ _Made = TypeVar("_Made")
 async def _prepared(
     endpoint: service.Endpoint, body: Body, prepare: Callable[[Mapping[str, Any]], Awaitable[_Made]]
 ) -> _Made:
-    """Return what ``prepare`` makes of the JSON in ``body``, which gives its room back then. Raises
-    ``ApiError``, also if it cannot be done in time."""
+    """Return what ``prepare`` makes of the JSON in ``body``, whose memory is released then. Raises
+    ``ApiError``, also if preparing takes too long."""
     async with endpoint.preparing():
         async with endpoint.one_large if body.is_large else contextlib.nullcontext():
             made = await prepare(await endpoint.read(endpoint.read_json, body.whole()))
@@ -337,11 +341,11 @@ async def _prepared(
 async def _body_of(
     scope: Scope, receive: Receive, endpoint: service.Endpoint
 ) -> AsyncIterator[Body]:
-    """Read all of a request's body, which holds its room until the block ends or it is closed.
+    """Read a request's body, which occupies memory until the block ends or the body is closed.
 
-    Nothing of it is read if the endpoint stops, or if the request would find the queue full or no
-    room. Raises ``_ClientGoneError``, and ``ApiError`` also for a body that is too large or takes
-    too long."""
+    No byte of it is read if the endpoint is stopping, the queue is full, or there is no memory for
+    it. Raises ``_ClientGoneError``, and ``ApiError`` also for a body that is too large or too
+    slow."""
     current_client.set(client_of(scope))
     scope[_UNREAD] = True
     if endpoint.stopping:
@@ -350,7 +354,7 @@ async def _body_of(
     settings = endpoint.settings
     within_s, limit_bytes, more = settings.body_within_s, settings.max_body_bytes, True
     limit = asyncio.timeout(within_s)
-    announced = int(Headers(scope=scope).get("content-length", "0"))  # the guard has checked it
+    announced = int(Headers(scope=scope).get("content-length", "0"))  # checked by the guard
 
     def drop() -> None:
         limit.reschedule(asyncio.get_running_loop().time())
@@ -380,8 +384,8 @@ async def _body_of(
 
 
 def status_routes(status: StatusSource) -> list[Route]:
-    """The routes of the page, for an application that runs in the agent's event loop. Whoever may
-    fetch them sees addresses and counts, and no text."""
+    """Return the routes of the status page, for an application that runs in the agent's event loop.
+    The page shows addresses and counts, and no text of requests or outputs."""
     page, policy = rendered_page()
     headers = {**_PAGE_HEADERS, "Content-Security-Policy": policy}
 
@@ -398,7 +402,8 @@ def status_routes(status: StatusSource) -> list[Route]:
 
 
 def rendered_page() -> tuple[bytes, str]:
-    """The page and the content security policy that lets it, and nothing else, run."""
+    """Return the page and a content security policy that lets its own script and style run, and
+    nothing else."""
     page, style, script = (
         (_ASSETS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
@@ -425,8 +430,8 @@ class _Places:
         self._registry = registry_of(*tables)
 
     async def health(self, request: Request) -> Response:
-        """``status`` is ``ok``, ``waiting`` (no verifier is ready) or ``stopping``; without the key
-        there is nothing but that."""
+        """Report ``status``: ``ok``, ``waiting`` (no verifier is ready) or ``stopping``. A request
+        without the API key gets nothing more."""
         endpoint = self._endpoint
         usual = "ok" if endpoint.verifiers.ready else "waiting"
         found: dict[str, Any] = {"status": "stopping" if endpoint.stopping else usual}
@@ -450,7 +455,8 @@ class _Places:
         return Response(encode(self._registry), headers={"Content-Type": content_type})
 
     async def tokenize(self, request: Request) -> Response:
-        """As vLLM's server has it; llama.cpp's ``content`` is ``prompt``."""
+        """Tokenize a text, as vLLM's server does. The text may also stand in ``content``, as for
+        llama.cpp's."""
         tokens, most = await self._answered(request, self._endpoint.tokenize)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": most})
 
@@ -461,7 +467,8 @@ class _Places:
     async def _answered(
         self, request: Request, prepare: Callable[[Mapping[str, Any]], Awaitable[_Made]]
     ) -> _Made:
-        """Read the request's JSON, under the same bounds as that of a generation, and answer it."""
+        """Read the request's JSON, under the same limits as for a generation, and return what
+        ``prepare`` makes of it."""
         try:
             async with _body_of(request.scope, request.receive, self._endpoint) as body:
                 return await _prepared(self._endpoint, body, prepare)
@@ -480,8 +487,8 @@ class _Places:
         return JSONResponse(self._model(chosen.served))
 
     def _model(self, served: service.ServedModel | None) -> dict[str, Any]:
-        """As OpenAI has it, with the fields that vLLM's server adds; None: no verifier has told of
-        one yet."""
+        """Return a model in OpenAI's form, with the fields that vLLM's server adds. None: no
+        verifier has reported its models yet."""
         return {
             "id": self._endpoint.models.name if served is None else served.name,
             "object": "model",
@@ -505,7 +512,7 @@ async def _told(request: Request, error: Exception) -> Response:
 
 
 def _told_of(error: Exception) -> ApiError:
-    """What a client is told of it; a failure of our own is logged."""
+    """Return the error to send for an exception. Failures of the endpoint itself are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RecursionError):

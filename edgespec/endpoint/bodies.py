@@ -1,10 +1,11 @@
-"""Memory for the bodies of requests: one sum over all clients, from the first byte until a request
-was read.
+"""Memory for the bodies of requests: one sum over all clients, from the first byte of a body until
+its request was read.
 
-A body takes room as its bytes come, so a client that announces much and sends nothing holds
-nothing. Large bodies may take three quarters of the room, so that small requests always find some;
-so may one client, unless all clients are on this machine. Where there is no room, the body whose
-bytes have stopped coming for longest is dropped; if all of them move on, the new one is refused.
+A body occupies memory only as its bytes arrive, so a client that announces a large body and sends
+nothing occupies nothing. Large bodies together may occupy three quarters of the memory, so that
+small requests always find room. One client may occupy three quarters too, unless all clients are on
+this machine. If there is no room, the body that has received nothing for longest is dropped. If all
+of them still receive bytes, the new one is refused.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from typing import Final
 from edgespec.endpoint.request_json import ApiError
 
 SMALL_BYTES: Final = 1 << 18
-"""Bodies up to this size may use the last quarter of the room. Larger ones are read one after the
-other, since the values in them take many times as much memory as their text."""
+"""Bodies up to this size may use the last quarter of the memory. Larger ones are parsed one at a
+time, since their parsed values take many times as much memory as their text."""
 STALLED_S: Final = 2.0
-"""A body whose last bytes came longer ago is dropped if another one needs its room."""
+"""Age of the last received bytes from which a body may be dropped to make room for another."""
 _SHARE: Final = 0.75
 _RETRY_AFTER_S: Final = 1
 
 
 class Body:
-    """The bytes of one request that came so far. ``close`` it when its values are not used any
-    more; until then it takes room. Make it with ``BodyRoom.open``."""
+    """The received bytes of one request. ``BodyRoom.open`` creates it; it occupies memory until
+    ``close``, which its user calls when the parsed values are no longer needed."""
 
     def __init__(self, room: BodyRoom, client: str, drop: Callable[[], None]) -> None:
         self._room, self.client, self._drop = room, client, drop
         self.content = bytearray()
         self.held_bytes = 0
         self.is_coming = True
-        """Whether more bytes are expected: only such a body is dropped for another one."""
+        """Whether more bytes are expected. Only such a body is dropped to make room for another."""
         self.was_dropped = False
         self.moved_s = room.now()
 
@@ -43,31 +44,33 @@ class Body:
         return self.held_bytes > SMALL_BYTES
 
     def add(self, data: bytes) -> None:
-        """Append bytes that came. Raises ``ApiError`` 503 if there is no room for them."""
+        """Append received bytes. Raises ``ApiError`` 503 if there is no room for them."""
         self._room.take(self, len(data))
         self.content += data
 
     def whole(self) -> bytes:
-        """Return all bytes, and let go of them here: the room stays taken until ``close``."""
+        """Return all bytes and drop the copy here. The memory counts as occupied until
+        ``close``."""
         self.is_coming = False
         content, self.content = bytes(self.content), bytearray()
         return content
 
     def drop(self) -> None:
-        """End this body for another one's sake."""
+        """Close this body to make room for another, and call its ``drop`` callback."""
         self.was_dropped = True
         self.close()
         self._drop()
 
     def close(self) -> None:
-        """Give the room back; a second call does nothing."""
+        """Release the memory. A second call does nothing."""
         self.is_coming = False
         self.content = bytearray()
         self._room.give_back(self)
 
 
 class BodyRoom:
-    """Room for ``most_bytes`` of bodies; ``shared_by_clients`` false: one client may have all."""
+    """Memory for bodies, ``most_bytes`` in all. Unless ``shared_by_clients``, one client may occupy
+    everything."""
 
     def __init__(
         self,
@@ -83,15 +86,16 @@ class BodyRoom:
     def open(self, client: str, announced_bytes: int, drop: Callable[[], None]) -> Body:
         """Return an empty body for a request of ``client`` that announces this length (0 if none).
 
-        ``drop`` is called if the body has to go while its bytes still come. Raises ``ApiError`` 503
-        if there is no room for that length now: nothing of the request needs to be read then."""
+        ``drop`` is called if the body is dropped while its bytes still arrive. Raises ``ApiError``
+        503 if there is no room for the announced length now; then no byte of the body needs to be
+        read."""
         body = Body(self, client, drop)
         self._make_room(body, announced_bytes)
         self._bodies.add(body)
         return body
 
     def take(self, body: Body, size_bytes: int) -> None:
-        """Take room for further bytes of ``body``. Raises ``ApiError``."""
+        """Occupy memory for further bytes of ``body``. Raises ``ApiError`` 503 if there is none."""
         body.moved_s = self.now()
         self._make_room(body, size_bytes)
         body.held_bytes += size_bytes
@@ -116,7 +120,7 @@ class BodyRoom:
             min(stalled, key=lambda one: one.moved_s).drop()
 
     def _why_not(self, body: Body, size_bytes: int) -> _NoRoom | None:
-        """Say why ``body`` cannot grow by this much, or return None if it can."""
+        """Return why ``body`` cannot grow by this much, or None if it can."""
         is_large = body.held_bytes + size_bytes > SMALL_BYTES
         share = int(_SHARE * self.most_bytes)
         limit = share if is_large else self.most_bytes
@@ -136,7 +140,7 @@ class BodyRoom:
         return None
 
     def _of(self, client: str | None) -> list[Body]:
-        """Return the bodies of this client; None: of all."""
+        """Return the bodies of this client, or of all clients if it is None."""
         return [one for one in self._bodies if client in (None, one.client)]
 
 
@@ -144,4 +148,5 @@ class BodyRoom:
 class _NoRoom:
     text: str
     client: str | None
-    """The client whose own bodies fill its share; None if it is the sum over all clients."""
+    """The client whose own bodies fill its share. None: the bodies of all clients fill the
+    memory."""

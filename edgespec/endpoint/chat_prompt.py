@@ -1,12 +1,13 @@
-"""Writes the prompt of a conversation by the model's chat template, also where the template knows
-no tools, or refuses messages that clients send.
+"""Prompts of conversations, rendered by the model's chat template, also where the template has no
+tools or refuses messages that clients send.
 
-A template without tools, or with a format of calls that is not known here, gets a text about the
-tools in its system message, and earlier calls and their results as texts. The format is that of
-Hermes, which many models have read. A template that refuses the messages, for instance because it
-wants one system message at the beginning or roles that alternate, gets them once more with
-neighbours of one role joined, system messages at the front and ids of calls of nine characters, and
-then without a system message.
+A template without tools, or with a call format that is not known here, gets a description of the
+tools in its system message, and earlier calls and their results as text. This text uses the format
+of Hermes, on which many models were trained. Some templates refuse conversations that clients send,
+for instance because they accept one system message at the beginning only, or because roles must
+alternate. Such a template is rendered a second time, with neighbours of one role joined, system
+messages at the front and call ids of nine characters, and then a third time without a system
+message.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 _BETWEEN: Final = "\n\n"
-"""Stands between texts that become one message."""
+"""Separator between texts that are joined into one message."""
 _SHORT_ID: Final = 9
-"""Characters of an id that Mistral's templates take."""
+"""Length of a call id that the templates of Mistral accept."""
 _PREAMBLE: Final = f"""\
 # Tools
 
@@ -48,20 +49,20 @@ is needed, answer in plain text."""
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt of a conversation."""
+    """The prompt of a conversation, as text."""
 
     text: str
     is_thinking: bool
-    """The answer begins inside a thought that the template opened."""
+    """Whether the output begins inside a thought that the template opened."""
 
 
 def call_format(template: ChatTemplate) -> ToolFormat:
-    """Return the format in which a model with this template is to write its calls."""
+    """Return the format in which a model with this template should write its calls."""
     return _own_format(template) or ToolFormat.HERMES
 
 
 def writes_tools(template: ChatTemplate) -> bool:
-    """Return whether the template itself tells the model about tools, in a format known here."""
+    """Return whether the template itself presents tools to the model, in a format known here."""
     return _own_format(template) is not None
 
 
@@ -79,8 +80,8 @@ def write_chat_prompt(
     variables: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """Return the prompt of ``messages`` with ``tools``, which may be empty. The other arguments are
-    those of ``ChatTemplate.render``. Raises ``ChatTemplateError`` for messages that the template
-    refuses in every form."""
+    those of ``ChatTemplate.render``. Raises ``ChatTemplateError`` if the template refuses the
+    messages in every form."""
     own = writes_tools(template)
     given = tools if own and tools else None
     if (tools and not own) or (_has_calls(messages) and not _shows_calls(template)):
@@ -98,19 +99,19 @@ def write_chat_prompt(
             )
         except ChatTemplateError as error:
             if isinstance(error.__cause__, TextWorkerError):
-                raise  # it would take as long once more
+                raise  # another form would take as long
             refused = refused or error
             continue
         if preamble in text:
             return ChatPrompt(text, ends_in_thought(text))
-    if refused is None:  # the template leaves out system messages, and changes those of users
+    if refused is None:  # the template drops system messages and changes those of users
         refused = ChatTemplateError("the chat template leaves out the text about the tools")
     raise refused
 
 
 def _forms(messages: Messages, preamble: str) -> Iterator[list[dict[str, Any]]]:
-    """Yield the conversation in the forms to try, each one once: as it is, joined, and with the
-    system message as a part of the first message of a user."""
+    """Yield the forms of a conversation to try, without duplicates: as it is, with messages joined,
+    and with the system message moved into the first user message."""
     tried = list[list[dict[str, Any]]]()
     plain = _with_preamble([dict(one) for one in messages], preamble)
     joined = _with_short_ids(_joined(plain))
@@ -130,8 +131,8 @@ def _with_preamble(messages: list[dict[str, Any]], preamble: str) -> list[dict[s
 
 
 def _joined(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages with one system message at the front, and with neighbours of one role
-    joined; results of tools stay apart."""
+    """Return the messages with one system message at the front and with neighbours of one role
+    joined. Results of tools stay separate messages."""
     system = [one["content"] for one in messages if one["role"] == "system"]
     found = [{"role": "system", "content": _join(*system)}] if any(system) else []
     for message in messages:
@@ -149,8 +150,8 @@ def _joined(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with ids of calls that Mistral's templates take: nine letters and digits,
-    the same for the same id."""
+    """Return the messages with call ids that Mistral's templates accept: nine letters and digits.
+    Equal ids stay equal."""
     found = list[dict[str, Any]]()
     for message in messages:
         short = dict(message)
@@ -169,7 +170,8 @@ def _short_id(identity: str) -> str:
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the text of the system message in front of the first user's."""
+    """Return the messages with the text of the system message in front of the first user
+    message."""
     if not messages or messages[0]["role"] != "system":
         return messages
     return [{**messages[0], "role": "user"}, *messages[1:]]
@@ -192,8 +194,8 @@ def _shows_calls(template: ChatTemplate) -> bool:
 
 
 def _with_calls_as_text(messages: Messages) -> Iterator[dict[str, Any]]:
-    """Yield the messages with calls and results as texts. The results of one turn become one
-    message of the user."""
+    """Yield the messages with calls and results as text. Results that follow each other become one
+    user message."""
     results = list[str]()
     for message in messages:
         if message["role"] == "tool":

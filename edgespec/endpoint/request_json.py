@@ -1,8 +1,8 @@
-"""Reads a request's JSON: every mistake is an ``ApiError`` that names the field and what it must
-be, in the shape and with the status codes of OpenAI's API.
+"""Reader of a request's JSON. Every mistake is an ``ApiError`` that names the field and what it
+must be, in the shape and with the status codes of OpenAI's API.
 
-Python's reader holds the interpreter until it is done, and many small values take it a hundred
-times as long as one large text: so lists, objects and texts are counted before it begins.
+Python's JSON parser holds the interpreter until it is done, and many small values take it a hundred
+times as long as one large text. So lists, objects and texts are counted before parsing begins.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _TYPES: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# What a refusal of the verifier is for the client of a device: status and code. Any other says that
-# there is no verifier now.
+# Status and error code for each fault of a verifier. All other faults mean that no verifier is
+# available now.
 _FAULTS: Final[Mapping[FaultCode | None, tuple[int, str]]] = {
     FaultCode.CONTEXT_TOO_LONG: (400, "context_length_exceeded"),
     FaultCode.INVALID: (400, "invalid_request"),
@@ -38,11 +38,11 @@ _FAULTS: Final[Mapping[FaultCode | None, tuple[int, str]]] = {
 }
 _MOST_NAMED: Final = 16
 VERIFIER_BACK_S: Final = 5
-"""What a client is told to wait when the verifier is away."""
+"""Seconds after which a client should try again when no verifier is available."""
 
 
 class ApiError(Exception):
-    """Becomes the answer to a request. ``param`` names the parameter that is to blame."""
+    """An error that becomes the response to a request. ``param`` names the parameter at fault."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return this error with names of fields as the client sent them. ``names`` has them by our
-        names, of whole fields or of what a longer name begins with, such as ``messages[2]``."""
+        """Return this error with field names as the client sent them. ``names`` maps our names, or
+        beginnings of longer names such as ``messages[2]``, to the sent ones."""
         param = None if self.param is None else _sent_name(self.param, names)
 
         def sent(word: re.Match[str]) -> str:
@@ -91,7 +91,7 @@ class ApiError(Exception):
 
 
 def _sent_name(name: str, names: Mapping[str, str]) -> str:
-    """Return the name of a field as the client sent it, by the longest beginning that is known."""
+    """Return the name of a field as the client sent it. The longest known beginning is replaced."""
     known = [
         one for one in names if name.startswith(one) and name[len(one) :][:1] in ("", ".", "[")
     ]
@@ -103,7 +103,8 @@ def _sent_name(name: str, names: Mapping[str, str]) -> str:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Give each ``ApiError`` that leaves the block the names of fields that the client sent."""
+    """Rename the fields in each ``ApiError`` that leaves the block to the names that the client
+    sent."""
     try:
         yield
     except ApiError as error:
@@ -111,7 +112,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _encodable(text: str) -> str:
-    """``text``, with half of a surrogate pair, which a request may hold, written out."""
+    """Return ``text`` with unpaired surrogates, which a request may contain, written as escapes."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
@@ -141,11 +142,13 @@ def from_generation(error: GenerationError) -> ApiError:
 
 
 MAX_VALUES: Final = 1 << 17
-"""Lists, objects and texts, names among them, together. A chat of 4,096 messages has 20,482."""
+"""Limit on the number of lists, objects and texts of a request together, names of fields included.
+A chat of 4,096 messages has 20,482."""
 
 
 def read_object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object in a body. Raises ``ApiError`` saying where it is none."""
+    """Return the JSON object in a body. Raises ``ApiError`` that says where the body is
+    malformed."""
     if (values := _values(body)) > MAX_VALUES:
         why = f"the request has {values} lists, objects and texts, but at most {MAX_VALUES}"
         raise ApiError(400, why, code="too_many_values")
@@ -166,7 +169,8 @@ def read_object(body: bytes) -> Mapping[str, Any]:
 def check_members(body: bytes, most: int) -> None:
     """Raise ``ApiError`` if the lists and objects in a body have more than ``most`` members.
 
-    To count commas takes a thousandth of what reading them takes, and holds up nobody."""
+    Counting commas takes a thousandth of the time of parsing, so it does not delay other
+    requests."""
     if body.count(b",") < most:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now a quote begins or ends a text
@@ -176,13 +180,14 @@ def check_members(body: bytes, most: int) -> None:
 
 
 def nested_too_deep() -> ApiError:
-    """Of lists in lists there are more than can be read, or written again."""
+    """Return the error for nesting beyond what can be parsed or written again."""
     return ApiError(400, "the request is nested too deep", code="invalid_json")
 
 
 def _values(body: bytes) -> int:
-    """How many there are, or a number beyond the limit; without looking for what is text, or for
-    much of it, where that makes no difference."""
+    """Return the number of lists, objects and texts, or any number beyond the limit. The cheap
+    upper bound is returned if it is within the limit; the exact scan leaves out what stands inside
+    texts."""
     lists = body.count(b"[") + body.count(b"{")
     if (most := lists + body.count(b'"') // 2) <= MAX_VALUES:
         return most
@@ -205,16 +210,16 @@ _shortened.maxstring = _shortened.maxlong = 4 * _SHOWN
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a request. ``place`` is where it stands, such as ``messages[0].``; a field
-    that is null counts as absent. ``spelling`` has the client's names of fields whose name here is
-    another."""
+    """An object of a request. ``place`` is its path, such as ``messages[0].``. A field that is null
+    counts as absent. ``spelling`` maps our names of fields to the names that the client sent, where
+    they differ."""
 
     data: Mapping[str, Any]
     place: str = ""
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, field: str) -> str:
-        """The field's name as the client wrote it, with its place, for errors."""
+        """Return the field's name as the client wrote it, with its path, for errors."""
         return self.place + self.spelling.get(field, field)
 
     def raw(self, field: str) -> Any:
@@ -245,14 +250,14 @@ class Fields:
         return int(value)
 
     def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...]:
-        """A list of objects, at most ``most``; absent: none."""
+        """Return a list of objects, with at most ``most`` of them; empty if the field is absent."""
         value = self._of(field, list, "a list of objects") or ()
         if most is not None and len(value) > most:
             raise self.error(field, f"holds {len(value)} objects, but at most {most}")
         return tuple(self._section(f"{field}[{place}]", one) for place, one in enumerate(value))
 
     def texts(self, field: str, most: int) -> tuple[str, ...]:
-        """A text, or a list of at most ``most``; absent: none."""
+        """Return a text as a tuple of one, or a list of at most ``most`` texts; empty if absent."""
         value = self.data.get(field)
         given = [value] if isinstance(value, str) else [] if value is None else value
         if isinstance(given, list) and len(given) > most:
@@ -279,7 +284,7 @@ class Fields:
         return value
 
     def section(self, field: str) -> Fields:
-        """Absent: an empty one."""
+        """Return an object; an empty one if the field is absent."""
         value = self.data.get(field)
         return self._section(field, {} if value is None else value)
 
@@ -287,7 +292,7 @@ class Fields:
         return self.error(field, f"is {shown(value)}, but must be {wanted}")
 
     def error(self, field: str, why: str, code: str | None = None) -> ApiError:
-        """``why`` goes on where the field's name ends."""
+        """Return an ``ApiError`` whose message is the field's name followed by ``why``."""
         name = self.name(field)
         return invalid(name, f"{name} {why}", code)
 
@@ -298,18 +303,19 @@ class Fields:
 
 
 def encodable(name: str, text: str) -> str:
-    """``text``, if UTF-8 can hold it. Raises ``ApiError`` for half of a surrogate pair."""
+    """Return ``text`` if UTF-8 can encode it. Raises ``ApiError`` for an unpaired surrogate."""
     if not is_unicode(text):
         raise invalid(name, f"{name} holds half of a surrogate pair, which is no text")
     return text
 
 
 def compact(value: object) -> str:
-    """Its JSON, without spaces."""
+    """Return the JSON of a value, without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def shown(value: object) -> str:
-    """A value in an error, in part if it is long: no more of it is written out than is shown."""
+    """Return a value as it is shown in an error, shortened. Only the shown part is converted to
+    text."""
     text = _shortened.repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

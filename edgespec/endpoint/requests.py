@@ -1,8 +1,8 @@
-"""From the JSON of a request to what is to be generated: its parameters, messages and tools.
+"""Parser of a request: from its JSON to the parameters, messages and tools of its generations.
 
-Templates know texts, so a list of text parts becomes one text, and ``developer`` becomes
-``system``. Tools that a model here cannot have are left out and named, and a custom tool, which
-takes plain text, becomes a function with one argument.
+Chat templates handle plain texts, so a list of text parts becomes one text, and the role
+``developer`` becomes ``system``. Tools that no model here can have are left out and reported. A
+custom tool, which takes plain text, becomes a function with one argument.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from edgespec.models.tokenizer import MAX_MESSAGES
 COMMON: Final = frozenset(
     "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"
     " prompt_cache_key frequency_penalty presence_penalty response_format grammar regex"
-    # Not OpenAI's: those of the servers that people have at home.
+    # Not OpenAI's, but common in servers that people run themselves.
     " top_k min_p repetition_penalty stop_token_ids ignore_eos min_tokens add_special_tokens"
-    # Ours alone.
+    # Only edgespec's.
     " rule".split()
 )
 CHAT: Final = COMMON | frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
     " chat_template_kwargs reasoning_effort verbosity"
-    # Not OpenAI's: to continue the last message.
+    # Not OpenAI's: continuation of the last message.
     " continue_final_message add_generation_prompt".split()
 )
 COMPLETION: Final = COMMON | {"prompt", "echo"}
@@ -50,8 +50,8 @@ IGNORED: Final = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_retention"
     " prediction cache_prompt request_id priority".split()
 )
-"""They say who asks, where to file it or how to be quick; the text is the same, and nobody has to
-be told."""
+"""Parameters that are accepted without effect, because they only identify, file or accelerate a
+request. The output is the same, so they are not reported as ignored."""
 _NEUTRAL: Final[tuple[tuple[tuple[Any, ...], str], ...]] = (
     ((), "audio chat_template truncate_prompt_tokens web_search_options allowed_token_ids"),
     ((), "guided_whitespace_pattern structural_tag thinking_token_budget negative_prompt"),
@@ -72,14 +72,14 @@ _NEUTRAL: Final[tuple[tuple[tuple[Any, ...], str], ...]] = (
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     name: values for values, names in _NEUTRAL for name in names.split()
 }
-"""They ask for another text than could be given, so they are refused; with one of these values, and
-with null, they ask for nothing."""
+"""Parameters that are refused because they would change the output. Null and the values listed here
+mean that they are not used."""
 
 
 def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, tuple[str, ...]]:
-    """Return the fields of a request that count, by OpenAI's names or ours, and the names of those
-    that were left out because nothing here reads them. Raises ``ApiError`` naming the first
-    parameter that would change the text and is not supported, and two that contradict each other.
+    """Return the known fields of a request under their names here, and the names of unknown fields.
+    Raises ``ApiError`` for the first parameter that would change the output and is not supported,
+    and for two parameters that contradict each other.
     """
     given, unknown = _Spelled(), []
     for name, value in data.items():
@@ -108,8 +108,8 @@ _PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalt
 
 
 def _check_penalty_window(fields: Fields, data: Mapping[str, Any]) -> None:
-    """Refuse a window of tokens that penalties look at, where there are penalties: here they look
-    at the whole text (-1). Raises ``ApiError``."""
+    """Raise ``ApiError`` for a window of tokens to which penalties are limited, if the request has
+    penalties. Here they apply to the whole text, which is a window of -1."""
     window = data.get(_PENALTY_WINDOW)
     if window in (None, -1):
         return
@@ -121,14 +121,15 @@ def _check_penalty_window(fields: Fields, data: Mapping[str, Any]) -> None:
 
 
 class _Spelled:
-    """Fields by our names, each with the name under which the client gave it."""
+    """Fields under our names, each with the name under which the client sent it."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
         self.spelling: dict[str, str] = {}
 
     def add(self, ours: str, spelling: str, value: Any) -> None:
-        """Raises ``ApiError`` where another spelling of the field has another value."""
+        """Add a field. Raises ``ApiError`` if it was added under another name with another
+        value."""
         held = self.fields.get(ours)
         if held is None or _asks_for_nothing(ours, held) or held == value:
             self.fields[ours], self.spelling[ours] = value, spelling
@@ -142,8 +143,8 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 
 def _renamed(name: str, value: Any, given: _Spelled) -> bool:
-    """Return whether another server's parameter is one of ours by another name; then ``given`` has
-    it. Raises ``ApiError``."""
+    """Add a field that another server calls by another name to ``given``. Return whether ``name``
+    is such a name. Raises ``ApiError``."""
     if name in _OTHERS:
         ours, convert = _OTHERS[name]
         converted = value if convert is None else convert(name, value)
@@ -161,8 +162,7 @@ def _renamed(name: str, value: Any, given: _Spelled) -> bool:
 
 
 def names_sent(data: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of other servers under which parameters of ours stand in a request, by our
-    names."""
+    """Return the other servers' names of fields that a request contains, by our names."""
     found = dict[str, str]()
     for name in data:
         if name in _OTHERS:
@@ -205,21 +205,23 @@ _OTHERS: Final[Mapping[str, tuple[str, Callable[[str, Any], Any] | None]]] = {
     "guided_json_object": ("response_format", _any_object),
     "json_schema": ("response_format", _held_to_schema),
 }
-"""Other servers' parameters: the name here, and what makes one of the other."""
+"""Parameters of other servers: our name, and the conversion of the value."""
 MAX_CHOICE_TEXTS: Final = 1024
-"""Texts of ``guided_choice``; as one regular expression they are bounded by its bytes."""
+"""Limit on the texts of ``guided_choice``. The regular expression made of them has a limit in bytes
+too."""
 MAX_TOOLS: Final = 128
 MAX_CHOICES: Final = 128
 """The largest ``n``, as in OpenAI's API."""
 MAX_TEXTS: Final = 1024
-"""Texts that one request may ask for, over all of its prompts; they queue for their turns."""
-# A drawn seed survives JavaScript, whose numbers hold 53 bits.
+"""Limit on the generations of one request, over all of its prompts. They wait for slots one by
+one."""
+# A random seed survives JavaScript, whose numbers hold 53 bits.
 _SEED_BITS: Final = 48
 TEMPLATE_VARIABLES: Final = ("reasoning_effort", "verbosity")
 """Parameters of a chat that are variables of its template."""
 _LARGEST_WHOLE: Final = (1 << 64) - 1
 _FREE_CHOICES: Final = (None, "auto", "none")
-"""Of ``tool_choice``: no call has to come."""
+"""Values of ``tool_choice`` that force no call."""
 _ROLES: Final = {"developer": "system", "function": "tool"}
 _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _LONGEST_TOOL_NAME: Final = 256
@@ -232,17 +234,18 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CalledAs:
-    """How a client calls a tool that the model has under a name of its own."""
+    """The names by which a client calls a tool, where the model sees another name."""
 
     name: str
     namespace: str = ""
     is_custom: bool = False
-    """The tool takes plain text, not JSON."""
+    """Whether the tool takes plain text instead of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be generated. ``sampling`` lacks ``max_tokens`` where that is None."""
+    """A request for generations, parsed. If ``max_tokens`` is None, the one in ``sampling`` is not
+    meant."""
 
     model: str
     sampling: SamplingParams
@@ -251,45 +254,46 @@ class Request:
     stream: bool
     include_usage: bool
     conversation: str
-    """Its hash; empty: the request does not tell which one it belongs to."""
+    """Hash that identifies the conversation; empty: not known."""
     ignored: tuple[str, ...]
-    """Names of parameters that nobody here knows."""
+    """Names of parameters that have no effect here."""
     rule: str
-    """By which drafts are accepted; empty: as the device is configured."""
+    """Rule by which drafts are accepted; empty: as the device is configured."""
     logprobs: int | None = None
-    """How many of the likeliest tokens to tell with each one's score; None: nothing of scores."""
+    """Number of likeliest tokens to report beside each token's score. None: no scores."""
     prompts: tuple[Prompt, ...] = ()
-    """The texts to continue."""
+    """Texts to continue."""
     echo: bool = False
-    """Each text begins with its prompt."""
+    """Whether each output begins with its prompt."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation of which the next message is wanted; empty: ``prompts`` are continued."""
+    """Conversation whose next message is generated. Empty: ``prompts`` are continued."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Empty: none, or none wanted."""
+    """Tools that the model may call."""
     one_call: bool = False
-    """No more than one tool may be called in an answer."""
+    """Whether an output may contain one call at most."""
     must_call: bool = False
-    """The answer has to be a call of one of ``tools``."""
+    """Whether the output must be a call of one of ``tools``."""
     strict: frozenset[str] = frozenset()
-    """Names of the tools whose calls have to fit their schemas, also where none is forced."""
+    """Names of the tools whose calls must fit their schemas, also if no call is forced."""
     called_as: Mapping[str, CalledAs] = field(default_factory=dict)
-    """Tools whose calls are given back in another way, by the names that the model has."""
+    """Names that the client uses for tools, by the names that the model sees."""
     constraint_param: str = ""
-    """The field to blame where the constraint of ``sampling`` cannot be kept; empty: that of its
-    kind."""
+    """The field to name in an error about the constraint of ``sampling``. Empty: the one that
+    belongs to the constraint's kind."""
     may_lose_constraint: bool = False
-    """The constraint of ``sampling`` only keeps a promise about ``strict`` tools: where it cannot
-    be read, the answer comes without it and says so."""
+    """Whether the constraint of ``sampling`` only keeps a promise about ``strict`` tools. If it
+    cannot be compiled, the output is generated without it and a header reports this."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of fields as the client sent them, by our names, for errors."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones for the chat template."""
+    """Further variables for the chat template."""
     special: bool = True
-    """Whether a prompt gets the tokens that begin a text; a chat's template writes them itself."""
+    """Whether the tokenizer adds the tokens that begin a text. A chat template writes them
+    itself."""
     continues: bool = False
-    """Whether the text continues the last message."""
+    """Whether the output continues the last message."""
     generation_prompt: bool = True
-    """Whether the prompt of a chat ends with what begins an answer."""
+    """Whether the prompt of a chat ends with the beginning of an assistant's message."""
 
 
 def chat_request(
@@ -299,9 +303,11 @@ def chat_request(
     most_tools: int = MAX_TOOLS,
     names: Mapping[str, str] | None = None,
 ) -> Request:
-    """Read a request for a chat. ``defaults`` hold for what it leaves open. ``names`` are names
-    of fields as the client sent them, by our names, where the request was made from one of another
-    kind. Raises ``ApiError``, which has the names that were sent."""
+    """Return a parsed chat request.
+
+    ``defaults`` are used for parameters that it leaves open. ``names`` maps our names of fields to
+    those the client sent, if the request was converted from another kind. Raises ``ApiError`` with
+    the sent names."""
     sent = {"prompt": "messages", **names_sent(data)} if names is None else names
     with renaming(sent):
         return replace(_chat_request(data, defaults, most_tools), names=sent)
@@ -317,7 +323,8 @@ def _chat_request(data: Mapping[str, Any], defaults: SamplingParams, most_tools:
     forced = mode == "required"
     held = _constraint(fields)
     if forced and held is not None and held.kind is not ConstraintKind.JSON_SCHEMA:
-        # A call wins over a schema of the text, as at OpenAI; a grammar is a wish of its own.
+        # A call takes precedence over a JSON schema, as at OpenAI. A grammar or regular expression
+        # does not give way.
         why = f"forces a call, which cannot fit the {held.kind.value} beside it"
         raise fields.error("tool_choice", why)
     given = fields.sections("messages", MAX_MESSAGES)
@@ -351,9 +358,9 @@ def _chat_request(data: Mapping[str, Any], defaults: SamplingParams, most_tools:
 
 
 def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
-    """Return whether the text continues the last message of a chat, and whether the prompt ends
-    with what begins an answer. Unless the request says otherwise a last message of an assistant is
-    continued, as llama.cpp's server does. Raises ``ApiError``."""
+    """Return whether the output continues the last message of a chat, and whether the prompt ends
+    with the beginning of an assistant's message. By default a last message of an assistant is
+    continued, as in llama.cpp's server. Raises ``ApiError``."""
     asked, last = fields.flag("continue_final_message"), messages[-1]
     prompt = fields.flag("add_generation_prompt", absent=not asked)
     if asked and prompt:
@@ -368,7 +375,8 @@ def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple[bool
 
 
 def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
-    """Read a request for completions, as ``chat_request`` does one for a chat."""
+    """Return a parsed completion request. The arguments and errors are those of
+    ``chat_request``."""
     names = names_sent(data)
     with renaming(names):
         return replace(_completion_request(data, defaults), names=names)
@@ -386,8 +394,9 @@ def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Re
 
 
 def seed_of(seed: int, choice: int) -> int:
-    """The seed of choice ``choice`` (from 0) of a request with n > 1: the first has the request's
-    own, each other the first eight bytes of SHA-256 of ``"SEED:CHOICE"``, big-endian."""
+    """Return the seed of choice ``choice`` (from 0) of a request with n > 1. The first has the
+    request's own seed; each other one has the first eight bytes, big-endian, of the SHA-256 of
+    ``"SEED:CHOICE"``."""
     if choice == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:8], "big")
@@ -396,7 +405,8 @@ def seed_of(seed: int, choice: int) -> int:
 def _request(
     data: Mapping[str, Any], known: frozenset[str], defaults: SamplingParams
 ) -> tuple[Fields, Request]:
-    """What all kinds of requests have, and the fields to read the rest from."""
+    """Return a request with the fields that all kinds share, and the ``Fields`` to read the others
+    from."""
     fields, ignored = understood(data, known)
     options, stream = fields.section("stream_options"), fields.flag("stream")
     key = fields.text("prompt_cache_key")
@@ -418,7 +428,7 @@ def _request(
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The hash of a chat that begins so: with all up to the first message of a user."""
+    """Return the hash of the beginning of a chat: all messages up to the first one of a user."""
     roles = [message["role"] for message in messages]
     first = roles.index("user") + 1 if "user" in roles else len(messages)
     begins = [[message["role"], message["content"]] for message in messages[:first]]
@@ -430,19 +440,19 @@ def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     given = {name: value for name, value in read.items() if value is not None}
     given = {"seed": secrets.randbits(_SEED_BITS), **given}
     if (least := given.get("min_tokens", 0)) > defaults.max_tokens:
-        given["max_tokens"] = least  # until it is known how long the text may be
+        given["max_tokens"] = least  # placeholder until the length is known
     if (constraint := _constraint(fields)) is not None:
         given["constraint"] = constraint
     try:
         return replace(defaults, **given)
-    except ValueError as error:  # its message begins with the name, or with "number of" one
+    except ValueError as error:  # the message contains the field's name
         named = [one for one in given if one in str(error)]
         raise invalid(named[0] if named else "sampling", str(error)) from None
 
 
 def _length(fields: Fields, name: str) -> int | None:
-    """A number of tokens to generate at most; None: left open. -1 asks for as many as there is room
-    for, as in llama.cpp, and so does more than any context has."""
+    """Return the limit on generated tokens, or None if it is left open. As in llama.cpp, -1 means
+    as many as the context has room for; so does a number above any context length."""
     found = fields.whole(name, -1, _LARGEST_WHOLE)
     if found == 0:
         raise fields.error(name, "is 0, but a text has at least 1 token (-1: as many as fit)")
@@ -453,8 +463,7 @@ _LENGTHS: Final = ("max_completion_tokens", "max_tokens")
 
 
 def _checked_length(fields: Fields, request: Request) -> Request:
-    """Return ``request``. Raises ``ApiError`` where the client asks for more tokens at least than
-    at most."""
+    """Return ``request``. Raises ``ApiError`` if ``min_tokens`` exceeds ``max_tokens``."""
     least, most = fields.whole("min_tokens", 0, MAX_TOKENS), request.max_tokens
     if least is not None and most is not None and least > most:
         name = next(one for one in _LENGTHS if fields.raw(one) is not None)
@@ -472,13 +481,13 @@ def _top_k(fields: Fields, name: str) -> int:
 
 
 def _seed(fields: Fields, name: str) -> int | None:
-    """None for -1, which asks for a drawn one, as in llama.cpp."""
+    """Return the seed, or None for -1, which requests a random one, as in llama.cpp."""
     found = fields.whole(name, -(1 << 63), _LARGEST_WHOLE) or 0
     return None if found == -1 else found % (1 << 64)
 
 
 def _stops(fields: Fields, name: str) -> tuple[str, ...] | None:
-    """Stop texts; empty ones stop nothing and are left out, as llama.cpp does."""
+    """Return the stop strings. Empty ones are left out, as llama.cpp does."""
     found = tuple(filter(None, fields.texts(name, MAX_STOP_STRINGS)))
     if (size := sum(map(len, found))) > MAX_STOP_CHARACTERS:
         why = f"has {size} characters in all, but at most {MAX_STOP_CHARACTERS}"
@@ -514,11 +523,12 @@ _SAMPLED: Final[Mapping[str, Callable[[Fields, str], Any]]] = {
     "ignore_eos": Fields.flag,
     "min_tokens": lambda fields, name: fields.whole(name, 0, MAX_TOKENS),
 }
-"""What reads each of them, where it is there; None: it says nothing."""
+"""Reader of each sampling parameter; it returns None for a value that means the default."""
 
 
 def _constraint(fields: Fields) -> Constraint | None:
-    """Raises ``ApiError``, also where a request asks for two of them, or for an empty one."""
+    """Return the constraint of a request. Raises ``ApiError`` for two of them, or for an empty
+    one."""
     texts_of = {
         "response_format": (ConstraintKind.JSON_SCHEMA, _schema(fields)),
         "grammar": (ConstraintKind.GRAMMAR, fields.text("grammar")),
@@ -539,9 +549,9 @@ def _constraint(fields: Fields) -> Constraint | None:
 
 
 def _schema(fields: Fields) -> str | None:
-    """The JSON schema that ``response_format`` asks for. It may stand in ``json_schema.schema``, as
-    in OpenAI's API, or in ``schema``, as in llama.cpp's server, whose ``json_object`` takes one
-    too."""
+    """Return the JSON schema of ``response_format``, or None. It stands in ``json_schema.schema``,
+    as in OpenAI's API, or in ``schema``, as in llama.cpp's server, where a ``json_object`` can have
+    one too."""
     if fields.raw("response_format") is None:
         return None
     asked = fields.section("response_format")
@@ -628,8 +638,8 @@ def _content(fields: Fields) -> str | None:
 
 
 def _earlier_call(fields: Fields) -> dict[str, Any]:
-    """Return a call in the form of a function's; the arguments stay as they are sent, since the
-    chat template decides on their form."""
+    """Return an earlier call in the form of a function call. The arguments stay as they were sent,
+    since the chat template decides on their form."""
     arguments: Any
     if fields.raw("type") == "custom":
         custom = fields.section("custom")
@@ -657,26 +667,26 @@ def _earlier_call(fields: Fields) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ReadTools:
-    """The tools of a request: what the model is given, and how calls are given back."""
+    """The parsed tools of a request."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """In the form of a chat's ``tools``, without ``strict``."""
+    """Functions for the model, in the form of a chat's ``tools`` without ``strict``."""
     strict: set[str] = field(default_factory=set)
     called_as: dict[str, CalledAs] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    """What no model here has, by words for a header."""
+    """Kinds of tools that no model here has, as words for a header."""
 
 
 def read_tools(fields: Fields, most: int = MAX_TOOLS) -> ReadTools:
-    """Read ``tools``, ``most`` of them at most. Kinds that the service of another provider runs,
-    such as ``web_search``, are left out. Raises ``ApiError``."""
+    """Return the parsed ``tools``, at most ``most`` of them. Kinds that only the service of another
+    provider can run, such as ``web_search``, are left out. Raises ``ApiError``."""
     found = ReadTools()
     for one in fields.sections("tools", most):
         kind = one.text("type")
         if kind == "function":
             function = one.section("function")
             name = _tool_name(function)
-            function.section("parameters")  # an object, if it is there
+            function.section("parameters")  # raises if it is not an object
             if function.flag("strict"):
                 found.strict.add(name)
             told = {key: value for key, value in function.data.items() if key != "strict"}
@@ -695,8 +705,8 @@ def read_tools(fields: Fields, most: int = MAX_TOOLS) -> ReadTools:
 
 
 def custom_function(custom: Fields) -> dict[str, Any]:
-    """Return the function that stands for a custom tool, which takes plain text in a format that
-    its description has to say."""
+    """Return the function that stands for a custom tool. The tool takes plain text, so its format
+    is described in words."""
     described = [custom.text("description") or ""]
     form = custom.section("format")
     if form.text("type") == "grammar":

@@ -1,8 +1,10 @@
-"""Makes a request for a chat from one of ``/v1/responses``, as far as that needs no memory.
+"""Conversion of a ``/v1/responses`` request into a chat request, as far as that needs no stored
+state.
 
-What would need a memory here is refused by name. Tools and items that belong to the service of
-another provider are left out and named. The functions of a namespace become functions whose names
-begin with the namespace; a call is given back with both names.
+Fields that refer to stored state are refused with an error that names them. Tools and items that
+only the service of another provider can run are left out and reported. The functions of a namespace
+become functions whose names begin with the namespace; a call is reported to the client with both
+names.
 """
 
 from __future__ import annotations
@@ -15,37 +17,37 @@ from edgespec.endpoint.request_json import Fields, shown
 from edgespec.endpoint.requests import CUSTOM_INPUT, MAX_TOOLS, CalledAs
 
 MAX_FUNCTIONS: Final = 1024
-"""Functions of all namespaces together."""
+"""Limit on the functions of all namespaces together."""
 _KEEPS: Final = ("previous_response_id", "conversation", "background", "prompt")
 _OURS: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _LEFT_OUT: Final = frozenset(
     "include reasoning truncation top_logprobs stream_options client_metadata".split()
 )
-"""Parameters that change no text here, and that are read elsewhere where they do."""
+"""Parameters that do not change the output here, or that are read elsewhere."""
 _ECHOED: Final = (
     *("instructions", "max_output_tokens", "metadata", "reasoning", "temperature", "text"),
     *("top_p", "truncation", "user"),
 )
-"""Parameters that an answer repeats where they were given."""
+"""Parameters of the request that the response repeats if they were given."""
 
 
 @dataclass(slots=True)
 class AsChat:
-    """A request for a response in the form of one for a chat."""
+    """A request for a response in the form of a chat request."""
 
     chat: dict[str, Any]
     echo: dict[str, Any]
-    """What the answer says about the request."""
+    """Fields of the request that the response repeats."""
     names: dict[str, str] = field(default_factory=dict)
-    """Names of fields as the client sent them, by those of the chat."""
+    """Names of fields as the client sent them, by their names in the chat."""
     called_as: dict[str, CalledAs] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """Kinds of tools and items that no model here has."""
 
 
 def as_chat(data: Mapping[str, Any]) -> AsChat:
-    """Return the same as a request for a chat. Raises ``ApiError``."""
+    """Return a request for a response as a chat request. Raises ``ApiError``."""
     fields = Fields(data)
     for name in _KEEPS:
         if data.get(name):
@@ -98,7 +100,7 @@ def _add_tools(made: AsChat, fields: Fields) -> None:
 
 
 def _add_tool(made: AsChat, tool: Fields, namespace: str) -> None:
-    """Add a tool in the form of a chat, and note the names of its fields."""
+    """Add a tool in the form of a chat, and record the sent names of its fields."""
     kind = tool.raw("type")
     if kind not in ("function", "custom"):
         if not isinstance(kind, str) or not kind:
@@ -121,12 +123,12 @@ def _add_tool(made: AsChat, tool: Fields, namespace: str) -> None:
 
 
 def flat_name(namespace: str, name: str) -> str:
-    """Return the name of a function of a namespace by which the model calls it."""
+    """Return the name under which the model sees a function of a namespace."""
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 def _known_name(made: AsChat, namespace: Any, name: Any) -> Any:
-    """Return the name by which the model knows a tool that the client names in two parts."""
+    """Return the name under which the model sees a tool that the client names in two parts."""
     if not namespace or not isinstance(namespace, str) or not isinstance(name, str):
         return name
     for flat, one in made.called_as.items():

@@ -1,15 +1,15 @@
-"""The HTTP server: who may connect and ask, for how long, and how it stops in good order.
+"""The HTTP server: which connections and requests it accepts, its time limits, and its orderly
+stop.
 
-A connection is closed on which nothing moves: a request that is not sent, an answer that is not
-read. Of too many connections the one that has asked nothing for longest is closed. A client that
-still sends when it has been answered can read its answer: the rest of its request is read and
-dropped for a while, since closing a connection with unread bytes resets it.
+A connection on which nothing moves is closed: a request that does not arrive, or a response that is
+not read. If there are too many connections, the one that has been idle for longest is closed. A
+client that still sends after it was answered can read its response: the rest of its request is read
+and dropped for a while, since closing a connection with unread bytes resets it.
 
-Before anything of a request is read but its head, three things are checked. On loopback ``Host``
-must name this machine: a web page whose own name stands for 127.0.0.1 (DNS rebinding) has another.
-An ``Origin`` must be this endpoint's, this machine's or one that was let in. A key, where there is
-one, must be shown for everything but ``/health`` and the page; the time of comparing it tells
-nothing.
+Three checks need only the head of a request. On loopback, ``Host`` must name this machine, because
+a web page whose own name resolves to 127.0.0.1 (DNS rebinding) sends another. An ``Origin`` must be
+this endpoint's, this machine's or an allowed one. An API key, if one is configured, is required for
+everything but ``/health`` and the page. The key is compared in constant time.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ from edgespec.endpoint.service import Endpoint
 
 HEALTH: Final = "/health"
 _OPEN: Final = (HEALTH, "/")
-"""What is shown without the key: the page at ``/`` holds no number, and asks for the key itself."""
+"""Paths that need no API key. The page at ``/`` contains no numbers and asks its user for the
+key."""
 OWN_ORIGINS: Final = (
     *("http://localhost:*", "https://localhost:*", "http://127.0.0.1:*", "https://127.0.0.1:*"),
     *("http://[::1]:*", "https://[::1]:*", "app://*", "file://*", "tauri://*"),
     *("capacitor://localhost", "ionic://localhost", "vscode-webview://*", "vscode-file://*"),
 )
-"""Origins of pages that this machine serves, and of applications that are installed on it. No page
-of the web can have one of them: a browser names a page's own scheme and host. So they are let in as
-other programs of this machine are; ``null`` is not, which any page can be."""
+"""Origins of pages that this machine serves, and of applications installed on it. No page of the
+web can have one of them, since a browser sends a page's own scheme and host. So they are trusted
+like other programs of this machine. ``null`` is not among them, because any page can have it."""
 _NOTHING: Final = "(?!)"
 _LOOKS: Final = 4
 _LONGEST_LOOK_S: Final = 5.0
 MOST_CONNECTIONS: Final = 512
 _BACKLOG: Final = 512
-"""Connections that the system keeps for us until they are accepted."""
+"""Connections that the operating system queues until they are accepted."""
 _ACCEPTED_AT_ONCE: Final = 8
-"""Before the event loop goes on: it takes three turns until one that has to go is closed, so that
-at most a few times as many descriptors are open beyond the most connections."""
+"""Connections accepted before the event loop goes on. A surplus connection takes three turns of the
+loop to close, so at most a few times as many descriptors are open beyond the limit."""
 _UNREAD_BYTES: Final = 1 << 15
-"""What may wait for a client to read it, here and once more in the system."""
+"""Unread bytes after which a client counts as not reading: in this process, and once more in the
+operating system."""
 _OTHER_DESCRIPTORS: Final = 96
-"""Of what a process may have open, kept for files, verifiers and the event loop."""
-# After a stream was told that it ends: for the words to leave.
+"""Descriptors of the process that are reserved for files, verifiers and the event loop."""
+# Time for the final events of streams that are cut off, before the server closes.
 _LAST_WORDS_S: Final = 2.0
 _STARTED_EVERY_S: Final = 0.005
 
@@ -77,7 +79,8 @@ def shows_key(headers: Headers, key: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware. ``key`` empty: none is asked for."""
+    """ASGI middleware that checks the head of every request. An empty ``key`` requires no API
+    key."""
 
     def __init__(self, app: ASGIApp, key: str, settings: EndpointSection) -> None:
         self._app, self._key, self._settings = app, key, settings
@@ -85,11 +88,11 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no websockets; a server without lifespan events asks for nothing else
+            return  # no websockets; a server without lifespan events sends no other type
         try:
             self._check(scope, Headers(scope=scope))
         except ApiError as error:
-            # The body was not read, so the connection cannot be used any further.
+            # The body was not read, so the connection cannot carry another request.
             response = error_response(error, {"Connection": "close"})
             await response(scope, receive, send)
             return
@@ -113,7 +116,7 @@ class Guard:
                 why = "the key shown is not the right one"
             raise ApiError(401, why, code="invalid_api_key")
         if "content-length" in headers and "transfer-encoding" in headers:
-            # What a proxy took for the end of this request may be the middle of another's.
+            # A proxy may have seen another end of this request, and the rest as the next one.
             why = "the request has both Content-Length and Transfer-Encoding"
             raise ApiError(400, why, code="two_lengths")
         coding = headers.get("content-encoding", "identity")
@@ -126,15 +129,15 @@ class Guard:
 
 
 def origin_pattern(settings: EndpointSection) -> str:
-    """Return the regular expression of the origins that may ask: those that were named and, where
-    only this machine can ask, its own pages and applications."""
+    """Return the regular expression of accepted origins: the configured ones and, if the endpoint
+    is on loopback, the pages and applications of this machine."""
     own = OWN_ORIGINS if is_loopback(settings.host) else ()
     return "|".join(map(_one_origin, (*own, *settings.allow_origins))) or _NOTHING
 
 
 def _one_origin(pattern: str) -> str:
     """Return the regular expression of a pattern like ``https://*.chat.example`` or
-    ``http://localhost:*``, whose port may also be left out."""
+    ``http://localhost:*``. With ``:*`` the port is optional."""
     if pattern == ANY_ORIGIN:
         return ".*"
     scheme, _, rest = pattern.lower().partition("://")
@@ -145,7 +148,7 @@ def _one_origin(pattern: str) -> str:
 
 
 def foreign_origin(origin: str) -> ApiError:
-    """Return the refusal of a web page that was not let in."""
+    """Return the error for a web page whose origin is not allowed."""
     why = f"pages of {origin[:200]!r} may not ask here"
     switch = "it is let in by --allow-origin ORIGIN (endpoint.allow_origins)"
     if origin == "null":
@@ -163,22 +166,22 @@ def _digest(text: str) -> bytes:
 
 
 class WatchedConnection(H11Protocol):
-    """One of ``most`` connections; the ``settings`` say within which time a request's head has to
-    arrive, and some of what waits to be read has to leave. Both are a subclass's."""
+    """One of at most ``most`` connections. ``settings`` limits the time for a request's head to
+    arrive and for unread output to be read. A subclass sets both."""
 
     most: ClassVar[int]
     settings: ClassVar[EndpointSection]
     _since = 0.0
-    """When it began to wait for what it waits for, or answered last."""
+    """Time at which the current wait began, or of the last response."""
     _waited: int | None = None
-    """What ``_waits`` was at the last look."""
+    """Value of ``_waits`` at the last check."""
     _timer: asyncio.TimerHandle | None = None
     _lingers = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._whole = transport
-        # A client that reads nothing is noticed when these are full; the system's own buffer would
-        # take megabytes, which is a whole text.
+        # A client that does not read is noticed when these buffers are full. The operating system's
+        # default buffer would take megabytes, which is more than most outputs.
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
@@ -193,8 +196,8 @@ class WatchedConnection(H11Protocol):
             super().data_received(data)
 
     def lingers(self) -> bool:
-        """Whether a connection that is to be closed has to be read on for a while, because its
-        client has not sent all of its request. The next look at it closes it for good."""
+        """Return whether a connection that should close must be read for a while longer, because
+        its client has not sent all of its request. The next check closes it for good."""
         if self._lingers or self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
             return False
         self._lingers, self._since = True, self.loop.time()
@@ -211,13 +214,14 @@ class WatchedConnection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        answered = getattr(self.cycle, "response_complete", True)  # no cycle: nothing was asked
+        answered = getattr(self.cycle, "response_complete", True)  # no cycle: no request yet
         unread = self.transport.get_write_buffer_size()
         return (answered or self.transport.is_closing()) and not unread
 
     @property
     def _waits(self) -> int | None:
-        """For how many bytes to be read, or 0: for a request; None: the client waits for us."""
+        """Number of unread bytes; 0 while the server waits for a request; None while the client
+        waits for the server."""
         unread = self.transport.get_write_buffer_size()
         return unread or (0 if self.idle else None)
 
@@ -235,8 +239,8 @@ class WatchedConnection(H11Protocol):
         self._timer = self.loop.call_later(look_s, self._look)
 
     def _has_room(self) -> bool:
-        """Whether this connection is within the limit, if need be because another one is let go:
-        the one that has asked nothing for longest. Those that are going already leave room."""
+        """Return whether this connection is within the limit. If there are too many, the one that
+        has been idle for longest is closed. Connections that are closing do not count."""
         every = (one for one in self.connections if isinstance(one, WatchedConnection))
         stay = [one for one in every if not one._going]
         if len(stay) <= self.most:
@@ -253,8 +257,8 @@ class WatchedConnection(H11Protocol):
 
 
 class _ClosesInOrder:
-    """A connection's transport, whose ``close`` ends our half alone while the client still sends a
-    request that was answered already."""
+    """Transport of a connection. While the client still sends a request that was already answered,
+    ``close`` only ends the sending half."""
 
     def __init__(self, transport: asyncio.Transport, connection: WatchedConnection) -> None:
         self._transport, self._connection = transport, connection
@@ -283,8 +287,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def most_connections() -> int:
-    """``MOST_CONNECTIONS``, or as many as the system's limit of descriptors (``ulimit -n``) has
-    room for."""
+    """Return the limit on connections: ``MOST_CONNECTIONS``, or fewer if the limit on open files
+    (``ulimit -n``) is low."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -292,7 +296,7 @@ def most_connections() -> int:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the command line's."""
+    """A uvicorn server that leaves signals to the command line."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -300,9 +304,10 @@ class _Server(uvicorn.Server):
 
 
 class EndpointServer:
-    """``app`` on ``listeners``, all of one port; ``start``, then ``stop``. ``died`` is set if it
-    ends by itself. ``endpoint`` None: none stands behind the app, so nothing has to be drained.
-    ``most`` connections; None: ``most_connections()``."""
+    """Serves ``app`` on ``listeners``, which all have one port. Call ``start``, then ``stop``.
+
+    ``died`` is set if the server ends by itself. ``endpoint`` None: the app has no generations that
+    need draining. ``most`` limits the connections; None: ``most_connections()``."""
 
     def __init__(
         self,
@@ -323,7 +328,7 @@ class EndpointServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # what a client did wrong it is told; our own failures are logged
+            log_level="critical",  # responses carry client errors; other failures are logged
             access_log=False,
             server_header=False,
             date_header=False,
@@ -340,7 +345,8 @@ class EndpointServer:
         return len(self._server.server_state.connections)
 
     async def start(self) -> None:
-        """Returns once requests are answered. Raises what keeps the server from it."""
+        """Return once requests are accepted. Raises the error that keeps the server from
+        starting."""
         self._task = asyncio.create_task(self._server.serve(sockets=list(self._listeners)))
         self._task.add_done_callback(lambda task: self.died.set())
         while not self._server.started:
@@ -349,11 +355,11 @@ class EndpointServer:
                 raise RuntimeError("the HTTP server ended before it began")
             await asyncio.sleep(_STARTED_EVERY_S)
         for one in self._listeners:
-            one.listen(_BACKLOG)  # asyncio has set what is accepted at once, which is fewer
+            one.listen(_BACKLOG)  # asyncio used backlog for both; this one is larger
 
     async def stop(self, drain_s: float | None = None) -> None:
-        """Take nothing new, let running requests go on for ``drain_s`` (None: as configured), tell
-        the rest, close. A second call does nothing."""
+        """Refuse new requests, let running ones go on for ``drain_s`` seconds (None: as
+        configured), cut off the rest with an error, and close. A second call does nothing."""
         if self._task is None:
             return
         task, self._task = self._task, None

@@ -1,11 +1,11 @@
-"""One endpoint without HTTP: an agent, its tokenizer, and all that requests share; from the words
-of a request to its generations, which run beside each other as one stream of events.
+"""The endpoint without HTTP: an agent, its tokenizer and all that requests share. It turns the JSON
+of a request into generations, which run beside each other and whose chunks come as one stream.
 
-A bounded number of texts runs at a time (``admission.py``). Blocking work runs in threads, in one
-pool for each kind, in which clients take turns: requests are read, texts are tokenized, templates
-are rendered. To tokenize takes some hundred times the memory of the text, so a long text is first
-counted piece by piece, as far as the context reaches: 4 MB for a context of 512 tokens are refused
-after one piece of 64 KiB.
+A bounded number of generations runs at a time (``admission.py``). Blocking work (parsing requests,
+tokenizing texts, rendering templates) runs in threads, in one pool for each kind, in which clients
+alternate. Tokenizing takes some hundred times the memory of the text. So the tokens of a long text
+are first counted piece by piece, until the context is exceeded: 4 MB for a context of 512 tokens
+are refused after one piece of 64 KiB.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
-# Chunks that nobody has read yet; beyond them the generations wait.
+# Chunks that were generated and not yet read by their request. At this number generations wait.
 _MOST_UNREAD: Final = 256
 _PARAMS: Final = {
     ConstraintKind.JSON_SCHEMA: "response_format",
@@ -82,39 +82,39 @@ _PARAMS: Final = {
     ConstraintKind.REGEX: "regex",
 }
 STRICT: Final = "tools.strict"
-"""Names the promise that calls fit their schemas, where it is not kept."""
+"""The word in ``X-Edgespec-Ignored`` for strict tools whose calls may not fit their schemas."""
 _PIECE: Final = 1 << 16
-"""Characters that are counted at once."""
+"""Characters that are tokenized at a time while the tokens of a long text are counted."""
 _SLACK: Final = 2
-"""A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
-makes half of them by it."""
+"""Factor by which the sum over pieces may exceed the tokens of the whole text. Cutting a text
+changes the tokens beside each cut, but with no tokenizer does it double their number."""
 _WORK_WITHIN_S: Final = 30.0
-"""Seconds that one piece of blocking work may take, its time in the queue included."""
+"""Seconds that one piece of blocking work may take, including its time in the queue."""
 _PREPARE_WITHIN_S: Final = 60.0
-"""Seconds from a request's body to its tokens and its grammar."""
-_MOST_WAITING: Final = 512  # as many as there are connections
+"""Seconds from a request's body to its tokens and its compiled constraint."""
+_MOST_WAITING: Final = 512  # equal to the number of connections
 _MOST_PROMPTS: Final = 16
-"""Prompts as long as the context that one request may hold as token ids."""
+"""Limit on the token ids in one request, in prompts that fill the context."""
 METRICS_PREFIX: Final = "edgespec_endpoint_"
 OTHER: Final = "other"
-"""Stands for the names of models that nobody serves any more, or of too many."""
+"""Label for the names of models that no verifier serves any more, or of too many models."""
 MOST_NAMES: Final = 256
 METRICS: Final = metrics("""
 counter requests_total{path,outcome} counts.requests Requests by path and outcome
-counter answers_total{model} counts.answers Requests that were served, to the end or not
-counter prompt_tokens_total{model} counts.prompt_tokens Prompt tokens of the requests served
-counter completion_tokens_total{model} counts.completion_tokens Tokens of their answers
-counter drafted_tokens_total{model} counts.drafted_tokens Draft nodes sent for them
-counter accepted_tokens_total{model} counts.accepted_tokens Of the tokens, those drafted here
-counter replaced_tokens_total{model} counts.replaced_tokens Of these, LOSSY ones: not the target's
-gauge texts_running admission.running Texts that are generated now
-gauge requests_waiting admission.waiting Requests that wait for their turn
-gauge body_bytes bodies.held_bytes Bytes of requests that are being read
-gauge verifier_ready verifiers.ready 1: a verifier is there
-histogram time_to_first_token_seconds counts.first_token_s Until text comes
-histogram request_seconds counts.duration_s From request to the end
+counter answers_total{model} counts.answers Requests that were generated for, completed or not
+counter prompt_tokens_total{model} counts.prompt_tokens Prompt tokens of generated requests
+counter completion_tokens_total{model} counts.completion_tokens Generated tokens
+counter drafted_tokens_total{model} counts.drafted_tokens Draft nodes sent to verifiers
+counter accepted_tokens_total{model} counts.accepted_tokens Generated tokens drafted on the device
+counter replaced_tokens_total{model} counts.replaced_tokens LOSSY: accepted, not the target's
+gauge texts_running admission.running Generations that run now
+gauge requests_waiting admission.waiting Requests that wait for a slot
+gauge body_bytes bodies.held_bytes Bytes of request bodies that are being read
+gauge verifier_ready verifiers.ready 1 if a verifier is ready, else 0
+histogram time_to_first_token_seconds counts.first_token_s From request to first token
+histogram request_seconds counts.duration_s From request to end of response
 """)
-"""Read from an ``Endpoint``."""
+"""Metrics of an ``Endpoint``: kind, name, attribute and help text."""
 
 _log = logging.getLogger(__name__)
 
@@ -124,13 +124,13 @@ def stopping() -> ApiError:
 
 
 class EndpointCounts:
-    """Totals since the start; those of models by name, of which there are at most ``MOST_NAMES``
-    and ``OTHER``."""
+    """Totals since the start. Totals by model keep at most ``MOST_NAMES`` names; further models
+    count as ``OTHER``."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()
-        """By path and status; ``gone`` for a client that left before the end, ``cut`` for a stream
-        that failed in the middle."""
+        """Requests by path and outcome. The outcome is a status code, ``gone`` if the client left
+        before the end, or ``cut`` for a stream that failed in the middle."""
         self.answers, self.prompt_tokens = Counter[str](), Counter[str]()
         self.completion_tokens, self.drafted_tokens = Counter[str](), Counter[str]()
         self.accepted_tokens, self.replaced_tokens = Counter[str](), Counter[str]()
@@ -139,7 +139,7 @@ class EndpointCounts:
     def add_answer(
         self, model: str, prompt_tokens: int = 0, choices: Sequence[Choice] = (), answers: int = 1
     ) -> None:
-        """Tokens of one answer, whether or not it came to its end."""
+        """Add the tokens of one request, whether or not it was completed."""
         if model not in self.answers and len(self.answers) >= MOST_NAMES:
             model = OTHER
         stats = [one.stats.counters for one in choices if one.stats is not None]
@@ -152,20 +152,21 @@ class EndpointCounts:
 
 
 class Run:
-    """The generations of ``choices``. Each begins when its own turn comes, so a request may have
-    more texts than run at a time. Use as an async context manager; then call ``next`` until
+    """The generations of one request. Each begins when a slot is free for it, so a request may have
+    more generations than can run at a time. Use as an async context manager and call ``next`` until
     ``over``."""
 
     def __init__(self, agent: Agent, choices: Sequence[Choice], admission: Admission) -> None:
         self._agent, self._choices, self._admission = agent, tuple(choices), admission
-        # An error, or None, says that one of them has ended.
+        # Queue of chunks with the index of their choice. None marks the end of a generation, an
+        # error its failure.
         self._unread: asyncio.Queue[tuple[int, Chunk] | ApiError | None] = asyncio.Queue(
             _MOST_UNREAD
         )
         self._running = len(self._choices)
         self._failed: ApiError | None = None
         self.begun = False
-        """Whether the turn of the first text has come."""
+        """Whether the first generation has got its slot."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
@@ -180,8 +181,9 @@ class Run:
         return self._running == 0 and self._failed is None
 
     async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
-        """Chunks with the index of their choice, all that are there; none when ``timeout_s`` is
-        over, or ``over``. Raises ``ApiError`` for the first generation that fails."""
+        """Return all chunks that are ready, with the index of their choice. The list is empty after
+        ``timeout_s`` without a chunk, and when ``over``. Raises ``ApiError`` for the first
+        generation that fails."""
         found: list[tuple[int, Chunk]] = []
         while self._running and not self._failed and not (found and self._unread.empty()):
             try:
@@ -199,9 +201,9 @@ class Run:
         return found
 
     def fail(self, error: ApiError) -> None:
-        """Whoever calls ``next`` gets this instead of any further chunk."""
+        """Make every further call of ``next`` raise ``error``."""
         self._failed = self._failed or error
-        with contextlib.suppress(asyncio.QueueFull):  # else nobody waits for one
+        with contextlib.suppress(asyncio.QueueFull):  # a full queue wakes its reader anyway
             self._unread.put_nowait(error)
 
     async def _run(self) -> None:
@@ -213,7 +215,7 @@ class Run:
                     await self._unread.put(error)
                     return
                 self.begun = True
-                # As a callback it also runs for a task that is cancelled before its first step.
+                # A done-callback also runs for a task that is cancelled before its first step.
                 task = group.create_task(self._generate(choice))
                 task.add_done_callback(lambda _: self._admission.leave())
 
@@ -227,7 +229,7 @@ class Run:
         await self._unread.put(None if error is None else error.renamed(choice.request.names))
 
     async def _try_to_generate(self, choice: Choice) -> tuple[ApiError | None, bool]:
-        """Generate one text; return why it failed, and whether any of it came."""
+        """Run one generation. Return its error, and whether any chunk of it was produced."""
         begun, error = False, None
         try:
             generation = self._agent.generate(
@@ -260,7 +262,7 @@ class Run:
 
 
 def _constraint_param(request: Request) -> str:
-    """Return our name of the field that the constraint of a request came from."""
+    """Return our name of the field from which the constraint of a request was read."""
     held, param = request.sampling.constraint, request.constraint_param
     return param or ("tools" if held is None else _PARAMS[held.kind])
 
@@ -276,22 +278,22 @@ def _too_long(why: str, context_length: int, param: str) -> ApiError:
     return invalid(param, f"{why}, {room}", "context_length_exceeded")
 
 
-# --- which models the verifiers serve, by name ----------------------------------------------------
+# Models that the verifiers serve, by name.
 #
-# A name is one model's: that of a verifier, or of an adapter beside it. Verifiers may serve
-# different ones; the agent takes a request to one that serves what it names.
+# A name belongs to one model: that of a verifier, or an adapter beside it. Verifiers may serve
+# different models; the agent sends a request to one that serves the requested name.
 
 ALIAS: Final = "edgespec"
-"""A model name that always means whatever the verifier serves."""
+"""A model name that always means the default model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     info: ModelInfo
     context_length: int
-    """Prompt plus output, in tokens."""
+    """Limit on prompt plus output, in tokens."""
     parent: str | None
-    """The model that it is an adapter of, by name."""
+    """Name of the model to which this adapter belongs. None: not an adapter."""
 
     @property
     def name(self) -> str:
@@ -301,9 +303,9 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Chosen:
     asked: str
-    """The name to ask a verifier for; empty: for none."""
+    """The name to request from a verifier; empty if none is requested."""
     served: ServedModel | None
-    """None: no verifier has told yet what it serves."""
+    """None: no verifier has reported its models yet."""
 
     @property
     def context_length(self) -> int | None:
@@ -311,26 +313,29 @@ class Chosen:
 
 
 class ServedModels:
-    """Of the verifiers behind ``watch``. ``only``: no other name is answered; empty: all are."""
+    """The models of the verifiers behind ``watch``. If ``only`` is not empty, other names are
+    refused."""
 
     def __init__(self, watch: VerifierWatch, only: str = "") -> None:
         self._watch, self._only = watch, only
 
     @property
     def name(self) -> str:
-        """Of the model of requests that name none."""
+        """Name of the default model, which serves requests that name none."""
         usual = self.usual
         return usual.name if usual is not None else self._only or ALIAS
 
     @property
     def usual(self) -> ServedModel | None:
-        """The model of requests that name none, once a verifier has told of it."""
+        """The default model, which serves requests that name none. None until a verifier has
+        reported its models."""
         return next(iter(self.listed), None)
 
     @property
     def listed(self) -> tuple[ServedModel, ...]:
-        """All of them, each name once: the usual one first, then as the verifiers tell them. Those
-        whose vocabulary is another cannot be asked for: there is one tokenizer here."""
+        """All served models without duplicates, the default one first, then in the order of the
+        verifiers. Models with another vocabulary than the default one are left out, since the
+        endpoint has one tokenizer."""
         found: dict[str, ServedModel] = {}
         vocabulary = ""
         for info in self._watch.told:
@@ -346,8 +351,8 @@ class ServedModels:
         return tuple(found.values())
 
     def choose(self, name: str) -> Chosen:
-        """What a request takes that names ``name``, or nothing. A name is checked once it is known
-        what is served. Raises ``ApiError``."""
+        """Return the model for a request that names ``name``, which may be empty. Names are checked
+        only after a verifier has reported its models. Raises ``ApiError`` for an unknown name."""
         listed = {one.name: one for one in self.listed}
         if (served := listed.get(name)) is not None:
             return Chosen(self._asked(served), served)
@@ -358,8 +363,8 @@ class ServedModels:
         return Chosen(name, None)
 
     def _asked(self, served: ServedModel) -> str:
-        """Verifiers may serve one and the same model by several names; then none is asked for, so
-        that each of them can answer."""
+        """Return the name to request for ``served``. If the verifiers serve one and the same model
+        under several names, none is requested, so that each of them can serve it."""
         models = [info.model for info in self._watch.told]
         marks = {one.fingerprint for one in models}
         if len({one.name for one in models}) > 1 and marks == {served.info.fingerprint} != {""}:
@@ -388,14 +393,15 @@ class Answer:
     prompt_tokens: int
     request: Request
     counted_as: str
-    """The name of its model, or what stands for it in metrics."""
+    """Name of the model in metrics, or ``OTHER``."""
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
-    """When the first tokens came."""
+    """Seconds from the request to its first tokens; None before."""
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """What the answer does without, by words for a header."""
+        """Names of request fields that had no effect, and of promises that were not kept, for a
+        header."""
         lost = dict.fromkeys(one for choice in self.choices for one in choice.left_out)
         return (*self.request.ignored, *lost)
 
@@ -409,14 +415,25 @@ class _Prompt:
 
     tokens: list[int]
     is_thinking: bool
-    """The answer begins inside a thought."""
+    """Whether the output begins inside a thought."""
     lacks_tools: bool = False
-    """The text about the tools was left out."""
+    """Whether the description of the tools was left out."""
 
 
 class Endpoint:
-    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for.
-    ``has_budget``: the process has a memory budget, so bodies get less room. ``close`` it."""
+    """What all requests of one HTTP server share.
+
+    Args:
+        agent: The agent that generates.
+        tokenizer: The tokenizer of the target.
+        verifiers: The watch that shows which verifiers are ready and what they serve.
+        settings: Limits and defaults.
+        sampling: Defaults for parameters that requests leave open.
+        key: API key that clients must send; empty if none is required.
+        has_budget: Whether the process has a memory budget, which gives bodies less memory.
+
+    Its threads end with ``close``.
+    """
 
     def __init__(
         self,
@@ -446,22 +463,24 @@ class Endpoint:
         )
         self._requests = _pool("reading a request", threads=2)
         self._texts = _pool("tokenizing a text", threads=4)
-        # One after the other: the process that renders them answers one question at a time.
+        # One thread, since the process that renders templates handles one call at a time.
         self._templates = _pool("rendering a chat template", threads=1)
         self.one_large = asyncio.Lock()
-        """Held from a large body to its tokens, since its values take many times its memory."""
+        """Held from a large body to its tokens, since parsed values take many times the body's
+        memory."""
         self._one_long = asyncio.Lock()
-        """Held while a long text is tokenized, which bounds the memory that all of them take."""
+        """Held while a long text is tokenized, which bounds the memory that all requests take for
+        it."""
         self.counts = EndpointCounts()
         self.started = int(time.time())
         self.stopping = False
-        """New requests are refused; those that run may end."""
+        """Whether new requests are refused while running ones end."""
         self.prepare: Callable[[], Awaitable[None]] | None = None
-        """Awaited before a request is read: puts the target's tokenizer and sampling defaults here
-        where they are not known yet. May raise ``GenerationError``."""
+        """Awaited before a request is read. Where the target's tokenizer and sampling defaults are
+        not known yet, it fetches them and stores them here. May raise ``GenerationError``."""
         self._runs: set[Run] = set()
         self.idle = asyncio.Event()
-        """Set while nothing runs or waits."""
+        """Set while no request runs or waits."""
         self.idle.set()
 
     @property
@@ -469,16 +488,16 @@ class Endpoint:
         return sum(one.begun for one in self._runs)
 
     def counted(self) -> Self:
-        """Itself, for its metrics: each model that is served has its series."""
+        """Return itself, for its metrics, after giving each served model its series."""
         for one in self.models.listed:
             self.counts.add_answer(one.name, answers=0)
         return self
 
     @asynccontextmanager
     async def preparing(self) -> AsyncIterator[None]:
-        """Bound the time of what happens to a request before it waits for its turn; what cannot be
-        done in time becomes an ``ApiError`` with ``Retry-After``. The target's texts come first,
-        which may have to wait for a verifier."""
+        """Bound the time that a request may take before it waits for its slot. Work that is not
+        done in time becomes an ``ApiError`` with ``Retry-After``. The tokenizer of the target is
+        fetched first, which may include waiting for a verifier."""
         if self.prepare is not None:
             try:
                 await self.prepare()
@@ -500,13 +519,13 @@ class Endpoint:
             raise _late(f"the request was not read within {_PREPARE_WITHIN_S:g} s") from None
 
     async def read(self, function: Callable[..., _T], *given: Any) -> _T:
-        """Return what ``function`` makes of a request, in a thread for that."""
+        """Return the result of ``function``, run in a thread of the pool that reads requests."""
         return await self._requests.run_for(current_client.get(), function, *given)
 
     def read_json(self, body: bytes) -> Mapping[str, Any]:
-        """Return the object that a request is. Raises ``ApiError`` before much of it is read, if it
-        has more members than the token ids of some prompts and the other values that it may have
-        (``MAX_VALUES``)."""
+        """Return the JSON object of a request. Raises ``ApiError`` before much of it is parsed, if
+        it has more members than the token ids of some full prompts and ``MAX_VALUES`` other
+        values."""
         longest = max((one.context_length for one in self.models.listed), default=MAX_TOKENS)
         check_members(body, MAX_VALUES + _MOST_PROMPTS * longest)
         return read_object(body)
@@ -572,7 +591,8 @@ class Endpoint:
         request = await self._with_matcher(request)
         answer = self._answer(CompletionEnvelope, request, chosen, prompts)
         if request.echo:
-            # A text comes back as it was sent, ids as in an output: without special tokens.
+            # A prompt that was sent as text is repeated as it is; token ids are decoded as in an
+            # output, without special tokens.
             texts = [
                 one if isinstance(one, str) else await self._tokenized(self._shown, one)
                 for one in request.prompts
@@ -582,7 +602,7 @@ class Endpoint:
         return answer
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
-        """The tokens of a text or of a conversation, and how many the context has."""
+        """Return the tokens of a text or of a conversation, and the context length."""
         fields = Fields(data)
         context = (await self.choose_model(fields.text("model") or "")).context_length
         if data.get("messages") is not None:
@@ -594,7 +614,7 @@ class Endpoint:
         return await self._encode(text, context, "prompt", special), context
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:
-        """The text of token ids, of which there may be as many as the context has."""
+        """Return the text of token ids. Their number is limited to the context length."""
         fields = Fields(data)
         chosen = await self.choose_model(fields.text("model") or "")
         most = chosen.context_length or MAX_TOKENS
@@ -603,8 +623,9 @@ class Endpoint:
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
-        """Run the generations of ``answer`` while this is open. The verifiers are asked anew where
-        the outcome contradicts what is known of them; a client that leaves says nothing of them."""
+        """Run the generations of a request while the block is open. The verifiers are asked for
+        their state again if the outcome contradicts the known state; a client that disconnects
+        contradicts nothing."""
         run = Run(self.agent, answer.choices, self.admission)
         came: bool | None = None
         self._runs.add(run)
@@ -632,8 +653,8 @@ class Endpoint:
             self.counts.first_token_s.add(answer.first_s)
 
     async def choose_model(self, name: str) -> Chosen:
-        """What a request gets that names ``name``, or nothing; verifiers are asked once more for a
-        name that none has told of."""
+        """Return the model for a request that names ``name``. Before an unknown name is refused,
+        the verifiers are asked for their models once more."""
         try:
             return self.models.choose(name)
         except ApiError:
@@ -641,8 +662,8 @@ class Endpoint:
             return self.models.choose(name)
 
     async def _chat_prompt(self, request: Request, context_length: int | None) -> _Prompt:
-        """Return the prompt of a chat. A text about tools that the template does not write itself
-        is left out where it leaves no room in the context and no call is forced."""
+        """Return the prompt of a chat. A description of the tools that the template does not write
+        itself is left out if it leaves no room in the context and no call is forced."""
         template = self.tokenizer.chat_template(tools=bool(request.tools))
         if template is None:
             why = "this model has no chat template; use /v1/completions"
@@ -680,7 +701,7 @@ class Endpoint:
     async def _encode(
         self, text: str, context_length: int | None, param: str, special: bool = True
     ) -> list[int]:
-        """``special``: with the tokens that begin a text."""
+        """Return the tokens of ``text``. ``special``: add the tokens that begin a text."""
         long = len(text) > _PIECE
         async with self._one_long if long else contextlib.nullcontext():
             if long:
@@ -695,8 +716,8 @@ class Endpoint:
         return await self._templates.run_for(current_client.get(), function, *given)
 
     async def _with_matcher(self, request: Request) -> Request:
-        """Return ``request`` with its constraint read, so that a slow one holds no turn. Raises
-        ``ApiError``."""
+        """Return ``request`` with its constraint compiled, before it waits for a slot, so that slow
+        compilation occupies none. Raises ``ApiError``."""
         try:
             sampling = await self.agent.with_matcher(request.sampling, current_client.get())
         except ConstraintError as failure:
@@ -708,8 +729,9 @@ class Endpoint:
         return replace(request, sampling=sampling)
 
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
-        """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is
-        still to be counted. ``context_length`` None: the longest that a verifier can have."""
+        """Raise ``ApiError`` for a text with far more tokens than the context length; a text that
+        passes still has to be counted exactly. ``context_length`` None: the largest that a verifier
+        can have."""
         longest, counted = context_length or MAX_TOKENS, 0
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
@@ -720,14 +742,14 @@ class Endpoint:
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of a whole sequence with its special tokens. Raises ``ApiError`` for an
-        id that is none."""
+        id without text."""
         try:
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
             raise invalid("tokens", f"the token ids stand for no text: {error}") from None
 
     def _with_unread_variables(self, request: Request) -> Request:
-        """Count variables that the chat template does not read as ignored parameters."""
+        """Add variables that the chat template does not read to the ignored parameters."""
         template = self.tokenizer.chat_template(tools=bool(request.tools))
         if template is None or not request.variables:
             return request
@@ -739,16 +761,18 @@ class Endpoint:
         return replace(request, ignored=(*request.ignored, *named))
 
     def _shown(self, tokens: Sequence[int]) -> str:
-        """The text of a prompt's ids, without special tokens. Raises ``ApiError``."""
+        """Return the text of a prompt's ids, without special tokens. Raises ``ApiError``."""
         try:
             return self.tokenizer.decode(tokens)
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
             raise invalid("prompt", f"the token ids stand for no text: {error}") from None
 
     def _held_to_calls(self, request: Request, prompt: _Prompt) -> Request:
-        """Return the request with the constraint that its tools ask for: a call that is forced, a
-        call beside a schema of the text, or free text in which calls of strict tools fit their
-        schemas. The last is a promise that may be broken by name, the others are not."""
+        """Return the request with the constraint that its tools require.
+
+        The constraint is a forced call; a call or JSON that fits a schema; or free text in which
+        calls of strict tools fit their schemas. The last one is dropped with a word in the header
+        if it cannot be kept; the others are not."""
         template, names, tools = (
             self.tokenizer.chat_template(tools=True),
             self.tokenizer,
@@ -786,7 +810,7 @@ class Endpoint:
         )
 
     def _tool_reader(self, request: Request, is_thinking: bool) -> ToolReader | None:
-        """None where no calls are to be looked for."""
+        """Return a reader of tool calls, or None if the request can have none."""
         template = self.tokenizer.chat_template(tools=True) if request.tools else None
         if template is None:
             return None
@@ -797,8 +821,8 @@ class Endpoint:
     def _sampling(
         self, request: Request, tokens: Sequence[int], context_length: int | None
     ) -> SamplingParams:
-        """With the ``max_tokens`` that was asked for, or the default, but no more than the context
-        has room for; ``context_length`` None: nobody knows it yet."""
+        """Return the sampling parameters with the ``max_tokens`` of the request or the default,
+        limited to the room in the context. ``context_length`` None: not known yet."""
         if not tokens:
             raise invalid("prompt", "the prompt is empty, but must hold at least one token")
         param, usual = "prompt", self.settings.default_max_tokens
@@ -814,8 +838,8 @@ class Endpoint:
         return replace(request.sampling, max_tokens=longest, min_tokens=min(least, longest))
 
     def _check_ids(self, request: Request, chosen: Chosen) -> None:
-        """Raises ``ApiError`` that names a token id of the client's which the model lacks, once it
-        is known which model that is."""
+        """Raise ``ApiError`` for a token id of the client's that is outside the model's vocabulary.
+        Nothing is checked while the model is not known."""
         if chosen.served is None:
             return
         info = chosen.served.info
@@ -838,15 +862,16 @@ class Endpoint:
         prompts: Sequence[Tokens],
         is_thinking: bool = False,
     ) -> Answer:
-        """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
-        has the seed ``seed_of(seed, k)``."""
-        # The words of a request are let go, as its body is: they are many times as large.
+        """Return the request with its choices: n generations for each prompt, in the order of the
+        prompts. Generation k (from 0) of a prompt has the seed ``seed_of(seed, k)``."""
+        # The texts of a request are dropped here, as its body is: they are many times as large as
+        # the tokens.
         names = {ours: sent for ours, sent in request.names.items() if "[" not in ours}
         wordless = replace(request, prompts=(), messages=[], tools=[], variables={}, names=names)
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
         self._check_ids(request, chosen)
         for prompt in prompts:
-            tokens = array("I", prompt)  # 4 bytes each, while they wait for their turn
+            tokens = array("I", prompt)  # 4 bytes each while they wait for a slot
             sampling = self._sampling(request, tokens, chosen.context_length)
             for k in range(request.n):
                 own = replace(sampling, seed=seed_of(sampling.seed, k))

@@ -1,17 +1,17 @@
-"""Finds the tool calls in an answer that grows, in the format that the model writes them in, and
-writes the grammars that hold an answer to calls.
+"""Tool calls: a reader that finds them in a growing output, and the grammars that constrain an
+output to them.
 
     Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, repeated
     Mistral        [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...}
-    Llama 3        {"name": "f", "parameters": {...}} as the whole answer, several with ; between
+    Llama 3        {"name": "f", "parameters": {...}} as the whole output, several with ; between
 
-A mark such as ``<tool_call>`` opens a call only where a whole call follows it. A mark in prose, in
-a code fence or inside ``<think>`` is text, and a mark inside an argument belongs to the argument.
-Where the vocabulary has a token for a mark, only that token is the mark; letters that spell it are
-text. Text that is no call is given back unchanged, except for white space next to a call.
+A mark such as ``<tool_call>`` opens a call only if a whole call follows it. A mark in prose, in a
+code fence or inside ``<think>`` is text, and a mark inside an argument belongs to the argument. If
+the vocabulary has a token for a mark, only that token is the mark; letters that spell it are text.
+Text that is no call is returned unchanged, except for white space next to a call.
 
-The reader depends on the text alone and not on how it is cut up, so a streamed answer equals one
-that comes at once.
+The reader depends on the text alone and not on how it is cut into chunks, so a streamed output
+equals a whole one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _ARGUMENTS: Final = "[ARGS]"
 _CALL_ID: Final = "[CALL_ID]"
 _MARKS: Final = (MISTRAL_MARK, _CALL_ID, _ARGUMENTS, LLAMA_MARK, OPEN, CLOSE)
 _THOUGHTS: Final[Mapping[str, str]] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-"""The mark that opens a thought, and the one that closes it."""
+"""Marks that open a thought, with the marks that close it."""
 _ALL_MARKS: Final = (*_MARKS, *_THOUGHTS, *_THOUGHTS.values())
 _FIRST_SIGN: Final = 0xDC00
-"""Half of a surrogate pair, which decoded text never holds, stands for a mark that is a token."""
+"""First of the characters that stand for mark tokens. They are unpaired surrogates, which decoded
+text never contains."""
 _MOST_CALLS: Final = 8
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
@@ -50,15 +51,16 @@ _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 class ToolFormat(Enum):
     HERMES = "hermes"
     MISTRAL = "mistral"
-    """A list of calls behind one mark."""
+    """One mark, and a list of calls behind it."""
     MISTRAL_NAMED = "mistral_named"
-    """A mark, a name and the arguments for each call."""
+    """For each call a mark, a name and the arguments."""
     LLAMA = "llama"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """``arguments`` is JSON. A custom tool takes plain text, so ``arguments`` is that text."""
+    """A tool call of an output. ``arguments`` is JSON, except for a custom tool, which takes plain
+    text."""
 
     id: str
     name: str
@@ -71,18 +73,20 @@ Found = str | ToolCall
 
 
 class TokenNames(Protocol):
-    """The part of a tokenizer that knows the tokens which were added to its vocabulary."""
+    """The part of a tokenizer that has the tokens added to its vocabulary."""
 
     @property
     def added(self) -> Mapping[str, int]:
         """Ids of all added tokens, special or not, by their text."""
 
     def special_id(self, text: str) -> int | None:
-        """The id of the token that is written exactly so and that decoded text does not show."""
+        """Return the id of the special token with exactly this text, which decoded text leaves
+        out."""
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """Return the format that a chat template's source teaches; None: no known one."""
+    """Return the call format that a chat template's source teaches, or None if it teaches none that
+    is known."""
     if OPEN in template:
         return ToolFormat.HERMES
     if MISTRAL_MARK in template:
@@ -93,12 +97,12 @@ def tool_format(template: str) -> ToolFormat | None:
 
 
 def ends_in_thought(prompt: str) -> bool:
-    """Return whether an answer to ``prompt`` begins inside a thought that the prompt opened."""
+    """Return whether an output for ``prompt`` begins inside a thought that the prompt opened."""
     return prompt.rstrip().endswith(tuple(_THOUGHTS))
 
 
 def _new_id(form: ToolFormat) -> str:
-    """Return a random id. Mistral's templates take nine letters and digits."""
+    """Return a random call id. Mistral's templates accept nine letters and digits only."""
     if form in (ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED):
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return "call_" + secrets.token_hex(12)
@@ -116,13 +120,13 @@ class MarkToken:
 
     @property
     def sign(self) -> str:
-        """The character that stands for the mark while an answer is read."""
+        """The character that stands for the mark while an output is read."""
         return chr(_FIRST_SIGN + _ALL_MARKS.index(self.text))
 
     @property
     def written(self) -> str:
-        """The text that an answer shows for the mark where it opens or closes no call. A hidden
-        mark of a call is put back; a hidden mark of a thought stays hidden."""
+        """The text that the output shows for a mark which opens or closes no call. A hidden mark of
+        a call is written out; a hidden mark of a thought stays hidden."""
         return self.text if self.is_shown or self.text in _MARKS else ""
 
 
@@ -141,20 +145,21 @@ _LONGEST_UNFINISHED: Final = 4
 
 
 class MarkedText:
-    """Writes a sign for each mark that is a token into one decoded answer."""
+    """One decoded output in which signs replace the marks that are tokens."""
 
     def __init__(self, tokens: Mapping[int, MarkToken]) -> None:
         self._tokens = tokens
         self._text = ""
-        """Decoded text that is not given back yet."""
+        """Decoded text that was not returned yet."""
         self._length = 0
         """Characters of decoded text so far, without hidden marks."""
         self._waiting: deque[tuple[int, MarkToken]] = deque()
-        """Marks whose place, counted as ``_length`` is, is not reached yet."""
+        """Marks with their places in characters, counted like ``_length``, that were not reached
+        yet."""
 
     def push(self, token: int | None, piece: Piece) -> str:
-        """Return the text of ``piece`` with the signs that stand in it; ``token`` None: the piece
-        belongs to no token."""
+        """Return the text of ``piece`` with signs for its marks. ``token`` None: the piece belongs
+        to no token."""
         if token is not None and (mark := self._tokens.get(token)) is not None:
             self._waiting.append((self._length + piece.held, mark))
         self._length += len(piece.text)
@@ -202,14 +207,15 @@ _PLAIN_STRING: Final = re.compile(r'[^"\\]*')
 
 
 class _JsonEnd:
-    """Looks for the end of the JSON object or list that begins at ``start``, as text grows."""
+    """Incremental search for the end of the JSON object or list that begins at ``start``."""
 
     def __init__(self, start: int) -> None:
         self.start = self._at = start
         self._depth, self._is_in_string = 0, False
 
     def find(self, text: str) -> int | None:
-        """Return the index behind the value; None: it is not complete; -1: it is no JSON."""
+        """Return the index behind the value, None if it is not complete, or -1 if it is not
+        JSON."""
         while self._at < len(text):
             pattern = _PLAIN_STRING if self._is_in_string else _PLAIN_JSON
             run = pattern.match(text, self._at)
@@ -236,20 +242,20 @@ class _JsonEnd:
 
 
 class _Quotes:
-    """Follows text line by line, to know where a mark is quoted as code."""
+    """Line-by-line state of a text, which decides whether a mark is quoted as code."""
 
     _FENCE: Final = re.compile(r"\s*(`{3,}|~{3,})(.*)")
     _MOST: Final = 64
-    """Characters of a line that are kept; a fence needs no more."""
+    """Characters of a line that are kept. A fence needs no more."""
 
     def __init__(self) -> None:
         self._fence = ""
-        """What opened the fence that is open."""
+        """The characters that opened the current fence; empty outside of fences."""
         self._line = self._last = ""
 
     @property
     def is_quoted(self) -> bool:
-        """Whether a mark that comes now is in a code fence, or right behind a backtick."""
+        """Whether a mark at this place is in a code fence, or directly behind a backtick."""
         return bool(self._fence) or self._last == "`"
 
     @property
@@ -279,11 +285,11 @@ class _Candidate:
     """A mark that may open a call. ``body`` in the methods below is the text behind it."""
 
     mark: str
-    """Empty where the beginning of the answer is the mark."""
+    """The mark; empty if the beginning of the output serves as one."""
     name: str = ""
-    """The name of the call, where it stands in front of the arguments."""
+    """Name of the call, if it stands in front of the arguments."""
     at: int = 0
-    """Index in the body up to which it is read."""
+    """Index in the body up to which it was read."""
     scan: _JsonEnd | None = None
     calls: list[ToolCall] = field(default_factory=list)
 
@@ -291,15 +297,19 @@ class _Candidate:
 _MORE: Final = -1
 _FAILED: Final = -2
 _LONGEST_HEAD: Final = 512
-"""Characters between a mark and the arguments."""
+"""Limit on the characters between a mark and the arguments."""
 
 
 class ToolReader:
-    """Reads one answer: ``push`` returns what is certain now, ``flush`` the rest.
+    """Reader of the calls in one output. ``push`` returns what is certain now, ``flush`` the rest.
 
-    ``names`` are the names of the tools that there are. ``tokens`` are the marks that are tokens,
-    by id; what is pushed has to come through ``marks``, which writes signs for them.
-    ``is_thinking``: the answer begins inside a thought."""
+    Args:
+        form: The format in which the model writes calls.
+        names: Names of the tools.
+        tokens: Marks that are tokens, by id. Text must pass through ``marks``, which writes signs
+            for them, before ``push``.
+        is_thinking: Whether the output begins inside a thought.
+    """
 
     def __init__(
         self,
@@ -323,15 +333,16 @@ class ToolReader:
         self._searched = (self._open, *self._thoughts)
         self._first = re.compile("|".join(map(re.escape, self._searched)))
         self._thought_ends = tuple(self._thoughts.values()) if is_thinking else ()
-        """The marks that end the thought that is open; empty: none is."""
+        """Marks that end the current thought; empty outside of thoughts."""
         self._buffer = ""
-        """Text whose meaning is not certain yet; behind the mark of ``_candidate``."""
+        """Text whose meaning is not certain yet; with a ``_candidate``, the text behind its
+        mark."""
         self._candidate: _Candidate | None = None
         self._blank = ""
-        """White space that is text, unless a call follows."""
+        """White space that belongs to the text unless a call follows."""
         self._is_after_call = False
         self._is_start = True
-        """No text has come, thoughts apart."""
+        """Whether no text has come yet, apart from thoughts."""
         self._quotes = _Quotes()
 
     def push(self, text: str) -> list[Found]:
@@ -353,7 +364,7 @@ class ToolReader:
         return found
 
     def _advance(self, found: list[Found], over: bool) -> bool:
-        """Read up to the next change of state; False: more text is needed."""
+        """Read up to the next change of state. Return False if that needs more text."""
         if self._thought_ends:
             return self._read_thought(found, over)
         if self._candidate is not None:
@@ -394,7 +405,7 @@ class ToolReader:
         return True
 
     def _take_sure(self, marks: Sequence[str], over: bool) -> str:
-        """Take the buffer's text, without an end that may begin one of ``marks``."""
+        """Remove and return the buffer's text, except an end that may begin one of ``marks``."""
         cut = len(self._buffer) - (0 if over else _begun(self._buffer, marks))
         taken, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return taken
@@ -414,7 +425,8 @@ class ToolReader:
         self._is_after_call, self._is_start = True, False
         return True
 
-    # Each of these returns how much of ``body`` is calls, ``_MORE`` or ``_FAILED``.
+    # Each of these returns the length of the part of ``body`` that is calls, ``_MORE`` or
+    # ``_FAILED``.
 
     def _read_hermes(self, candidate: _Candidate, body: str, over: bool) -> int:
         if not candidate.calls:
@@ -455,8 +467,9 @@ class ToolReader:
         return self._read_value(candidate, candidate.scan, body)
 
     def _name_before(self, head: str, *, is_whole: bool) -> str | None:
-        """Return the name at the beginning of what stands between a mark and the arguments; None:
-        it is no name with marks behind it, or cannot become one where it is not the whole."""
+        """Return the name at the beginning of ``head``, the text between a mark and the arguments.
+        None: it is not a name followed by marks. If ``head`` is not the whole text, None means that
+        it cannot become one."""
         begins = [one for one in self._names if head.startswith(one)]
         if (found := _NAME.match(head)) is not None:
             begins.append(found[0])
@@ -495,8 +508,8 @@ class ToolReader:
             candidate.scan = None
 
     def _read_value(self, candidate: _Candidate, scan: _JsonEnd, body: str) -> int:
-        """Read one JSON value, which has to be a call, a list of calls, or the arguments of a call
-        whose name is read."""
+        """Read one JSON value: a call, a list of calls, or the arguments of a call whose name was
+        read before."""
         end = scan.find(body)
         if end is None or end < 0:
             return _MORE if end is None else _FAILED
@@ -529,8 +542,8 @@ class ToolReader:
         return ToolCall(_new_id(self._form), name, written)
 
     def _say(self, found: list[Found], text: str, *, is_thought: bool = False) -> None:
-        """Append text to ``found``. White space behind it waits, since it is dropped where a call
-        follows; so is white space between and behind calls."""
+        """Append text to ``found``. White space at its end waits, since it is dropped if a call
+        follows. White space between and behind calls is dropped too."""
         text = _with(self._written, text)
         if not is_thought:
             self._quotes.feed(text)
@@ -564,8 +577,8 @@ def _skip(text: str, start: int, characters: str = _SPACE) -> int:
 
 
 def _begun(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of ``text`` that begins one of ``marks`` and is not all
-    of it."""
+    """Return the length of the longest end of ``text`` that is a proper beginning of one of
+    ``marks``."""
     longest = min(len(text), max(map(len, marks)) - 1)
     for length in range(longest, 0, -1):
         if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
@@ -574,14 +587,15 @@ def _begun(text: str, marks: Sequence[str]) -> int:
 
 
 def _with(texts: Mapping[str, str], text: str) -> str:
-    """Return ``text`` with the texts of signs in their places."""
+    """Return ``text`` with signs replaced by their texts."""
     for sign, written in texts.items():
         text = text.replace(sign, written)
     return text
 
 
 def _json(text: str) -> Any:
-    """Return the value of JSON in which texts may contain line breaks; None: it is no JSON."""
+    """Return the value of JSON in which texts may contain line breaks, or None if it is not
+    JSON."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -595,8 +609,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def forced_call(form: ToolFormat, tools: Tools, names: TokenNames, *, one: bool) -> Constraint:
-    """Return the grammar of an answer that calls one of ``tools``, or up to eight of them unless
-    ``one``. Arguments are held to the schemas of the tools. Raises ``ApiError``."""
+    """Return the grammar of an output that calls one of ``tools``, or up to eight of them unless
+    ``one``. Arguments must fit the schemas of the tools. Raises ``ApiError``."""
     every = [tool["function"]["name"] for tool in tools]
     return _grammar([f"start: {_calls(form, names, one=one)}", *_rules(form, tools, every, names)])
 
@@ -610,13 +624,13 @@ def call_or_json(
     one: bool,
     schema: str,
 ) -> Constraint:
-    """Return the grammar of an answer that is calls, or JSON that fits ``schema``. The arguments of
-    the ``strict`` tools are held to their schemas. Raises ``ApiError``."""
+    """Return the grammar of an output that is calls, or JSON that fits ``schema``. Arguments of the
+    ``strict`` tools must fit their schemas. Raises ``ApiError``."""
     start = f"start: {_calls(form, names, one=one)} | answer"
     rules = _rules(form, tools, strict, names)
     if form is ToolFormat.LLAMA:
-        # The whole call has to be JSON here: llguidance does not tell a text that begins like the
-        # answer from the answer.
+        # The whole call is one JSON rule here, because llguidance cannot separate a text from an
+        # ``answer`` that begins in the same way.
         rules = [f"call: {' | '.join(f'call_{place}' for place in range(len(tools)))}"]
         rules += [
             f"call_{place}: %json {compact(_call_schema(tool['function'], strict))}"
@@ -626,8 +640,8 @@ def call_or_json(
 
 
 def _call_schema(function: Mapping[str, Any], strict: Collection[str]) -> dict[str, Any]:
-    """Return the schema of a call in Llama's format. Definitions move to its root, where their
-    references look for them."""
+    """Return the schema of a call in Llama's format. Definitions move to its root, to which
+    references refer."""
     own = (function.get("parameters") or {}) if function["name"] in strict else {}
     definitions = {key: own[key] for key in ("$defs", "definitions") if key in own}
     inner = {key: value for key, value in own.items() if key not in definitions}
@@ -651,12 +665,12 @@ def free_call(
     *,
     is_thinking: bool = False,
 ) -> Constraint:
-    """Return the grammar of an answer that is any text, with calls in it. The arguments of the
-    ``strict`` tools are held to their schemas. Raises ``ApiError``.
+    """Return the grammar of an output that is any text with calls in it. Arguments of the
+    ``strict`` tools must fit their schemas. Raises ``ApiError``.
 
-    Where the mark of a call is a token, any other token may come at any place outside of a call.
-    Where it is not, the text is UTF-8 that does not contain the mark. A thought, where its marks
-    are tokens, may contain anything; ``is_thinking``: the answer begins inside one."""
+    If the mark of a call is a token, any other token may stand outside of calls. If it is not, the
+    text is UTF-8 that does not contain the mark. A thought whose marks are tokens may contain
+    anything. ``is_thinking``: the output begins inside one."""
     opening = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}.get(form, MISTRAL_MARK)
     mark = names.added.get(opening)
     rules = _rules(form, tools, strict, names)
@@ -677,7 +691,7 @@ def free_call(
         lines = [start, "part: marked* TEXT", r"TEXT: /(.|\n)*/"]
         lines += [f"begin[lazy]: TEXT {json.dumps(opening)}", "marked: begin behind"]
         return _grammar([*lines, *_rules(form, tools, strict, names, begun="behind")])
-    # What may come at a place are tokens of disjoint sets, since llguidance follows one of them.
+    # The alternatives at each place are disjoint sets of tokens, since llguidance follows only one.
     lines = [f"rest: free ({calls} free)*", f"free: <[^{mark}]>*"]
     begins, starts = set[int](), list[str]()
     for begin, end in _THOUGHTS.items():
@@ -700,13 +714,13 @@ def _grammar(lines: Sequence[str]) -> Constraint:
 
 
 def _mark(names: TokenNames, text: str) -> str:
-    """Return what stands for a mark in a grammar: its token where it has one."""
+    """Return a mark in the notation of a grammar: as a token if it has one, else as text."""
     found = names.added.get(text)
     return json.dumps(text) if found is None else f"<[{found}]>"
 
 
 def _calls(form: ToolFormat, names: TokenNames, *, one: bool) -> str:
-    """Return the expression of one call, or of one to eight unless ``one``."""
+    """Return the grammar expression of one call, or of one to eight unless ``one``."""
     before, between, after = "", '"; "', ""
     if form is ToolFormat.HERMES:
         between = '"\\n"'
@@ -726,8 +740,8 @@ def _rules(
     *,
     begun: str = "",
 ) -> list[str]:
-    """Return the rules of ``call``, or of what follows the opening mark under the name ``begun``.
-    Arguments of tools that are not ``strict`` are any JSON object."""
+    """Return the grammar rules of ``call``. With ``begun``, a rule of that name has what follows
+    the opening mark. Arguments of tools that are not ``strict`` are any JSON object."""
     key = "parameters" if form is ToolFormat.LLAMA else "arguments"
     lines, opening = [], ""
     if form is ToolFormat.HERMES:
