@@ -1,1 +1,1 @@
-"""What a run leaves behind: traces, tapes, metrics and logs."""
+"""Records of a run: traces, recordings, metrics and logs."""

@@ -1,8 +1,8 @@
-"""What an agent does at one moment, as plain values for a page, the chat or a metric.
+"""Status of an agent at one moment, as plain values for a page, the chat or a metric.
 
-A status is bounded however long an agent runs, and holds no prompt and no text: addresses, counts,
-times and reasons only. All times are seconds; those named ``at_s`` are of the agent's own clock,
-whose value at the moment of the status is ``clock_s``.
+A status has a bounded size however long an agent runs. It contains addresses, counts, times and
+reasons, and never a prompt or an output. All times are seconds. Times named ``at_s`` are on the
+agent's own clock, whose value at the moment of the status is ``clock_s``.
 """
 
 from __future__ import annotations
@@ -19,47 +19,50 @@ from edgespec.telemetry.trace import plain
 FORMAT: Final = "edgespec-agent-status"
 VERSION: Final = 1
 MAX_GENERATIONS: Final = 32
-"""Running generations that a status lists; ``running`` counts all."""
+"""Limit on the running generations that a status lists; ``running`` counts all of them."""
 MAX_EVENTS: Final = 4096
-"""Events of the timeline that are kept: ten seconds of four kinds, folded every 10 ms."""
+"""Limit on the kept events of the timeline: ten seconds of four kinds, one every 10 ms."""
 
 
 class VerifierState(Enum):
     UNKNOWN = "unknown"
-    """It was not asked yet."""
+    """The verifier was not contacted yet."""
     CONNECTING = "connecting"
     READY = "ready"
-    """It answered when it was last asked; no generation runs there."""
+    """The verifier answered the last probe, and no generation runs there."""
     SERVING = "serving"
     """A generation runs there."""
     AWAY = "away"
-    """It cannot be reached."""
+    """The verifier cannot be reached."""
     REFUSES = "refuses"
-    """It is there and lets us not in, or it is not who it should be."""
+    """The verifier refuses this device, or its identity is not the expected one."""
     MISFIT = "misfit"
-    """It serves a model that this device cannot use."""
+    """The verifier serves a model that this device cannot use."""
 
 
 class EventKind(Enum):
     DRAFT = "draft"
-    """A draft step ended: ``took_s``, and ``count`` guesses."""
+    """A draft step ended. ``took_s`` is its duration, ``count`` the draft nodes that it made."""
     SEND = "send"
-    """``count`` draft nodes left."""
+    """``count`` draft nodes were sent."""
     PASS = "pass"
-    """The verifier ended a pass that took ``took_s`` and looked at ``count`` draft nodes; noted
-    when its commit came, so half a round trip late."""
+    """The verifier finished a pass of ``took_s`` seconds over ``count`` draft nodes. The event is
+    recorded when the pass's commit arrives, half a round trip late."""
     COMMIT = "commit"
-    """``count`` tokens came, ``accepted`` of them were drafted here, ``served`` by the verifier."""
+    """``count`` tokens arrived. The device had drafted ``accepted`` of them, the verifier
+    ``served``."""
     LINK = "link"
-    """The link came up (``count`` 1) or broke (0)."""
+    """The link was established (``count`` 1) or broke (0)."""
 
 
 @dataclass(slots=True)
 class TimelineEvent:
-    """Something that happened to the generation ``generation`` (0: to several). ``number`` counts
-    all events. One may stand for several of its kind that ended within 10 ms of the first: then
-    ``at_s`` is the end of the last, ``took_s`` reaches back to the beginning of the first, and the
-    counts are sums."""
+    """Something that happened to the generation ``generation``, or to several (0). ``number``
+    counts all events.
+
+    One event may stand for several of its kind that ended within 10 ms of the first. Then ``at_s``
+    is the end of the last, ``took_s`` reaches back to the beginning of the first, and the counts
+    are sums."""
 
     number: int
     at_s: float
@@ -70,32 +73,32 @@ class TimelineEvent:
     served: int = 0
     took_s: float = 0.0
     events: int = 1
-    """For how many it stands."""
+    """Number of events that this one stands for."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierStatus:
-    """One verifier. What it never told is None."""
+    """Status of one verifier. Values that it never reported are None."""
 
     address: str
     state: VerifierState = VerifierState.UNKNOWN
     since_s: float | None = None
-    """For how long it has been in this state; ``ready`` and ``serving`` count as one."""
+    """Seconds in this state; ``ready`` and ``serving`` count as one state."""
     why: str = ""
-    """Why it cannot be used; empty: it can."""
+    """Reason why the verifier cannot be used; empty if it can."""
     model: str = ""
     adapters: tuple[str, ...] = ()
     context_length: int | None = None
-    """Prompt plus output of its own model, in tokens."""
+    """Limit on prompt plus output of the verifier's own model, in tokens."""
     rtt_s: float | None = None
     pass_s: float | None = None
     sessions: int | None = None
     max_sessions: int | None = None
     drafts: DraftTotals | None = None
-    """Who drafted what there, for all its devices."""
+    """Draft nodes and accepted ones by draft source, for all devices of this verifier."""
 
     def told(self, info: VerifierInfo) -> VerifierStatus:
-        """The same with what the verifier says of itself."""
+        """Return this status with the values that the verifier reports in ``info``."""
         return replace(
             self,
             model=one_line(info.model.name),
@@ -112,15 +115,15 @@ class VerifierStatus:
 class GenerationStatus:
     number: int
     link: str
-    """The state of its session, such as ``streaming`` or ``backing_off``."""
+    """State of the generation's session, such as ``streaming`` or ``backing_off``."""
     verifier: str
     age_s: float
     quiet_s: float
-    """Since its last token, or since it began."""
+    """Seconds since the last token, or since the generation began."""
     prompt_tokens: int
     tokens: int
     tokens_per_s: float | None
-    """After the first commit; None before the second."""
+    """Tokens a second after the first commit; None before the second."""
     acceptance: float | None
     drafting: bool
     accepted: int
@@ -128,15 +131,15 @@ class GenerationStatus:
     passes: int
     reconnects: int
     model: str = ""
-    """The model or adapter that it is of, as its verifier names it; before one has answered as it
-    was asked for, and empty where it was asked for none."""
+    """Name of the model or adapter, as its verifier reports it. Until a verifier has answered it is
+    the requested name, which may be empty."""
     rule: str = EXACT_RULE
-    """By which drafts are accepted; with any but this one the text is LOSSY."""
+    """Rule by which drafts are accepted. With any other than ``exact`` the output is LOSSY."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTotals:
-    """Counts since the agent was made, running generations included."""
+    """Counts since the agent was created, running generations included."""
 
     generations: int = 0
     finished: int = 0
@@ -168,25 +171,25 @@ class AgentTotals:
 
 @dataclass(frozen=True, slots=True)
 class DraftingStatus:
-    """Whether drafting is worth its cost now, and the numbers that say so."""
+    """Whether drafting pays for its cost now, with the numbers that decide it."""
 
     worth: bool | None
-    """None: there is nothing to judge by yet."""
+    """Whether drafting pays; None before there is anything to judge by."""
     why: str
     acceptance: float | None = None
-    """Of the generation that is judged; None until a draft of it was."""
+    """Acceptance rate of the judged generation; None until one of its draft nodes was judged."""
     least_chance: float = 0.0
-    """The verifier's price: a less likely node does not pay for its row."""
+    """The verifier's price of a row: a draft node with a lower chance does not pay for its row."""
     credit: int | None = None
-    """Nodes that the verifier takes now; None: as many as its limits say."""
+    """Draft nodes that the verifier accepts now; None: as many as its limits allow."""
     step_s: float | None = None
     tokens_per_pass: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """``budget_bytes`` and ``window`` are None without a budget; ``resting``: the guard has taken
-    everything from the draft."""
+    """Memory of the process. ``budget_bytes`` and ``window`` are None without a budget.
+    ``resting``: the memory guard has withdrawn all memory from the draft."""
 
     resident_bytes: int
     budget_bytes: int | None = None
@@ -202,7 +205,7 @@ class AgentStatus:
     uptime_s: float
     running: int
     tokens_per_s: float
-    """Of all generations, over the last seconds."""
+    """Tokens a second of all generations, over the last seconds."""
     verifiers: tuple[VerifierStatus, ...]
     generations: tuple[GenerationStatus, ...]
     totals: AgentTotals
@@ -210,22 +213,23 @@ class AgentStatus:
     memory: MemoryStatus
     events: tuple[TimelineEvent, ...] = ()
     last_event: int = 0
-    """The number of the newest event, to ask for those behind it."""
+    """Number of the newest event; a later request passes it to get only newer ones."""
     lost_events: int = 0
-    """Of those behind the number that was asked for, how many are not kept any more."""
+    """Number of requested events that are no longer kept."""
     draft: str = ""
-    """The name of the draft model; empty without."""
+    """Name of the draft model; empty without one."""
     policy: str = ""
 
     @property
     def verifier(self) -> VerifierStatus | None:
-        """The one that serves; else the first that is not away, else the first."""
+        """Return the verifier that serves, else the first that is ready or connecting, else the
+        first."""
         ranks = {VerifierState.SERVING: 0, VerifierState.READY: 1, VerifierState.CONNECTING: 2}
         return min(self.verifiers, key=lambda one: ranks.get(one.state, 3), default=None)
 
     @property
     def up(self) -> dict[str, float]:
-        """By its address: 1 for a verifier that serves or is ready, else 0."""
+        """Return 1 for each verifier that serves or is ready, else 0, by address."""
         there = (VerifierState.READY, VerifierState.SERVING)
         return {one.address: float(one.state in there) for one in self.verifiers}
 
@@ -243,27 +247,27 @@ class AgentStatus:
 
 METRICS_PREFIX: Final = "edgespec_agent_"
 AGENT_METRICS: Final = metrics("""
-gauge num_requests_running running Texts that are being generated
-counter requests_started_total totals.generations Texts begun
-counter requests_finished_total{reason} totals.ended Texts that ended
-counter prompt_tokens_total totals.prompt_tokens Prompt tokens of the texts begun
-counter generation_tokens_total totals.tokens Tokens that users were given
-counter corrected_tokens_total totals.corrected Of these, where a draft sent was wrong
-gauge tokens_per_second tokens_per_s Tokens a second of all texts, over the last five seconds
-counter draft_steps_total totals.steps Draft steps that ended well
-counter draft_failures_total totals.draft_failures Texts that lost their drafts to a failure
+gauge num_requests_running running Generations that run now
+counter requests_started_total totals.generations Generations begun
+counter requests_finished_total{reason} totals.ended Generations ended, by reason
+counter prompt_tokens_total totals.prompt_tokens Prompt tokens of the generations begun
+counter generation_tokens_total totals.tokens Tokens returned to users
+counter corrected_tokens_total totals.corrected Tokens at positions where a sent draft was wrong
+gauge tokens_per_second tokens_per_s Tokens a second of all generations, over five seconds
+counter draft_steps_total totals.steps Draft steps completed
+counter draft_failures_total totals.draft_failures Generations whose drafter failed
 counter spec_decode_num_draft_tokens_total totals.sent Draft nodes sent
-counter spec_decode_num_accepted_tokens_total totals.accepted Draft nodes that became tokens
-counter stale_nodes_total totals.stale Draft nodes that the verifier dropped when they came
-counter judged_positions_total totals.tried Positions decided while the draft had a guess there
-counter first_choice_hits_total totals.hits Of these, those that its first choice won
-counter passes_total totals.passes The verifier's passes for these texts, as far as it told
-counter reconnects_total totals.reconnects Streams that were lost and tried again
-gauge drafting_worth drafting.worth 1: drafts pay for their rows now; 0: they rest
-gauge row_price drafting.least_chance The least chance that pays for a row; 0: any does
-gauge verifier_up{verifier} up 1: it serves, or answered when it was last asked
-gauge rtt_seconds{verifier} rtts_s Round trip to the verifier
-gauge pass_seconds{verifier} passes_s Length of the verifier's passes
+counter spec_decode_num_accepted_tokens_total totals.accepted Draft nodes accepted
+counter stale_nodes_total totals.stale Draft nodes that arrived late or invalid and were dropped
+counter judged_positions_total totals.tried Decided positions with a candidate of the draft
+counter first_choice_hits_total totals.hits Positions where the draft's first candidate was right
+counter passes_total totals.passes Verifier passes for this agent's generations, as reported
+counter reconnects_total totals.reconnects Streams that were lost and opened again
+gauge drafting_worth drafting.worth 1 if drafting pays for its rows now, else 0
+gauge row_price drafting.least_chance Least acceptance chance that pays for a row; 0: any does
+gauge verifier_up{verifier} up 1 if the verifier serves or answered the last probe, else 0
+gauge rtt_seconds{verifier} rtts_s Round-trip time to the verifier
+gauge pass_seconds{verifier} passes_s Duration of the verifier's passes
 gauge memory_resident_bytes memory.resident_bytes Resident memory of the process
-gauge memory_budget_bytes memory.budget_bytes What the process may take; absent without a budget
+gauge memory_budget_bytes memory.budget_bytes Memory budget; absent without one
 """)

@@ -1,8 +1,8 @@
 """Log lines for people and for machines, with the stream that a line is about.
 
-As JSON a line is one object: ``time`` (UTC), ``level``, ``logger``, ``message``; ``request`` (the
-stream's id) and ``exception`` where there is one; and the fields that a caller gave as
-``extra={"fields": {...}}``. Whatever a message holds stays on one line.
+A JSON line is one object: ``time`` (UTC), ``level``, ``logger``, ``message``; ``request`` (the
+stream's id) and ``exception`` if there is one; and the fields that a caller passed as
+``extra={"fields": {...}}``. A message with line breaks stays on one line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from edgespec.core.protocol.failures import describe_without_words
 
 request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
-"""Of the stream that the running task serves, drawn when that begins; empty where it serves none.
-It says nothing about the session, whose id is half of what it takes to resume it."""
+"""Log id of the stream that the running task serves, made at its beginning; empty outside of
+streams. It is unrelated to the session id, which is half of what is needed to resume a session."""
 
 
 def new_request_id() -> str:
-    """A fresh id, of 10 hexadecimal digits: of a million streams, (1e6)**2 / 2 / 16**10 = 0.45
-    pairs have the same one."""
+    """Return a new id of 10 hexadecimal digits. Among a million streams, (1e6)**2 / 2 / 16**10 =
+    0.45 pairs have the same one."""
     return secrets.token_hex(5)
 
 
@@ -32,7 +32,7 @@ TEXT, JSON = "text", "json"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formatter of JSON lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC)
@@ -54,7 +54,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Level, logger, the stream's id in brackets, and the message."""
+    """Formatter of text lines: level, logger, the stream's id in brackets, and the message."""
 
     def __init__(self) -> None:
         super().__init__("%(levelname)s %(name)s%(where)s: %(message)s")
@@ -76,12 +76,12 @@ def log_failure(
 ) -> None:
     """Log an unexpected exception with the places where it was raised.
 
-    Every log line with a traceback is written here (a test sees to it), since a traceback ends with
-    a message that a library may have made of a client's words.
+    Every log line with a traceback is written here (a test enforces it), since a traceback ends
+    with a message that a library may have made of a client's words.
 
     Arguments: ``what`` and ``values`` are a format and its arguments, as for ``logger.error``.
-    ``may_quote_client``: whether the code that failed was given a client's words or secrets; then
-    the messages of the exception and of its causes are left out."""
+    ``may_quote_client``: whether the failed code handled a client's words or secrets; then the
+    messages of the exception and of its causes are left out."""
     if may_quote_client:
         failure = describe_without_words(error)
     else:
@@ -91,5 +91,5 @@ def log_failure(
 
 
 def _request_of(record: logging.LogRecord) -> str:
-    """The stream that the caller named, else the one that the running task serves."""
+    """Return the stream that the caller named, else the one that the running task serves."""
     return getattr(record, "request_id", "") or request_id.get()

@@ -1,8 +1,8 @@
-"""Metrics as rows of tables: a name, what it says, and where its value is read when Prometheus
-asks.
+"""Metrics as rows of tables: a name, a help text, and the attribute from which the value is read at
+each fetch by Prometheus.
 
-Names behind the prefix are vLLM's where vLLM has the same thing, so that dashboards carry over.
-Labels have values from closed sets, so nothing that a device or a client sends makes a new series.
+Names behind the prefix are vLLM's where vLLM has the same metric, so that dashboards carry over.
+Labels have values from closed sets, so input of devices or clients never creates a new series.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``kind`` is ``counter``, ``gauge`` or ``histogram``; ``name`` lacks the table's prefix and a
-    histogram's ``_bucket``, ``_sum`` and ``_count``. ``path`` leads over attributes of the table's
-    source to the value; None is not shown now. With ``label`` the value is a mapping by it; of two
-    (``a,b``) by pairs."""
+    """One metric.
+
+    ``kind`` is ``counter``, ``gauge`` or ``histogram``. ``name`` lacks the table's prefix and a
+    histogram's ``_bucket``, ``_sum`` and ``_count``. ``path`` names the attributes that lead from
+    the table's source to the value; a metric with the value None is left out. With ``label`` the
+    value is a mapping by label value; with two labels (``a,b``) by pairs."""
 
     kind: str
     name: str
@@ -34,7 +36,7 @@ class Metric:
 
 
 def metrics(lines: str) -> tuple[Metric, ...]:
-    """Of a table with ``kind name{label} path help`` a line."""
+    """Return the metrics of a table with ``kind name{label} path help`` in each line."""
     rows = [line.split(None, 3) for line in lines.strip().splitlines()]
     return tuple(
         Metric(kind, *name.rstrip("}").partition("{")[::2], path, text)
@@ -43,9 +45,11 @@ def metrics(lines: str) -> tuple[Metric, ...]:
 
 
 class Histogram:
-    """``bounds`` ascend; a value counts for the first bound that it does not exceed, and for none
-    of them when it exceeds all. One thread adds, any may read: what is read is at most one addition
-    apart from itself."""
+    """Histogram with ascending ``bounds``. A value counts for the first bound that it does not
+    exceed, or for none if it exceeds all.
+
+    One thread adds, and any thread may read; a reader may see the sum and the counts one addition
+    apart."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -60,7 +64,7 @@ class Histogram:
 
     @property
     def cumulative(self) -> list[int]:
-        """For each bound how many values were at most that, and at the end how many in all."""
+        """Number of values up to each bound, and last the number of all values."""
         return list(accumulate(tuple(self.counts)))
 
 
@@ -68,12 +72,13 @@ LATENCY_S: Final = (
     *(0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15),
     *(0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0),
 )
-"""From a token every millisecond to a first token after a minute; finest where streams live."""
+"""Bounds from a token every millisecond to a first token after a minute, finest where most streams
+are."""
 
 
 class Table:
-    """A Prometheus collector of ``metrics``, whose values are those of ``source`` at each fetch;
-    ``labels`` stand at all of them."""
+    """A Prometheus collector of ``metrics``. Their values are read at each fetch from the object
+    that ``source`` returns. All of them carry ``labels``."""
 
     def __init__(
         self, prefix: str, metrics: Sequence[Metric], source: Callable[[], Any], **labels: str
@@ -107,11 +112,11 @@ class Table:
 
 
 def registry_of(*tables: Table) -> CollectorRegistry:
-    """A registry of its own, with the process's standard metrics (``process_...``) beside ours."""
+    """Return a new registry with these tables and the process's metrics (``process_...``)."""
     from prometheus_client import CollectorRegistry, ProcessCollector
 
     registry = CollectorRegistry()
     for one in tables:
-        registry.register(one)  # a collector by its shape
+        registry.register(one)  # duck-typed as a collector
     ProcessCollector(registry=registry)
     return registry

@@ -1,4 +1,4 @@
-"""What this process holds of memory, and what the machine and its limits leave to it."""
+"""Memory that this process uses, and memory that the machine and its limits leave to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from edgespec.core.device.memory import MachineMemory
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _OWN_GROUPS: Final = Path("/proc/self/cgroup")
-# Beyond this a limit of a control group means none: version 1 writes the largest page count.
+# Limits of a control group above this value mean that there is none: version 1 reports the largest
+# page count.
 _NO_LIMIT: Final = 1 << 60
 
 
@@ -23,15 +24,15 @@ def resident_bytes() -> int:
 
 
 def trim_heap() -> None:
-    """Give the system back what the C library's heap holds free, such as what reading a tokenizer
-    took for a moment; nothing where the library is not glibc."""
+    """Return free memory of the C library's heap to the system, such as the memory that loading a
+    tokenizer used for a moment. Does nothing if the library is not glibc."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def machine_memory(cgroup: Path = _CGROUP, own_groups: Path = _OWN_GROUPS) -> MachineMemory:
-    """Free memory, the control group's limits (versions 1 and 2, its parents' too) and the
-    process's own (``RLIMIT_AS``, ``RLIMIT_DATA``)."""
+    """Return total, available and resident memory, limited by the control group (versions 1 and 2,
+    and its parents) and by the process's own limits (``RLIMIT_AS``, ``RLIMIT_DATA``)."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
     for limit, used in _group_limits(cgroup, own_groups):
@@ -42,7 +43,7 @@ def machine_memory(cgroup: Path = _CGROUP, own_groups: Path = _OWN_GROUPS) -> Ma
 
 
 def _group_limits(cgroup: Path, own_groups: Path) -> list[tuple[int, int]]:
-    """(limit, used) of the control groups this process is in and of those above them."""
+    """Return (limit, used) of the control groups of this process and of their parents."""
     try:
         lines = own_groups.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -57,7 +58,7 @@ def _group_limits(cgroup: Path, own_groups: Path) -> list[tuple[int, int]]:
             limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # In a container the group's own path may not be visible, but its root is the group then.
+        # A container may not show the group's own path; then the root is the group.
         folder = root / path.lstrip("/")
         for place in (folder, *folder.parents):
             limit, used = _number(place / limit_name), _number(place / used_name)
@@ -69,7 +70,7 @@ def _group_limits(cgroup: Path, own_groups: Path) -> list[tuple[int, int]]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Of a group's memory, cached files that it can drop."""
+    """Return the bytes of cached files that a group can drop."""
     try:
         for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(" ")
@@ -81,7 +82,7 @@ def _reclaimable(group: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """None also for the word ``max``."""
+    """Return the number in a file, or None, also for the word ``max``."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

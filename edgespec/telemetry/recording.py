@@ -1,9 +1,11 @@
-"""A recording: what a device's texts committed, in one private file, off unless ``record`` asks.
+"""A recording: the tokens that a device's generations committed, in one private file. It exists
+only if ``record`` is set.
 
-Theory of operation. It is an SQLite database of one table, a row a text: the end of its prompt, and
-the tokens that were committed behind it. SQLite's lock keeps processes out of each other's way, its
-journal keeps the file whole when one is killed; what is deleted is overwritten. The oldest texts
-leave when the file has reached its bound; one that comes again is the newest.
+Theory of operation. The file is an SQLite database of one table with a row for each generation: the
+end of its prompt, and the committed tokens behind it. SQLite's lock separates processes that write
+at the same time, and its journal keeps the file whole if one is killed. Deleted content is
+overwritten. The oldest rows are deleted when the file has reached its limit; a generation that is
+recorded again becomes the newest row.
 
     tokens: 4 bytes each in the machine's order; those before ``start`` are the prompt's
 """
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
     import sqlite3
 
 PROMPT_TOKENS: Final = 256
-"""Of a prompt, its last ones; a text learns from half of ``length``, and 512 is a long one."""
+"""Number of prompt tokens that are kept, counted from its end. Training uses half of ``length`` for
+the prompt, and a ``length`` of 512 is large."""
 _MAGIC: Final = b"SQLite format 3\0"
 _MARK: Final = 0x65647370
-"""What tells a recording from other databases of SQLite (``PRAGMA application_id``)."""
+"""Mark that distinguishes a recording from other SQLite databases (``PRAGMA application_id``)."""
 _MARK_AT, _WORD = 68, 4
 _HEAD_BYTES: Final = _MARK_AT + _WORD
-_WAIT_S: Final = 5.0  # for another process that writes
+_WAIT_S: Final = 5.0  # wait for another process's write
 _BEGIN: Final = (
     "PRAGMA secure_delete = ON",
     "BEGIN IMMEDIATE",
@@ -38,23 +41,23 @@ _BEGIN: Final = (
     " vocabulary TEXT, start INTEGER, tokens BLOB)",
 )
 Execute = Callable[..., "sqlite3.Cursor"]
-"""Of a statement and its values."""
+"""A function that executes a statement with its values."""
 
 
 class RecordingError(ValueError):
-    """A recording cannot be read or written; the message names the file and why."""
+    """A recording cannot be read or written. The message names the file and the reason."""
 
 
 class RecordedText(NamedTuple):
-    """``tokens`` of which those from ``start`` on were committed; the others end the prompt."""
+    """A recorded row: the tokens from ``start`` on were committed, the others end the prompt."""
 
     tokens: array[int]
     start: int
 
 
 class Recording:
-    """The file at ``path``, of ``most_bytes`` and one text at most; made if it is not there.
-    Raises ``RecordingError``, also for a file that is something else."""
+    """The recording at ``path``, created if it does not exist. It grows to ``most_bytes`` plus one
+    row at most. Raises ``RecordingError``, also if the file is not a recording."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._path, self._most_bytes = path, most_bytes
@@ -62,9 +65,9 @@ class Recording:
             pass
 
     def add(self, vocabulary: str, prompt: Sequence[int], committed: Sequence[int]) -> None:
-        """Another text, in ids of the tokenizer with this fingerprint; one of more than half the
-        bound is left out. May wait for the disk and for other processes. Raises
-        ``RecordingError``; then the recording is as it was."""
+        """Add a generation, in token ids of the tokenizer with this fingerprint. A generation
+        larger than half the limit is left out. May wait for the disk and for other processes.
+        Raises ``RecordingError``; then the recording is unchanged."""
         start = min(len(prompt), PROMPT_TOKENS)
         tokens = array("i", [*prompt[len(prompt) - start :], *committed]).tobytes()
         if 2 * len(tokens) > self._most_bytes:
@@ -83,7 +86,8 @@ class Recording:
 
     @contextmanager
     def _transaction(self) -> Iterator[Execute]:
-        """The file is made first if it is not there, also where somebody removed it meanwhile."""
+        """Open a transaction. The file is created first if it does not exist, also if it was
+        removed since."""
         import sqlite3
 
         path = self._path
@@ -102,9 +106,9 @@ class Recording:
 
 
 def _make_private(path: Path) -> None:
-    """Make the recording at ``path`` if nothing is there, readable for its owner alone. Nothing
-    else is touched: by its descriptor, so that no other file can take the place of the one that was
-    looked at. Raises ``OSError``, and ``RecordingError`` for something else."""
+    """Create the file at ``path`` if it does not exist, readable by its owner alone. The checks and
+    the change of permissions use one descriptor, so no other file can be put in its place in
+    between. Raises ``OSError``, and ``RecordingError`` if the file is not a recording."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         found = os.fstat(handle)
@@ -118,8 +122,9 @@ def _make_private(path: Path) -> None:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether ``path`` is a regular file that begins as a recording does. Raises ``OSError``."""
-    if not path.is_file():  # what is read from a pipe is gone
+    """Return whether ``path`` is a regular file with the head of a recording. Raises
+    ``OSError``."""
+    if not path.is_file():  # reading would consume the data of a pipe
         return False
     with path.open("rb") as file:
         return _begins_as_recording(file.read(_HEAD_BYTES))
@@ -130,7 +135,7 @@ def _begins_as_recording(head: bytes) -> bool:
 
 
 def read_recording(path: Path, vocabulary: str) -> list[RecordedText]:
-    """The texts of this vocabulary, oldest first. Raises ``RecordingError``."""
+    """Return the rows of this vocabulary, oldest first. Raises ``RecordingError``."""
     import sqlite3
 
     chosen = "SELECT tokens, start FROM texts WHERE vocabulary = ? ORDER BY id"

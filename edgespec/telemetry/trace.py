@@ -1,12 +1,13 @@
-"""A run is traced as one JSON object a line, for every event a session got and action it took.
+"""Trace of a run: one JSON object a line, for every event that a session received and every action
+that it returned.
 
-Metrics, timelines, replay and golden tests read it. A line holds ``at_s`` (the side's monotonic
-clock), ``side`` ("device" or "verifier"), ``session`` (a key or stream number), ``kind`` ("event"
-or "action"), ``name`` (the class) and the fields of the class, except those that it does not show
-itself (``repr=False``: secrets). Tokens are ids, never text; where ``HiddenTokens`` are given they
-are not even those.
+Metrics, timelines, replay and golden tests read it. A line has ``at_s`` (the side's monotonic
+clock), ``side`` ("device" or "verifier"), ``session`` (a session id or stream number), ``kind``
+("event" or "action"), ``name`` (the class) and the fields of the class, except those that its repr
+leaves out (``repr=False``: secrets). Tokens are ids, never text. With ``HiddenTokens`` even the ids
+are replaced.
 
-A trace is best effort: a full disk ends the trace, with one warning, and never the run.
+A trace is best effort: a full disk ends the trace with one warning, and never the run.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from typing import Any, Final, Protocol, Self, TextIO
 from edgespec.config.files import open_to_write
 
 TOKEN_FIELDS: Final = frozenset("tokens prompt committed feed text targets stop_token_ids".split())
-"""Sequences of token ids, under these names in the core's classes."""
+"""Names of fields in the core's classes that are sequences of token ids."""
 _MOST_KEPT: Final = 1 << 20
 _LARGEST: Final = (1 << 31) - 1
 
 
 class HiddenTokens:
-    """Tokens of one trace under names that it draws, so that nobody reads the text from it.
+    """Substitute token ids for one trace, so that its text cannot be read.
 
-    Equal tokens have equal names, and a name takes as many bytes on the wire, so everything that is
-    counted, compared or timed is as in an open trace. It is a substitution cipher and hides a text
-    from whoever meets the file, not from a cryptanalyst with much of it. Stop texts become their
-    lengths, and hashes of prefixes keyed ones: from a chain of open ones each token could be found
-    by trying all."""
+    Equal tokens have equal substitutes, and a substitute has as many bytes on the wire. So
+    everything that is counted, compared or timed is as in an open trace. This is a substitution
+    cipher: it hides a text from casual readers of the file, not from a cryptanalyst with much of
+    it. Stop strings are replaced by their lengths, and hashes of prefixes by keyed ones, since a
+    chain of open hashes would reveal each token to a search over the vocabulary."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
@@ -61,12 +62,12 @@ class HiddenTokens:
         return value
 
     def token(self, token: int) -> int:
-        """The name of a token: another id of the same size as a varint."""
+        """Return the substitute of a token: another id of the same size as a varint."""
         if not 0 <= token <= _LARGEST:
             return token
         if token in self._known:
             return self._known[token]
-        if len(self._known) >= _MOST_KEPT:  # more than a vocabulary has: names begin anew
+        if len(self._known) >= _MOST_KEPT:  # more tokens than any vocabulary: begin again
             self._known.clear()
             self._taken.clear()
         groups = max(1, -(-token.bit_length() // 7))
@@ -83,24 +84,26 @@ _log = logging.getLogger(__name__)
 
 
 class Tracer(Protocol):
-    """Where sessions' events and actions are noted."""
+    """Receiver of the events and actions of sessions."""
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
-        """Note one event or action; must not raise and must not keep ``item`` alive."""
+        """Record one event or action. Must not raise and must not keep ``item`` alive."""
 
 
 class NoTrace:
-    """Records nothing."""
+    """A tracer that records nothing."""
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
         return
 
 
 class TraceFile:
-    """Writes the trace to ``path``, replacing it. A context manager; buffered until ``close``.
-    ``hidden`` says what stands for tokens; None: they do. Only opening raises ``OSError``. When a
-    write fails, or a line cannot be made, the trace ends there: the file keeps what was written
-    until then."""
+    """Writer of a trace to ``path``, which it replaces. A context manager; output is buffered until
+    ``close``.
+
+    ``hidden`` has the substitutes for tokens; None writes the ids themselves. Only opening raises,
+    ``OSError``. If a write fails or a line cannot be formed, the trace ends there, and the file
+    keeps what was written before."""
 
     def __init__(self, path: Path, hidden: HiddenTokens | None = None) -> None:
         self._path, self._hidden = path, hidden
@@ -119,17 +122,22 @@ class TraceFile:
                 **_plain_fields(item, self._hidden),
             }
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except (OSError, TypeError, ValueError) as error:  # also what no line can be made of
+        except (
+            OSError,
+            TypeError,
+            ValueError,
+        ) as error:  # an item without JSON, too
             self.close(error)
 
     def close(self, why: Exception | None = None) -> None:
-        """Write out what is left; a second call does nothing. ``why`` it ends before the run."""
+        """Write the buffered lines and close the file. A second call does nothing. ``why``: the
+        error that ends the trace before the run."""
         file, self._file = self._file, None
         if file is None:
             return
         try:
             file.close()
-        except OSError as error:  # the same where a write has failed: the buffer is still full
+        except OSError as error:  # the buffer of a failed write is still full
             why = why or error
         if why is not None:
             words = getattr(why, "strerror", None) or why
@@ -145,7 +153,8 @@ class TraceFile:
 def _plain_fields(item: object, hidden: HiddenTokens | None) -> dict[str, Any]:
     if not is_dataclass(item):
         return {"value": str(item)}
-    # What a class keeps out of its repr (a session's secret) stays out of the trace as well.
+    # A field that a class keeps out of its repr, such as a session's secret, stays out of the trace
+    # too.
     told = {field.name: getattr(item, field.name) for field in fields(item) if field.repr}
     if hidden is not None:
         told = {name: hidden.hide(name, value) for name, value in told.items()}
@@ -165,7 +174,7 @@ def _plain(value: Any, hidden: HiddenTokens | None) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as dicts, lists, numbers and texts, floats to a millionth."""
+    """Return ``value`` as dicts, lists, numbers and texts, with floats rounded to a millionth."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, dict):

@@ -1,13 +1,13 @@
-"""What the streams of a verifier got, and when: plain counts for metrics, a record for each stream.
+"""Measurements of a verifier's streams: plain counts for metrics, and a record of each stream.
 
 Theory of operation. A *record* lives from a stream's ``Open`` until its generation is complete, the
-device cancels, or the stream ends; then whoever listens gets it. Commits of passes are counted
-when they are handed to their stream: once, so what a device that comes back is sent again is not
-counted again. This runs for every message, so it adds small numbers and makes no objects but for
-what it has to remember.
+device cancels, or the stream ends; then a callback receives it. The tokens of a pass are counted
+when its commits are handed to their streams. This happens once, so tokens that are sent again to a
+device that reconnects are not counted again. The code runs for every message, so it adds small
+numbers and creates only objects that it keeps.
 
-The round trip is seen from here: from the hand-over of a commit to the ``Received`` that
-acknowledges exactly its last token. It includes what the device needs to read it.
+The round-trip time is measured here: from handing over a commit to the ``Received`` that
+acknowledges exactly its last token. It includes the time that the device takes to read the commit.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 MAX_POSITIONS = 16
-"""Places in a draft that are counted one by one; deeper ones are in the total alone."""
-# Commits of one stream whose acknowledgement is waited for; flow control stops a device sooner.
+"""Number of positions in a draft that are counted separately. Deeper ones are in the total
+alone."""
+# Limit on the unacknowledged commits of one stream. Flow control stops a device sooner.
 _MAX_UNACKNOWLEDGED = 256
 LOST = "lost"
-"""The link broke, or the device let go, before the generation was complete."""
+"""Reason of a stream whose link broke, or that the device closed, before the generation was
+complete."""
 REASONS = (
     *(reason.value for reason in m.FinishReason if reason is not m.FinishReason.CONTEXT),
     *(code.value for code in m.FaultCode),
     LOST,
 )
-"""How a stream can end. The verifier's word for a full context is ``length``, as on the wire."""
+"""Reasons for the end of a stream. A full context is ``length``, as on the wire."""
 
 
 @dataclass(slots=True)
 class StreamRecord:
-    """One stream, for the log; times are of the verifier's monotonic clock."""
+    """One stream, for the log. Times are on the verifier's monotonic clock."""
 
     request: m.Open
     opened_at: float
@@ -53,15 +55,17 @@ class StreamRecord:
     credential: str = ""
     request_id: str = field(default_factory=request_id.get)
     opened: bool = False
-    """Whether the verifier took the generation."""
+    """Whether the verifier admitted the generation."""
     first_at: float | None = None
-    """When the first tokens were handed to the stream, and the last so far."""
+    """Time of handing the first tokens to the stream; ``last_at`` is the time of the latest
+    ones."""
     last_at: float = 0.0
     first_tokens: int = 0
-    """How many came first, all at once."""
+    """Number of tokens in the first commit."""
     ended_at: float = 0.0
     tokens: int = 0
-    """Committed by passes, of these drafted, and draft nodes that passes looked at."""
+    """Tokens committed by passes. ``accepted`` are those that were drafted, ``nodes`` the draft
+    nodes in the passes."""
     accepted: int = 0
     nodes: int = 0
     reason: str = LOST
@@ -71,7 +75,7 @@ class StreamRecord:
 
     @property
     def resumed(self) -> bool:
-        """Whether another stream, here or elsewhere, began the generation."""
+        """Whether the generation was begun by another stream, on this verifier or on another."""
         return bool(self.request.committed)
 
     @property
@@ -80,7 +84,7 @@ class StreamRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after those that came first; None with nothing after them."""
+        """Mean time of a token after the first commit; None before the second."""
         later = self.tokens - self.first_tokens
         if self.first_at is None or later <= 0:
             return None
@@ -88,7 +92,8 @@ class StreamRecord:
 
 
 class StreamMeter:
-    """What each step of an engine brought. All counts only grow; ``ended`` hears of each stream."""
+    """Counts and durations taken from each step of an engine. Counts only grow. ``ended`` is called
+    with the record of each ended stream."""
 
     def __init__(self, ended: Callable[[StreamRecord], None] | None = None) -> None:
         self.ttft_s = Histogram(LATENCY_S)
@@ -134,7 +139,7 @@ class StreamMeter:
             self._end(stream, record.reason, now)
 
     def refused(self, code: m.FaultCode) -> None:
-        """A stream was ended with this code before a generation began on it."""
+        """Count a stream that was refused with this code before its generation began."""
         self.rejected[code.value] += 1
 
     def _open(self, event: ee.StreamOpened, actions: Sequence[ee.EngineAction], now: float) -> None:
@@ -227,7 +232,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def log_stream(record: StreamRecord) -> None:
-    """Say at level INFO how the stream went; see ``StreamMeter``."""
+    """Log the end of a stream at level INFO; see ``StreamMeter``."""
     if not _LOG.isEnabledFor(logging.INFO):
         return
     ttft_s, tpot_s = record.ttft_s, record.tpot_s
@@ -278,8 +283,9 @@ EVERY_S = 0.1
 
 
 class LoopLag:
-    """How late an event loop is, from ``start`` to ``stop``: what every message and every pass
-    waits for on top of its own work. Asked ten times a second, for a ten-thousandth of the loop."""
+    """Lag of an event loop between ``start`` and ``stop``: the delay that every message and every
+    pass has beyond its own work. It is sampled ten times a second, which takes a ten-thousandth of
+    the loop's time."""
 
     def __init__(self) -> None:
         self.lag_s = Histogram(_LAG_S)
@@ -295,7 +301,7 @@ class LoopLag:
         self._handle = loop.call_at(due, ask)
 
     def stop(self) -> None:
-        """Ask no more; a second call does nothing."""
+        """End sampling. A second call does nothing."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -303,8 +309,8 @@ class LoopLag:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """``streams`` is told what the engine does, ``traffic`` what the wire carries, ``lag`` asks the
-    event loop; ``waits`` are the seconds for which streams were not read, by reason."""
+    """Measurements of one verifier. ``streams`` measures the engine, ``traffic`` the wire, ``lag``
+    the event loop. ``waits`` are the seconds for which streams were not read, by reason."""
 
     streams: StreamMeter = field(default_factory=StreamMeter)
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
@@ -314,15 +320,15 @@ class Watch:
     )
 
     def waited(self, reason: Wait, wait_s: float) -> None:
-        """One stream is not read for so long; waits at the same time all count."""
+        """Add the time for which one stream is not read. Simultaneous waits are all added."""
         self.waits[reason.value] += wait_s
 
 
 class EngineSample:
-    """What the metrics of a verifier are read from: its counts, and how its engine stands now.
+    """Source of a verifier's metrics: its counts, and the state of its engine at this moment.
 
-    Read from another thread than the engine's, without a lock: tables are copied in one step,
-    numbers are read one by one, so two of them may be an event apart."""
+    It is read in another thread than the engine's, without a lock. Tables are copied in one step
+    and numbers are read one by one, so two of them may be one event apart."""
 
     def __init__(self, watch: Watch, engine: VerifyEngine, version: str) -> None:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
@@ -346,7 +352,7 @@ class EngineSample:
 
     @property
     def cache_share(self) -> float:
-        """Of the key-value blocks, the share that is held; 0 for a target that keeps no account."""
+        """Share of the key-value blocks that is in use; 0 for a target without a ledger."""
         ledger = self.keeper.ledger
         return 0.0 if ledger is None else 1.0 - ledger.free_count / ledger.block_count
 
@@ -354,45 +360,45 @@ class EngineSample:
 PREFIX: Final = "edgespec_"
 METRICS: Final = metrics("""
 histogram time_to_first_token_seconds streams.ttft_s From Open to the first tokens of a new stream
-histogram inter_token_latency_seconds streams.itl_s Time a token took after the one before
+histogram inter_token_latency_seconds streams.itl_s Time between a token and the one before
 histogram rtt_seconds streams.rtt_s From handing over a commit to its acknowledgement
-gauge num_requests_running running Sessions with a device, in the cache
-gauge num_requests_waiting waiting Sessions with a device that wait to enter the cache
-gauge num_requests_detached detached Sessions without a device, kept for the lease
+gauge num_requests_running running Sessions with a device that are in the KV cache
+gauge num_requests_waiting waiting Sessions with a device that wait for room in the KV cache
+gauge num_requests_detached detached Sessions without a device, kept until their lease ends
 counter requests_finished_total{reason} streams.finished Streams that ended after they were opened
 counter requests_rejected_total{reason} streams.rejected Streams refused before they were opened
 counter prompt_tokens_total streams.prompt_tokens Prompt tokens of the sessions opened
 counter generation_tokens_total streams.generation_tokens Tokens committed by passes and sent
-counter run_ahead_tokens_total streams.run_ahead_tokens Of these, by passes without a draft
-counter server_drafted_tokens_total drafts.served_tokens Of these, guessed by the verifier
-counter source_nodes_total{source} source_nodes Draft nodes that passes looked at, by who drafted
-counter source_accepted_total{source} source_accepted Of these, nodes that became tokens
+counter run_ahead_tokens_total streams.run_ahead_tokens Committed tokens of passes without a draft
+counter server_drafted_tokens_total drafts.served_tokens Committed tokens the verifier drafted
+counter source_nodes_total{source} source_nodes Draft nodes judged in passes, by draft source
+counter source_accepted_total{source} source_accepted Draft nodes accepted, by draft source
 counter server_draft_steps_total drafts.steps Steps of the verifier's own draft model
-counter server_draft_seconds_total drafts.seconds What these took
-counter server_draft_failures_total drafts.failures Failures of that model: it drafts no more
-counter spec_decode_num_drafts_total streams.drafts Sessions' parts of passes with draft nodes
-counter spec_decode_num_draft_tokens_total streams.draft_nodes Draft nodes that passes looked at
-counter spec_decode_num_accepted_tokens_total streams.accepted Draft nodes that became tokens
-counter replaced_tokens_total streams.replaced Of these, LOSSY ones: not the target's own
-counter spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at By their place in drafts
-counter stale_nodes_total streams.stale Draft nodes dropped when they came: late or impossible
-counter wasted_nodes_total streams.wasted Draft nodes that a pass looked at in vain
-histogram pass_seconds streams.pass_s Length of a pass
+counter server_draft_seconds_total drafts.seconds Seconds of the verifier's own draft steps
+counter server_draft_failures_total drafts.failures Failures of the verifier's draft model, final
+counter spec_decode_num_drafts_total streams.drafts Sessions with draft nodes, summed over passes
+counter spec_decode_num_draft_tokens_total streams.draft_nodes Draft nodes judged in passes
+counter spec_decode_num_accepted_tokens_total streams.accepted Draft nodes accepted
+counter replaced_tokens_total streams.replaced LOSSY: nodes accepted that are not the target's own
+counter spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at Nodes accepted, by depth
+counter stale_nodes_total streams.stale Draft nodes dropped on arrival: late or impossible
+counter wasted_nodes_total streams.wasted Draft nodes judged in a pass and rejected
+histogram pass_seconds streams.pass_s Duration of a pass
 histogram pass_rows streams.pass_rows Rows of a pass: fed tokens and draft nodes
-histogram pass_tokens streams.pass_tokens Tokens that a pass committed, of all its sessions
-counter failed_passes_total streams.failed_passes Passes that failed and began anew
-gauge kv_cache_usage_perc cache_share Share of the key-value blocks that is held, 0 to 1
-counter evictions_total keeper.evictions How often a session gave up its blocks
-counter preemptions_total keeper.preemptions Of these, how often one that had work
+histogram pass_tokens streams.pass_tokens Tokens that a pass committed, over all its sessions
+counter failed_passes_total streams.failed_passes Passes that failed and were repeated
+gauge kv_cache_usage_perc cache_share Share of the key-value blocks in use, 0 to 1
+counter evictions_total keeper.evictions Sessions whose key-value blocks were evicted
+counter preemptions_total keeper.preemptions Evicted sessions that had work to do
 counter prefix_cache_queries_total keeper.prefix_query_tokens Tokens looked up in the prefix cache
-counter prefix_cache_hits_total keeper.prefix_hit_tokens Of these, tokens found there
+counter prefix_cache_hits_total keeper.prefix_hit_tokens Tokens found in the prefix cache
 counter received_bytes_total{kind} traffic.received_bytes Payload bytes of messages from devices
 counter received_messages_total{kind} traffic.received_messages Messages from devices
 counter sent_bytes_total{kind} traffic.sent_bytes Payload bytes of messages to devices
 counter sent_messages_total{kind} traffic.sent_messages Messages to devices
-counter read_wait_seconds_total{reason} waits Streams were left unread, in seconds
-counter late_streams_total streams.late_streams Streams left out of a pass: the last had not left
-histogram event_loop_lag_seconds lag How late the event loop was, asked ten times a second
-gauge build_info{version} build 1; the label says which version runs
+counter read_wait_seconds_total{reason} waits Seconds for which streams were not read
+counter late_streams_total streams.late_streams Streams left out of a pass: send queue not empty
+histogram event_loop_lag_seconds lag Lag of the event loop, sampled ten times a second
+gauge build_info{version} build 1; the label is the running version
 """)
-"""Read from an ``EngineSample``."""
+"""Metrics of an ``EngineSample``: kind, name, attribute and help text."""

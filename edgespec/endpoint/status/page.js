@@ -1,7 +1,7 @@
 "use strict";
 const POLL_MS = 1000, SPAN_S = 10, KEY = "edgespec-key";
-const place = id => document.getElementById(id);
-const say = (id, text) => { place(id).textContent = text; };
+const element = id => document.getElementById(id);
+const setText = (id, text) => { element(id).textContent = text; };
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const number = (value, digits = 0) => value.toLocaleString("en", {
   minimumFractionDigits: digits, maximumFractionDigits: digits });
@@ -14,111 +14,111 @@ function duration(seconds) {
   if (seconds < 5400) return number(seconds / 60) + " min";
   return number(seconds / 3600, seconds < 36000 ? 1 : 0) + " h";
 }
-const made = (tag, text, kind) => {
+const newElement = (tag, text, kind) => {
   const found = document.createElement(tag);
   found.textContent = text;
   if (kind) found.className = kind;
   return found;
 };
 const STATES = {
-  unknown: ["not asked yet", ""], connecting: ["connecting", ""], ready: ["ready", "good"],
+  unknown: ["not contacted yet", ""], connecting: ["connecting", ""], ready: ["ready", "good"],
   serving: ["serving", "good"], away: ["not reachable", "bad"],
   refuses: ["refuses this device", "bad"], misfit: ["serves another model", "bad"],
 };
-let events = [], last = 0, heard = null, offset = 0;
-let gaps = [];  // times of which the agent kept no events: from, to, how many
+let events = [], lastEvent = 0, answeredAt = null, clockOffset = 0;
+let gaps = [];  // times for which the agent kept no events: from, to, count
 
 function showVerifiers(found) {
   const best = ["serving", "ready", "connecting"].map(
     state => found.find(one => one.state === state)).find(Boolean) || found[0];
   const [word, kind] = best ? STATES[best.state] : ["no verifier", "bad"];
   const since = best && kind === "bad" ? " for " + duration(best.since_s) : "";
-  say("state", best ? `${word}${since}: ${best.address}` : word);
-  place("state").className = "pill " + kind;
+  setText("state", best ? `${word}${since}: ${best.address}` : word);
+  element("state").className = "pill " + kind;
   const there = best && kind !== "bad";
-  say("rtt", there ? ms(best.rtt_s) : "–");
-  say("pass", there && best.pass_s ? "pass " + ms(best.pass_s) : "");
-  place("verifiers").replaceChildren(...found.map(one => {
+  setText("rtt", there ? ms(best.rtt_s) : "–");
+  setText("pass", there && best.pass_s ? "pass " + ms(best.pass_s) : "");
+  element("verifiers").replaceChildren(...found.map(one => {
     const row = document.createElement("li"), [words, how] = STATES[one.state];
-    row.append(made("span", one.address), made("span", words + (one.since_s === null ||
+    row.append(newElement("span", one.address), newElement("span", words + (one.since_s === null ||
       one.state === "unknown" ? "" : " for " + duration(one.since_s)), how));
-    if (one.model) row.append(made("span", one.model, "soft"));
+    if (one.model) row.append(newElement("span", one.model, "soft"));
     if (one.max_sessions) row.append(
-      made("span", `${one.sessions} of ${one.max_sessions} sessions`, "soft"));
-    if (one.why && how === "bad") row.append(made("span", one.why, "soft"));
+      newElement("span", `${one.sessions} of ${one.max_sessions} sessions`, "soft"));
+    if (one.why && how === "bad") row.append(newElement("span", one.why, "soft"));
     if (one.drafts) row.append(...drafters(one.drafts));
     return row;
   }));
-  place("drafters").hidden = !found.some(one => one.drafts && drafters(one.drafts).length);
+  element("drafters").hidden = !found.some(one => one.drafts && drafters(one.drafts).length);
 }
 
 function drafters(found) {
   const sources = [["devices", found.device_accepted, found.device_nodes],
     ["its draft model", found.model_accepted, found.model_nodes],
-    ["the text", found.text_accepted, found.text_nodes]].filter(one => one[2]);
+    ["its text lookup", found.text_accepted, found.text_nodes]].filter(one => one[2]);
   if (!sources.length) return [];
-  const words = "right drafts: " + sources.map(([who, right, nodes]) =>
-    `${number(right)} of ${number(nodes)} by ${who}`).join(", ");
+  const words = "accepted draft nodes: " + sources.map(([who, right, nodes]) =>
+    `${number(right)} of ${number(nodes)} from ${who}`).join(", ");
   const steps = !found.model_steps ? "" : `; ${number(found.model_steps)} draft steps` + (
     found.model_us ? " of " + ms(found.model_us / 1e6 / found.model_steps) : "");
-  const bar = made("span", "", "who");
+  const bar = newElement("span", "", "who");
   [[found.device_accepted, ""], [found.model_accepted + found.text_accepted, "served"]].forEach(
-    ([right, kind]) => { bar.append(made("span", "", kind)); bar.lastChild.style.flexGrow = right; });
-  const said = [made("span", words + steps, "soft"), bar];
-  if (found.model_failures) said.push(made("span", "its draft model failed", "bad"));
+    ([right, kind]) => { bar.append(newElement("span", "", kind)); bar.lastChild.style.flexGrow = right; });
+  const said = [newElement("span", words + steps, "soft"), bar];
+  if (found.model_failures) said.push(newElement("span", "its draft model failed", "bad"));
   return said;
 }
 
 function showDrafting(found) {
   const words = found.worth === null ? "Not known yet:" : found.worth ? "Yes:" : "Not now:";
-  say("worth", words);
-  say("why", found.why + ".");
+  setText("worth", words);
+  setText("why", found.why + ".");
   const verdict = document.querySelector(".verdict");
   verdict.className = "verdict" + (found.worth === null ? "" : found.worth ? " good" : " bad");
-  say("acceptance", percent(found.acceptance));
-  say("per-pass", found.tokens_per_pass === null ? "" :
-    number(found.tokens_per_pass, 1) + " tokens a pass");
+  setText("acceptance", percent(found.acceptance));
+  setText("per-pass", found.tokens_per_pass === null ? "" :
+    number(found.tokens_per_pass, 1) + " tokens per pass");
 }
 
 function showMemory(found) {
-  const bar = place("bar"), budget = found.budget_bytes, share = found.resident_bytes / budget;
+  const bar = element("bar"), budget = found.budget_bytes, share = found.resident_bytes / budget;
   bar.hidden = budget === null;
   if (budget === null) {
-    say("memory", mib(found.resident_bytes) + " held; no budget was given (--memory-budget)");
+    setText("memory", mib(found.resident_bytes) + " in use; no budget is set (--memory-budget)");
     return;
   }
-  place("held").style.width = Math.min(100, 100 * share) + "%";
+  element("held").style.width = Math.min(100, 100 * share) + "%";
   bar.classList.toggle("full", share > 0.97);
   bar.setAttribute("aria-valuemax", budget);
   bar.setAttribute("aria-valuenow", found.resident_bytes);
-  const draft = found.resting ? "; the draft rests" : found.window === null ? "" :
-    `; the draft may hold ${number(found.window)} tokens, ${found.width} guesses a step`;
-  say("memory", `${mib(found.resident_bytes)} of ${mib(budget)}${draft}`);
+  const draft = found.resting ? "; drafting is paused by the memory guard" : found.window === null ? "" :
+    `; the draft may cache ${number(found.window)} tokens and make ${found.width} nodes per step`;
+  setText("memory", `${mib(found.resident_bytes)} of ${mib(budget)}${draft}`);
 }
 
 function showGenerations(found, running) {
-  place("none").hidden = running > 0;
-  place("table").hidden = running === 0;
-  say("running", running === 1 ? "1 text runs" : running + " texts run");
-  place("generations").replaceChildren(...found.map(one => {
+  element("none").hidden = running > 0;
+  element("table").hidden = running === 0;
+  setText("running", running === 1 ? "1 generation running" : running + " generations running");
+  element("generations").replaceChildren(...found.map(one => {
     const row = document.createElement("tr");
     const lossy = one.rule === "exact" ? "" : ` LOSSY (${one.rule})`;
     row.append(...["#" + one.number, (one.model || "–") + lossy, one.link.replace("_", " "),
       number(one.tokens), one.tokens_per_s === null ? "–" : number(one.tokens_per_s, 1),
-      percent(one.acceptance), one.drafting ? "yes" : "no"].map(text => made("td", text)));
+      percent(one.acceptance), one.drafting ? "yes" : "no"].map(text => newElement("td", text)));
     return row;
   }));
 }
 
 function showTotals(found) {
-  const rows = [["texts", found.generations], ["of them failed", found.failed],
+  const rows = [["generations", found.generations], ["failed generations", found.failed],
     ["prompt tokens", found.prompt_tokens], ["tokens", found.tokens],
-    ["of them drafted here", found.accepted], ["of them corrected", found.corrected],
+    ["tokens drafted on this device", found.accepted], ["corrected tokens", found.corrected],
     ["draft steps", found.steps], ["draft nodes sent", found.sent],
     ["passes", found.passes], ["reconnects", found.reconnects]];
-  place("totals").replaceChildren(...rows.map(([name, count]) => {
+  element("totals").replaceChildren(...rows.map(([name, count]) => {
     const row = document.createElement("div");
-    row.append(made("dt", name), made("dd", number(count)));
+    row.append(newElement("dt", name), newElement("dd", number(count)));
     return row;
   }));
 }
@@ -127,14 +127,14 @@ const LANES = ["draft", "send", "pass", "commit"];
 const NAMES = ["drafts", "sent", "passes", "commits"];
 
 function drawTimeline() {
-  const canvas = place("timeline"), ratio = devicePixelRatio || 1;
+  const canvas = element("timeline"), ratio = devicePixelRatio || 1;
   const width = canvas.clientWidth, height = canvas.clientHeight;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   pen.font = "12px system-ui, sans-serif";
-  const left = 72, foot = 20, lane = (height - foot) / LANES.length, now = performance.now() / 1e3 + offset;
+  const left = 72, foot = 20, lane = (height - foot) / LANES.length, now = performance.now() / 1e3 + clockOffset;
   const x = at => left + (width - left - 8) * (1 - (now - at) / SPAN_S);
   pen.textBaseline = "middle";
   LANES.forEach((name, index) => {
@@ -192,32 +192,32 @@ function drawEvent(pen, one, x, lane) {
 }
 
 function show(found) {
-  offset = found.clock_s - performance.now() / 1e3;
-  if (found.last_event < last) events = gaps = [];
+  clockOffset = found.clock_s - performance.now() / 1e3;
+  if (found.last_event < lastEvent) events = gaps = [];
   if (found.lost_events) gaps = gaps.concat({ count: found.lost_events, to: found.events[0].at_s,
     from: events.length ? events[events.length - 1].at_s : found.clock_s - found.uptime_s });
   gaps = gaps.filter(one => one.to > found.clock_s - SPAN_S);
   const lost = gaps.reduce((sum, one) => sum + one.count, 0);
-  say("lost", lost ? `${number(lost)} entries are lost: the shaded time is not known.` : "");
-  last = found.last_event;
+  setText("lost", lost ? `${number(lost)} events were not kept: nothing is known of the shaded time.` : "");
+  lastEvent = found.last_event;
   events = events.concat(found.events).filter(one => one.at_s > found.clock_s - SPAN_S - 1);
-  say("speed", number(found.tokens_per_s, 1));
+  setText("speed", number(found.tokens_per_s, 1));
   showVerifiers(found.verifiers);
   showDrafting(found.drafting);
   showMemory(found.memory);
   showGenerations(found.generations, found.running);
   showTotals(found.totals);
   drawTimeline();
-  say("version", `edgespec ${found.version}, up for ${duration(found.uptime_s)}` +
+  setText("version", `edgespec ${found.version}, up for ${duration(found.uptime_s)}` +
     (found.draft ? `, draft ${found.draft} (${found.policy})` : ", without a draft"));
 }
 
-function trouble(text, state = "no answer from the agent") {
-  place("trouble").hidden = !text;
-  say("trouble", text);
+function showTrouble(text, state = "no answer from the agent") {
+  element("trouble").hidden = !text;
+  setText("trouble", text);
   if (text) {
-    say("state", state);
-    place("state").className = "pill bad";
+    setText("state", state);
+    element("state").className = "pill bad";
   }
 }
 
@@ -225,38 +225,38 @@ let refused = false;
 
 async function poll() {
   const key = sessionStorage.getItem(KEY);
-  const answer = await fetch("status.json?after=" + last, {
+  const answer = await fetch("status.json?after=" + lastEvent, {
     cache: "no-store", signal: AbortSignal.timeout(5000),
     headers: key ? { Authorization: "Bearer " + key } : {} });
-  place("ask").hidden = answer.status !== 401;
+  element("ask").hidden = answer.status !== 401;
   refused = answer.status === 401;
   if (refused) {
-    trouble(key ? "That is not its key." : "", "the key is needed");
-    say("state", "the key is needed");
+    showTrouble(key ? "This is not the API key of the agent." : "", "API key required");
+    setText("state", "API key required");
     return;
   }
   if (!answer.ok) throw new Error("the agent answered " + answer.status);
   show(await answer.json());
-  heard = performance.now();
-  trouble("");
+  answeredAt = performance.now();
+  showTrouble("");
   document.documentElement.dataset.polled = 1 + Number(document.documentElement.dataset.polled || 0);
 }
 
 async function pollForEver() {
   try {
-    // A browser writes every 401 to its console, so nothing is asked again without another key.
+    // A browser logs every 401 in its console, so nothing is fetched again without another key.
     if (!document.hidden && !refused) await poll();
   } catch (error) {
-    const since = heard === null ? "" : ` for ${duration((performance.now() - heard) / 1e3)}`;
-    trouble(`The agent has not answered${since}; what stands below is what it said last.`);
+    const since = answeredAt === null ? "" : ` for ${duration((performance.now() - answeredAt) / 1e3)}`;
+    showTrouble(`The agent has not answered${since}. The numbers below are its last ones.`);
   }
   setTimeout(pollForEver, POLL_MS);
 }
 
-place("ask").addEventListener("submit", event => {
+element("ask").addEventListener("submit", event => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, place("key").value);
-  place("key").value = "";
+  sessionStorage.setItem(KEY, element("key").value);
+  element("key").value = "";
   refused = false;
 });
 addEventListener("resize", drawTimeline);
