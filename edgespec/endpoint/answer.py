@@ -304,9 +304,7 @@ class CompletionEnvelope(ChoicesEnvelope):
 
     def _part(self, choice: Choice, text: str, scores: Scores | None) -> Json:
         found = None if scores is None else self._scores(choice, scores)
-        if (
-            found is not None and choice.finish is not None
-        ):  # a stop string is no output
+        if found is not None and choice.finish is not None:  # a stop string is no output
             length = len(choice.echo) + len(choice.text)
             found["text_offset"] = [min(one, length) for one in found["text_offset"]]
         return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": None}

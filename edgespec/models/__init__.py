@@ -1,4 +1,4 @@
-"""Model folders and their text side: where a model is, what it says of itself, its tokenizer.
+"""Model sources and their text side: location and description of a model, and its tokenizer.
 
-Nothing is imported here.
+This file imports nothing.
 """

@@ -1,9 +1,9 @@
 """Tokens that a tokenizer folder adds beside its ``tokenizer.json``.
 
-Hugging Face's library reads ``tokenizer_config.json``, ``special_tokens_map.json`` and
-``added_tokens.json`` too, and adds what ``tokenizer.json`` does not have: ids grow behind the
-vocabulary in the order in which the tokens are added. The rules below are those of transformers
-5.23 for a tokenizer that is loaded from a ``tokenizer.json`` (``TokenizersBackend``).
+Hugging Face's library also reads ``tokenizer_config.json``, ``special_tokens_map.json`` and
+``added_tokens.json``, and adds the tokens that ``tokenizer.json`` lacks: their ids follow the
+vocabulary in the order in which they are added. The rules below are those of transformers 5.23 for
+a tokenizer that is loaded from a ``tokenizer.json`` (``TokenizersBackend``).
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _FLAGS: Final = ("special", "single_word", "lstrip", "rstrip", "normalized")
 
 
 class AddedTokensError(ValueError):
-    """A file says of a token what cannot be; the message names the file, the key and the value."""
+    """A file describes a token in a way that is not valid. The message names the file, the key and
+    the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is found in a text before the vocabulary is; flags as in ``tokenizers``."""
+    """A token that is searched in a text before the vocabulary is applied. The flags are those of
+    ``tokenizers``."""
 
     content: str
     special: bool = False
@@ -45,20 +47,23 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokensBeside:
-    """What the files beside ``tokenizer.json`` say of tokens."""
+    """Tokens that are described by the files beside ``tokenizer.json``."""
 
     named: Mapping[str, str]
-    """Special tokens by their names, ``bos_token`` and others: the variables of chat templates."""
+    """Special tokens by their names, such as ``bos_token``; chat templates have them as
+    variables."""
     added: tuple[AddedToken, ...]
-    """Tokens to add, in order; one that the vocabulary has keeps its id and gets these flags."""
+    """Tokens to add, in order. A token that the vocabulary has keeps its id and gets these
+    flags."""
 
 
 def next_ids(
     tokens: Mapping[int, str], added: Mapping[int, str], vocabulary_size: int, more: Iterable[str]
 ) -> dict[int, str]:
-    """Return the ids that the contents ``more`` get behind a vocabulary, as ``tokenizers`` numbers
-    them. ``tokens`` are all token strings by id, ``added`` those of them that were added before,
-    ``vocabulary_size`` is the number of entries of the model's own vocabulary."""
+    """Return the ids behind a vocabulary for the contents ``more``, as ``tokenizers`` numbers them.
+
+    ``tokens`` are all token strings by id. ``added`` are those of them that were added before.
+    ``vocabulary_size`` is the number of entries in the model's own vocabulary."""
     known, largest = set(tokens.values()), max(added, default=-1)
     found: dict[int, str] = {}
     for content in more:
@@ -72,11 +77,10 @@ def next_ids(
 def tokens_beside(
     files: Mapping[str, Mapping[str, Any]], own: Mapping[int, AddedToken], folder: Path
 ) -> TokensBeside:
-    """Read what the files beside a ``tokenizer.json`` say of its tokens.
+    """Return the tokens that the files beside a ``tokenizer.json`` describe.
 
-    ``files`` are the parsed ones of ``FILES`` that are there, ``own`` are the added tokens of
-    ``tokenizer.json`` by id, and ``folder`` is for messages. Raises
-    ``AddedTokensError``."""
+    ``files`` are the parsed ones of ``FILES`` that exist, ``own`` the added tokens of
+    ``tokenizer.json`` by id. ``folder`` is used in messages. Raises ``AddedTokensError``."""
     config = dict(files.get(TOKENIZER_CONFIG, {}))
     where = folder / TOKENIZER_CONFIG
     if not config.get(_EXTRA) and _OLDER_EXTRA in config:
@@ -117,7 +121,7 @@ def tokens_beside(
 
 
 def _merge_map(config: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Put the entries of ``special_tokens_map.json`` into ``config``, as far as they count."""
+    """Merge the entries of ``special_tokens_map.json`` into ``config``, as transformers does."""
     for key, value in more.items():
         if key == _EXTRA and isinstance(value, list):
             had = config.get(_EXTRA) or []
@@ -132,7 +136,8 @@ def _merge_map(config: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _named(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """The special tokens that have a name: the seven common ones first, then a model's own."""
+    """Return the special tokens that have a name: the seven common ones first, then a model's
+    own."""
     found: dict[str, AddedToken] = {}
     others = [
         key
@@ -148,7 +153,7 @@ def _named(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def _extra(path: Path, config: Mapping[str, Any]) -> list[AddedToken]:
-    """The special tokens without a name."""
+    """Return the special tokens without a name."""
     value = config.get(_EXTRA)
     if value is None or isinstance(value, dict):
         return []
@@ -164,8 +169,8 @@ def _special(path: Path, key: str, value: object) -> AddedToken:
 
 
 def token_of(path: Path, value: object, key: str = "added_tokens") -> AddedToken:
-    """Read a token that a JSON object describes. ``path`` and ``key`` are for the message of the
-    ``AddedTokensError`` that anything else raises."""
+    """Return the token that a JSON object describes. ``path`` and ``key`` are named in the
+    ``AddedTokensError`` that any other value raises."""
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise AddedTokensError(
             f"{path}: {key} is {value!r}, but must be a token: an object with its content"
@@ -186,7 +191,7 @@ def _entries(path: Path, key: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _id(path: Path, key: str, value: object) -> int:
-    """A token id, of which JSON may have made a text. Raises ``AddedTokensError``."""
+    """Return a token id, which JSON may have as text. Raises ``AddedTokensError``."""
     number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
     if type(number) is not int or number < 0:
         raise AddedTokensError(f"{path}: {key} has the id {value!r}, but must have a whole number")

@@ -1,9 +1,9 @@
-"""Gives a chat template the tool calls of earlier messages in the form that it reads.
+"""Tool calls of earlier messages, in the form that a chat template reads.
 
 Clients send the arguments of a call as JSON in a text, and ``content`` null or empty beside calls.
 Some templates write the arguments with ``tojson``, so they need an object; others join them to a
 text. Some recognise a call by ``content is none``; others fail on None, or print it. A template is
-a program, so the only safe way to know its form is to render a small conversation in each form and
+a program, so the only safe way to find its form is to render a small conversation in each form and
 to look for the call in the result.
 """
 
@@ -21,19 +21,19 @@ Messages = Sequence[Mapping[str, Any]]
 _NAME: Final = "probe_function"
 _KEY, _VALUE = "probe_key", "probe_value"
 _ID: Final = "probe1234"
-"""Nine letters and digits, which Mistral's templates demand."""
+"""Nine letters and digits, which Mistral's templates require."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template reads the tool calls of earlier messages."""
+    """The form in which a template reads the tool calls of earlier messages."""
 
     has_text_arguments: bool = False
-    """Arguments are JSON in a text, not an object."""
+    """Whether arguments are JSON in a text instead of an object."""
     has_no_content: bool = False
-    """``content`` is None beside calls, not an empty text."""
+    """Whether ``content`` beside calls is None instead of an empty text."""
     is_shown: bool = False
-    """The template writes calls at all."""
+    """Whether the template writes calls at all."""
 
 
 _FORMS: Final = tuple(
@@ -42,9 +42,11 @@ _FORMS: Final = tuple(
 
 
 def find_call_form(render: Callable[[Messages, Messages], str]) -> CallForm:
-    """Return the first form in which a template shows a call as JSON. ``render`` renders messages
-    and tools, and raises any exception where the template fails. Raises ``TextWorkerError`` where
-    ``render`` does, since such a template would cost as much at each further try."""
+    """Return the first form in which a template writes a call as JSON.
+
+    ``render`` renders messages and tools, and raises any exception if the template fails. Raises
+    ``TextWorkerError`` if ``render`` does, since such a template would cost as much at each further
+    try."""
     parameters = {"type": "object", "properties": {_KEY: {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": _NAME, "parameters": parameters}}]
     json_texts = [f'"{_KEY}":{space}"{_VALUE}"' for space in (" ", "")]
@@ -53,7 +55,7 @@ def find_call_form(render: Callable[[Messages, Messages], str]) -> CallForm:
         texts[form] = text = _shown(render, form, tools)
         if _NAME in text and any(one in text for one in json_texts):
             return form
-    # Some templates write each argument in a notation of their own, which is not Python's.
+    # Some templates write each argument in their own notation, which must not be Python's.
     for form, text in texts.items():
         if _KEY in text and _VALUE in text and f"'{_KEY}'" not in text and '\\"' not in text:
             return form
@@ -61,8 +63,8 @@ def find_call_form(render: Callable[[Messages, Messages], str]) -> CallForm:
 
 
 def _shown(render: Callable[[Messages, Messages], str], form: CallForm, tools: Messages) -> str:
-    """Return what the template writes for a call in this form; empty where it fails. Tools are
-    left out first, since their schemas name the argument too."""
+    """Return what the template writes for a call in this form, or an empty text if it fails. Tools
+    are left out in the first try, because their schemas contain the name of the argument too."""
     call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
     turns: list[Mapping[str, Any]] = [
         {"role": "user", "content": "-"},
@@ -75,14 +77,14 @@ def _shown(render: Callable[[Messages, Messages], str], form: CallForm, tools: M
                 return render(fit_calls(messages, form), given)
             except TextWorkerError:
                 raise
-            except Exception:  # a template is a program, and can fail like one
+            except Exception:  # a template is a program that can raise anything
                 continue
     return ""
 
 
 def fit_calls(messages: Messages, form: CallForm) -> list[dict[str, Any]]:
-    """Return copies of ``messages`` whose tool calls have the form that a template reads. Where
-    content beside calls must be None, content that is there becomes a message of its own."""
+    """Return copies of ``messages`` whose tool calls have the form that a template reads. If
+    content beside calls must be None, existing content becomes a message of its own."""
     fitted = list[dict[str, Any]]()
     for message in messages:
         found = dict(message)
@@ -114,7 +116,7 @@ def _fit_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def object_or_text(text: str) -> Any:
-    """Return the JSON object in ``text``; the text itself where it holds none."""
+    """Return the JSON object in ``text``, or the text itself if it contains none."""
     try:
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):

@@ -1,14 +1,14 @@
-"""What a draft reference leads to: a draft folder of ours, a checkpoint to export, or the ONNX
-graphs that somebody else exported.
+"""Resolution of a draft reference: to a draft folder of edgespec, a checkpoint to export, or ONNX
+graphs that another tool exported.
 
-A reference is as in ``folders``, or an ``.onnx`` file. Graphs of others lie in the folder itself or
-in its ``onnx/``, one file a *variant*: ``model_q4.onnx`` is ``q4``, ``model.onnx`` is ``fp32``, and
-the one that a ``genai_config.json`` names is ``genai``. Where a folder holds both safetensors and
-graphs, the checkpoint is exported, whose graph is faster (see docs/decisions.md), unless a variant
-is asked for.
+A reference is as in ``folders``, or an ``.onnx`` file. Graphs of other tools are in the folder
+itself or in its ``onnx/``, one file for each *variant*: ``model_q4.onnx`` is ``q4``, ``model.onnx``
+is ``fp32``, and the one that a ``genai_config.json`` names is ``genai``. If a folder has both
+safetensors and graphs, the checkpoint is exported, since the graph made from it is faster (see
+docs/decisions.md), unless a variant is requested.
 
-Of a repository on the Hub only what is used is fetched: the list of files first, tokenizer and
-configuration to compare vocabularies, then one variant with its external data.
+Only the needed files of a repository on the Hub are fetched: first the list of files, then the
+tokenizer and configuration to compare vocabularies, then one variant with its external data.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from edgespec.models import folders
 
 AUTO = "auto"
 VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
-"""In the order of preference: small first, bnb4 behind what is faster on
-CPUs (docs/measurements.md)."""
+"""Variants in the order of preference: small ones first, bnb4 behind those that are faster on CPUs
+(docs/measurements.md)."""
 
 GENAI_CONFIG = "genai_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja")
@@ -37,18 +37,20 @@ _SPLIT = re.compile(r"(?:onnx/)?decoder_(with_past_)?model(?!_merged)(_[a-z0-9]+
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """``graphs`` is empty for a draft folder of ours and for a checkpoint."""
+    """The result of a resolved draft reference."""
 
     folder: Path
-    """Where tokenizer and configuration lie."""
+    """Folder with the tokenizer and the configuration."""
     graphs: Mapping[str, Path] = field(default_factory=dict)
-    """ONNX files by variant."""
+    """ONNX files of other tools by variant; empty for a draft folder of edgespec and for a
+    checkpoint."""
     name: str = ""
 
 
 def find_draft(reference: str, variant: str = AUTO) -> DraftSource:
-    """Downloads what is missing. ``variant`` other than ``auto`` asks for a graph of others. Raises
-    ``ModelFolderError`` naming the reference or file, and the variants that there are."""
+    """Return the source of a draft, and download what is missing. A ``variant`` other than ``auto``
+    requests a graph of another tool. Raises ``ModelFolderError`` naming the reference or file, and
+    the existing variants."""
     path = Path(os.path.expanduser(reference))
     if reference.endswith(".onnx"):
         return _one_file(path)
@@ -59,16 +61,17 @@ def find_draft(reference: str, variant: str = AUTO) -> DraftSource:
 
 
 def resolve_texts(reference: str) -> Path:
-    """The folder of a reference's tokenizer and configuration; of a Hub id nothing else is fetched.
-    Raises ``ModelFolderError``."""
+    """Return the folder with a reference's tokenizer and configuration. Nothing else of a Hub id is
+    fetched. Raises ``ModelFolderError``."""
     if reference.endswith(".onnx"):
         return _one_file(Path(os.path.expanduser(reference))).folder
     return folders.resolve_model(reference, folders.Role.DRAFT, TEXT_PATTERNS)
 
 
 def variants_of(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
-    """Of the paths of a repository or folder the decoder graphs, by variant, in order of
-    ``VARIANTS``; merged decoders win over plain ones, ``onnx/`` over the top."""
+    """Return the decoder graphs among the paths of a repository or folder, by variant, in the order
+    of ``VARIANTS``. Merged decoders take precedence over plain ones, and ``onnx/`` over the top
+    folder."""
     found: dict[str, str] = {}
     listed = sorted(files, key=lambda name: (name.startswith("onnx/"), "merged" in name))
     for name in listed:
@@ -132,8 +135,8 @@ def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: 
 
 
 def _is_ours(folder: Path, graph: Path) -> bool:
-    """Did ``edgespec export`` write this graph? Its producer's name stands at the beginning. Raises
-    ``ModelFolderError`` where ``folder`` lacks what says what it is."""
+    """Return whether ``edgespec export`` wrote this graph, whose beginning then has the producer's
+    name. Raises ``ModelFolderError`` if ``folder`` lacks the manifest of such a graph."""
     if not graph.is_file():  # on the Hub, not fetched yet
         return False
     with graph.open("rb") as file:
@@ -148,8 +151,8 @@ def _is_ours(folder: Path, graph: Path) -> bool:
 
 
 def genai_sections(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``model`` of ``genai_config.json``, and ``decoder`` in it, which names the file of the graph;
-    empty where there is none."""
+    """Return the sections ``model`` and ``model.decoder`` of ``genai_config.json``, the second of
+    which names the graph's file. Both are empty without the file."""
     path = folder / GENAI_CONFIG
     found = folders.read_json(path).get("model") if path.is_file() else None
     model = found if isinstance(found, dict) else {}
@@ -166,7 +169,7 @@ def _on_the_hub(reference: str, variant: str) -> DraftSource:
         source = _chosen(reference, folder, _files(folder), variant, name)
         whole = source.graphs or any(folder.glob("*.safetensors"))
         if not (whole or (folder / "model.onnx").is_file()):
-            raise  # texts alone were fetched, to compare vocabularies
+            raise  # only the texts were fetched, to compare vocabularies
         return source
     folder = folders.fetch(reference, TEXT_PATTERNS)
     source = _chosen(reference, folder, files, variant, name)
@@ -186,19 +189,23 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 @dataclass(frozen=True, slots=True)
 class ForeignInfo:
-    """``kv_heads`` and ``head_size`` are 0 where no file tells them."""
+    """Description of a model whose graph another tool exported."""
 
     model: ModelInfo
     token_count: int
     kv_heads: int = 0
+    """Number of key-value heads; 0 if no file has it."""
     head_size: int = 0
+    """Size of a head; 0 if no file has it."""
 
 
 def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) -> ForeignInfo:
-    """Names and sizes that are not in a graph of others, from ``config.json`` (also with a
-    ``text_config`` inside, and with the older names of sizes) and ``genai_config.json``, whichever
-    is there. ``tokenizer`` is the folder of another tokenizer to go with the graph, for a folder
-    that has none. Raises ``ModelFolderError`` naming the file, the key and the value."""
+    """Return the names and sizes that such a graph does not contain.
+
+    They are read from ``config.json`` (also from a ``text_config`` inside, and under older names of
+    sizes) and ``genai_config.json``, whichever exists. ``tokenizer`` is the folder of a tokenizer
+    to use if ``folder`` has none. Raises ``ModelFolderError`` naming the file, the key and the
+    value."""
     path = folder / "config.json"
     config = folders.read_json(path) if path.is_file() else {}
     if isinstance(inner := config.get("text_config"), dict):
@@ -209,7 +216,7 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     texts = folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
 
     def size(*names: str) -> int:
-        """The first that is there, else 0."""
+        """Return the first of these sizes that is given, else 0."""
         genai_path = folder / GENAI_CONFIG
         places = ((path, config), (genai_path, decoder), (genai_path, genai))
         for where, place in places:

@@ -1,7 +1,7 @@
-"""A tokenizer of somebody else, which a child process holds (``text_process.py``).
+"""Tokenizer of another party, held by a child process (``text_process.py``).
 
-What it makes of a text it computes there, in bounds; the bytes of all its tokens lie here, so that
-texts are decoded token by token without the child.
+Texts are tokenized in the child, within limits. The bytes of all tokens are kept in this process,
+so texts are decoded token by token without the child.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from edgespec.models.tokenizer import (
 )
 
 TOKENIZER_BYTES: Final = 768 << 20
-"""Data that the child may have: a file of 35 MB takes ten times its size while it is read."""
+"""Limit on the data of the child. A file of 35 MB takes ten times its size while it is read."""
 
 
 class FarTokenizer:
-    """The methods of ``TextTokenizer`` that agents and endpoints use. Close it.
+    """A tokenizer with the methods of ``TextTokenizer`` that agents and endpoints use. Its process
+    ends with ``close``.
 
-    Every method that has to ask the child raises ``TokenizerError`` if that takes too long or too
-    much memory; so does the constructor, which names what is wrong with the folder."""
+    Every method that uses the child raises ``TokenizerError`` if that takes too long or too much
+    memory. The constructor does so too, and names the fault of an unusable folder."""
 
     def __init__(self, folder: Path, most_bytes: int = TOKENIZER_BYTES) -> None:
         self._worker = TextWorker(text_process.__file__, most_bytes, str(folder))
@@ -44,14 +45,14 @@ class FarTokenizer:
             self.close()
             raise
         self.vocabulary: str = self._facts["vocabulary"]
-        """The fingerprint of its vocabulary."""
+        """Fingerprint of the vocabulary."""
         self.special_ids = frozenset[int](self._facts["special_ids"])
         self.special_texts: Mapping[str, str] = self._facts["special_texts"]
         self.added: Mapping[str, int] = self._facts["added"]
         self._bytes = b64decode(self._facts.pop("bytes"))
         self._ends = array("I", b64decode(self._facts.pop("ends")))
         self._alone = {int(token): text for token, text in self._facts.pop("alone").items()}
-        """Texts of tokens that look otherwise where a text begins."""
+        """Texts of tokens that are decoded in another way at the beginning of a text."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self._ask("encode", text, add_special_tokens))
@@ -82,12 +83,12 @@ class FarTokenizer:
         return self._bytes[self._ends[token - 1] if token else 0 : self._ends[token]]
 
     def shown_first(self, token: int) -> bytes:
-        """Return the bytes of a token where a text begins, without asking the child."""
+        """Return the bytes of a token at the beginning of a text, without using the child."""
         alone = self._alone.get(token)
         return self.token_bytes(token) if alone is None else alone.encode()
 
     def close(self) -> None:
-        """End the child; nothing is encoded any more."""
+        """End the child. Nothing can be encoded after this."""
         self._worker.close()
 
     @cached_property
@@ -102,5 +103,5 @@ class FarTokenizer:
             return self._worker.ask(what, *given)
         except TextWorkerError as error:
             raise TokenizerError(f"the tokenizer failed: {error}") from None
-        except RuntimeError as error:  # the library's own, such as for an id that is none
+        except RuntimeError as error:  # raised by the library, for instance for an invalid id
             raise TokenizerError(str(error)) from None

@@ -1,9 +1,9 @@
-"""Where a model is, and what its folder says of it.
+"""Location of a model, and the description that its folder contains.
 
 A reference is ``bundled`` (the small pair inside this package), ``bundled:target``,
-``bundled:draft``, a folder, or a Hub id ``owner/name[@revision]``. Two kinds of folder: a Hugging
-Face one (``config.json``, ``*.safetensors``, ``tokenizer.json``) and a draft folder made from one
-(``edgespec.json``, ``model.onnx``).
+``bundled:draft``, a folder, or a Hub id ``owner/name[@revision]``. There are two kinds of folder:
+one of Hugging Face (``config.json``, ``*.safetensors``, ``tokenizer.json``), and a draft folder
+made from one (``edgespec.json``, ``model.onnx``).
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ _FINGERPRINT_DIGITS = 32
 
 
 def vocabulary_fingerprint(path: Path) -> str:
-    """32 hex digits (128 bits of SHA-256) for a ``tokenizer.json``: equal for two models exactly
-    when ids mean the same text, whatever their merges, normalisation and chat templates. The hash
-    covers every (id, token string) in order of id, with added tokens, also those that stand in a
-    file beside it (``added_tokens``). Raises ``ModelFolderError``.
+    """Return the fingerprint of a ``tokenizer.json``: 32 hex digits (128 bits of SHA-256). It is
+    equal for two models exactly if ids mean the same text, whatever their merges, normalisation and
+    chat templates. The hash covers every (id, token string) in order of id, with added tokens,
+    including those in a file beside it (``added_tokens``). Raises ``ModelFolderError``.
 
-    A file is read once: that takes ten times its size of memory, and ``serve`` asks every while."""
+    The result is cached: reading a file takes ten times its size in memory, and ``serve`` needs the
+    fingerprint again and again."""
     versions = list[tuple[int, ...]]()
     for one in (path, *(path.parent / name for name in added_tokens.FILES)):
         try:
             found = one.stat()
             versions.append((found.st_mtime_ns, found.st_size, found.st_ino))
-        except OSError:  # one that has to be there is named when it is read
+        except OSError:  # a missing file that is required is reported when it is read
             versions.append(())
     return _fingerprint(path, tuple(versions))
 
@@ -56,7 +57,7 @@ def _fingerprint(path: Path, versions: tuple[tuple[int, ...], ...]) -> str:
     digest = hashlib.sha256()
     for token_id in sorted(tokens):
         text = tokens[token_id].encode("utf-8", errors="surrogatepass")
-        # Lengths are part of the input: no two vocabularies run together to the same bytes.
+        # The input contains lengths, so different vocabularies never give the same bytes.
         digest.update(b"%d %d " % (token_id, len(text)))
         digest.update(text)
     return digest.hexdigest()[:_FINGERPRINT_DIGITS]
@@ -75,7 +76,7 @@ def read_vocabulary(path: Path) -> dict[int, str]:
     try:
         if isinstance(vocabulary, dict):  # BPE, WordPiece, WordLevel: token -> id
             tokens = {int(token_id): str(token) for token, token_id in vocabulary.items()}
-        else:  # Unigram: [token, score] at the place of its id
+        else:  # Unigram: [token, score] at the index of its id
             tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
         own = {int(one["id"]): str(one["content"]) for one in data.get("added_tokens") or ()}
         tokens |= own
@@ -85,13 +86,14 @@ def read_vocabulary(path: Path) -> dict[int, str]:
         tokens, own, len(vocabulary), [one.content for one in _beside(path, data).added]
     )
     low, high = min(tokens, default=0), max(tokens, default=0)
-    if low < 0 or high > MAX_TOKEN_ID:  # whoever counts ids from 0 on would never end
+    if low < 0 or high > MAX_TOKEN_ID:  # callers count ids from 0 to the largest
         raise ModelFolderError(f"{path}: token ids {low} to {high}, limit 0 to {MAX_TOKEN_ID}")
     return tokens
 
 
 def _beside(path: Path, data: Mapping[str, Any]) -> added_tokens.TokensBeside:
-    """What the files beside a parsed ``tokenizer.json`` add. Raises ``ModelFolderError``."""
+    """Return the tokens that the files beside a parsed ``tokenizer.json`` add. Raises
+    ``ModelFolderError``."""
     files = read_beside(path.parent)
     try:
         own = {
@@ -104,8 +106,8 @@ def _beside(path: Path, data: Mapping[str, Any]) -> added_tokens.TokensBeside:
 
 
 def read_beside(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the parsed files that can add tokens to a ``tokenizer.json``, by name, as far as they
-    are there. Raises ``ModelFolderError`` naming the file."""
+    """Return the existing files that can add tokens to a ``tokenizer.json``, parsed, by name.
+    Raises ``ModelFolderError`` naming the file."""
     paths = {name: folder / name for name in added_tokens.FILES}
     return {name: read_json(path) for name, path in paths.items() if path.is_file()}
 
@@ -117,9 +119,9 @@ _SHARED_MODEL_TYPES = (
     *("gemma2", "gemma3_text", "granite", "phi3"),
 )
 MODEL_TYPES = (*_SHARED_MODEL_TYPES, "gemma", "gpt_oss", "qwen3_moe")
-"""Of targets."""
+"""Values of ``model_type`` that a target can have."""
 DRAFT_MODEL_TYPES = (*_SHARED_MODEL_TYPES, "smollm3")
-"""Of checkpoints that can be exported to draft."""
+"""Values of ``model_type`` of checkpoints that can be exported as a draft."""
 DRAFT_MANIFEST = "edgespec.json"
 HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
 MAX_EOS_IDS = 16
@@ -127,7 +129,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 class ModelFolderError(ValueError):
-    """A model cannot be found or used; the message names the file or reference and why."""
+    """A model cannot be found or used. The message names the file or reference and the reason."""
 
 
 class Role(Enum):
@@ -136,9 +138,10 @@ class Role(Enum):
 
 
 def resolve_model(reference: str, role: Role, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """The local folder of ``reference``, downloaded when it is a Hub id. ``HF_HOME``,
-    ``HF_HUB_OFFLINE`` and the Hub's token settings are respected; nothing but the files of
-    ``patterns`` is fetched and no code in a repository is ever run. Raises ``ModelFolderError``."""
+    """Return the local folder of ``reference``, and download it if it is a Hub id. ``HF_HOME``,
+    ``HF_HUB_OFFLINE`` and the Hub's token settings are respected. Only files that match
+    ``patterns`` are fetched, and no code in a repository is ever run. Raises
+    ``ModelFolderError``."""
     name, colon, part = reference.partition(":")
     if name == BUNDLED:
         if colon and part not in {one.value for one in Role}:
@@ -164,8 +167,8 @@ def resolve_model(reference: str, role: Role, patterns: Sequence[str] = HUB_PATT
 
 
 def check_folder(folder: Path, model_types: Sequence[str] = MODEL_TYPES) -> None:
-    """A checkpoint that can be loaded? Raises ``ModelFolderError`` naming the first file that is
-    missing or wrong."""
+    """Check that a checkpoint can be loaded. Raises ``ModelFolderError`` naming the first file that
+    is missing or wrong."""
     path, config = folder / "config.json", read_config(folder)
     if (kind := config.get("model_type")) not in model_types:
         raise ModelFolderError(f"{path}: model_type {kind!r} is not one of {tuple(model_types)}")
@@ -187,14 +190,15 @@ def check_folder(folder: Path, model_types: Sequence[str] = MODEL_TYPES) -> None
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Can ``folder`` be exported to draft? Raises ``ModelFolderError`` as ``check_folder`` does."""
+    """Check that ``folder`` can be exported as a draft. Raises ``ModelFolderError`` as
+    ``check_folder`` does."""
     check_folder(folder, DRAFT_MODEL_TYPES)
 
 
 def model_info(folder: Path) -> ModelInfo:
-    """What the folder says: of a draft folder its manifest, else config and tokenizer. The
-    tokenizer of a draft folder must still be the one that the draft was exported with. Raises
-    ``ModelFolderError``, naming the file."""
+    """Return the model that a folder describes: in the manifest of a draft folder, else in its
+    configuration and tokenizer. The tokenizer of a draft folder must still be the one with which
+    the draft was exported. Raises ``ModelFolderError`` naming the file."""
     if (folder / DRAFT_MANIFEST).is_file():
         return _info_of_draft(folder / DRAFT_MANIFEST)
     config = read_config(folder)
@@ -209,13 +213,14 @@ def model_info(folder: Path) -> ModelInfo:
 
 
 def token_count(folder: Path) -> int:
-    """How many ids, from 0 on, have a text: a model's vocabulary may be padded beyond them. Raises
-    ``ModelFolderError``."""
+    """Return the number of ids, from 0 on, up to the last one that has a text. A model's vocabulary
+    may be padded beyond it. Raises ``ModelFolderError``."""
     return 1 + max(read_vocabulary(folder / "tokenizer.json"), default=0)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """End-of-text ids, from ``generation_config.json`` if it names any, else ``config.json``."""
+    """Return the end-of-text ids, from ``generation_config.json`` if it has any, else
+    ``config.json``."""
     for path in (folder / "generation_config.json", folder / "config.json"):
         if path.is_file() and (value := read_json(path).get("eos_token_id")) is not None:
             return eos_ids(path, value)
@@ -236,16 +241,16 @@ def eos_ids(path: Path, value: object, name: str = "eos_token_id") -> tuple[int,
 
 
 def generation_sampling(folder: Path) -> SamplingParams:
-    """Return what ``generation_config.json`` of a folder says of sampling; greedy without penalties
-    where it says nothing.
+    """Return the sampling parameters in the ``generation_config.json`` of a folder. The default is
+    greedy without penalties.
 
-    With ``do_sample`` a temperature that is missing or null is 1, as in transformers; without it
+    With ``do_sample`` a temperature that is missing or null is 1, as in transformers. Without it
     only the repetition penalty counts. A ``top_k`` of -1 or 0 keeps all tokens. Raises
     ``ModelFolderError`` naming the file, the key, the value and the limit."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
-    if (size := path.stat().st_size) > MAX_GENERATION_BYTES:  # it may be a stranger's
+    if (size := path.stat().st_size) > MAX_GENERATION_BYTES:  # another party may have written it
         raise ModelFolderError(f"{path}: {size} bytes, but at most {MAX_GENERATION_BYTES} are read")
     data = read_json(path)
     numbers = {
@@ -267,16 +272,16 @@ def generation_sampling(folder: Path) -> SamplingParams:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed ``config.json``. Raises ``ModelFolderError``."""
+    """Return the parsed ``config.json``. Raises ``ModelFolderError``."""
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such folder")
     return read_json(folder / "config.json")
 
 
 def trained_length(folder: Path) -> int:
-    """Tokens of the texts that a checkpoint was trained on, by ``trained_length`` of its
-    ``config.json``, which our own training writes; 0: it does not say. Raises
-    ``ModelFolderError``."""
+    """Return the length in tokens of the texts on which a checkpoint was trained, from
+    ``trained_length`` of its ``config.json``, which ``edgespec train`` writes; 0 if it is missing.
+    Raises ``ModelFolderError``."""
     config = {"trained_length": 0, **read_config(folder)}
     return whole_number(folder / "config.json", config, "trained_length", least=0)
 
@@ -288,21 +293,20 @@ def fetch(reference: str, patterns: Sequence[str]) -> Path:
 
 
 def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
-    """Return what ``ask`` finds for a repository and its revision. Raises ``ModelFolderError``
-    naming the reference, what the Hub's library says, whose messages go over several lines, and the
-    proxy on the way."""
+    """Return the result of ``ask`` for a repository and its revision. Raises ``ModelFolderError``
+    with the reference, the message of the Hub's library on one line, and the proxy in use."""
     from huggingface_hub.constants import ENDPOINT
 
     name, _, revision = reference.partition("@")
     spare_if_near(ENDPOINT)
     try:
         return ask(name, revision=revision or None)
-    except Exception as error:  # the library's, its HTTP client's and the system's share no base
+    except Exception as error:  # of the library, its HTTP client and the system
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if (proxy := proxy_of_url(ENDPOINT)) is not None:
             why += f", {proxy.explain(urlsplit(ENDPOINT).hostname or '')}"
         raise ModelFolderError(
-            f"model {reference!r} is no local folder, and {ENDPOINT} has it not ({why})"
+            f"model {reference!r} is no local folder, and it was not found on {ENDPOINT} ({why})"
             "; or download it elsewhere and give its folder"
         ) from error
 
@@ -351,8 +355,8 @@ def whole_number(
 ) -> int:
     """Return the whole number ``data[name]`` of a parsed file.
 
-    ``absent`` is returned for a key that is missing or null; None: there is none. Raises
-    ``ModelFolderError`` naming the file, the key, the value and the limits."""
+    ``absent`` is returned for a key that is missing or null; with None such a key is an error.
+    Raises ``ModelFolderError`` naming the file, the key, the value and the limits."""
     value = data.get(name)
     if value is None and absent is not None:
         return absent
@@ -376,8 +380,8 @@ def real_number(
     above: float = -math.inf,
 ) -> float:
     """Return the finite number ``data[name]`` of a parsed file, at least ``least`` and larger than
-    ``above``. ``absent`` is returned for a key that is missing or null. Raises
-    ``ModelFolderError`` naming the file, the key, the value and the limit."""
+    ``above``. ``absent`` is returned for a key that is missing or null. Raises ``ModelFolderError``
+    naming the file, the key, the value and the limit."""
     value = data.get(name)
     if value is None:
         return absent
@@ -390,8 +394,8 @@ def real_number(
 
 
 def truth(path: Path, data: Mapping[str, Any], name: str, absent: bool = False) -> bool:
-    """Return the true or false ``data[name]`` of a parsed file, ``absent`` for a key that is
-    missing or null. Raises ``ModelFolderError`` naming the file, the key and the value."""
+    """Return the boolean ``data[name]`` of a parsed file, or ``absent`` for a key that is missing
+    or null. Raises ``ModelFolderError`` naming the file, the key and the value."""
     value = data.get(name)
     if value is not None and not isinstance(value, bool):
         raise ModelFolderError(f"{path}: {name} is {value!r}, but must be true or false")
@@ -399,8 +403,8 @@ def truth(path: Path, data: Mapping[str, Any], name: str, absent: bool = False) 
 
 
 def section(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the object ``data[name]`` of a parsed file, an empty one for a key that is missing or
-    null. Raises ``ModelFolderError`` naming the file, the key and the value."""
+    """Return the object ``data[name]`` of a parsed file, or an empty one for a key that is missing
+    or null. Raises ``ModelFolderError`` naming the file, the key and the value."""
     value = data.get(name)
     if value is not None and not isinstance(value, dict):
         raise ModelFolderError(f"{path}: {name} is {value!r}, but must be an object")
@@ -414,7 +418,7 @@ _SIZES: Final = (
 
 
 def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Check the sizes that a ``config.json`` has, before a library computes with them. Raises
+    """Check the sizes in a ``config.json`` before a library computes with them. Raises
     ``ModelFolderError`` naming the file, the key and the value."""
     for name in _SIZES:
         whole_number(path, config, name, absent=1)
@@ -432,7 +436,7 @@ def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``ModelFolderError`` naming the file."""
+    """Return the object in a JSON file. Raises ``ModelFolderError`` naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -445,9 +449,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def vocabulary_info(folder: Path, context_length: int) -> ModelInfo:
-    """The vocabulary of a model's folder, or of one that holds a ``tokenizer.json`` and no more,
-    with a context of this length. Raises ``ModelFolderError``, naming the
-    file."""
+    """Return the vocabulary of a model's folder, or of a folder with a ``tokenizer.json`` alone,
+    with this context length. Raises ``ModelFolderError`` naming the file."""
     if any((folder / name).is_file() for name in (DRAFT_MANIFEST, "config.json")):
         return replace(model_info(folder), context_length=context_length)
     vocabulary = vocabulary_fingerprint(folder / "tokenizer.json")
@@ -455,14 +458,14 @@ def vocabulary_info(folder: Path, context_length: int) -> ModelInfo:
 
 
 def hub_files(reference: str) -> list[str]:
-    """The paths in a repository ``owner/name[@revision]``. Raises ``ModelFolderError``."""
+    """Return the paths in a repository ``owner/name[@revision]``. Raises ``ModelFolderError``."""
     from huggingface_hub import HfApi
 
     return list(_from_hub(reference, HfApi().list_repo_files))
 
 
 def cached_snapshot(reference: str, error: ModelFolderError) -> Path:
-    """The repository as it lies in the local cache; raises ``error`` where it does not."""
+    """Return the folder of a repository in the local cache. Raises ``error`` if it is not there."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -475,20 +478,21 @@ PIECES: Final = 1024
 PIECE_BYTES: Final = 1024
 MAX_HEADER_BYTES: Final = 100 << 20
 
-# What does not change a token: who made the file, with what, and how it is to be loaded.
+# Keys that do not change a token: the origin of a file, the tool that wrote it, and how to load it.
 _BESIDE_THE_POINT: Final = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
 )
 
 
 def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
-    """32 hex digits (128 bits of SHA-256) of the model in ``folder``, with its ``vocabulary``: a
-    device continues a text only at a verifier of the model that began it.
+    """Return 32 hex digits (128 bits of SHA-256) for the model in ``folder`` with its
+    ``vocabulary``. A device resumes a generation only at a verifier of the model with which it
+    began.
 
-    The hash covers the configuration, the names, types and shapes of all tensors, and of the data
-    of each file 1,024 pieces of 1 KiB, evenly spread, where a fine-tuned, merged or quantised copy
-    differs. It is no defence against somebody who makes two models agree on purpose; whoever serves
-    the target is trusted anyway.
+    The hash covers the configuration, the names, types and shapes of all tensors, and 1,024 evenly
+    spread pieces of 1 KiB of each file's data, in which a fine-tuned, merged or quantised copy
+    differs. It is no defence against somebody who makes two models collide on purpose; the server
+    of the target is trusted anyway.
 
     Raises ``ValueError`` or ``OSError`` naming a file that cannot be read.
     """
@@ -498,7 +502,8 @@ def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
 
 
 def adapter_fingerprint(folder: Path) -> str:
-    """The same for an adapter (LoRA) as PEFT writes it; that of its model is not part of it."""
+    """Return the fingerprint of an adapter (LoRA) as PEFT writes it. Its base model is not part of
+    it."""
     config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     config.pop("base_model_name_or_path", None)
     return _tensors_fingerprint(folder, config)
@@ -521,11 +526,11 @@ def _tensors_fingerprint(folder: Path, described: object) -> str:
 
 
 def text_fingerprint(text: str) -> str:
-    """32 hex digits for a model that a line of text describes, such as the toy."""
+    """Return 32 hex digits for a model that a line of text describes, such as the toy."""
     return hashlib.sha256(text.encode()).hexdigest()[:_FINGERPRINT_DIGITS]
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``. Raises ``OSError`` where this
-    user has no home."""
+    """Return ``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``. Raises ``OSError`` if
+    this user has no home."""
     return user_folder("XDG_CACHE_HOME", ".cache", "")

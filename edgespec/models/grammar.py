@@ -1,20 +1,21 @@
-"""Reads constraints with llguidance: which tokens may come next in a text.
+"""Constraints read with llguidance: which tokens may come next in an output.
 
-Theory of operation. A constraint is compiled once for a vocabulary, and each text gets a copy of
-the compiled one. Both are bounded. A step counts its work in the library's own units
-(``STEP_BOUNDS``), and a text that needs more fails with an error that names the bound. Compiling is
-not bounded that well by the library (a JSON schema with ``allOf`` over 30 patterns takes for ever,
-and all memory), so a constraint that was never read before is tried in another process first
-(``grammar_trial.py``), with limits on its time and memory. Calls come from any thread.
+Theory of operation. A constraint is compiled once for a vocabulary, and each generation gets a copy
+of the compiled one. Both are bounded. A step counts its work in the library's own units
+(``STEP_BOUNDS``), and a generation that needs more fails with an error that names the limit. The
+library bounds compiling less well: a JSON schema with ``allOf`` over 30 patterns takes unlimited
+time and memory. So a new constraint is first tried in another process (``grammar_trial.py``), with
+limits on its time and memory. Calls come from any thread.
 
-The vocabulary is our own reading of the tokenizer (``TokenizerWords``), not the library's, which
-takes every added token of the form ``<...>`` for a special one. Only special tokens are apart from
-text: the text of a constraint is never matched by one. Every other token, added or not, is the
-bytes that a decoded text shows of it. So a mask and its matcher agree on any text.
+The vocabulary is read from the tokenizer here (``TokenizerWords``), not by the library, which
+treats every added token of the form ``<...>`` as special. Only special tokens are separate from
+text and never match the text of a constraint. Every other token, added or not, stands for the bytes
+that decoded text shows for it. So a mask and its matcher agree on any text.
 
-The copies of a compiled constraint share what the library learned while it read texts, and a copy
-that exceeds a bound can leave that broken for the others. A text whose matcher fails is therefore
-read once more by a freshly compiled one; only if that fails too, the text is to blame.
+The copies of a compiled constraint share caches that the library fills while it reads texts, and a
+copy that exceeds a limit can leave these broken for the others. So if a matcher fails, its output
+is read again by a freshly compiled one. Only if that fails too, the output itself exceeds the
+limit.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _KEPT: Final = 128
-"""Compiled constraints, the ones used last."""
+"""Number of compiled constraints that are kept, the most recently used ones."""
 _MOST_COPIES: Final = 256
-"""Texts of one compiled constraint, which share what it has learned and its bound on that; then it
-is compiled again."""
+"""Number of generations that use one compiled constraint. They share its caches and the limit on
+these; after that many the constraint is compiled again."""
 
 _TRIAL_S: Final = 30.0
-"""Of the clock, on a busy machine; of processor time a trial has less."""
+"""Seconds of the clock for a trial, on a busy machine. The limit on its processor time is lower."""
 _MAX_MESSAGE: Final = 400
 STEP_BOUNDS: Final = {
     "max_items_in_row": 1000,
@@ -74,41 +75,41 @@ _BOUND_OF_ERROR: Final = {
     "initial lexer configuration": "initial_lexer_fuel",
     "grammar size": "max_grammar_size",
 }
-"""Which of ``STEP_BOUNDS`` an error of the library is about, by words in it."""
+"""The limit in ``STEP_BOUNDS`` that an error of the library is about, by words in the error."""
 _RENEWED_WITHIN_S: Final = 0.02
 """A constraint that took longer to compile is not compiled again while a pass waits."""
 _MASKS_KEPT: Final = 32
 
-# White space as in printed JSON, but never without end: a small model might not stop.
+# White space as in printed JSON, with a limit, because a small model might never stop.
 _JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
 
 class GrammarReader:
-    """Reads constraints for one vocabulary. Call ``close`` in the end.
+    """Reader of constraints for one vocabulary. Its processes end with ``close``.
 
-    Arguments: ``tokenizer`` is called once, when the first constraint comes. It returns the text of
-    a ``tokenizer.json``, ``TokenizerWords``, or whatever else ``LLTokenizer`` takes. ``most_bytes``
-    is how many bytes of data a process that tries a constraint may have."""
+    Arguments: ``tokenizer`` is called once, for the first constraint. It returns the text of a
+    ``tokenizer.json``, ``TokenizerWords``, or any other argument of ``LLTokenizer``. ``most_bytes``
+    limits the data of a process that tries a constraint."""
 
     def __init__(self, tokenizer: Callable[[], Any], most_bytes: int = DATA_BYTES) -> None:
         self._make_tokenizer = tokenizer
         self.trials = GrammarTrials(most_bytes)
         self._tokenizer: LLTokenizer | None = None
         self._added: Mapping[str, int] = {}
-        """Ids of added tokens that are text, by what they are written as."""
+        """Ids of added tokens that are text, by their text."""
         self._special: dict[str, Any] | None = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def get_ready(self) -> None:
-        """Do all that the first constraint would have to wait for. Takes a while, in which the
-        library keeps every other thread of this process waiting (of a vocabulary of 151,936 words
-        0.4 to 0.9 s). Raises what ``tokenizer`` raises."""
+        """Do the work that the first constraint would otherwise wait for. Meanwhile the library
+        blocks every other thread of this process (0.4 to 0.9 s for a vocabulary of 151,936 words).
+        Raises what ``tokenizer`` raises."""
         if self.available:
             self._vocabulary()
 
     def close(self) -> None:
-        """End the other processes; what is being tried fails."""
+        """End the other processes. Trials that run fail."""
         self.trials.close()
 
     @property
@@ -117,8 +118,9 @@ class GrammarReader:
         return find_spec("llguidance") is not None
 
     def __call__(self, constraint: Constraint) -> Constraint:
-        """The same constraint, with its ``matcher``. Takes a while: not for an event loop. Raises
-        ``ConstraintError`` saying what is wrong with it, or that the library is missing."""
+        """Return the constraint with its ``matcher``. This may take long, so it must not run in an
+        event loop. Raises ``ConstraintError`` with the fault of the constraint, or if the library
+        is missing."""
         if not self.available:
             raise ConstraintError(
                 f"a {constraint.kind.value} needs llguidance, which is not installed here:"
@@ -165,8 +167,8 @@ class GrammarReader:
         return grammar_of(constraint, self._added)
 
     def _try(self, kind: ConstraintKind, grammar: str) -> None:
-        """Compile in a process that may be killed. Special tokens are those of the vocabulary, so
-        that a grammar is tried on them; of all else 256 bytes are enough."""
+        """Compile a grammar in a process that may be killed. A grammar is tried on the vocabulary's
+        special tokens and the 256 bytes; the other kinds need the bytes only."""
         vocabulary = self._vocabulary() if kind is ConstraintKind.GRAMMAR else None
         asked = {"vocabulary": vocabulary, "grammar": grammar, "bounds": STEP_BOUNDS}
         try:
@@ -182,7 +184,8 @@ class GrammarReader:
             raise _refused(kind, why)
 
     def _vocabulary(self) -> dict[str, Any]:
-        """What a trial has to know of it (``grammar_trial.bytes_and_special``)."""
+        """Return the part of the vocabulary that a trial needs
+        (``grammar_trial.bytes_and_special``)."""
         tokens = self._tokens()
         if self._special is None:
             ids = filter(tokens.is_special_token, range(tokens.vocab_size))
@@ -197,10 +200,11 @@ class GrammarReader:
 
 @contextmanager
 def foreign_errors(kind: ConstraintKind) -> Iterator[None]:
-    """Turn whatever a library raises about a constraint into ``ConstraintError``.
+    """Convert any error of a library about a constraint into ``ConstraintError``.
 
-    Libraries raise errors of every type here, up to ``PanicException``, which is no ``Exception``.
-    Their words may quote the constraint, so they are for the client alone and never for a log."""
+    Libraries raise errors of every type here, up to ``PanicException``, which is not an
+    ``Exception``. Their messages may quote the constraint, so they are for the client alone and
+    never logged."""
     try:
         yield
     except (ConstraintError, MemoryError):
@@ -214,7 +218,7 @@ def foreign_errors(kind: ConstraintKind) -> Iterator[None]:
 
 
 class _Compiled:
-    """One constraint, compiled for one vocabulary. Copies may be taken from any thread."""
+    """One constraint, compiled for one vocabulary. Any thread may copy it."""
 
     def __init__(self, kind: ConstraintKind, grammar: str, tokens: LLTokenizer) -> None:
         """Raises ``ConstraintError`` if the library refuses the grammar."""
@@ -222,22 +226,23 @@ class _Compiled:
         self.ends = tuple(tokens.eos_tokens)
         self._tokens = tokens
         self.is_spoiled = False
-        """Whether a copy has failed, so that further ones may fail without a fault of their own."""
+        """Whether a copy has failed, so that further copies may fail without a fault of their
+        own."""
         self._lock = threading.Lock()
         began_s = time.thread_time()
         self._matcher = self._compile()
         self._took_s = time.thread_time() - began_s
 
     def copy(self) -> LLMatcher:
-        """Return a matcher of a text that has not begun."""
+        """Return a matcher for an output that has not begun."""
         with self._lock:
             if self.is_spoiled and self._took_s <= _RENEWED_WITHIN_S:
                 self._matcher, self.is_spoiled = self._compile(), False
             return self._matcher.deep_copy()
 
     def renewed(self) -> LLMatcher | None:
-        """Return a matcher in place of a copy that failed, which shares nothing with others; None:
-        to compile it again would take too long."""
+        """Return a matcher that shares nothing with others, to replace a copy that failed. None:
+        compiling takes too long."""
         self.is_spoiled = True
         return self._compile() if self._took_s <= _RENEWED_WITHIN_S else None
 
@@ -253,17 +258,17 @@ class _Compiled:
 
 
 class TextMatcher:
-    """``core.protocol.constraint.Matcher`` by llguidance's ``LLMatcher``.
+    """A ``core.protocol.constraint.Matcher`` that uses llguidance's ``LLMatcher``.
 
-    Raises ``ConstraintError`` that names the bound where the library's own matcher gives up. It may
-    do so without an error, by refusing a token that its mask allows."""
+    Raises ``ConstraintError`` that names the limit at which the library's matcher stops. The
+    library may also stop without an error, by refusing a token that its own mask allows."""
 
     def __init__(self, compiled: _Compiled) -> None:
         self._compiled = compiled
         self._inner = compiled.copy()
         self._consumed: list[int] = []
         self._masks: OrderedDict[int, bytes] = OrderedDict()
-        """The masks computed last, by the number of tokens before them."""
+        """The most recent masks, by the number of tokens before them."""
         self._was_renewed = False
 
     @property
@@ -312,7 +317,7 @@ class TextMatcher:
                 self._renew()
 
     def _has_given_up(self, wanted: Sequence[int], count: int) -> bool:
-        """Return whether the matcher failed in taking ``count`` of the tokens."""
+        """Return whether the matcher failed at token ``count`` of ``wanted``."""
         if self._inner.is_error():
             return True
         if count == len(wanted):
@@ -323,7 +328,7 @@ class TextMatcher:
         return self._inner.is_error() or allows(mask, wanted[count])
 
     def _renew(self) -> None:
-        """Stand at the same place with a matcher that was compiled anew; once for a text."""
+        """Replace the matcher by a freshly compiled one at the same place, once for an output."""
         fresh = None if self._was_renewed else self._compiled.renewed()
         if fresh is None:
             raise self._gave_up()
@@ -345,16 +350,16 @@ class TextMatcher:
 
 
 class TokenizerWords:
-    """A tokenizer's vocabulary, by the names that llguidance asks for.
+    """A tokenizer's vocabulary under the names that llguidance uses.
 
-    Its last token, behind all of the tokenizer's, is one that no text has: the library wants an end
-    token, and the model's own are known elsewhere."""
+    The library requires an end token. It gets one that no text contains, behind all ids of the
+    tokenizer, since the model's own end tokens are handled elsewhere."""
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, special_ids: Iterable[int]) -> None:
-        """``tokenizer`` belongs to this object: its settings are changed."""
-        tokenizer.encode_special_tokens = True  # as text, since a constraint's text is never one
+        """Take over ``tokenizer``, whose settings are changed."""
+        tokenizer.encode_special_tokens = True  # a constraint's text is never special
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer, self._bytes_of = tokenizer, TokenBytes(tokenizer)
@@ -370,7 +375,8 @@ class TokenizerWords:
 
     @classmethod
     def from_json(cls, text: str) -> TokenizerWords:
-        """Read the text of a ``tokenizer.json``. Raises what the library ``tokenizers`` raises."""
+        """Return the vocabulary in the text of a ``tokenizer.json``. Raises what the library
+        ``tokenizers`` raises."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_str(text)
@@ -378,13 +384,13 @@ class TokenizerWords:
         return cls(tokenizer, [number for number, token in added if token.special])
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return tokens that stand for exactly this text, as the tokenizer would write it."""
+        """Return tokens that stand for exactly this text, as the tokenizer would encode it."""
         written = text if isinstance(text, bytes) else text.encode()
         try:
             shown = written.decode()
         except UnicodeDecodeError:
             return self._longest_tokens(written)
-        # Some tokenizers put a space before a text; behind this character they do not.
+        # Some tokenizers put a space before a text, but not behind this character.
         for before in ("", "\x02"):
             ids = list(self._tokenizer.encode(before + shown, add_special_tokens=False).ids)
             words = list(map(self._bytes_of, ids))
@@ -397,7 +403,8 @@ class TokenizerWords:
         return self._longest_tokens(written)
 
     def _longest_tokens(self, written: bytes) -> list[int]:
-        """Return the longest token that fits, again and again, up to a byte that no token has."""
+        """Return the longest matching tokens one after the other, up to a byte that no token
+        has."""
         if self._ids is None:
             special = frozenset(self.special_token_ids)
             words = [(word, i) for i, word in enumerate(self.tokens) if word and i not in special]
@@ -417,7 +424,8 @@ class TokenizerWords:
 
 
 def letters_tokenizer(alphabet: str, end: int) -> Any:
-    """For ``GrammarReader``: each letter is a token, and ``alphabet[end]`` ends a text."""
+    """Return a tokenizer for ``GrammarReader`` with a token for each letter; ``alphabet[end]`` ends
+    a text."""
     from llguidance import TokenizerWrapper
 
     tokens = [letter.encode() for letter in alphabet]
@@ -428,8 +436,8 @@ def letters_tokenizer(alphabet: str, end: int) -> Any:
 def grammar_of(constraint: Constraint, added: Mapping[str, int] | None = None) -> str:
     """Return the constraint in llguidance's own notation.
 
-    Arguments: ``added`` are the ids of added tokens that are text, by what they are written as; a
-    grammar may name them as it names special ones. Raises ``ConstraintError``."""
+    Arguments: ``added`` are the ids of added tokens that are text, by their text; a grammar may
+    name them like special ones. Raises ``ConstraintError``."""
     from llguidance import LLMatcher
 
     match constraint.kind:
@@ -457,8 +465,8 @@ _LARK_PARTS: Final = re.compile(
 
 
 def _with_house_rules(lark: str, added: Mapping[str, int]) -> str:
-    """Return the grammar with white space in ``%json`` bounded as in a schema, and with names of
-    added tokens that are text as their ids."""
+    """Return the grammar with white space in ``%json`` limited as in a schema, and with names of
+    added tokens that are text replaced by their ids."""
     parts: list[str] = []
     at = 0
     while (found := _LARK_PARTS.search(lark, at)) is not None:
@@ -469,7 +477,7 @@ def _with_house_rules(lark: str, added: Mapping[str, int]) -> str:
             try:
                 schema, at = json.JSONDecoder().raw_decode(lark, at)
             except (ValueError, RecursionError):
-                continue  # the library says what is wrong with it
+                continue  # the library reports the fault
             parts.append(json.dumps({"x-guidance": _JSON_STYLE, **schema}))
         elif found["name"] and found[0] in added:
             parts.append(f"<[{added[found[0]]}]>")
@@ -479,12 +487,13 @@ def _with_house_rules(lark: str, added: Mapping[str, int]) -> str:
 
 
 _MOST_GBNF = 8192
-"""Characters: these take at most some 0.2 s to translate, and twice as many four times as long."""
+"""Limit in characters. So many take up to 0.2 s to translate, and twice as many four times as
+long."""
 
 
 def _as_lark(text: str) -> str:
-    """A grammar in llama.cpp's notation (GBNF) is translated; its rules are written with ``::=``,
-    which Lark has not. Raises ``ConstraintError``."""
+    """Return a grammar in Lark's notation. One in llama.cpp's notation (GBNF), whose rules are
+    written with ``::=``, is translated. Raises ``ConstraintError``."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
@@ -496,7 +505,7 @@ def _as_lark(text: str) -> str:
         return any_to_lark(text)
     except GbnfToLarkError as error:
         raise _refused(ConstraintKind.GRAMMAR, f"not readable as GBNF: {error}") from None
-    except Exception as error:  # a plain one for a rule that is missing, and others
+    except Exception as error:  # Exception itself for a missing rule, and others
         why = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
         raise _refused(ConstraintKind.GRAMMAR, f"not readable as GBNF: {why}") from None
 
@@ -511,7 +520,7 @@ def _refused(kind: ConstraintKind, why: str) -> ConstraintError:
 
 
 def _bound_in(why: str) -> str:
-    """Return the bound that an error of the library is about, with its value; empty for none."""
+    """Return the limit that an error of the library is about, with its value, or an empty text."""
     name = next((name for words, name in _BOUND_OF_ERROR.items() if words in why), None)
     return "" if name is None else f"the limit {name} of {STEP_BOUNDS[name]:,}"
 
@@ -522,29 +531,31 @@ def _first_words(text: str) -> str:
 
 
 # The library is optional on either side. A verifier without it refuses constraints and names the
-# package; a device without it lets its drafts guess freely, which costs speed and no text.
+# package. A device without it drafts without the constraint, which costs speed and changes no
+# token.
 ReadConstraint = Callable[[Constraint], Constraint]
-"""Gives the constraint its matcher. Raises ``ConstraintError``."""
+"""A function that returns the constraint with its matcher. Raises ``ConstraintError``."""
 _DEVICE_BYTES: Final = 192 << 20
-"""Of data that such a process may have: a service with a memory budget ends where all its processes
-together go far beyond it."""
+"""Limit on the data of a trial's process on a device. The memory limit of a service covers all its
+processes together, so this one is low."""
 
 
 def verifier_reader(reference: str) -> GrammarReader:
-    """For the target that ``reference`` names. Nothing is loaded before the first constraint, or
-    before it is told to get ready."""
+    """Return a reader for the target that ``reference`` names. Nothing is loaded before the first
+    constraint or the call of ``get_ready``."""
     return GrammarReader(partial(_vocabulary, reference, Role.TARGET))
 
 
 def device_reader(reference: str) -> ReadConstraint | None:
-    """For the tokenizer that ``reference`` names; None where the library is not installed."""
+    """Return a reader for the tokenizer that ``reference`` names, or None if the library is not
+    installed."""
     vocabulary = partial(_vocabulary, reference, Role.DRAFT)
     reader = GrammarReader(vocabulary, _DEVICE_BYTES)
     return reader if reader.available else None
 
 
 def _vocabulary(reference: str, role: Role) -> Any:
-    """Return what ``GrammarReader`` takes. Raises ``ValueError`` naming the file."""
+    """Return a vocabulary for ``GrammarReader``. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return letters_tokenizer(TOY_ALPHABET, TOY_EOS)
     resolved = resolve_model(reference, role) if role is Role.TARGET else resolve_texts(reference)

@@ -1,9 +1,10 @@
-"""Grammars are compiled first in processes that may run out of time or memory alone.
+"""Trial compilation of grammars, in processes that may run out of time or memory without harm to
+others.
 
-Each grammar has a process of its own (``limited_process.py``), some 0.1 s of processor time to
-begin with. It runs this file as a script, behind everything else (``nice``). A client with grammars
-that take for ever holds up neither the event loop nor, before ``_MOST`` of them are tried
-at once, anybody else.
+Each grammar has its own process (``limited_process.py``), which takes some 0.1 s of processor time
+to start. It runs this file as a script, at a low priority (``nice``). A client with grammars that
+never finish compiling delays neither the event loop nor, until ``_MOST`` of them are tried at once,
+other clients.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:  # the script that runs in a process of its own imports nothing of ours
+if TYPE_CHECKING:  # the script in the child process imports nothing of edgespec
     from edgespec.models.limited_process import Bounds, LimitedProcesses
 
 DATA_BYTES: Final = 768 << 20
 _CPU_S: Final = 4
-"""Of processor time for one grammar."""
+"""Processor seconds for one grammar."""
 _STEPS: Final = 16
 _NICENESS: Final = 10
 _MOST: Final = 4
-"""Grammars tried at once."""
+"""Number of grammars that are tried at once."""
 _READ: Final = b"read\n"
-"""What the process says once it has begun: what ends it from there on is the grammar."""
+"""Output of the process before it begins the trial. From then on its death is the grammar's
+fault."""
 
 
 class TrialFailedError(Exception):
-    """The process did not outlive the grammar, or was not done in time."""
+    """The process died of the grammar, or was not done in time."""
 
 
 class GrammarTrials:
-    """Calls come from any thread. ``most_bytes``: data that a process may have. Close it."""
+    """Trials of grammars, from any thread. ``most_bytes`` limits the data of a process. Its
+    processes end with ``close``."""
 
     def __init__(self, most_bytes: int = DATA_BYTES) -> None:
         from edgespec.models.limited_process import LimitedProcesses
@@ -45,8 +48,8 @@ class GrammarTrials:
         self._turns = threading.BoundedSemaphore(_MOST)
 
     def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
-        """What is wrong with the grammar, empty for nothing. Raises ``TrialFailedError`` where the
-        process does not outlive it, and ``OSError`` where there is none."""
+        """Return the fault of a grammar, or an empty text. Raises ``TrialFailedError`` if the
+        process dies of the grammar, and ``OSError`` if there is no process for it."""
         until = time.monotonic() + within_s
         if not self._turns.acquire(timeout=within_s):
             raise OSError(f"{_MOST} others have been tried for {within_s:g} s")
@@ -72,13 +75,13 @@ class GrammarTrials:
         raise OSError(f"the process that tries grammars ended with code {process.returncode}")
 
     def close(self) -> None:
-        """End all of them; a second call does nothing."""
+        """End all processes. A second call does nothing."""
         self.processes.close()
 
 
 def main(bounds: Bounds) -> None:
-    """Answer what stands on standard input: a JSON object ``{"vocabulary": ... or null, "grammar":
-    ..., "bounds": ...}``, with ``_READ`` and, as JSON, what is wrong."""
+    """Read a JSON object ``{"vocabulary": ... or null, "grammar": ..., "bounds": ...}`` from
+    standard input, and write ``_READ`` and then, as JSON, the fault of the grammar."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     asked = json.loads(sys.stdin.buffer.read())
@@ -93,7 +96,7 @@ def main(bounds: Bounds) -> None:
 
 
 class Words:
-    """A vocabulary in which single bytes are tokens, by the names that llguidance asks for."""
+    """A vocabulary in which single bytes are tokens, under the names that llguidance uses."""
 
     bos_token_id = None
 
@@ -107,8 +110,8 @@ class Words:
 
 
 def bytes_and_special(size: int, end: int, special: dict[str, str]) -> Words:
-    """``size`` ids: the ``special`` tokens by their ids, the 256 bytes at the first ids that are
-    free, and nothing else."""
+    """Return a vocabulary of ``size`` ids: the ``special`` tokens at their ids, the 256 bytes at
+    the first free ids, and nothing else."""
     names = {int(token): name.encode() for token, name in special.items()}
     size = max(size, len(names) + 256)
     tokens = [names.get(token, b"") for token in range(size)]
@@ -119,7 +122,8 @@ def bytes_and_special(size: int, end: int, special: dict[str, str]) -> Words:
 
 
 def _tried(asked: dict[str, Any], tokenizer: Any) -> str:
-    """What is wrong. Goes a few steps: some grammars show only then what they cost."""
+    """Return the fault of a grammar, or an empty text. It computes a few steps, because some
+    grammars exceed a limit only then."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**asked["bounds"], verbose_errors=False)

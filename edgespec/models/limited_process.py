@@ -1,10 +1,10 @@
-"""Runs what comes from strangers in processes of its own, with bounds on memory and processor time.
+"""Child processes for input of other parties, with limits on memory and processor time.
 
 Grammars of clients are compiled in such a process first (``grammar_trial.py``); chat templates and
-tokenizers of others live in one (``text_worker.py``). The process runs this file, which sets the
-bounds, and then the script that it is given, which calls ``main(bounds, ...)``. It has the
-environment of its parent without what is named ``EDGESPEC_``, such as keys. A killed parent closes
-its standard input, and what does not read that ends by its bounds.
+tokenizers of other parties stay in one (``text_worker.py``). The process runs this file, which sets
+the limits and then runs the given script by calling its ``main(bounds, ...)``. Its environment is
+that of its parent without the variables that begin with ``EDGESPEC_``, such as keys. When its
+parent is killed, its standard input ends; a script that does not read it ends at its limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECRET: Final = "EDGESPEC_"
 
 
 class LimitedProcesses:
-    """Starts processes from any thread and ends them all with ``close``."""
+    """Starter of processes from any thread. ``close`` ends all of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,8 +38,8 @@ class LimitedProcesses:
     def start(
         self, script: str, most_bytes: int, arguments: Sequence[str] = (), niceness: int = 0
     ) -> subprocess.Popen[bytes]:
-        """Start ``script`` with at most ``most_bytes`` of data. Give it back to ``ended``. Raises
-        ``OSError``, also after ``close``."""
+        """Start ``script`` with at most ``most_bytes`` of data. The caller passes the process to
+        ``ended`` at its end. Raises ``OSError``, also after ``close``."""
         with self._lock:
             if self._closed:
                 raise OSError(STOPPING)
@@ -50,8 +50,8 @@ class LimitedProcesses:
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a panic's words may be those of a client
-                start_new_session=True,  # a Ctrl-C is not for it
+                stderr=subprocess.DEVNULL,  # the message of a panic may quote a client
+                start_new_session=True,  # a Ctrl-C must not reach it
                 env={n: text for n, text in os.environ.items() if not n.startswith(_SECRET)},
             )
             self._running.add(process)
@@ -63,37 +63,36 @@ class LimitedProcesses:
             self._running.discard(process)
 
     def close(self) -> None:
-        """Kill all of them, and start no more; a second call does nothing."""
+        """Kill all processes, and start no more. A second call does nothing."""
         with self._lock:
             self._closed = True
             for process in self._running:
                 process.kill()
 
     def reap(self) -> None:
-        """Kill all of them, wait for their end and close their pipes, which nobody uses any more.
-        No more are started."""
+        """Kill all processes, wait for their end and close their pipes. No more are started."""
         self.close()
         for process in list(self._running):
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with suppress(OSError):  # of what the process did not read
+                    with suppress(OSError):  # the process did not read everything
                         pipe.close()
             self.ended(process)
 
 
 class Bounds:
-    """The bounds of this process, for the script that runs in it."""
+    """The limits of this process, for the script that runs in it."""
 
     def __init__(self, most_bytes: int, niceness: int) -> None:
-        import resource  # where there are limits to set
+        import resource  # not on every platform
 
         os.nice(niceness)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
 
     def allow(self, cpu_s: int) -> None:
-        """Let this process have this much more processor time; it is killed when that is over."""
+        """Let this process use this much more processor time; it is killed after that."""
         import resource
 
         # The limit counts from the start of a process.

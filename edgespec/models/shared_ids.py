@@ -1,9 +1,9 @@
-"""The ids that a draft shares with its target, where their tables are not quite the same.
+"""The token ids that a draft shares with its target, if their vocabularies are not quite the same.
 
-Tables of one family differ by padding (Qwen2.5 has 151,936 rows at 0.5B and 152,064 at 7B), by a
-few added tokens or by a renamed one. A guess is an id of the target's that is judged by equality,
-so all of this is exact: what the draft does not have is fed to it as a stand-in, and what the
-target does not have, or means otherwise, is never proposed.
+Vocabularies of one family differ by padding (Qwen2.5 has 151,936 rows at 0.5B and 152,064 at 7B),
+by a few added tokens or by a renamed one. A draft node is an id of the target's that is judged by
+equality, so the output is exact in any case: an id that the draft lacks is fed to it as a stand-in,
+and an id that the target lacks, or that means another text there, is never proposed.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from edgespec.core.ports import Candidate
 
 _LEAST_APART: Final = 16
 _SHARE_APART: Final = 20
-"""A twentieth of the ids, or 16, may be other than the draft's: so many tokens are added to a
-family's table (Llama 3 keeps 256 of 128,256 for that). Tables of two families share less."""
+"""Limits on the ids that may differ: a twentieth of them, or 16. Families add that many tokens to a
+vocabulary (Llama 3 reserves 256 of 128,256). Vocabularies of two families share fewer."""
 _MOST_SHOWN: Final = 40
-"""Characters or bytes of a token in a message: a table may hold one of any length."""
+"""Characters or bytes of a token in a message. A vocabulary may hold a token of any length."""
 
 TextOf = Callable[[int], str | bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedIds:
-    """What a draft of ``draft_size`` ids may be fed and may propose."""
+    """The ids that a draft of ``draft_size`` ids may be fed and may propose."""
 
     draft_size: int
     target_size: int = 0
-    """Ids of the target, with its padding; 0: not known."""
+    """Number of the target's ids, with its padding; 0: not known."""
     apart: frozenset[int] = frozenset()
-    """Ids of the draft whose text is not the target's."""
+    """Ids whose text in the draft is not the target's."""
     stand_in: int = 0
-    """The id that is fed in place of one that the draft does not have: an end of text."""
+    """The id that is fed in place of one that the draft lacks: an end of text."""
 
     def fed(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return ``tokens`` with a stand-in for each one that the draft does not have."""
+        """Return ``tokens`` with a stand-in for each one that the draft lacks."""
         if max(tokens, default=0) < self.draft_size:
             return tokens
         return tuple(one if one < self.draft_size else self.stand_in for one in tokens)
 
     def proposed(self, guesses: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Return the guesses that are ids of the target with the same text."""
+        """Return the candidates that are ids of the target with the same text."""
         size = self.target_size or self.draft_size
         return tuple([one for one in guesses if one.token < size and one.token not in self.apart])
 
@@ -52,13 +52,13 @@ class SharedIds:
 def ids_apart(
     own: TextOf, others: TextOf, ids: Collection[int], *, draft: str, target: str
 ) -> frozenset[int]:
-    """Return the ids of a draft whose text is another or none in the target's table.
+    """Return the ids of a draft that have another text, or none, in the target's vocabulary.
 
     ``own`` and ``others`` return the text of one of ``ids`` in the draft's and in the target's
-    table, both in the same form, and an empty one for an id without a token. The table of a target
-    may be a stranger's, so neither is copied. The names are for messages. Raises ``SetupError``,
-    saying how many ids differ and which is the first, where these are too many for two tables of
-    one family."""
+    vocabulary, in the same form, or an empty one for an id without a token. They are functions, so
+    that no vocabulary has to be copied. The names are for messages. Raises ``SetupError`` with the
+    number of ids that differ and the first of them, if they are too many for vocabularies of one
+    family."""
     count = sum(own(token) != others(token) for token in ids)
     sizes = [sum(bool(one(token)) for token in ids) for one in (own, others)]
     most = max(_LEAST_APART, sizes[1] // _SHARE_APART)

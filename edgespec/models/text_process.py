@@ -1,6 +1,6 @@
-"""The process that renders chat templates for this one: a worker, and what its child runs.
+"""The worker that renders chat templates for this process, and the program of its child.
 
-With a folder the child holds the tokenizer there, too, for ``FarTokenizer``."""
+If it is given a folder, the child holds the tokenizer there too, for ``FarTokenizer``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:  # the child finds our modules once it was told where they are
+if TYPE_CHECKING:  # the child can import edgespec only after ``main`` has set its path
     from edgespec.models.limited_process import Bounds
     from edgespec.models.text_worker import TextWorker
     from edgespec.models.tokenizer import TextTokenizer
@@ -34,8 +34,8 @@ def template_worker() -> TextWorker:
 
 
 def main(bounds: Bounds, given: str) -> None:
-    """Answer questions from standard input until it ends. ``given``, a JSON list, says where
-    modules are found, the tokenizer's folder or nothing, and the bounds."""
+    """Answer questions from standard input until it ends. ``given`` is a JSON list: the module
+    search path, the tokenizer's folder or an empty text, and the limits."""
     path, folder, start_cpu_s, cpu_s, bytes_per_s = json.loads(given)
     bounds.allow(start_cpu_s)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
@@ -58,7 +58,7 @@ def main(bounds: Bounds, given: str) -> None:
 
 
 class _Answers:
-    """What the child answers: a kind, and a text or value."""
+    """Answers of the child: a kind, and a text or value."""
 
     def __init__(self, folder: Path | None) -> None:
         self._programs: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class _Answers:
 
 
 class _Tokenizer:
-    """The tokenizer of a folder. What is wrong with it is an answer, too."""
+    """The tokenizer of a folder. If the folder is unusable, the answer says why."""
 
     def __init__(self, folder: Path) -> None:
         self._found: TextTokenizer | None = None
@@ -120,11 +120,11 @@ class _Tokenizer:
             self.facts = self._load(folder)
         except MemoryError:
             raise
-        except Exception as error:  # of foreign libraries too
+        except Exception as error:  # errors of other libraries, too
             self.facts = {"why": str(error) or type(error).__name__}
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Return all of the tokenizer that is not computed from a text. Raises ``ValueError``."""
+        """Return all that the parent keeps of the tokenizer. Raises ``ValueError``."""
         from edgespec.models.folders import vocabulary_fingerprint
         from edgespec.models.tokenizer import TextTokenizer
         from edgespec.telemetry.process_memory import trim_heap

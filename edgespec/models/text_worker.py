@@ -1,13 +1,13 @@
-"""Renders chat templates, and holds tokenizers that verifiers lend, in a process with bounds.
+"""A process with limits, which renders chat templates and holds tokenizers that verifiers lend.
 
-A chat template is a program, and the patterns of a tokenizer are nearly one: jinja2's sandbox keeps
-a template from the machine, but neither from memory nor from time. What does not come with edgespec
-itself therefore runs in a child process (``limited_process.py``), which starts at the first use,
-answers one question after the other, and is replaced when it was ended. A question costs some
-0.2 ms more than without the child. The child takes some 26 MiB, and a tokenizer what it takes
-anywhere. It imports neither a runtime for models nor anything of the network.
+A chat template is a program, and the patterns of a tokenizer are nearly one. jinja2's sandbox keeps
+a template from the machine, but not from using up memory or time. So everything that does not come
+with edgespec runs in a child process (``limited_process.py``). The child starts at the first use,
+answers one question after the other, and is replaced if it was killed. A question costs some 0.2 ms
+more than without the child. The child takes some 26 MiB, plus the usual memory of a tokenizer. It
+imports neither a runtime for models nor anything of the network.
 
-The two ends speak in frames: eight bytes with the length, and JSON. The child runs
+The two ends exchange frames: eight bytes with the length, and JSON. The child runs
 ``text_process.py``.
 """
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     pass
 
 TEMPLATE_BYTES: Final = 192 << 20
-"""Data that a process that only renders templates may have."""
+"""Limit on the data of a process that only renders templates."""
 TEMPLATE_BYTES_IN_BUDGET: Final = 64 << 20
-"""The same beside a draft with a memory budget."""
+"""The same limit beside a draft with a memory budget."""
 RESIDENT_BYTES: Final = 28 << 20
-"""What such a process usually takes: counted by memory plans."""
+"""Usual resident memory of such a process, counted by memory plans."""
 _CPU_S: Final = 5
-"""Processor time for one question, beside what its length gives it (``_BYTES_PER_S``)."""
+"""Processor seconds for one question, in addition to those for its length (``_BYTES_PER_S``)."""
 _START_CPU_S: Final = 30
-"""Processor time to start: a vocabulary of 256 k tokens takes some 5 s to load."""
+"""Processor seconds to start: a vocabulary of 256 k tokens takes some 5 s to load."""
 _BYTES_PER_S: Final = 200_000
-"""Text that a second of processor time is enough for: tokenizers are five times as quick."""
+"""Bytes of text that add one processor second to the limit. Tokenizers are five times as fast."""
 _ANSWER_S: Final = 15.0
 """Seconds for one question, on a busy machine."""
 _START_S: Final = 60.0
@@ -47,7 +47,7 @@ class TextWorkerError(RuntimeError):
 
 
 class TextRefusedError(RuntimeError):
-    """A template refuses what it was given, in its own words."""
+    """A template refuses its input, with its own message."""
 
 
 class TextWorker:
@@ -55,15 +55,15 @@ class TextWorker:
 
     Args:
         script: The file that the child runs (``text_process.py``).
-        most_bytes: Data that the child may have.
-        folder: The tokenizer that the child loads; empty: it only renders templates.
+        most_bytes: Limit on the data of the child.
+        folder: The tokenizer that the child loads; empty if it only renders templates.
     """
 
     def __init__(self, script: str, most_bytes: int = TEMPLATE_BYTES, folder: str = "") -> None:
         from edgespec.models.limited_process import LimitedProcesses
 
         self._script, self._folder, self.most_bytes = script, folder, most_bytes
-        """Holds for a child that is started from now on."""
+        """The limit on data for a child that starts from now on."""
         self._processes = LimitedProcesses()
         self._process: subprocess.Popen[bytes] | None = None
         self._one_at_a_time = threading.Lock()
@@ -71,10 +71,10 @@ class TextWorker:
 
     def ask(self, what: str, *given: Any) -> Any:
         """Return the child's answer to one question: ``render`` a source with its variables, find
-        the ``variables`` of a source, or what ``text_process.py`` knows of its tokenizer.
+        the ``variables`` of a source, or a question about its tokenizer (``text_process.py``).
 
         Raises ``TextRefusedError``, ``TextWorkerError`` if there is no answer, and ``RuntimeError``
-        with the words of any other error."""
+        with the message of any other error."""
         question = json.dumps([what, *given]).encode()
         if not self._one_at_a_time.acquire(timeout=_ANSWER_S):
             raise TextWorkerError(f"others have been waited for longer than {_ANSWER_S:g} s")
@@ -89,8 +89,8 @@ class TextWorker:
         return answer
 
     def close(self) -> None:
-        """End the child, and what waits for it; a second call does nothing."""
-        self._processes.close()  # so that a question which is being answered ends
+        """End the child and the calls that wait for it. A second call does nothing."""
+        self._processes.close()  # ends the question that is being answered
         with self._one_at_a_time:
             if self._process is not None:
                 self._discard(self._process)
@@ -108,13 +108,13 @@ class TextWorker:
                 f" {self.most_bytes >> 20} MiB that are given"
             )
         kind, answer = json.loads(found)
-        if kind == "failed" and answer == "":  # its memory is full
+        if kind == "failed" and answer == "":  # out of memory
             self._discard(process)
             answer = f"it takes more than the {self.most_bytes >> 20} MiB that are given"
         return kind, answer
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the child, which is started if there is none."""
+        """Return the child, and start it if there is none."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         if self._process is not None:
@@ -136,8 +136,8 @@ class TextWorker:
     def _exchanged(
         self, process: subprocess.Popen[bytes], question: bytes | None, within_s: float
     ) -> bytes | None:
-        """Return the answer to a question (None: that the child has begun); None if the child ended
-        or had to be ended."""
+        """Return the answer to a question, or None if the child died or had to be killed.
+        ``question`` None waits for the child to start."""
         late = threading.Event()
 
         def end() -> None:
@@ -166,7 +166,7 @@ class TextWorker:
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # a question that it did not read to its end
+                except OSError:  # it did not read the whole question
                     pass
         self._processes.ended(process)
         self._process = None
@@ -181,7 +181,7 @@ def write_frame(sink: BinaryIO | Any, content: bytes) -> None:
 
 
 def read_frame(source: BinaryIO | Any) -> bytes:
-    """Raises ``OSError`` where the other end has gone."""
+    """Return the next frame. Raises ``OSError`` if the other end has closed the pipe."""
     length = int.from_bytes(_read_exactly(source, _LENGTH_BYTES), "big")
     if length > _MAX_FRAME:
         raise OSError(f"a frame of {length} bytes, but at most {_MAX_FRAME} are read")

@@ -1,15 +1,15 @@
-"""Text to token ids and back, token by token, and the model's own chat template.
+"""Conversion of text to token ids and back, token by token, and the model's own chat template.
 
-A token may end in the middle of a UTF-8 character, so its text is not always known when it
-arrives. ``TextStream`` holds such bytes back and emits text that never has to be taken back: what
-was pushed so far and ``flush`` give the same text however the tokens were grouped.
+A token may end in the middle of a UTF-8 character, so its text is not always known when it arrives.
+``TextStream`` holds such bytes back and emits text that never has to be taken back: the emitted
+text together with ``flush`` is the same however the tokens were grouped.
 
 Chat templates are Jinja programs that come with the model, by the conventions of Hugging Face:
 ``chat_template.jinja`` or ``chat_template`` in ``tokenizer_config.json``, one or several named ones
-(``tool_use`` is taken when tools are given); ``messages``, ``tools``, ``add_generation_prompt`` and
+(``tool_use`` is used if tools are given); ``messages``, ``tools``, ``add_generation_prompt`` and
 the special tokens as variables; ``raise_exception``, ``strftime_now``, ``tojson`` without HTML
 escapes, ``{% generation %}``, ``{% break %}``. They run in jinja2's immutable sandbox, and those
-that do not come with edgespec in a process with bounds (``text_worker.py``).
+that do not come with edgespec in a process with limits (``text_worker.py``).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 MAX_MESSAGES = 4096
 MAX_PROMPT_CHARACTERS = 1 << 24
 _MAX_SOURCE = 1 << 20
-"""Characters of a template; the longest public ones have some 30,000."""
+"""Limit on the characters of a template. The longest public ones have some 30,000."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 Message = Mapping[str, Any]
-"""At least ``role``; the rest is what the template reads."""
+"""A message with at least ``role``. The template reads the rest."""
 
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer folder cannot be used; the message names the file and what is wrong with it."""
+    """A tokenizer folder cannot be used. The message names the file and its fault."""
 
 
 class ChatTemplateError(TokenizerError):
@@ -66,7 +66,8 @@ class ChatTemplate:
     tokens: Mapping[str, str] = field(default_factory=dict)
     """The special tokens by name."""
     worker: TextWorker | None = field(default=None, compare=False, repr=False)
-    """Compiles and renders it; None: this process does, so it has to come with edgespec."""
+    """The worker that compiles and renders the template. None: this process does, which is only
+    allowed for templates that come with edgespec."""
 
     def render(
         self,
@@ -77,12 +78,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text. Tool calls in ``messages`` may have their arguments as an object
-        or as JSON in a text, and ``content`` None or empty: the template gets the form that it
-        reads. With ``continue_final_message`` the text ends with the content of the last message,
-        which is to be continued, as in transformers. ``variables`` are further ones of the
-        template, such as ``enable_thinking``. Raises ``ChatTemplateError``, also where a variable
-        has a name of ours, and where the template does not show the last message."""
+        """Return the prompt text.
+
+        Tool calls in ``messages`` may have their arguments as an object or as JSON in a text, and
+        ``content`` None or empty: the template gets the form that it reads. With
+        ``continue_final_message`` the text ends with the content of the last message, which is to
+        be continued, as in transformers. ``variables`` are further ones of the template, such as
+        ``enable_thinking``. Raises ``ChatTemplateError``, also if a variable has a reserved name,
+        and if the template does not write the content of a message to continue."""
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise ChatTemplateError(
                 f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
@@ -105,7 +108,7 @@ class ChatTemplate:
             text = self._compiled.render(given)
         except TokenizerError:
             raise
-        except Exception as error:  # a template is a program, and can fail like one
+        except Exception as error:  # a template is a program that can raise anything
             raise ChatTemplateError(f"the chat template failed: {error}") from error
         if mark:
             text = _cut_at(text, mark)
@@ -119,8 +122,8 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """How the template reads the tool calls of earlier messages. Raises ``ChatTemplateError``
-        where that takes more time or memory than is given."""
+        """The form in which the template reads the tool calls of earlier messages. Raises
+        ``ChatTemplateError`` if finding it exceeds the limits on time or memory."""
 
         def render(messages: Sequence[Message], tools: Sequence[Message]) -> str:
             given = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
@@ -132,7 +135,8 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
 
     def _form_of(self, messages: Sequence[Message]) -> CallForm:
-        """The form of calls, which matters and costs something only where there are calls."""
+        """Return the form of calls. It is only determined for messages with calls, since that takes
+        time."""
         if any(message.get("tool_calls") for message in messages):
             return self.call_form
         return CallForm()
@@ -183,14 +187,14 @@ def _checked(source: str) -> str:
     return source
 
 
-# Behind the content of a message that is continued while it is rendered. The blank at its end shows
+# Mark that is rendered behind the content of a message to continue. The blank at its end shows
 # whether the template strips contents.
 _CONTINUED = "edgespec-continues-here "
 
 
 def _cut_at(text: str, mark: str) -> str:
-    """``text`` before ``mark``. Blanks before it go where the template strips contents. Raises
-    ``ChatTemplateError`` where the template did not write it."""
+    """Return ``text`` before ``mark``. Blanks before it are removed if the template strips
+    contents. Raises ``ChatTemplateError`` if the template did not write the mark."""
     at = text.rfind(mark.rstrip())
     if at < 0:
         raise ChatTemplateError(
@@ -200,36 +204,40 @@ def _cut_at(text: str, mark: str) -> str:
 
 
 class ChatTokenizer(Protocol):
-    """A tokenizer that knows its model's way to chat."""
+    """A tokenizer with its model's chat template."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
-        """The model's template, the one for tools if it has such; None: it has none."""
+        """Return the model's template, with ``tools`` the one for tools if there is one; None: it
+        has none."""
 
     @property
     def added(self) -> Mapping[str, int]:
         """Ids of the tokens that were added to the vocabulary, special or not, by their text."""
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token written so; None: there is none, or text shows it."""
+        """Return the id of the special token with this text; None if there is none, or if decoded
+        text shows it."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself: perhaps a part of a character."""
+        """Return the bytes of one token by itself, which may be a part of a character."""
 
 
 def render_chat(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
-    """The prompt of a conversation by the model's own template, which writes the special tokens
-    itself: ``encode`` adds none. Raises ``TokenizerError`` where there is none, or it refuses."""
+    """Return the prompt of a conversation by the model's own template. The template writes the
+    special tokens itself, so ``encode`` must add none. Raises ``TokenizerError`` if there is no
+    template, or if it refuses the messages."""
     if (template := tokenizer.chat_template()) is None:
         raise TokenizerError("tokenizer_config.json: there is no chat_template")
     return template.render(messages)
 
 
 def prompt_encoder(tokenizer: ChatTokenizer, *, chat: bool) -> Callable[[str], list[int]]:
-    """From a prompt to its tokens; ``chat``: as the message of a user."""
+    """Return a function from a prompt to its tokens. With ``chat`` the prompt is the message of a
+    user."""
 
     def encode(text: str) -> list[int]:
         if chat:
@@ -244,8 +252,9 @@ def read_chat_templates(
 ) -> dict[str, ChatTemplate]:
     """Return the templates of a tokenizer folder by name.
 
-    ``config`` is its ``tokenizer_config.json``, ``tokens`` are its special tokens by name. A file
-    of its own wins over the entry there. Raises ``TokenizerError`` naming the file."""
+    ``config`` is its ``tokenizer_config.json``, ``tokens`` are its special tokens by name. A
+    separate file takes precedence over the entry there. Raises ``TokenizerError`` naming the
+    file."""
     value = config.get("chat_template")
     sources: dict[str, str] = {}
     if isinstance(value, str):
@@ -266,7 +275,7 @@ def read_chat_templates(
 
 
 def compiled_template(source: str) -> TemplateProgram:
-    """Compile a template to be rendered in this process. Raises what jinja2 raises."""
+    """Return a template compiled for this process. Raises what jinja2 raises."""
     program: TemplateProgram = _environment().from_string(source)
     return program
 
@@ -286,9 +295,10 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """``{% generation %}`` marks for trainers what the assistant said; here it is its body."""
+        """``{% generation %}`` marks the assistant's output for training. Here it renders its
+        body."""
 
-        tags = {"generation"}  # noqa: RUF012 # declared so by jinja2
+        tags = {"generation"}  # noqa: RUF012 # jinja2 declares it so
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
@@ -299,7 +309,7 @@ def _environment() -> Any:
         raise ChatTemplateError(f"the chat template refuses the messages: {message}")
 
     def tojson(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
-        """Without jinja2's HTML escaping, which would change the prompt."""
+        """Return JSON without jinja2's HTML escaping, which would change the prompt."""
         return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
     environment = ImmutableSandboxedEnvironment(
@@ -312,8 +322,8 @@ def _environment() -> Any:
 
 
 def byte_letters() -> dict[str, int]:
-    """GPT-2's table, letter to byte: printable Latin-1 stands for itself, each other byte for
-    one of the letters from U+0100 on, in order."""
+    """Return GPT-2's table from letter to byte. Printable Latin-1 stands for itself, and each other
+    byte for one of the letters from U+0100 on, in order."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     table = {chr(byte): byte for byte in plain}
@@ -323,9 +333,9 @@ def byte_letters() -> dict[str, int]:
 class TokenBytes:
     """The bytes that each token of a tokenizer stands for in the middle of a text.
 
-    This is the one place where an id becomes bytes: a token of a byte-level vocabulary or of byte
-    fallback may be a part of a character, and every other one is what the tokenizer's own decoder
-    makes of it, added tokens included. An id without a token has no bytes."""
+    This is the one place where an id becomes bytes. A token of a byte-level vocabulary or of byte
+    fallback may be a part of a character. Every other token is decoded by the tokenizer's own
+    decoder, added tokens included. An id without a token has no bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -335,11 +345,13 @@ class TokenBytes:
         self._decode: Callable[[list[str]], str] = (
             " ".join if tokenizer.decoder is None else tokenizer.decoder.decode
         )
-        # Between two others a token is neither the first nor the last one, which lose spaces.
+        # Decoders may drop a space of the first or last token, so a token is decoded between two
+        # others.
         self._tail = self._decode([_ANCHOR, _ANCHOR]).removeprefix(_ANCHOR)
 
     def __call__(self, token: int) -> bytes:
-        """Return the bytes of one token id. Raises ``OverflowError`` for a number that is none."""
+        """Return the bytes of one token id. Raises ``OverflowError`` for a number that cannot be an
+        id."""
         written = self._tokenizer.id_to_token(token)
         if written is None:
             return b""
@@ -356,11 +368,11 @@ class TokenBytes:
 _ANCHOR: Final = "a"
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MOST_UNFINISHED = 4
-"""Tokens that a character which a prompt leaves unfinished may have, one a byte."""
+"""Limit on the tokens of an unfinished character at the end of a prompt, one for each byte."""
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
-    """The types of the steps that a tokenizer's decoder has."""
+    """Return the types of the steps that a tokenizer's decoder has."""
     state = b"null" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
     found, left = set[str](), [json.loads(state)]
     while left:
@@ -386,7 +398,8 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"{path}: not a readable tokenizer: {error}") from error
-        # A file saved while training pads or cuts every text; a prompt must stay as it is.
+        # A file that was saved while training pads or truncates every text; a prompt must stay as
+        # it is.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         files = read_beside(folder)
@@ -401,8 +414,8 @@ class TextTokenizer:
         )
 
     def _add_tokens(self, files: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
-        """Add what the files beside ``tokenizer.json`` say, and return the special tokens that they
-        name. Raises ``TokenizerError``."""
+        """Add the tokens that the files beside ``tokenizer.json`` describe, and return the special
+        tokens that they name. Raises ``TokenizerError``."""
         from tokenizers import AddedToken
 
         own = {
@@ -419,32 +432,33 @@ class TextTokenizer:
         return found.named
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; special tokens written out in it are recognised."""
-        # Of the library's methods only those for batches let other threads run meanwhile; this one
-        # leaves out the places in the text, which nobody asks for.
+        """Return the ids of ``text``. Special tokens written out in it are recognised."""
+        # Only the library's batch methods let other threads run meanwhile. This one omits the
+        # offsets in the text, which are not needed.
         found = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(found[0].ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence; special tokens are left out unless
-        ``skip_special_tokens`` is false. Raises ``OverflowError`` for a number that is no id."""
+        """Return the text of a whole sequence. Special tokens are left out unless
+        ``skip_special_tokens`` is false. Raises ``OverflowError`` for a number that cannot be an
+        id."""
         found = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return str(found)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
-        """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
-        what ``decode`` shows of both behind what it shows of the prompt. A character that the
-        prompt leaves unfinished is emitted when the text finishes it."""
+        """Return a decoder for a text that arrives in pieces and continues ``prompt``. It emits the
+        difference between the decoded whole and the decoded prompt. A character that the prompt
+        leaves unfinished is emitted when the text completes it."""
         return begun_stream(self, prompt)
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
-        """The model's own template, or the one it has for tools; None: it has none."""
+        """Return the model's own template, or the one it has for tools; None: it has none."""
         found = self.templates
         return (found.get(TOOL_USE) if tools else None) or found.get(DEFAULT)
 
     @property
     def id_count(self) -> int:
-        """The largest token id and one, added tokens included."""
+        """The largest token id plus one, added tokens included."""
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
     @cached_property
@@ -454,18 +468,20 @@ class TextTokenizer:
         return {token.content: number for number, token in found.items()}
 
     def shown_first(self, token: int) -> bytes:
-        """Return the bytes of a token where a text begins: some decoders take a space away."""
+        """Return the bytes of a token at the beginning of a text, where some decoders drop a
+        space."""
         return self.decode([token]).encode()
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token that is written so: one that no decoded text shows;
-        None: there is none."""
+        """Return the id of the special token with this text, which no decoded text shows; None if
+        there is none."""
         found = self._tokenizer.token_to_id(text)
         return int(found) if found in self.special_ids else None
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What one token stands for by itself: perhaps a part of a character."""
+        """A function that returns the bytes of one token by itself, which may be a part of a
+        character."""
         return TokenBytes(self._tokenizer)
 
     def copy_of_library(self) -> Tokenizer:
@@ -482,7 +498,7 @@ class TextTokenizer:
 
 
 class TokenTexts(Protocol):
-    """What decoding token by token needs of a tokenizer."""
+    """The part of a tokenizer that decoding token by token needs."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -501,9 +517,9 @@ def begun_stream(tokenizer: TokenTexts, prompt: Sequence[int]) -> TextStream:
 
 
 class TextStream:
-    """Incremental decoding of one sequence: the bytes of its tokens as UTF-8, where a byte that
-    belongs to no character becomes U+FFFD. A text that begins here begins as the library shows it:
-    some decoders take the first space away."""
+    """Incremental decoder of one sequence: the bytes of its tokens as UTF-8. A byte that belongs to
+    no character becomes U+FFFD. The first token is decoded as the library does at the beginning of
+    a text, where some decoders drop a space."""
 
     def __init__(self, tokenizer: TokenTexts) -> None:
         self._shown_first, self._token_bytes = tokenizer.shown_first, tokenizer.token_bytes
@@ -512,11 +528,12 @@ class TextStream:
         self._characters = getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Text that ``tokens`` complete; possibly empty."""
+        """Return the text that ``tokens`` complete, which may be empty."""
         return "".join(self._push_one(token) for token in tokens)
 
     def flush(self) -> str:
-        """The text still held, with an unfinished character as U+FFFD; the stream starts anew."""
+        """Return the text that was held back, with an unfinished character as U+FFFD. The stream
+        begins again."""
         self._begins = True
         text = self._characters.decode(b"", final=True)
         self._characters.reset()

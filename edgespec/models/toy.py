@@ -1,4 +1,4 @@
-"""The toy model and its text: one letter a token, so that a toy stream can be read."""
+"""The toy model and its text: one letter a token, so that a toy's output can be read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _OTHER = TOY_ALPHABET.index(" ")
 
 
 def toy_info() -> ModelInfo:
-    """The toy's vocabulary and context."""
+    """Return the toy's vocabulary and context."""
     size = len(TOY_ALPHABET)
     return ModelInfo("toy", f"toy-{size}", size, TOY_CONTEXT_LENGTH, (TOY_EOS,))
 
 
 class ToyTokenizer:
-    """The methods of ``TextTokenizer`` that agents and the command line use. A character outside
-    the alphabet becomes a space. It is its own ``TextStream``: a token is a whole letter, so
-    nothing is ever held back."""
+    """A tokenizer with the methods of ``TextTokenizer`` that agents and the command line use. A
+    character outside the alphabet becomes a space. It is its own ``TextStream``: a token is a whole
+    letter, so nothing is held back."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}
@@ -46,7 +46,7 @@ class ToyTokenizer:
         return ""
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
-        """Of the toy: contents and spaces."""
+        """Return the toy's template: the contents, with a space behind each."""
         return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
 
     added: Mapping[str, int] = MappingProxyType({})

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 BLOCK_SIZE = 32
 
-# Largest magnitude over integer range, as multiples of the full-range scale; both signs are tried.
+# Multiples of the full-range scale (largest magnitude over integer range) that are tried, with both
+# signs.
 _GRID_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.07, 1.14)
 _GRID_8 = (1.0,)
 _ROWS_A_TIME = 2048
@@ -33,9 +34,9 @@ _ROWS_A_TIME = 2048
 def quantize_matrix(
     weight: NDArray[np.float32], bits: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """(integers, scales) of ``weight`` [N, K], laid out as the head of this file says: rounded to
-    nearest with fitted block scales; deterministic. Raises ``ValueError`` for other ``bits`` than 4
-    and 8."""
+    """Return (integers, scales) of ``weight`` [N, K] in the layout described at the head of this
+    file. Values are rounded to nearest with fitted block scales; the result is deterministic.
+    Raises ``ValueError`` for ``bits`` other than 4 and 8."""
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits}, but must be 4 or 8")
     rows, columns = weight.shape
@@ -53,10 +54,11 @@ def quantize_matrix(
 
 
 def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Integers (with zero point) and scales of blocks [R, B, 32] that lose least in squares.
+    """Return the integers (with zero point) and scales of blocks [R, B, 32] with the least squared
+    error.
 
-    For fixed integers q the best scale is <w, q> / <q, q>, and the loss it leaves is
-    <w, w> - <w, q>**2 / <q, q>; so the largest second term wins."""
+    For fixed integers q the best scale is <w, q> / <q, q>, which leaves the error <w, w> - <w,
+    q>**2 / <q, q>. So the largest second term wins."""
     half = 1 << (bits - 1)
     peak = np.abs(values).max(axis=-1, keepdims=True)
     inverse_peak = np.divide(half, peak, out=np.zeros_like(peak), where=peak > 0)
