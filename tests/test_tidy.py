@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.sources import PACKAGES, ROOT, Module, imports, modules, project_files, within
-from tools import draw_bench, draw_race
+from tools import draw_bench, draw_race, write_settings
 from tools.draw_states import PAGE, page
 from tools.svg import text
 
@@ -191,6 +191,11 @@ def _none_of(violations: Iterable[str]) -> None:
 
 def test_session_states_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.draw_states"
+
+
+def test_settings_page_is_current() -> None:
+    written = write_settings.PAGE.read_text(encoding="utf-8")
+    assert written == write_settings.page(), "run: python -m tools.write_settings"
 
 
 def test_comments_name_files_that_there_are() -> None:

@@ -23,9 +23,10 @@ MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
 ]
-_text, _output = (partial(opts.option, panel=panel) for panel in (opts.TEXT, opts.OUTPUT))
-_SCHEMA = _text("Write JSON that fits this schema", "--json-schema", metavar="FILE")
-_GRAMMAR = _text("Write by this grammar (Lark or llama.cpp)", "--grammar", metavar="FILE")
+_generation = partial(opts.option, panel=opts.GENERATION)
+_output = partial(opts.option, panel=opts.OUTPUT)
+_SCHEMA = _generation("Write JSON that fits this schema", "--json-schema", metavar="FILE")
+_GRAMMAR = _generation("Write by this grammar (Lark or llama.cpp)", "--grammar", metavar="FILE")
 _STATS = _output("Print numbers at the end, on stderr", "--stats")
 _JSON = _output("Print JSON, one object a chunk", "--json")
 _LOGPROBS = _output(
@@ -38,7 +39,7 @@ _LOGPROBS = _output(
 )
 _SAMPLING = (
     *(opts.MAX_TOKENS, opts.TEMPERATURE),
-    *(opts.Flag(f"sampling.{n}", panel=opts.TEXT) for n in ("top_p", "seed")),
+    *(opts.Flag(f"sampling.{name}", panel=opts.GENERATION) for name in ("top_p", "seed")),
     opts.RULE,
 )
 

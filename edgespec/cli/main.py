@@ -1,22 +1,30 @@
-"""``edgespec``: the commands, what ``--help`` says first, and where a command begins and ends:
-arguments that can be used, streams that are open, no traceback for a reader that has gone."""
+"""Entry point of ``edgespec``: the table of commands, their help, and the start and end of a run.
+
+``start`` makes sure that the arguments are UTF-8 and the standard streams are open, and ends
+without a traceback when the reader of the output has gone.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import os
 import re
 import signal
 import sys
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
 import typer.main
+import typer.models
 
 from edgespec import __version__
 
@@ -24,7 +32,7 @@ FAILED, USAGE = 1, 2
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
 _OUR_VARIABLES = "EDGESPEC_"
 _HELP = {"help_option_names": ["-h", "--help"]}
-# In the order of `--help`: what people use first comes first.
+# The order is that of `--help`: commands that people use first come first.
 COMMANDS = {
     "demo": "edgespec.cli.demo:demo",
     "verifier": "edgespec.cli.verifier:verifier",
@@ -43,18 +51,21 @@ COMMANDS = {
 
 
 def start(app: Callable[[], object]) -> NoReturn:
-    """Run ``app`` and exit with its code, whatever state the standard streams are in. A stream that
-    was closed is one that reads and writes nothing. An argument or variable that is not UTF-8 is
-    wrong usage. A reader that has gone ends the command with exit code 1, silently."""
+    """Run ``app`` and exit with its code, whatever state the standard streams are in.
+
+    A closed standard stream is replaced by one that reads and writes nothing. An argument or an
+    ``EDGESPEC_*`` variable that is not UTF-8 is wrong usage. When the reader of the output has
+    gone, the command ends silently with exit code 1."""
     code: str | int | None = 0
     try:
-        _answer_ctrl_c(signal.default_int_handler)
-        _open_missing_streams()
+        _handle_ctrl_c(signal.default_int_handler)
+        _open_closed_streams()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-            # What its encoding lacks is escaped, as on stderr: it would end a text in the middle.
+            # Characters that the encoding lacks are escaped, as on stderr. An exception would end
+            # an output in the middle.
             sys.stdout.reconfigure(errors="backslashreplace")
-        if unusable := _not_utf8(sys.argv[1:], os.environ):
-            print(f"error: {unusable}", file=sys.stderr)
+        if problem := _find_not_utf8(sys.argv[1:], os.environ):
+            print(f"error: {problem}", file=sys.stderr)
             code = USAGE
         else:
             app()
@@ -64,22 +75,23 @@ def start(app: Callable[[], object]) -> NoReturn:
         code = 128 + signal.SIGINT
     except BrokenPipeError:
         code = FAILED
-    except OSError as error:  # of the standard streams: all others are reported by their command
+    except OSError as error:  # an error of a standard stream; commands report all others
         print(f"error: {error}", file=sys.stderr)
         code = FAILED
-    flushed = _flushed()
-    _answer_ctrl_c(signal.SIG_DFL)  # the interpreter takes itself apart: no more exceptions
+    flushed = _flush_streams()
+    _handle_ctrl_c(signal.SIG_DFL)  # exceptions during the interpreter's exit would be printed
     sys.exit(code if flushed else code or FAILED)
 
 
-def _answer_ctrl_c(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """From here on ``handler`` answers a Ctrl-C, unless whoever started us wants it ignored."""
+def _handle_ctrl_c(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Install ``handler`` for Ctrl-C, unless the parent process has it ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
 
 
-def _open_missing_streams() -> None:
-    """A closed stream is None to Python, and its number is given to the next file opened."""
+def _open_closed_streams() -> None:
+    """Open the null device in place of each closed standard stream. Python represents a closed one
+    by None, and the next file that is opened would get its descriptor."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -91,8 +103,9 @@ def _open_missing_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
-def _not_utf8(arguments: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """What is wrong with the first argument or variable of ours that is not UTF-8, or None."""
+def _find_not_utf8(arguments: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """Return an error message for the first argument or ``EDGESPEC_*`` variable that is not UTF-8,
+    or None."""
     named = [(f"argument {number}", text) for number, text in enumerate(arguments, 1)]
     named += [(key, text) for key, text in variables.items() if key.startswith(_OUR_VARIABLES)]
     for name, text in named:
@@ -101,26 +114,29 @@ def _not_utf8(arguments: Sequence[str], variables: Mapping[str, str]) -> str | N
     return None
 
 
-def _flushed() -> bool:
-    """Whether all that was written has left. If not, the interpreter must not try again at exit:
-    it would print a traceback of its own."""
-    fine = True
+def _flush_streams() -> bool:
+    """Flush standard output and error, and return whether everything could be written.
+
+    A stream that cannot be written is connected to the null device. The interpreter would try again
+    at exit, and print a traceback of its own."""
+    is_flushed = True
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError as error:
-            fine = False
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # what is left in the buffer goes there
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            is_flushed = False
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, stream.fileno())
+            os.close(null_device)
             if not isinstance(error, BrokenPipeError):  # a full disk
                 print(f"error: cannot write to {stream.name}: {error.strerror}", file=sys.stderr)
-    return fine
+    return is_flushed
 
 
 def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
-    """An app whose ``commands``, name to ``module:attribute``, are imported when they are called
-    and listed in the order given."""
+    """Return an app whose commands are imported only when they are called.
+
+    ``commands`` maps a command's name to its ``module:attribute``, in the order of ``--help``."""
 
     class Commands(typer.core.TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
@@ -129,7 +145,7 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             if cmd_name in commands:
                 return _imported(cmd_name, commands[cmd_name])
-            # Names alone, from which typer suggests one for a name that is mistyped.
+            # typer suggests one of these names for a mistyped one.
             names: Any = dict.fromkeys(commands)
             self.commands = names
             return None
@@ -149,52 +165,82 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
 @cache
 def _imported(name: str, where: str) -> Any:
     module, _, attribute = where.partition(":")
-    found = getattr(_uninterrupted_import(module), attribute)
-    # The callback keeps typer from taking a group of one command for that command.
+    found = getattr(_import_uninterrupted(module), attribute)
+    # Without a callback typer would treat a group of one command as that command.
     group = typer.Typer(rich_markup_mode="rich", callback=lambda: None)
     if isinstance(found, typer.Typer):
+        for below in found.registered_commands:
+            _add_metavars(below.callback)
         group.add_typer(found, name=name, no_args_is_help=True, context_settings=_HELP)
     else:
+        _add_metavars(found)
         group.command(name)(found)
     command = typer.main.get_group(group).commands[name]
     _complete_help(command)
     return command
 
 
+_METAVARS: Mapping[Any, str] = {bool: "", int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
+"""Metavar of an option that gives none, by the type of its value. typer would print the name of the
+Python type."""
+
+
+def _add_metavars(command: Any) -> None:
+    """Give a metavar to each option of the function ``command`` that has none."""
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        # An annotation that is still text would be evaluated again, to another object.
+        command.__annotations__[parameter.name] = parameter.annotation
+        kind, *marks = typing.get_args(parameter.annotation) or (None,)
+        kinds = [one for one in typing.get_args(kind) or (kind,) if one is not types.NoneType]
+        if typing.get_origin(kinds[0]) is list:
+            kinds = [*typing.get_args(kinds[0])]
+        for mark in marks:
+            if isinstance(mark, typer.models.OptionInfo) and mark.metavar is None:
+                mark.metavar = _METAVARS.get(kinds[0])
+
+
 def _complete_help(command: Any) -> None:
-    """A paragraph is as wide as the terminal, not as the docstring that it stands in; an example
-    begins a line of its own. Exit codes stand at the end."""
+    """Join the lines of each paragraph of a command's help, so that the terminal's width decides
+    where they break, but begin each example on a line of its own. Add the exit codes at the end."""
     command.epilog = EXIT_CODES
+    help_option = command.get_help_option(
+        typer.Context(command, help_option_names=["-h", "--help"])
+    )
+    help_option.metavar = ""
     if command.help:
         command.help = re.sub(r"(?<!\n)\n(?!\n|\[dim\])", " ", command.help)
     for below in getattr(command, "commands", {}).values():
         _complete_help(below)
 
 
-def _uninterrupted_import(module: str) -> ModuleType:
-    """While a module is imported, a Ctrl-C ends the process as it ends any other program: an
-    exception inside an import is swallowed or printed in many ways."""
-    answer = signal.getsignal(signal.SIGINT)
-    if answer is not signal.default_int_handler:
+def _import_uninterrupted(module: str) -> ModuleType:
+    """Import a module. A Ctrl-C meanwhile ends the process at once, as it ends other programs: an
+    exception inside an import would be swallowed, or printed in one of many ways."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler:
         return importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return importlib.import_module(module)
     finally:
-        signal.signal(signal.SIGINT, answer)
+        signal.signal(signal.SIGINT, handler)
 
 
 app = lazy_app("edgespec", COMMANDS)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(f"edgespec {__version__}")
         raise typer.Exit
 
 
 _VERSION = typer.Option(
-    "--version", callback=_print_version, is_eager=True, help="Print the version and stop"
+    "--version",
+    callback=_print_version,
+    is_eager=True,
+    metavar="",
+    help="Print the version and exit",
 )
 
 
@@ -202,17 +248,17 @@ _VERSION = typer.Option(
 def main(version: Annotated[bool, _VERSION] = False) -> None:
     """Speculative decoding between a device and a verifier.
 
-    A small draft model on the device guesses, the big model on the verifier decides.
+    A small draft model on the device guesses tokens; the large target model on the verifier accepts
+    or corrects them. The output is exactly the target's, token for token. Good drafts make it
+    arrive sooner.
 
-    The text is the big model's own, token for token; good guesses make it come sooner.
-
-    [bold]See it[/]   edgespec demo
+    [bold]Try[/]      edgespec demo
 
     [bold]Serve[/]    edgespec verifier
 
     [bold]Use[/]      edgespec generate "def fibonacci(n):"
 
-    [bold]Connect[/]  edgespec serve (OpenAI's API, for other programs)
+    [bold]Connect[/]  edgespec serve (HTTP APIs for other programs)
 
     [bold]Plan[/]     edgespec plan link --rtt-ms 80 --acceptance 0.7
 

@@ -1,10 +1,11 @@
-"""Options that stand for keys of a configuration, and how they override its file.
+"""Command-line options that set keys of a configuration.
 
-One source: the dataclasses of ``edgespec.config``. The text below a field is its documentation
-everywhere. A command names the keys that people set every day; each becomes an option with the
-key's own type, default and first sentence. All others are set by ``--set KEY=VALUE`` or in the
-file, and ``--help-all`` explains them. An option wins over an environment variable, that over the
-file, and the file over the default.
+The dataclasses of ``edgespec.config`` are the one source of types, defaults and help: the text
+below a field is its documentation everywhere. A command names the keys that people set every day.
+Each of them becomes an option with the key's type and default, and the first sentence of the key's
+text is its help. All other keys are set by ``--set KEY=VALUE`` or in a file, and ``--help-all``
+explains them. An option wins over an environment variable, the variable over the file, and the file
+over the default.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, update_wrapper
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -28,22 +28,30 @@ from rich.markup import escape
 
 from edgespec.cli.running import reported, set_up_logging
 from edgespec.config import AgentConfig, ConfigError, VerifierConfig, load_config
+from edgespec.config.groups import HEADINGS, Group, group_of
 from edgespec.config.loading import NULL, plain
 from edgespec.wire.access import check_file_permissions
 
 _Config = TypeVar("_Config", bound=AgentConfig | VerifierConfig)
-TEXT, WHERE, DRAFTING, OUTPUT, SETTINGS = "The text", "Where", "Drafting", "Output", "Settings"
+GENERATION, VERIFIER, DRAFTING = "Generation", "Verifier", "Drafting"
+OUTPUT, SETTINGS = "Output", "Settings"
+"""Panels of ``--help``, with ``_GROUP_PANELS``."""
+_GROUP_PANELS = {Group.ADVANCED: "Advanced", Group.EMULATION: "Emulation"}
 _COLUMNS = 88
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a configuration: ``name`` is dotted (``link.rtt_ms``), ``hint`` its type."""
+    """One key of a configuration."""
 
     name: str
+    """Dotted name, such as ``link.rtt_ms``."""
     hint: Any
+    """Type annotation of the key's field."""
     default: object
     text: str
+    """Text below the key's field, in one line and without markup."""
+    group: Group
 
     @property
     def first_sentence(self) -> str:
@@ -52,14 +60,16 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An option for the configuration's ``key``. Without ``names`` it is called as the last part of
-    the key. An ``argument`` has no name."""
+    """Option that sets one key of a configuration."""
 
     key: str
     names: tuple[str, ...] = ()
+    """Names of the option. Without any, it is named after the last part of the key."""
     metavar: str | None = None
     panel: str | None = None
-    argument: bool = False
+    """Panel of ``--help``. An advanced or emulation key always has the panel of its group."""
+    is_argument: bool = False
+    """The values stand on the command line without the option's name."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -67,23 +77,23 @@ class Flag:
 
     @property
     def parameter(self) -> str:
-        """The name that the command line's library gives to its value."""
+        """Name of the Python parameter that typer passes the value by."""
         return self.options[0].removeprefix("--").replace("-", "_")
 
 
-# --- a device's, in the order of `--help` ----------------------------------------------------
+# --- options of a device, in the order of `--help` ---------------------------------------------
 
-MAX_TOKENS = Flag("sampling.max_tokens", ("--max-tokens", "-n"), panel=TEXT)
-TEMPERATURE = Flag("sampling.temperature", ("--temperature", "-t"), panel=TEXT)
-RULE = Flag("rule", metavar="NAME", panel=TEXT)
+MAX_TOKENS = Flag("sampling.max_tokens", ("--max-tokens", "-n"), panel=GENERATION)
+TEMPERATURE = Flag("sampling.temperature", ("--temperature", "-t"), panel=GENERATION)
+RULE = Flag("rule", metavar="NAME", panel=GENERATION)
 VERIFIER_FLAGS = (
-    Flag("verifier", metavar="HOST:PORT", panel=WHERE),
-    Flag("tls.ca", metavar="FILE", panel=WHERE),
-    Flag("api_key_file", metavar="FILE", panel=WHERE),
+    Flag("verifier", metavar="HOST:PORT", panel=VERIFIER),
+    Flag("tls.ca", metavar="FILE", panel=VERIFIER),
+    Flag("api_key_file", metavar="FILE", panel=VERIFIER),
 )
 DEVICE_FLAGS = (
     *VERIFIER_FLAGS,
-    Flag("model", metavar="NAME", panel=WHERE),
+    Flag("model", metavar="NAME", panel=VERIFIER),
     Flag("draft.model", ("--draft",), metavar="MODEL", panel=DRAFTING),
     Flag("draft.corpus", ("--draft-corpus",), metavar="FILE", panel=DRAFTING),
     Flag("draft.memory_budget", metavar="SIZE", panel=DRAFTING),
@@ -109,34 +119,43 @@ VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
         "EDGESPEC_LOG_FORMAT": "log_format",
     },
 }
-"""Keys that a variable of the environment gives."""
+"""Keys that can be set by a variable of the environment, by the variable's name."""
 _SEPARATORS = {"verifier": None, "draft.corpus": os.pathsep}
-"""Between the values of such a variable that holds several; None is white space."""
+"""Separators of variables that hold several values, by key. None means white space."""
 
 
 def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """An option of a command, as typer reads it; ``text`` is its help. Without ``names`` it is
-    called as its parameter."""
+    """Return an option of a command, for typer. ``text`` is its help. Without ``names`` the option
+    is named after its parameter."""
     return typer.Option(*names, help=text, rich_help_panel=panel, show_envvar=False, **more)
 
 
-_setting = partial(option, panel=SETTINGS)
-_CONFIG_FILE = _setting(
-    "Read settings from this YAML file", "--config", "-c", envvar="EDGESPEC_CONFIG", metavar="FILE"
+_setting_option = partial(option, panel=SETTINGS)
+_CONFIG_FILE = _setting_option(
+    "YAML file with settings; options win over it",
+    *("--config", "-c"),
+    envvar="EDGESPEC_CONFIG",
+    metavar="FILE",
 )
-_SET_KEYS = _setting("Set any key; --help-all prints them all", "--set", metavar="KEY=VALUE")
-_HELP_ALL = _setting(
-    "Print every setting, explained, as a file for --config, and stop", "--help-all"
+_SET_KEYS = _setting_option(
+    "Set any key that --help-all explains; may be given more than once",
+    *("--set",),
+    metavar="KEY=VALUE",
+)
+_HELP_ALL = _setting_option(
+    "Print every key with its meaning and value, as a file for --config, and exit", "--help-all"
 )
 
 
 def from_config(
     kind: type[_Config], *flags: Flag
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose first argument, a ``kind``, comes from a file, the environment and options.
-    The other parameters of the command are options of its own, as typer reads them. Errors of the
-    configuration and of the command are told as ``running.reported`` tells them; the log is as the
-    configuration says."""
+    """Return a decorator that makes a command of a function.
+
+    The function's first argument is a configuration of this ``kind``, which is read from a file,
+    the environment and the options ``flags``. The function's other parameters become options of
+    their own, as typer reads them. Errors of the configuration and of the command are reported by
+    ``running.reported``, and the log is set up as the configuration says."""
     keys = documented_keys(kind)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -158,7 +177,7 @@ def from_config(
             added("help_all", annotation=Annotated[bool, _HELP_ALL], default=False),
         ]
         update_wrapper(called, command)
-        # What typer reads.
+        # typer reads the options from these two attributes.
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in parameters}
         return called
@@ -167,19 +186,20 @@ def from_config(
 
 
 def _annotation(flag: Flag, key: Key) -> Any:
-    """What typer reads for a flag: the key's type, or None where the option is left out."""
-    kind = _plain_type(key.hint)
-    if flag.argument:
+    """Return the annotation from which typer makes an option for ``key``. Its value is None if the
+    option is left out."""
+    kind = _option_type(key.hint)
+    if flag.is_argument:
         return Annotated[kind | None, typer.Argument(metavar=flag.metavar, help=key.first_sentence)]
-    text = key.first_sentence
+    text = escape(key.first_sentence)
     if key.default not in (None, "", (), False):
-        text += f" (default: {_shown(key.default)})"
-    found = option(escape(text), *flag.options, panel=flag.panel, metavar=flag.metavar)
-    return Annotated[kind | None, found]
+        text += f" \\[default: {_yaml_line(key.default)}]"
+    panel = _GROUP_PANELS.get(key.group, flag.panel)
+    return Annotated[kind | None, option(text, *flag.options, panel=panel, metavar=flag.metavar)]
 
 
-def _plain_type(hint: Any) -> Any:
-    """The type of an option's value: of a key that holds one or several, a list."""
+def _option_type(hint: Any) -> Any:
+    """Return the type of an option's value, which is a list for a key that can hold several."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kinds = [one for one in typing.get_args(hint) if one is not types.NoneType]
         hint = next((one for one in kinds if typing.get_origin(one) is tuple), kinds[0])
@@ -187,8 +207,8 @@ def _plain_type(hint: Any) -> Any:
 
 
 def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str, Any]) -> _Config:
-    """``--config``'s file with the environment, ``--set`` and the options on top, in this order.
-    Raises ``ConfigError``."""
+    """Return the configuration that the file of ``--config``, the environment, ``--set`` and the
+    options make, of which the later ones win. Raises ``ConfigError``."""
     keys = documented_keys(kind)
     overrides: dict[str, Any] = {}
     for variable, name in VARIABLES[kind].items():
@@ -208,7 +228,7 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
         check_file_permissions(path, secret=False)
     config = load_config(kind, path, overrides)
     if given["help_all"]:
-        typer.echo(explained(config, flags), nl=False)
+        typer.echo(config_template(config, flags), nl=False)
         raise typer.Exit
     return config
 
@@ -216,18 +236,22 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
 def read_settings(
     assignments: Iterable[str], keys: Mapping[str, Key] | None = None, form: str = "KEY=VALUE"
 ) -> dict[str, object]:
-    """What each ``--set`` says, by key. Raises ``ConfigError``."""
-    found = {}
+    """Return the values of ``--set`` options by key.
+
+    ``keys`` are those of the configuration, which tell text from other YAML. ``form`` is the form
+    of an assignment, for the error message. Raises ``ConfigError``."""
+    values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not (name and equals):
             raise ConfigError(f"--set is {assignment!r}, but must be {form}")
-        found[name] = read_value((keys or {}).get(name), text, f"--set {name}")
-    return found
+        values[name] = read_value((keys or {}).get(name), text, f"--set {name}")
+    return values
 
 
 def read_value(key: Key | None, text: str, source: str) -> object:
-    """A value as YAML, but text stays as it is typed. Raises ``ConfigError``."""
+    """Return the value that ``text`` means for ``key``: the text itself for a key that holds text,
+    else what it means as YAML. Raises ``ConfigError``, which names ``source``."""
     if key is not None and key.hint is str:
         return text
     try:
@@ -238,22 +262,30 @@ def read_value(key: Key | None, text: str, source: str) -> object:
 
 
 def documented_keys(kind: type[Any]) -> dict[str, Key]:
-    """All keys of the dataclass ``kind`` and its sections, in the order of their declaration."""
-    return {key.name: key for key in _keys(kind, kind(), "")}
+    """Return all keys of the dataclass ``kind`` and of its sections by dotted name, in the order of
+    their declaration."""
+    return {key.name: key for key in _keys(kind, kind(), "", Group.STABLE)}
 
 
-def _keys(kind: type[Any], defaults: object, place: str) -> Iterator[Key]:
+def _keys(kind: type[Any], defaults: object, place: str, section: Group) -> Iterator[Key]:
     texts, hints = _field_texts(kind), typing.get_type_hints(kind)
     for field in fields(kind):
         name, default, hint = place + field.name, getattr(defaults, field.name), hints[field.name]
+        group = group_of(field, section)
         if is_dataclass(hint):
-            yield from _keys(typing.cast("type[Any]", hint), default, f"{name}.")
+            yield from _keys(typing.cast("type[Any]", hint), default, f"{name}.", group)
         else:
-            yield Key(name, hint, default, texts.get(field.name, ""))
+            yield Key(
+                name=name,
+                hint=hint,
+                default=default,
+                text=texts.get(field.name, ""),
+                group=group,
+            )
 
 
 def _field_texts(kind: type[Any]) -> dict[str, str]:
-    """The string that stands below each field in the source of ``kind``."""
+    """Return the string that stands below each field in the source of ``kind``."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     texts = {}
@@ -267,28 +299,45 @@ def _field_texts(kind: type[Any]) -> dict[str, str]:
     return texts
 
 
-def explained(config: object, flags: tuple[Flag, ...]) -> str:
-    """All settings as YAML that ``--config`` reads back, each below what it is for."""
-    options = {flag.key: flag.options[0] for flag in flags if not flag.argument}
-    lines: list[str] = []
-    section: list[str] = []
-    for key in documented_keys(type(config)).values():
-        *place, name = key.name.split(".")
-        for depth, part in enumerate(place):
-            if place[: depth + 1] != section[: depth + 1]:
-                lines += ["", f"{'  ' * depth}{part}:"]
-        section = place
-        indent = "  " * len(place)
-        option = f" ({options[key.name]})" if key.name in options else ""
-        room = _COLUMNS - len(indent) - len("# ")
-        about = textwrap.wrap(key.text + option, room, break_on_hyphens=False)
-        lines += [f"{indent}# {line}" for line in about]
-        lines.append(f"{indent}{name}: {_shown(attrgetter(key.name)(config))}")
-    return "\n".join(lines) + "\n"
+def config_template(config: object, flags: tuple[Flag, ...] = ()) -> str:
+    """Return all settings of ``config`` as YAML that ``--config`` reads back.
+
+    Each key stands below its meaning and the name of its option in ``flags``. Within the file and
+    within each section, stable keys come first, then advanced ones, then emulation. Within each
+    group, sections come last."""
+    options = {flag.key: flag.options[0] for flag in flags if not flag.is_argument}
+    lines = _template_lines(config, documented_keys(type(config)), options, "", None)
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _shown(value: object) -> str:
-    """A value as YAML on one line."""
+def _template_lines(
+    section: Any, keys: Mapping[str, Key], options: Mapping[str, str], place: str, own: Group | None
+) -> Iterator[str]:
+    """Yield the lines of one section, whose dotted name with a final dot is ``place``. A heading
+    stands above each group but the section's ``own``."""
+    indent = "  " * place.count(".")
+    width = _COLUMNS - len(indent) - len("# ")
+    for group in Group:
+        members = [one for one in fields(section) if group_of(one, own or Group.STABLE) is group]
+        if members and group is not own:
+            yield from ("", f"{indent}# === {HEADINGS[group]} ===")
+            if any(place + one.name in keys for one in members):
+                yield ""
+        for field in members:
+            if (name := place + field.name) in keys:
+                text = keys[name].text + (f" ({options[name]})" if name in options else "")
+                for line in textwrap.wrap(text, width, break_on_hyphens=False):
+                    yield f"{indent}# {line}"
+                yield f"{indent}{field.name}: {_yaml_line(getattr(section, field.name))}"
+        for field in members:
+            if (name := place + field.name) not in keys:
+                yield from ("", f"{indent}{field.name}:")
+                below = getattr(section, field.name)
+                yield from _template_lines(below, keys, options, f"{name}.", group)
+
+
+def _yaml_line(value: object) -> str:
+    """Return a value as YAML on one line."""
     form: dict[str, Any] = {"default_flow_style": True, "width": 1 << 20, "allow_unicode": True}
     text: str = yaml.safe_dump(plain(value), **form)
     return text.removesuffix("...\n").strip()

@@ -19,7 +19,7 @@ import typer
 
 from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
-from edgespec.config.common import HASHED, PLAIN, SetupError, host_names, joined
+from edgespec.config.common import HASHED, PLAIN, SetupError, host_names, join_host_port
 from edgespec.config.files import remove_temporary_folders
 from edgespec.device.agent import GenerationError
 from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter, log_failure
@@ -95,7 +95,7 @@ def _listening(host: str, port: int) -> socket.socket:
         found.listen()
     except OSError as error:
         found.close()
-        raise cannot_listen(joined(host, port), error, "--port") from error
+        raise cannot_listen(join_host_port(host, port), error, "--port") from error
     return found
 
 

@@ -19,7 +19,7 @@ from edgespec.cli import running
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
 from edgespec.config import AgentConfig, ConfigError
-from edgespec.config.common import SetupError, is_loopback, joined, needs, own_name
+from edgespec.config.common import SetupError, is_loopback, join_host_port, local_host_of, needs
 from edgespec.core.device.memory import MIB
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.messages import RunAhead
@@ -113,7 +113,7 @@ async def _serve(
     try:
         await server.start()
         watch.start()
-        url = f"http://{joined(own_name(config.endpoint.host), server.port)}"
+        url = f"http://{join_host_port(local_host_of(config.endpoint.host), server.port)}"
         for line in _chosen(config, watch, bool(key)):
             running.say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")

@@ -30,7 +30,7 @@ from edgespec.cli import running
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import Flag, from_config
 from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
-from edgespec.config.common import SetupError, joined, needs, own_name
+from edgespec.config.common import SetupError, join_host_port, local_host_of, needs
 from edgespec.core.ports import TargetModel, pass_shape
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
@@ -56,7 +56,7 @@ _SWITCH_S = 5e-4
 
 _SERVICE = "Whom it serves"
 _FLAGS = (
-    Flag("engine_flags", ("--engine-flags",), metavar="[-- FLAGS]", argument=True),
+    Flag("engine_flags", ("--engine-flags",), metavar="[-- FLAGS]", is_argument=True),
     Flag("model"),
     Flag("draft", metavar="MODEL"),
     Flag("engine"),
@@ -253,7 +253,7 @@ def _read_stdin(end: running.Stopping) -> None:
 
 def next_command(config: VerifierConfig, port: int) -> str:
     """What to type on a device, in another terminal."""
-    where = joined(own_name(config.host), port)
+    where = join_host_port(local_host_of(config.host), port)
     options = "" if where == DEFAULT_ADDRESS else f" --verifier {where}"
     if config.tls.used:
         options += " --ca ca.pem"
@@ -268,7 +268,7 @@ def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: Ver
     own = config.draft or ("its speculator" if pass_shape(target).own_drafts else "")
     draft = f", drafts itself with {own}" if own else ""
     return (
-        f"edgespec verifier ready on {joined(config.host, port)}: {info.model.name},"
+        f"edgespec verifier ready on {join_host_port(config.host, port)}: {info.model.name},"
         f" {target_mode(target)}{draft}, context {context}{shorter}"
     )
 
@@ -345,8 +345,10 @@ class Watching:
                 self._metrics, _ = start_http_server(port, host, self._registry)
             except OSError as error:
                 option, do = "--metrics-port", "serve metrics"
-                raise running.cannot_listen(joined(host, port), error, option, do) from error
-            running.say(f"metrics on http://{joined(host, self.metrics_port or 0)}/metrics")
+                raise running.cannot_listen(
+                    join_host_port(host, port), error, option, do
+                ) from error
+            running.say(f"metrics on http://{join_host_port(host, self.metrics_port or 0)}/metrics")
         logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
         meter = verifier_counts.StreamMeter(verifier_counts.log_stream if logged else None)
         self.watch = verifier_counts.Watch(meter) if logged or self._metrics is not None else None

@@ -1,6 +1,7 @@
-"""Configuration: one YAML file a role, checked before anything is loaded.
+"""Configuration of a device and of a verifier: one YAML file each, checked at once.
 
-Precedence: command line, then ``EDGESPEC_*`` variables, then the file, then the defaults here.
+The command line wins over ``EDGESPEC_*`` variables, these win over the file, and the file wins over
+the defaults in this package.
 """
 
 from edgespec.config.common import DEFAULT_ADDRESS as DEFAULT_ADDRESS

@@ -1,6 +1,7 @@
-"""What the configurations of both roles share: defaults, and checks that name the field.
+"""Defaults, sections and checks that the configurations of both roles share.
 
-Every section checks itself: ``ValueError`` names the field, the value and the range.
+Every section checks itself when it is made: ``ValueError`` names the field, the value and the
+range.
 """
 
 from __future__ import annotations
@@ -21,38 +22,40 @@ TRACE_TOKENS = (HASHED, PLAIN)
 MINUTE_MS = 60_000.0
 
 
-def not_empty(name: str, value: str) -> None:
+def check_not_empty(name: str, value: str) -> None:
+    """Raise ``ValueError`` if the text ``value`` of the field ``name`` is empty or blank."""
     if not value.strip():
-        raise ValueError(f"{name} is empty")
+        raise ValueError(f"{name} is empty; give a value, or leave the key out")
 
 
-def both_or_neither(advice: str = "", **files: str) -> None:
-    """Raises ``ValueError``, with ``advice``, where one of two files is given without the other."""
+def check_both_or_neither(advice: str = "", **files: str) -> None:
+    """Raise ``ValueError``, with ``advice``, if one of two files is given without the other."""
     given = [name for name, file in files.items() if file]
     if len(given) == 1:
         (missing,) = files.keys() - given
         raise ValueError(f"{given[0]} is given without {missing}{advice}")
 
 
-# --- what secures the way between a device and a verifier ---------------------------------------
-# Loopback needs nothing. Anything else needs TLS, or the word ``insecure``: then what passes can be
-# read and changed on its way, and nothing but the operator's network says who is who.
+# --- security of the link between a device and a verifier ---------------------------------------
+# Loopback needs no TLS. Every other link needs TLS or the setting ``insecure``. An insecure link
+# can be read and changed on its way, and only the operator's network keeps strangers out.
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTlsSection:
-    """PEM files of a verifier. They are read again at SIGHUP."""
+    """PEM files of a verifier. SIGHUP makes a running verifier read them again."""
 
     cert: str = ""
-    """Encrypt with this certificate (``edgespec certs``). Certificates between it and the CA may
-    stand behind it; empty is no TLS."""
+    """PEM file with the certificate to encrypt with, as ``edgespec certs`` makes it. Intermediate
+    certificates may follow it in the same file. Empty turns TLS off."""
     key: str = ""
-    """The certificate's private key."""
+    """PEM file with the certificate's private key."""
     client_ca: str = ""
-    """Let in only devices with a certificate of this CA. Empty lets in devices without one."""
+    """PEM file of a CA: only devices with a certificate of this CA are admitted. Empty admits
+    devices without a certificate."""
 
     def __post_init__(self) -> None:
-        both_or_neither(": give both, --tls-cert and --tls-key", cert=self.cert, key=self.key)
+        check_both_or_neither(": give both, --tls-cert and --tls-key", cert=self.cert, key=self.key)
         if self.client_ca and not self.cert:
             raise ValueError(
                 "client_ca is given without cert and key: give --tls-cert and --tls-key"
@@ -65,21 +68,23 @@ class ServerTlsSection:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTlsSection:
-    """How a device makes sure of its verifier. Any setting here turns TLS on."""
+    """TLS of a device. Any of these settings turns TLS on."""
 
     enabled: bool = False
-    """Encrypt, and trust the CAs that the system trusts."""
+    """Encrypt, and trust the CAs that this system trusts. Use it if a public CA signed the
+    verifier's certificate."""
     ca: str = ""
-    """Encrypt, and trust the CA in this file."""
+    """Encrypt, and trust the CA in this PEM file (ca.pem of `edgespec certs`)."""
     client_cert: str = ""
-    """The device's own certificate, for a verifier that asks for one."""
+    """PEM file with the device's own certificate. A verifier with ``tls.client_ca`` requires
+    one."""
     client_key: str = ""
-    """The private key of the device's certificate."""
+    """PEM file with the private key of the device's certificate."""
     server_name: str = ""
-    """The name that the verifier's certificate must have. Empty is the host of its address."""
+    """Name that the verifier's certificate must carry. Empty takes the host of its address."""
 
     def __post_init__(self) -> None:
-        both_or_neither(client_cert=self.client_cert, client_key=self.client_key)
+        check_both_or_neither(client_cert=self.client_cert, client_key=self.client_key)
 
     @property
     def used(self) -> bool:
@@ -87,7 +92,7 @@ class DeviceTlsSection:
 
 
 def host_of(address: str) -> str:
-    """The host of "host:port", "[ipv6]:port" or "host"; empty for a unix socket."""
+    """Return the host of "host:port", "[ipv6]:port" or "host", or "" for a unix socket."""
     if address.startswith("unix:") or "/" in address:
         return ""
     if address.startswith("["):
@@ -95,14 +100,16 @@ def host_of(address: str) -> str:
     return address.partition(":")[0]
 
 
-def joined(host: str, port: int) -> str:
-    """``host_of`` the other way round."""
+def join_host_port(host: str, port: int) -> str:
+    """Return "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_names(host: str) -> tuple[str, ...]:
-    """Return the addresses at which a server for ``host`` listens: of 127.0.0.1 and localhost both
-    loopback addresses, where there is IPv6, for clients take ``localhost`` for either."""
+    """Return the addresses at which a server for ``host`` listens.
+
+    A server for 127.0.0.1 or localhost listens at both loopback addresses where there is IPv6,
+    because clients resolve ``localhost`` to either."""
     if host.lower() not in (DEFAULT_HOST, "localhost"):
         return (host,)
     try:
@@ -113,24 +120,24 @@ def host_names(host: str) -> tuple[str, ...]:
     return (DEFAULT_HOST, "::1")
 
 
-def own_name(host: str) -> str:
-    """By which this machine reaches what listens at ``host``."""
+def local_host_of(host: str) -> str:
+    """Return the host by which this machine reaches a server that listens at ``host``."""
     return {"0.0.0.0": DEFAULT_HOST, "::": "::1"}.get(host, host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can listen in. An empty host is that of a unix socket."""
+    """Return whether only this machine can reach ``host``. An empty host means a unix socket."""
     if host.lower() in ("", "localhost"):
         return True
     try:
         return ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:  # a name: what it stands for is for others to say
+    except ValueError:  # a name, which may resolve to any address
         return False
 
 
 def installed_version(name: str) -> str | None:
-    """Of a distribution; None: it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version  # takes its time
+    """Return the version of an installed distribution, or None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # a slow import
 
     try:
         return version(name)
@@ -139,12 +146,14 @@ def installed_version(name: str) -> str | None:
 
 
 class SetupError(RuntimeError):
-    """A part cannot be built; the message says what is wrong and, if known, what to run."""
+    """A command cannot begin its work. The message names the cause and, if known, the remedy."""
 
 
 @contextmanager
 def needs(library: str, install: str) -> Iterator[None]:
-    """Turns a missing library into the line that installs it."""
+    """Turn a missing module in this block into ``SetupError`` with the line that installs it.
+
+    ``library`` is what the message calls it, ``install`` the argument of ``pip install``."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What can be configured of a device, with defaults and ranges."""
+"""Configuration of a device: keys, defaults and ranges. The text below a field is its help."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from edgespec.config import common
+from edgespec.config.groups import advanced, emulation
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
@@ -23,68 +24,72 @@ _ORIGIN = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:]+\]|[^\s/:@\[\]?#]+)(:([0-9]+|\*))?"
 )
 _BODIES = 16
-"""Bodies of the longest length for which there is room at a time, within the sums below."""
+"""Request bodies of the largest size that fit in memory together, within the limits below."""
 _BODIES_BYTES, _BODIES_BYTES_IN_BUDGET = 64 << 20, 16 << 20
+"""Bytes of all request bodies together, without and with a memory budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointSection:
-    """OpenAI's API in front of a device."""
+    """HTTP endpoint of ``edgespec serve``."""
 
     host: str = common.DEFAULT_HOST
-    """Address to listen at, 0.0.0.0 for all."""
+    """Address to listen at; 0.0.0.0 lets other machines connect, which requires a key."""
     port: int = limited(7421, 0, 65_535)
-    """Port to listen at. 0 is any free one; the ready line names it."""
+    """Port to listen at; 0 takes any free one, which the ready line names."""
     key_file: str = ""
-    """File that holds the key that clients must show. ``EDGESPEC_ENDPOINT_KEY`` in the environment
-    wins over it; empty asks for none."""
+    """File with the API key that clients must send. ``EDGESPEC_ENDPOINT_KEY`` in the environment
+    wins over it. Empty requires no key, which is allowed on this machine only."""
     insecure: bool = False
-    """Listen beyond this machine without a key."""
+    """Listen for other machines without requiring a key."""
     allow_origins: tuple[str, ...] = ()
-    """Let web pages of this origin ask, such as https://chat.example. ``*`` stands for any part of
-    a host or for any port (https://*.example, chrome-extension://*), alone for all. Pages of this
-    machine (http://localhost:3000) and installed applications may ask anyway if the endpoint
-    listens on this machine only."""
+    """Admit requests from web pages of this origin, such as https://chat.example. ``*`` stands for
+    any part of a host or for any port (https://*.example, chrome-extension://*); alone it admits
+    every origin. If the endpoint listens on this machine only, pages of this machine
+    (http://localhost:3000) and installed applications are admitted anyway."""
     allow_hosts: tuple[str, ...] = ()
-    """Names that a ``Host`` header may have besides ``localhost``, such as a proxy's."""
+    """Names that a ``Host`` header may carry besides ``localhost``. Give the public name of a
+    reverse proxy in front of the endpoint."""
     max_concurrent: int = limited(8, 1, 1024)
-    """Texts that are written beside each other. A request for n texts counts n times."""
-    max_per_client: int | None = limited(None, 1, 1024)
-    """Texts of one client beside each other. A client is an address, of IPv6 its first 64 bits.
-    null: all of ``max_concurrent`` if only this machine can ask, else three quarters of it; set it
-    to ``max_concurrent`` behind a proxy, where all clients have one address."""
+    """Generations that run at the same time. A request for n choices counts n times."""
+    max_per_client: int | None = advanced(limited(None, 1, 1024))
+    """Generations of one client that run at the same time. A client is an address; for IPv6 it is
+    the first 64 bits. null means all of ``max_concurrent`` if only this machine can connect, else
+    three quarters of it. Behind a proxy all clients have one address: set it to
+    ``max_concurrent`` there."""
     max_queue: int = limited(512, 0, 65_536)
-    """Requests that may wait for their turn. Those beyond are answered with 429."""
-    max_queue_tokens: int = limited(4 << 20, 1, 1 << 30)
-    """Prompt tokens, 4 bytes each, of all requests that wait. A request beyond them gets 429."""
-    queue_within_s: float = limited(600.0, 0.1, 86_400.0)
-    """How long a request may wait for its turn. After that it is answered with 429."""
-    max_body_bytes: int = limited(4 << 20, 1024, 1 << 30)
-    """Bytes of a request's body at most."""
-    max_bodies_bytes: int | None = limited(None, 2048, 1 << 34)
-    """Bytes that the bodies of all requests may hold until they are read; those beyond are
-    answered with 503. null: 16 times ``max_body_bytes``, at most 64 MiB, or 16 MiB with a memory
-    budget. At least twice ``max_body_bytes`` is taken."""
+    """Requests that may wait until another one is done. Further requests are answered with 429."""
+    max_queue_tokens: int = advanced(limited(4 << 20, 1, 1 << 30))
+    """Prompt tokens, 4 bytes each, of all waiting requests together. A request beyond this limit is
+    answered with 429."""
+    queue_within_s: float = advanced(limited(600.0, 0.1, 86_400.0))
+    """Seconds that a request may wait before it runs. After that it is answered with 429."""
+    max_body_bytes: int = advanced(limited(4 << 20, 1024, 1 << 30))
+    """Largest body of a request, in bytes. A larger one is answered with 413."""
+    max_bodies_bytes: int | None = advanced(limited(None, 2048, 1 << 34))
+    """Bytes that the bodies of all requests may hold together until they are read. A request beyond
+    this limit is answered with 503. null means 16 times ``max_body_bytes``, at most 64 MiB, or 16
+    MiB with a memory budget. The limit is never below twice ``max_body_bytes``."""
     default_max_tokens: int | None = limited(None, 1, MAX_TOKENS)
-    """Tokens for a request that does not say. null: a chat may fill the context, a completion has
-    ``sampling.max_tokens``."""
+    """Longest output, in tokens, for a request that sets no limit. null lets a chat fill the
+    context, and gives a completion ``sampling.max_tokens``."""
     model_sampling: bool = True
-    """Take what neither a request nor ``sampling`` says from ``generation_config.json`` in the
-    tokenizer's folder. False: greedy."""
-    keep_alive_s: float = limited(10.0, 0.01, 3600.0)
-    """Seconds between the comments that a stream sends while it has no token."""
-    body_within_s: float = limited(30.0, 0.1, 3600.0)
-    """How long a request may take to arrive."""
-    write_within_s: float = limited(60.0, 0.1, 3600.0)
-    """A client that reads nothing for so long counts as gone."""
-    unread_within_s: float = limited(5.0, 0.01, 3600.0)
-    """The same while another request waits for its turn."""
+    """Take sampling parameters that neither a request nor ``sampling`` sets from the model's
+    ``generation_config.json``. false makes them greedy."""
+    keep_alive_s: float = advanced(limited(10.0, 0.01, 3600.0))
+    """Seconds between the comments that keep a stream alive while it has no token."""
+    body_within_s: float = advanced(limited(30.0, 0.1, 3600.0))
+    """Seconds that a request may take to arrive."""
+    write_within_s: float = advanced(limited(60.0, 0.1, 3600.0))
+    """Seconds without reading after which a client counts as gone."""
+    unread_within_s: float = advanced(limited(5.0, 0.01, 3600.0))
+    """Seconds without reading after which a client counts as gone while another request waits."""
     drain_s: float = limited(5.0, 0.0, 3600.0)
-    """How long running requests may go on after a request to stop."""
+    """Seconds that running requests may continue after Ctrl-C or SIGTERM."""
 
     @property
     def most_of_client(self) -> int:
-        """Texts of one client that run at a time."""
+        """Generations of one client that may run at the same time."""
         if self.max_per_client is not None:
             return min(self.max_per_client, self.max_concurrent)
         if common.is_loopback(self.host):
@@ -92,17 +97,18 @@ class EndpointSection:
         return max(1, self.max_concurrent - max(1, self.max_concurrent // 4))
 
     def most_bodies_bytes(self, *, has_budget: bool) -> int:
-        """Bytes of all bodies together; ``has_budget``: the process has a memory budget."""
+        """Return the bytes that all request bodies may hold together. ``has_budget`` says whether
+        the process has a memory budget."""
         most = _BODIES_BYTES_IN_BUDGET if has_budget else _BODIES_BYTES
         usual = min(_BODIES * self.max_body_bytes, most)
         return max(self.max_bodies_bytes or usual, 2 * self.max_body_bytes)
 
     def __post_init__(self) -> None:
         check_limits(self)
-        common.not_empty("host", self.host)
+        common.check_not_empty("host", self.host)
         for origin in self.allow_origins:
             if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
-                null = ": null is any sandboxed page, which only * lets in, with all others"
+                null = ": null is any sandboxed page, which only * admits, with all others"
                 raise ValueError(
                     f"allow_origins holds {origin!r}, but must be like https://chat.example,"
                     f" http://localhost:*, or *{null if origin == 'null' else ''}"
@@ -110,86 +116,91 @@ class EndpointSection:
 
 
 MAX_VERIFIERS, MAX_PORT = 64, 65_535
-MAX_RECORD_MIB = 32  # what a corpus takes
+MAX_RECORD_MIB = 32  # the limit of a corpus, which a recording can be used as
 PROVIDERS = ("cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSection:
-    """The model on the device."""
+    """Draft sources of the device: its draft model, lookup and texts."""
 
     model: str = "bundled"
-    """A folder, a Hub id, bundled, lookup or none. A checkpoint is exported once, into the cache;
-    an ``.onnx`` file is taken as it is. ``lookup`` guesses from the text, without a model; ``none``
-    only streams; ``toy`` and ``random`` are for tests."""
-    variant: str = "auto"
-    """Which of several ONNX graphs to use, such as ``q4`` or ``fp16``. ``auto`` takes the
-    first of q4, q4f16, int8, ... that works."""
+    """Draft model of this device: a folder, an .onnx file, a Hub id, bundled, lookup (draft from
+    earlier text, without a model) or none (stream only). A checkpoint is exported once, into the
+    cache; an ``.onnx`` file is used as it is. ``toy`` and ``random`` are for tests."""
+    variant: str = advanced("auto")
+    """Name of the ONNX graph to use where there are several, such as ``q4`` or ``fp16``. ``auto``
+    takes the first of q4, q4f16, int8, ... that works."""
     threads: int = limited(0, 0, 64)
-    """Threads of a draft step. 0 is one for a small model, else two, where there are two cores."""
-    context_length: int = limited(0, 0, 1 << 20)
-    """Tokens that the draft may look at. 0 is the model's own; less needs less memory."""
-    draft_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """Emulate a slower device, whose draft step takes at least this long."""
-    bits: int = among(4, (4, 8, 32))
+    """Threads of a draft step. 0 takes one for a small model, and two for a larger one if there are
+    two cores."""
+    context_length: int = advanced(limited(0, 0, 1 << 20))
+    """Tokens of context that the draft model uses. 0 takes the model's own context length; fewer
+    need less memory."""
+    draft_ms: float = emulation(limited(0.0, 0.0, common.MINUTE_MS))
+    """Milliseconds that each draft step takes at least, to emulate a slower device."""
+    bits: int = advanced(among(4, (4, 8, 32)))
     """Bits of a weight when a checkpoint is exported: 4, 8 or 32."""
-    kv_type: KvType | None = None
-    """Type of cached keys and values when a checkpoint is exported. null is float32, or what the
-    memory budget asks for."""
-    window: int = limited(0, 0, 1 << 20)
-    """Tokens of a text that the draft's cache holds, the first and last. 0: as many as the draft
-    was trained on, by its ``edgespec.json``, else the whole context."""
+    kv_type: KvType | None = advanced(None)
+    """Type of the cached keys and values when a checkpoint is exported. null takes float32, or the
+    type that the memory budget needs."""
+    window: int = advanced(limited(0, 0, 1 << 20))
+    """Tokens of a generation that the draft's KV cache keeps, the first ones and the latest; fewer
+    need less memory. 0 takes as many as the draft was trained on, according to its
+    ``edgespec.json``, else the whole context."""
     memory_budget: str = ""
-    """Memory of the process: 600MiB, 25% or auto. ``auto`` is what is free on the machine;
-    empty is no budget."""
-    caches: int = limited(DEFAULT_CACHES, 1, MAX_CACHES)
-    """Texts beside each other that are drafted for; those beyond are streamed. A memory budget may
-    grant fewer."""
+    """Most memory that this process may hold, as 600MiB, 25% or auto. ``auto`` takes what is free
+    on the machine. Empty sets no budget."""
+    caches: int = advanced(limited(DEFAULT_CACHES, 1, MAX_CACHES))
+    """Generations that are drafted for at the same time; further ones are only streamed. A memory
+    budget may allow fewer."""
     lookup: bool = False
-    """Guesses from the text stand in the tree beside the model's, by what each is worth
-    (``--draft lookup`` has no others)."""
+    """Add lookup candidates to the draft model's. Lookup continues a phrase as it went on the last
+    time in the prompt, the output or an earlier output; the best candidates of both sources become
+    draft nodes."""
     corpus: tuple[str, ...] = ()
-    """Guess from this file or folder too. Give it once for each; such guesses stand
-    beside those from the text, as with ``lookup``. An index is made in the cache once, and anew
-    when a file has changed."""
-    provider: str = among("cpu", PROVIDERS)
-    """What of onnxruntime the draft runs on: cpu, cuda, tensorrt, dml, coreml or openvino."""
+    """Draft also from this file or folder, such as the code that is being edited; may be given more
+    than once. Its candidates join those of lookup, with or without a model. An index is built in
+    the cache once, and again when a file has changed."""
+    provider: str = advanced(among("cpu", PROVIDERS))
+    """Part of onnxruntime that runs the draft: cpu, cuda, tensorrt, dml, coreml or openvino. An
+    accelerator may be slower than the CPU, because keys and values are copied at each step."""
 
     def __post_init__(self) -> None:
         check_limits(self)
-        common.not_empty("model", self.model)
-        common.not_empty("variant", self.variant)
+        common.check_not_empty("model", self.model)
+        common.check_not_empty("variant", self.variant)
         if self.from_text and self.model == "none":
             key = "corpus is given" if self.corpus else "lookup is true"
             raise ValueError(
-                f"{key}, but model is 'none', which drafts nothing: say 'lookup' to draft"
+                f"{key}, but model is 'none', which drafts nothing: choose 'lookup' to draft"
                 " without a model"
             )
         for name in self.corpus:
-            common.not_empty("corpus", name)
+            common.check_not_empty("corpus", name)
         if self.memory_budget:
             parse_budget(self.memory_budget)
 
     @property
     def from_text(self) -> bool:
-        """Whether texts are guessed from too, beside the model."""
+        """Whether lookup adds candidates to those of the draft model."""
         return self.lookup or bool(self.corpus)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSection(Section):
-    """A link emulated on top of the real one; all zero: the real one as it is."""
+    """Link that is emulated on top of the real one. All zeros leave the real link as it is."""
 
     rtt_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """Emulate a link of this round trip."""
+    """Milliseconds of round trip that the emulated link adds."""
     jitter_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """Mean extra delay of each direction."""
+    """Mean random delay, in milliseconds, that the emulated link adds in each direction."""
     mbps: float = limited(0.0, 0.0, 1e6)
-    """Bandwidth of each direction. 0 is without limit."""
+    """Bandwidth of the emulated link in each direction, in Mbit/s. 0 sets no limit."""
     loss: float = limited(0.0, 0.0, 0.99)
-    """Share of packets that are sent again. They come late, never not at all."""
+    """Share of packets that the emulated link loses. They are sent again, so they arrive late."""
     seed: int = limited(0, 0, (1 << 64) - 1)
-    """The same seed gives the same delays."""
+    """Seed of the emulated delays; the same seed gives the same delays."""
 
     @property
     def shaped(self) -> bool:
@@ -198,19 +209,23 @@ class LinkSection(Section):
 
 @dataclass(frozen=True, slots=True)
 class PolicySection:
-    """What to draft and when to send it (``core/device/policy.py``)."""
+    """Draft policy: when the device drafts, and when it sends (``core/device/policy.py``)."""
 
     name: PolicyName = DEFAULT_POLICY
-    """What to draft. ``goodput`` drafts what is expected to save more than it costs, ``windowed``
-    what is likeliest; ``pearl`` pre- and post-verifies; ``fixed`` drafts, sends and waits."""
+    """Draft policy. ``goodput``, the default, drafts nodes that are expected to save more time than
+    they cost. The others exist for comparison only: ``windowed`` drafts the likeliest nodes within
+    a window, ``pearl`` sends the first node early and the rest during its verification, ``fixed``
+    drafts ``gamma`` nodes, sends them and waits."""
     gamma: int | None = limited(None, 1, MAX_GAMMA)
-    """Draft length of ``fixed`` and ``pearl``. null adapts."""
+    """Draft length of the policies ``fixed`` and ``pearl``, in nodes. null adapts it."""
     width: int = limited(DEFAULT_WIDTH, 1, 16)
-    """Choices that a draft step adds. 1 is a chain, more a tree."""
+    """Candidates of a draft step that become draft nodes. 1 makes a chain, more make a tree."""
     window: int | None = limited(None, 1, 256)
-    """Steps that ``goodput`` and ``windowed`` may have outstanding. null adapts."""
+    """Draft steps that ``goodput`` and ``windowed`` may have awaiting their verdict. null adapts
+    it."""
     run_ahead: RunAhead = RunAhead.AUTO
-    """Whether the verifier may decode on without a draft."""
+    """Whether the verifier decodes on while no draft arrives: auto, always or never. ``never``
+    exists for comparison only."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -223,57 +238,58 @@ class PolicySection:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """The device: where the verifier is, what drafts, what the text shall be like."""
+    """Configuration of a device: its verifiers, draft sources, sampling and endpoint."""
 
     verifier: str | tuple[str, ...] = common.DEFAULT_ADDRESS
-    """Where the verifier is, or several of them. Of several, ``association`` chooses one, and the
-    text goes on at another when it fails."""
+    """Address of the verifier, host:port or unix:path; give several for failover. ``association``
+    chooses one of several, and when it fails, the generation continues at another."""
     model: str = ""
-    """Ask for this target or adapter by name. Empty takes what the verifier serves."""
+    """Name of the target or adapter to generate with. Empty takes the verifier's default."""
     rule: str = EXACT_RULE
-    """Accept drafts by this rule; all but exact are LOSSY. Of typical, top-k:K, margin:NATS,
-    dsd:SHARE and bild:NATS the verifier has to offer the one you name. Under these likely drafts
-    replace the target's own tokens, and the text depends on the draft and on time."""
+    """Rule by which drafts are accepted; every rule but exact is faster and LOSSY. The others are
+    typical, top-k:K, margin:NATS, dsd:SHARE and bild:NATS, and the verifier must offer the one that
+    you choose. Under them likely draft nodes replace the target's own tokens, and the output
+    depends on the draft and on timing."""
     tokenizer: str = ""
-    """Folder or Hub id, if it is not the draft's. Empty is the draft's, or the verifier's when no
-    model drafts."""
+    """Folder or Hub id of the tokenizer for prompts. Empty takes the verifier's, or the draft's if
+    the verifier sends none."""
     draft: DraftSection = field(default_factory=DraftSection)
-    link: LinkSection = field(default_factory=LinkSection)
-    policy: PolicySection = field(default_factory=PolicySection)
+    link: LinkSection = emulation(field(default_factory=LinkSection))
+    policy: PolicySection = advanced(field(default_factory=PolicySection))
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
-    failover: FailoverPolicy = field(default_factory=FailoverPolicy)
-    """How to get from one of several verifiers to another."""
+    reconnect: ReconnectPolicy = advanced(field(default_factory=ReconnectPolicy))
+    failover: FailoverPolicy = advanced(field(default_factory=FailoverPolicy))
     association: Association = Association.LOWEST_DELAY
-    """By what to choose among several verifiers: ``lowest-delay``, ``listed`` (the first that
-    answers), or ``rendezvous`` (each conversation has one of its own)."""
+    """Way to choose among several verifiers. ``lowest-delay`` takes the shortest round trip and
+    pass together, ``listed`` the first one that answers, and ``rendezvous`` keeps each conversation
+    at a verifier of its own, which suits replicas."""
     tls: common.DeviceTlsSection = field(default_factory=common.DeviceTlsSection)
     api_key_file: str = ""
-    """File that holds the key for the verifier. ``EDGESPEC_API_KEY`` in the environment wins over
-    it."""
+    """File with the API key for the verifier, if it requires one. ``EDGESPEC_API_KEY`` in the
+    environment wins over it."""
     insecure: bool = False
-    """Send the key even where it can be read on its way."""
+    """Send the API key even over a link on which others can read it."""
     endpoint: EndpointSection = field(default_factory=EndpointSection)
-    """Of ``edgespec serve``."""
     record: str = ""
-    """Keep what texts say in this file, readable by you alone. ``--draft-corpus`` guesses from it,
-    ``edgespec distill --online`` learns from it."""
+    """Record outputs as token ids in this file, readable by you alone. ``--draft-corpus`` drafts
+    from such a file, and ``edgespec distill --online`` learns from it."""
     record_mib: int = limited(16, 1, MAX_RECORD_MIB)
-    """MiB of that file at most; the oldest texts leave."""
+    """Largest size of the recording, in MiB. The oldest outputs are dropped."""
     trace: str = ""
-    """Write every event to this file."""
-    trace_tokens: str = among(common.HASHED, common.TRACE_TOKENS)
-    """What a trace shows of tokens: ``hashed`` which are equal, ``plain`` which they are."""
+    """File to which every event of the session is written, as JSON lines, for analysis."""
+    trace_tokens: str = advanced(among(common.HASHED, common.TRACE_TOKENS))
+    """Form of tokens in a trace. ``hashed`` shows only which tokens are equal; ``plain`` shows the
+    tokens themselves."""
     log_level: str = among("warning", common.LOG_LEVELS)
-    """Log debug, info, warning or error."""
+    """Least severe messages that are logged: debug, info, warning or error."""
     log_format: str = among("text", common.LOG_FORMATS)
-    """``text``, or ``json``, one object a line."""
+    """Format of the log: text, or json with one object per line."""
 
     def __post_init__(self) -> None:
         check_limits(self)
         if not 1 <= len(self.verifiers) <= MAX_VERIFIERS:
             raise ValueError(
-                f"verifier has {len(self.verifiers)} addresses, not 1 to {MAX_VERIFIERS}"
+                f"verifier has {len(self.verifiers)} addresses, but must have 1 to {MAX_VERIFIERS}"
             )
         for address in self.verifiers:
             check_address(address)
@@ -281,15 +297,17 @@ class AgentConfig:
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """All addresses given, each once."""
+        """All addresses of ``verifier``, without repetitions."""
         given = (self.verifier,) if isinstance(self.verifier, str) else self.verifier
         return tuple(dict.fromkeys(given))
 
 
 def check_address(address: str) -> None:
-    """Raises ``ValueError`` for what is no address of a verifier: of a larger port gRPC would take
-    the lower 16 bits, and of a bare IPv6 address none, whatever its last part looks like."""
-    common.not_empty("verifier", address)
+    """Raise ``ValueError`` if ``address`` is no address of a verifier.
+
+    gRPC would take the lower 16 bits of a port that is too large, and no port from an IPv6 address
+    without brackets, whatever its last part looks like."""
+    common.check_not_empty("verifier", address)
     if "://" in address:
         raise ValueError(f"verifier is {address!r}, but must be host:port or unix:path")
     last = address.strip().rpartition("]")[2]

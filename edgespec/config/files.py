@@ -1,8 +1,8 @@
-"""Files that users name: written as a whole or not at all, and read up to a limit.
+"""Reading and writing of files that users name: writes are atomic, and reads have a limit.
 
-A name may stand for anything. A device or a pipe has no size that could be looked at before, and
-perhaps no end; opening a pipe waits for its other end, which may never come. So nothing here waits
-for another process for longer than ``PATIENCE_S``, and only regular files are replaced.
+A user may name anything. A device or a pipe has no size to check in advance and perhaps no end, and
+opening a pipe waits for its other end, which may never come. So no function of this file waits for
+another process for longer than ``PATIENCE_S``, and only regular files are replaced.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ _PERMISSIONS = 0o777
 def replace_file(
     path: Path, content: bytes | str, mode: int = PRIVATE, *, keeps_owner: bool = False
 ) -> None:
-    """Put ``content`` at ``path``, with these permissions, in one step; text as UTF-8. What was
-    there stays until then, and on the disk until the new content is there. A link stays; the file
-    behind it is replaced.
+    """Write ``content`` to the file at ``path`` in one step.
 
-    ``keeps_owner``: a file that is there keeps its permissions, and its owner and group where this
+    A reader sees the old content or the new one, never a part, even after a power failure. If
+    ``path`` is a symbolic link, the file behind it is replaced.
+
+    ``content``: bytes, or text that is written as UTF-8.
+    ``mode``: permissions of the new file.
+    ``keeps_owner``: an existing file keeps its permissions, and its owner and group where this
     process may give files away.
 
-    Raises ``OSError``, also where a device, a pipe or a folder is there, and ``UnicodeEncodeError``
-    for text that has no UTF-8; then ``path`` is as it was, and nothing is left beside it."""
+    Raises ``OSError``, also if ``path`` is a device, a pipe or a folder, and ``UnicodeEncodeError``
+    for text that UTF-8 cannot hold. After an error ``path`` is unchanged, and no temporary file is
+    left beside it."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     path = Path(os.path.realpath(path))
     if not _is_replaceable(path):
@@ -51,8 +55,8 @@ def replace_file(
             file.write(data)
             file.flush()
             if keeps_owner:
-                mode = _given_away(handle, path, mode)
-            # By its descriptor: who owns the folder could put something else under its name.
+                mode = _give_to_owner_of(handle, path, mode)
+            # The descriptor is used because the folder's owner could exchange the file by its name.
             os.chmod(handle if os.chmod in os.supports_fd else draft, mode)
             os.fsync(handle)
         os.replace(draft, path)
@@ -63,7 +67,7 @@ def replace_file(
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether a regular file or nothing is at ``path``."""
+    """Return whether ``path`` is a regular file or does not exist."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -71,9 +75,10 @@ def _is_replaceable(path: Path) -> bool:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a result to the file that a user named, and make its folder. A regular file is replaced
-    in one step, so it is complete or as it was; a device or a pipe (``/dev/stdout``) gets the text.
-    Raises ``OSError``."""
+    """Write a result to the file that a user named, and make its folder.
+
+    A regular file is replaced in one step, so it is either complete or unchanged. Text for a device
+    or a pipe (``/dev/stdout``) is written to it. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_replaceable(path):
         replace_file(path, text, 0o644, keeps_owner=True)
@@ -83,23 +88,24 @@ def write_output(path: Path, text: str) -> None:
 
 
 def open_to_write(path: Path) -> TextIO:
-    """Open ``path`` to write text from its beginning, as ``open(path, "w")`` does, but do not wait
-    for a reader of a pipe. Raises ``OSError``."""
+    """Open ``path`` for writing UTF-8 text, like ``open(path, "w")``, without waiting for the
+    reader of a pipe. Raises ``OSError``."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO:
-            why = "is a pipe that nobody reads, or a socket"
+            why = "is a pipe without a reader, or a socket"
             raise OSError(errno.ENXIO, why, str(path)) from None
         raise
     os.set_blocking(handle, True)
     return open(handle, "w", encoding="utf-8")
 
 
-def _given_away(handle: int, path: Path, mode: int) -> int:
-    """The mode for the file behind ``handle``, which now belongs to whom ``path`` does, if that is
-    there and this process may; ``mode`` where it is not."""
+def _give_to_owner_of(handle: int, path: Path, mode: int) -> int:
+    """Give the open file to the owner and group of ``path``, as far as this process may, and return
+    the permissions that it should get: those of ``path``, or ``mode`` if ``path`` does not exist.
+    """
     try:
         before = os.stat(path)
     except FileNotFoundError:
@@ -109,7 +115,7 @@ def _given_away(handle: int, path: Path, mode: int) -> int:
         with contextlib.suppress(OSError):  # not permitted, or unknown to a container
             os.chown(handle, owner, before.st_gid)
             return kept
-    return kept & ~stat.S_IRWXG  # it has another group, which was granted nothing
+    return kept & ~stat.S_IRWXG  # the file's group is another one, which was granted nothing
 
 
 _TEMPORARY: set[Path] = set()
@@ -117,15 +123,17 @@ _TEMPORARY: set[Path] = set()
 
 @contextlib.contextmanager
 def temporary_folder(beside: Path | None = None, prefix: str = "edgespec-") -> Iterator[Path]:
-    """An empty folder in the folder ``beside`` (None: where the system keeps temporary files),
-    which is deleted in the end. A signal that would end this process deletes it first; so does
-    ``remove_temporary_folders``. Raises ``OSError``."""
+    """Make an empty folder for this block, and delete it at the end.
+
+    A signal that would end this process deletes the folder first; so does
+    ``remove_temporary_folders``. ``beside`` is the parent folder, by default the system's folder
+    for temporary files. Raises ``OSError``."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
     _TEMPORARY.add(folder)
     replaced = []
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Whatever else answers a signal unwinds, and so comes to the end below.
+            # Any other handler unwinds the stack, and so reaches the ``finally`` below.
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _remove_and_exit)
                 replaced.append(number)
@@ -140,7 +148,7 @@ def temporary_folder(beside: Path | None = None, prefix: str = "edgespec-") -> I
 
 
 def remove_temporary_folders() -> None:
-    """Delete every folder of ``temporary_folder``, before this process ends without unwinding."""
+    """Delete every folder that ``temporary_folder`` made. Call it before an ``os._exit``."""
     for folder in list(_TEMPORARY):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -151,8 +159,9 @@ def _remove_and_exit(number: int, frame: FrameType | None) -> None:
 
 
 def user_folder(variable: str, usual: str, advice: str) -> Path:
-    """edgespec's folder in the one that the environment's ``variable`` names, by default in
-    ``usual`` in the user's home. Raises ``OSError``, with ``advice``, where this user has none."""
+    """Return edgespec's folder below the one that the environment's ``variable`` names, by default
+    below ``usual`` in the user's home. Raises ``OSError``, with ``advice`` appended, if this user
+    has no home folder."""
     if base := os.environ.get(variable):
         return Path(base) / "edgespec"
     try:
@@ -162,12 +171,14 @@ def user_folder(variable: str, usual: str, advice: str) -> Path:
 
 
 class TooLargeError(ValueError):
-    """A file holds more than is read; the message says how much, where that is known."""
+    """A file holds more than is read. The message names its size, as far as that is known."""
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return all that ``path`` holds, at most ``most`` bytes. Raises ``OSError``, also for a pipe
-    that nothing comes from for ``PATIENCE_S``, and ``TooLargeError``."""
+    """Return the content of ``path``, at most ``most`` bytes.
+
+    Raises ``TooLargeError`` for more, and ``OSError``, also for a pipe that delivers nothing for
+    ``PATIENCE_S``."""
     handle = _opened(path)
     try:
         data = bytearray()
@@ -184,8 +195,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def open_to_read(path: Path) -> TextIO:
-    """Open ``path`` to read text in UTF-8, line ends as they are. Raises ``OSError``, also for a
-    pipe that nothing comes from for ``PATIENCE_S``."""
+    """Open ``path`` for reading UTF-8 text, with line ends as they are. Raises ``OSError``, also
+    for a pipe that delivers nothing for ``PATIENCE_S``."""
     handle = _opened(path)
     try:
         _wait_for_data(handle, path)
@@ -206,17 +217,19 @@ def _opened(path: Path) -> int:
 
 
 def _wait_for_data(handle: int, path: Path) -> None:
-    """Return once a read finds data or the end. Raises ``TimeoutError``, an ``OSError``."""
+    """Wait until a read finds data or the end of the file. Raises ``TimeoutError``, which is an
+    ``OSError``, after ``PATIENCE_S``."""
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return
     waiting = select.poll()
     waiting.register(handle, select.POLLIN)
     if not waiting.poll(PATIENCE_S * 1e3):
-        why = f"nothing came from it for {PATIENCE_S:g} s; it is no regular file"
+        why = f"is a pipe or a device that delivered nothing for {PATIENCE_S:g} s"
         raise TimeoutError(errno.ETIMEDOUT, why, str(path))
 
 
 def read_text(path: Path, most: int) -> str:
-    """The same as UTF-8, every end of a line as a newline. Raises ``UnicodeDecodeError`` as well,
-    as ``Path.read_text`` does."""
+    """Return the UTF-8 text in ``path``, at most ``most`` bytes, with every line end as a newline.
+
+    Raises what ``read_bytes`` raises, and ``UnicodeDecodeError``."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()

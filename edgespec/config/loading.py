@@ -1,7 +1,8 @@
-"""From a YAML file and overrides to a config object, and back.
+"""Conversion of a YAML file and overrides to a configuration object, and back.
 
-It is strict: unknown and repeated keys, wrong types and values out of range are errors that name
-the key, its place and what would be right. Whatever a file holds, ``ConfigError`` is all it raises.
+The reader is strict: unknown and repeated keys, wrong types and values out of range are errors that
+name the key, its place and what would be right. ``ConfigError`` is all that a file can raise,
+whatever it holds.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from edgespec.core.protocol.checks import is_unicode
 
 MAX_CONFIG_BYTES = 1 << 20
 NULL: Final = object()
-"""As an override: sets the key to null."""
+"""Override that sets its key to null. (An override of None leaves the key as it is.)"""
 
 _Config = TypeVar("_Config")
 
-# A value stands in an error in part, if it is long: aliases can make a small file hold a huge one.
+# Errors quote long values in part only, because aliases let a small file hold a huge value.
 _shortened = reprlib.Repr()
 _shortened.maxstring, _shortened.maxlevel = 200, 2
 
@@ -46,12 +47,17 @@ def load_config(
     *,
     overrides_from: str = "command line",
 ) -> _Config:
-    """``kind`` from the YAML file at ``path`` (None: defaults), with ``overrides`` on top.
-    Overrides are dotted keys (``"link.rtt_ms"``); None leaves what the file says.
-    ``overrides_from`` is whom to blame for them. Raises ``ConfigError``."""
+    """Return a ``kind`` made of defaults, the YAML file at ``path`` and ``overrides``.
+
+    ``path``: the file, or None for the defaults alone.
+    ``overrides``: values by dotted key (``"link.rtt_ms"``), which win over the file. None leaves
+    the file's value; ``NULL`` sets null.
+    ``overrides_from``: source of the overrides, for error messages.
+
+    Raises ``ConfigError``, which names the source, the key and what is wrong."""
     data = {} if path is None else _read(path)
     if path is not None:
-        build(kind, data, str(path))  # so that the file is blamed for its own mistakes
+        build(kind, data, str(path))  # an error in the file must not name the overrides' source
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(data, key.split("."), None if value is NULL else value)
@@ -59,7 +65,7 @@ def load_config(
 
 
 def dump_config(config: object) -> str:
-    """YAML that ``load_config`` reads back to an equal object."""
+    """Return YAML from which ``load_config`` reads an equal object."""
     text: str = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
     return text
 
@@ -78,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
         raise ConfigError(f"{path}: not readable as YAML: {error}") from error
     if data is None:
         return {}
@@ -88,8 +94,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Every key is a plain one and stands there once: YAML's readers keep the last of two equal
-    keys, and which one was meant is not ours to guess."""
+    """YAML loader that refuses repeated keys and keys that are not single words. YAML loaders
+    usually keep the last of two equal keys, which may not be the one that was meant."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -98,7 +104,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{where}: a key is a {key.id}, but must be a single word")
             if key.value in keys:
-                raise ConfigError(f"{where}: key {_shortened.repr(key.value)} stands there twice")
+                raise ConfigError(
+                    f"{where}: key {_shortened.repr(key.value)} stands there twice; keep one"
+                )
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -114,7 +122,9 @@ _hints: Any = cache(typing.get_type_hints)
 
 
 def build(kind: type[_Config], data: object, source: str, place: str = "") -> _Config:
-    """The dataclass ``kind`` of plain data, which stands at ``place`` of ``source``. Raises
+    """Return the dataclass ``kind`` made of plain data.
+
+    ``source`` and ``place`` (a dotted key) locate the data in error messages. Raises
     ``ConfigError``."""
     where = f"{source}: {place}" if place else source
     if data is None:
@@ -133,7 +143,7 @@ def build(kind: type[_Config], data: object, source: str, place: str = "") -> _C
     for key, value in data.items():
         below = f"{place}.{key}" if place else key
         converted = values[key] = _convert(hints[key], value, source, below)
-        # Infinite is only what is so by default: no limit.
+        # Only a key whose default is infinite, which means no limit, may be infinite.
         if isinstance(converted, float) and not math.isfinite(converted):
             if converted != known[key].default:
                 raise _wrong(source, below, converted, "a finite number")
@@ -205,7 +215,7 @@ def _wrong(source: str, place: str, value: object, wanted: str) -> ConfigError:
 
 
 def plain(value: object) -> Any:
-    """What YAML holds of it."""
+    """Return ``value`` as mappings, lists and scalars, as YAML holds it."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):

@@ -1,8 +1,8 @@
-"""The proxy that the environment names for an outgoing connection, and who is reached without it.
+"""Choice of the proxy for an outgoing connection, from the variables of the environment.
 
-gRPC and the Hub's HTTP client read the proxy's variables by themselves, and would send even a call
-to this machine through it. Here a machine nearby is always reached directly: this one, an address
-of a private network, and a name without a dot. So is what ``no_proxy`` names.
+gRPC and the Hub's HTTP client read the proxy variables by themselves, and would send even a call to
+this machine through the proxy. edgespec connects directly to nearby hosts: this machine, addresses
+of private networks, and names without a dot. Hosts in ``no_proxy`` are reached directly as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from edgespec.config.common import host_of, is_loopback
 
 GRPC_VARIABLES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
-"""What gRPC reads, the first one that is set."""
+"""Variables that gRPC reads; the first one that is set counts."""
 HTTPS_VARIABLES: Final = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 HTTP_VARIABLES: Final = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 NO_PROXY: Final = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
@@ -33,7 +33,7 @@ class Proxy:
     """Host and port, without the password that its URL may hold."""
 
     def explain(self, host: str) -> str:
-        """Return words for an error: the proxy that was used, and how to go without it."""
+        """Return a clause for an error: the proxy that was used, and how to avoid it."""
         return (
             f"through the proxy {self.where} that {self.variable} names; to reach {host} without"
             f" it: no_proxy={host}"
@@ -45,8 +45,11 @@ def proxy_of(
     variables: Sequence[str] = GRPC_VARIABLES,
     environment: Mapping[str, str] | None = None,
 ) -> Proxy | None:
-    """Return the proxy through which ``host`` is reached, by the first of ``variables`` that is
-    set; None: directly. ``host`` is a name or an address without a port; empty: a unix socket."""
+    """Return the proxy through which ``host`` is reached, or None for a direct connection.
+
+    ``host``: a name or an address without a port; "" means a unix socket.
+    ``variables``: names of variables; the first one that is set names the proxy.
+    ``environment``: the variables' values, by default those of this process."""
     environment = os.environ if environment is None else environment
     variable = next((one for one in variables if environment.get(one)), None)
     if variable is None or is_near(host):
@@ -59,16 +62,18 @@ def proxy_of(
 
 
 def proxy_of_address(address: str, server_name: str = "") -> Proxy | None:
-    """``proxy_of`` for the address of a verifier, such as "host:port". ``server_name`` is the name
-    that stood for the address, if there was one."""
+    """Return the proxy through which a verifier's ``address``, such as "host:port", is reached.
+
+    ``server_name``: the name from which the address was resolved, if there was one. A name that is
+    reached directly makes its addresses so."""
     if server_name and proxy_of(server_name) is None:
         return None
     return proxy_of(host_of(address))
 
 
 def is_near(host: str) -> bool:
-    """Return whether a machine is reached without leaving the private network, as far as its name
-    or address shows that."""
+    """Return whether ``host`` belongs to this machine or a private network, as far as its name or
+    address shows it."""
     if is_loopback(host):
         return True
     if (address := _address_of(host)) is not None:
@@ -78,8 +83,8 @@ def is_near(host: str) -> bool:
 
 
 def _names(no_proxy: str, host: str) -> bool:
-    """Return whether an entry of ``no_proxy`` stands for ``host``: a name, the end of one, an
-    address, a network, or ``*``."""
+    """Return whether an entry of ``no_proxy`` matches ``host``. An entry is a name, the end of a
+    name, an address, a network, or ``*``."""
     name, address = host.lower().rstrip("."), _address_of(host)
     for entry in (one.strip().lower() for one in no_proxy.split(",")):
         if not entry:
@@ -106,14 +111,14 @@ def _address_of(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def proxy_of_url(url: str) -> Proxy | None:
-    """``proxy_of`` for an address of the web."""
+    """Return the proxy through which an http or https URL is reached, or None."""
     variables = HTTP_VARIABLES if url.startswith("http:") else HTTPS_VARIABLES
     return proxy_of(urlsplit(url).hostname or "", variables)
 
 
-def spare_if_near(url: str) -> None:
-    """Have this process's HTTP clients reach ``url`` directly if it is nearby: they would ask the
-    proxy even for this machine."""
+def bypass_proxy_if_near(url: str) -> None:
+    """Add the host of ``url`` to ``no_proxy`` if it is nearby, for the HTTP clients of this
+    process, which would use the proxy even for this machine."""
     host = urlsplit(url).hostname or ""
     if host and is_near(host):
         named = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")

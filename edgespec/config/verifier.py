@@ -1,10 +1,11 @@
-"""What can be configured of a verifier, with defaults and ranges."""
+"""Configuration of a verifier: keys, defaults and ranges. The text below a field is its help."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from edgespec.config import common
+from edgespec.config.groups import advanced, emulation
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec.core.verifier.block_ledger import SharePrefixes
@@ -18,60 +19,66 @@ NATIVE, VLLM = "native", "vllm"
 
 @dataclass(frozen=True, slots=True)
 class PacingSection(Section):
-    """Emulate a slower target: a pass takes ``pass_ms`` plus ``row_ms`` for each of its rows; the
-    same of the draft model's steps."""
+    """Emulated durations. A pass of the target takes at least ``pass_ms`` plus ``row_ms`` for each
+    of its rows, a step of the verifier's draft model likewise."""
 
     pass_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """Emulate a slower target: make each pass take so many milliseconds."""
+    """Milliseconds that each pass takes at least, to emulate a larger target."""
     row_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """So much longer takes a pass for each row."""
+    """Milliseconds that each row adds to an emulated pass."""
     draft_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """Emulate a slower draft model of the verifier: make each step take so many milliseconds."""
+    """Milliseconds that each step of the verifier's draft model takes at least, to emulate a larger
+    one."""
     draft_row_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """So much longer takes a step for each row."""
+    """Milliseconds that each row adds to an emulated step of the verifier's draft model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitsSection:
-    """Bounds a verifier enforces (``Limits`` and ``EngineLimits``)."""
+    """Limits that a verifier enforces (``Limits`` and ``EngineLimits``)."""
 
     max_sessions: int = limited(64, 1, 1024)
-    """Texts at a time; more are refused."""
+    """Sessions at the same time; further ones are refused."""
     peer_share: float = limited(0.75, 0.001, 1.0)
-    """Of the streams and sessions, how many one address may hold; 1 behind a proxy that hides the
-    addresses."""
+    """Share of all streams and sessions that one address may hold. Set it to 1 behind a proxy that
+    hides the devices' addresses."""
     max_cached_tokens: int = limited(65_536, 1, 1 << 30)
-    """Key-value rows over all sessions. Sessions beyond it wait; a text is at most as long."""
+    """Positions of the KV cache, for all sessions together. Sessions wait while the cache is full,
+    and no generation can be longer than the cache."""
     kv_budget: str = ""
-    """Memory for cached keys and values: 4GiB, 25% or auto. It takes the place of
-    ``max_cached_tokens``; ``auto`` is what is free."""
+    """Memory for the KV cache, as 4GiB, 25% or auto; it decides how many and how long generations
+    can be. It replaces ``max_cached_tokens``. ``auto`` takes what is free."""
     gpu_memory_utilization: float | None = limited(None, 0.01, 1.0)
-    """Or the share of a GPU that weights, passes and cache may take together."""
+    """Share of a GPU's memory for weights, passes and KV cache together. It is another way to size
+    the cache, in place of ``kv_budget``."""
     share_prefixes: SharePrefixes = SharePrefixes.ALL
-    """Whose cached beginnings of texts a session may use: of ``all``, of the same ``credential``,
-    or of ``none``. With ``all``, the time to the first token tells a device whether somebody else
-    has sent the same beginning lately."""
-    max_nodes_outstanding: int = limited(128, 1, 256)
-    """Draft nodes of a session that wait for their verdict."""
-    max_nodes_per_pass: int = limited(64, 1, 256)
-    """Of these, how many one pass takes."""
-    max_unreceived: int = limited(256, 1, 4096)
-    """Committed tokens that a device has not acknowledged; then its session waits."""
-    max_rows_per_pass: int = limited(1024, 1, 1 << 16)
-    """Rows of a pass, prompts included."""
-    max_rows_per_session: int = limited(512, 1, 1 << 16)
-    """Of these, what one session may have."""
-    lease_s: float = limited(30.0, 0.0, 86_400.0)
-    """For so long a session whose link is lost is kept."""
-    stall_s: float = limited(20.0, 1.0, 3600.0)
-    """A device that acknowledges nothing for so long counts as gone."""
-    shared_message_rate: float = limited(500.0, 1.0, 1e6)
-    """Messages a second that all keys (without keys: addresses) together may send, besides four for
-    each commit with right drafts: who wants more than a fair share waits while others are there."""
-    least_message_rate: float = limited(100.0, 1.0, 1e6)
-    """Of these, what a key may send however many there are."""
-    address_message_rate: float = limited(1_000.0, 1.0, 1e6)
-    """The same of an address, where there are no keys: it may be a whole site."""
+    """Sessions whose cached prompt beginnings another session may use: ``all``, those of the same
+    ``credential``, or ``none``. With ``all``, the time to the first token reveals to a device that
+    the same beginning was sent recently by another one."""
+    max_nodes_outstanding: int = advanced(limited(128, 1, 256))
+    """Draft nodes of one session that may await their verdict."""
+    max_nodes_per_pass: int = advanced(limited(64, 1, 256))
+    """Draft nodes of one session in one pass."""
+    max_unreceived: int = advanced(limited(256, 1, 4096))
+    """Committed tokens that a device may leave unacknowledged. Its session waits at this limit."""
+    max_rows_per_pass: int = advanced(limited(1024, 1, 1 << 16))
+    """Rows of one pass, prompts included. More rows read prompts faster, and delay the tokens of
+    other sessions."""
+    max_rows_per_session: int = advanced(limited(512, 1, 1 << 16))
+    """Rows that one session may have in one pass."""
+    lease_s: float = advanced(limited(30.0, 0.0, 86_400.0))
+    """Seconds that a disconnected session is kept, so that its device can resume it."""
+    stall_s: float = advanced(limited(20.0, 1.0, 3600.0))
+    """Seconds without an acknowledgement after which a device counts as gone."""
+    shared_message_rate: float = advanced(limited(500.0, 1.0, 1e6))
+    """Messages per second that all API keys together may send (all addresses together, if there are
+    no keys). Four more are allowed for each commit with accepted drafts. When the rate is reached,
+    senders above their fair share wait."""
+    least_message_rate: float = advanced(limited(100.0, 1.0, 1e6))
+    """Messages per second that each API key may send, however many keys there are."""
+    address_message_rate: float = advanced(limited(1_000.0, 1.0, 1e6))
+    """Messages per second that each address may send if there are no API keys. An address may be
+    that of a whole site."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -86,69 +93,76 @@ class LimitsSection:
 
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
-    """The daemon that serves one target model."""
+    """Configuration of a verifier, the server of one target model."""
 
     model: str = "bundled"
-    """The target model: a folder, a Hub id, bundled or toy."""
+    """Target model: a folder, a Hub id, bundled or toy (for tests)."""
     draft: str = ""
-    """Draft on the verifier too, with this small model: a folder, a Hub id, bundled or toy. It
-    needs the target's tokenizer and shares its device and the memory of ``limits``. Empty is
-    none."""
+    """Small model with which the verifier drafts as well: a folder, a Hub id, bundled or toy; use
+    it for devices that draft badly or not at all. It needs the target's tokenizer, and shares the
+    target's hardware and the memory of ``limits``. Empty uses no such model."""
     name: str = ""
-    """What devices may ask for by name. Empty is derived from ``model``."""
+    """Name by which devices can ask for the target. Empty derives it from ``model``."""
     engine: str = among(NATIVE, (NATIVE, VLLM))
-    """native, or vllm for many users and several GPUs. Install ``edgespec[vllm]`` for it."""
+    """Engine that runs the target: native for a CPU or one GPU, vllm for many users and several
+    GPUs. Install ``edgespec[vllm]`` for the latter."""
     engine_flags: tuple[str, ...] = ()
-    """vLLM's own flags, as on its command line."""
+    """Flags for vLLM, as on its own command line, after --."""
     host: str = common.DEFAULT_HOST
-    """Address to listen at, 0.0.0.0 for all."""
+    """Address to listen at; 0.0.0.0 lets other machines connect, which requires TLS."""
     port: int = limited(common.DEFAULT_PORT, 0, 65_535)
-    """Port to listen at. 0 is any free one; the ready line names it."""
+    """Port to listen at; 0 takes any free one, which the ready line names."""
     dtype: str = among("auto", DTYPES)
-    """auto, float32, bfloat16 or float16. ``auto`` is float32 on a CPU."""
+    """Number format of the weights: auto, float32, bfloat16 or float16. ``auto`` takes float32 on a
+    CPU, and the checkpoint's format on a GPU."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N. ``auto`` is a GPU if there is one."""
+    """Hardware that runs the target: auto, cpu, cuda or cuda:N. ``auto`` takes a GPU if there is
+    one."""
     quantize: str = among("", QUANTIZE_FORMATS)
-    """Round the weights to int8 or int4, on a CPU, for shorter passes. Empty leaves them as they
-    are."""
-    canonical: bool | None = None
-    """Make bits that do not depend on the schedule. null is on where that holds."""
+    """Round the weights to int8 or int4, for faster passes on a CPU; this changes the target. Empty
+    leaves the weights as they are."""
+    canonical: bool | None = advanced(None)
+    """Compute rows whose bits do not depend on what else is in the pass. null does so where the
+    start-up test shows that it holds."""
     threads: int | None = limited(None, 1, 1024)
-    """Threads of a pass on a CPU. null is one for each core."""
+    """Threads of a pass on a CPU. null takes one for each core."""
     max_model_len: int | None = limited(None, 2, 1 << 20)
-    """Tokens of prompt and output together. null is the model's own context."""
+    """Longest context, in tokens of prompt and output together; a shorter one needs less memory.
+    null takes the model's own."""
     server_drafts: bool = True
-    """Guess from the text itself where a device sends no draft."""
+    """Draft by lookup in the prompt and the output where a device sends no draft."""
     rules: tuple[str, ...] = ()
-    """LOSSY acceptance rules that devices may ask for besides exact: typical, top-k, margin, dsd or
-    bild, each for all its parameters, or with those that it may have, such as ``dsd:0.5``."""
-    pacing: PacingSection = field(default_factory=PacingSection)
+    """LOSSY acceptance rule that devices may choose instead of exact; may be given more than once.
+    It is typical, top-k, margin, dsd or bild, either alone, which allows every parameter, or with
+    the parameter to allow, such as ``dsd:0.5``."""
+    pacing: PacingSection = emulation(field(default_factory=PacingSection))
     limits: LimitsSection = field(default_factory=LimitsSection)
     keys: str = ""
-    """Let in who shows one of the keys in this file (``edgespec keys``). Empty lets in whoever can
-    connect."""
+    """File of API keys (`edgespec keys`): only devices with one of them are admitted. Empty admits
+    every device that can connect."""
     tls: common.ServerTlsSection = field(default_factory=common.ServerTlsSection)
     insecure: bool = False
-    """Listen beyond this machine without TLS."""
+    """Listen for other machines without TLS, where the network itself is trusted."""
     drain_s: float = limited(30.0, 0.0, 86_400.0)
-    """How long running texts may go on after a request to stop."""
+    """Seconds that running generations may continue after Ctrl-C or SIGTERM."""
     trace: str = ""
-    """Write every event to this file."""
-    trace_tokens: str = among(common.HASHED, common.TRACE_TOKENS)
-    """What a trace shows of tokens: ``hashed`` which are equal, ``plain`` which they are."""
+    """File to which every event of all sessions is written, as JSON lines, for analysis."""
+    trace_tokens: str = advanced(among(common.HASHED, common.TRACE_TOKENS))
+    """Form of tokens in a trace. ``hashed`` shows only which tokens are equal; ``plain`` shows the
+    tokens themselves."""
     log_level: str = among("warning", common.LOG_LEVELS)
-    """Log debug, info, warning or error."""
+    """Least severe messages that are logged: debug, info, warning or error."""
     log_format: str = among("text", common.LOG_FORMATS)
-    """``text``, or ``json``, one object a line."""
+    """Format of the log: text, or json with one object per line."""
     metrics_port: int | None = limited(None, 0, 65_535)
-    """Serve Prometheus metrics at this port. 0 is any free one; null is nowhere."""
+    """Port at which Prometheus metrics are served; 0 takes any free one. null serves none."""
     metrics_host: str = common.DEFAULT_HOST
-    """Address of the metrics."""
+    """Address at which the metrics are served."""
 
     def __post_init__(self) -> None:
         check_limits(self)
         for name in ("model", "host", "metrics_host"):
-            common.not_empty(name, getattr(self, name))
+            common.check_not_empty(name, getattr(self, name))
         for rule in self.rules:
             check_offer(rule)
         self._check_engine()
@@ -160,23 +174,26 @@ class VerifierConfig:
 
     def _check_engine(self) -> None:
         wrong: dict[str, tuple[object, str]] = {
-            "engine_flags": (list(self.engine_flags), "only --engine vllm has any")
+            "engine_flags": (list(self.engine_flags), "only --engine vllm has any: leave them out")
         }
         if self.engine == VLLM:
-            behind = "give its flag behind --"
-            own = "vLLM drafts by itself: give its --speculative-config behind --"
-            exact = "vLLM accepts a draft only where it is the target's own token: leave them out"
-            sees = "must be auto: vLLM takes the devices it sees (CUDA_VISIBLE_DEVICES)"
-            sizes, limits = f"vLLM sizes its own cache: {behind}", self.limits
+            flag_advice = "give its flag after --"
+            draft_advice = "vLLM has a drafter of its own: give its --speculative-config after --"
+            rules_advice = "vLLM accepts by the rule exact only: leave rules out"
+            device_advice = "must be auto: choose the GPUs of vLLM by CUDA_VISIBLE_DEVICES"
+            cache_advice, limits = f"vLLM sizes its own cache: {flag_advice}", self.limits
             wrong = {
-                "draft": (self.draft, own),
-                "rules": (list(self.rules), exact),
-                "canonical": (self.canonical, "only the native engine can be canonical"),
-                "threads": (self.threads, "vLLM chooses its own"),
-                "kv_budget": (limits.kv_budget, sizes),
-                "gpu_memory_utilization": (limits.gpu_memory_utilization, sizes),
-                "quantize": (self.quantize, f"vLLM has its own formats: {behind}"),
-                "device": (self.device.removeprefix("auto"), sees),
+                "draft": (self.draft, draft_advice),
+                "rules": (list(self.rules), rules_advice),
+                "canonical": (
+                    self.canonical,
+                    "only the native engine can be canonical: leave it out",
+                ),
+                "threads": (self.threads, "vLLM chooses its own threads: leave it out"),
+                "kv_budget": (limits.kv_budget, cache_advice),
+                "gpu_memory_utilization": (limits.gpu_memory_utilization, cache_advice),
+                "quantize": (self.quantize, f"vLLM has formats of its own: {flag_advice}"),
+                "device": (self.device.removeprefix("auto"), device_advice),
             }
         for name, (value, why) in wrong.items():
             if value:
@@ -184,4 +201,4 @@ class VerifierConfig:
 
     @property
     def address(self) -> str:
-        return common.joined(self.host, self.port)
+        return common.join_host_port(self.host, self.port)

@@ -22,7 +22,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from edgespec.config.files import user_folder
-from edgespec.config.proxies import proxy_of_url, spare_if_near
+from edgespec.config.proxies import bypass_proxy_if_near, proxy_of_url
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import added_tokens
@@ -298,7 +298,7 @@ def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
     from huggingface_hub.constants import ENDPOINT
 
     name, _, revision = reference.partition("@")
-    spare_if_near(ENDPOINT)
+    bypass_proxy_if_near(ENDPOINT)
     try:
         return ask(name, revision=revision or None)
     except Exception as error:  # of the library, its HTTP client and the system

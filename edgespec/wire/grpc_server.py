@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
-from edgespec.config.common import host_names, host_of, joined
+from edgespec.config.common import host_names, host_of, join_host_port
 from edgespec.core.ports import Authenticate, LinkError, ServeStream
 from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import traffic_budget as budgets
@@ -404,7 +404,7 @@ class GrpcServer:
         asked, port = int(self._address.rpartition(":")[2]), 0
         for host in host_names(host_of(self._address)):
             try:
-                port = self._bind_one(server, joined(host, port or asked))
+                port = self._bind_one(server, join_host_port(host, port or asked))
             except OSError:
                 if asked or not port:
                     raise

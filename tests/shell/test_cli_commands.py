@@ -25,9 +25,11 @@ from edgespec.cli.demo import report
 from edgespec.cli.device import JsonView, Progress, TextView, for_trying, summary
 from edgespec.cli.doctor import Check, State
 from edgespec.cli.main import app
+from edgespec.cli.options import documented_keys
 from edgespec.cli.verifier import next_command
 from edgespec.config import AgentConfig, VerifierConfig, load_config
 from edgespec.config.common import SetupError
+from edgespec.config.groups import Group
 from edgespec.core.device.events import DraftCounters, TokenKind
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import FinishReason
@@ -165,7 +167,45 @@ def test_help_all_explains_every_key_and_reads_back(command: str, tmp_path: Path
     kind: Any = VerifierConfig if command == "verifier" else AgentConfig
     assert load_config(kind, path) == kind(log_level="error")
     flag = " (--log-level)" if command == "verifier" else ""
-    assert f"# Log debug, info, warning or error.{flag}\nlog_level: error\n" in first.stdout
+    about = f"logged: debug, info, warning or error.{flag}\nlog_level: error\n"
+    assert " ".join(about.split()) in " ".join(first.stdout.replace("\n#", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "group"),
+    [
+        (AgentConfig, "draft.model", Group.STABLE),
+        (AgentConfig, "draft.window", Group.ADVANCED),
+        (AgentConfig, "draft.draft_ms", Group.EMULATION),
+        (AgentConfig, "policy.name", Group.ADVANCED),
+        (AgentConfig, "failover.breaker.failures", Group.ADVANCED),
+        (AgentConfig, "link.rtt_ms", Group.EMULATION),
+        (VerifierConfig, "limits.kv_budget", Group.STABLE),
+        (VerifierConfig, "limits.lease_s", Group.ADVANCED),
+        (VerifierConfig, "pacing.row_ms", Group.EMULATION),
+    ],
+)
+def test_a_key_has_the_group_of_its_field_or_of_its_section(
+    kind: type[Any], key: str, group: Group
+) -> None:
+    assert documented_keys(kind)[key].group is group
+
+
+def test_help_shows_advanced_and_emulation_apart() -> None:
+    """Each option stands below the title of its panel."""
+    for command, option, title in (
+        ("verifier", "--pass-ms", "Emulation"),
+        ("generate", "--draft-window", "Advanced"),
+        ("generate", "--draft-corpus", "Drafting"),
+    ):
+        above = call(command, "--help").stdout.partition(option)[0]
+        assert re.findall(r"─ (\w+) ─", above)[-1] == title
+
+
+def test_a_policy_for_comparison_says_so() -> None:
+    text = documented_keys(AgentConfig)["policy.name"].text
+    assert "exist for comparison only: windowed" in text
+    assert call("generate", "--set", "policy.name=windowed", "--help-all").exit_code == 0
 
 
 def test_the_environment_wins_over_the_file(

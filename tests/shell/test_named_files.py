@@ -80,7 +80,7 @@ def writes(content: bytes, path: Path) -> subprocess.Popen[bytes]:
 def test_what_nothing_comes_from_is_an_error(
     things: dict[str, Path], kind: str, read: Callable[[Path], object]
 ) -> None:
-    why = "nothing came from it" if "pipe" in kind else "."
+    why = "delivered nothing" if "pipe" in kind else "."
     with pytest.raises(OSError, match=why) as caught:
         read(things[kind])
     assert caught.value.filename in (things[kind], str(things[kind]))
@@ -127,7 +127,9 @@ def test_a_reload_ends_where_the_keys_have_become_a_pipe(tmp_path: Path) -> None
     access = ServerAccess(VerifierConfig(model="toy", keys=str(path)))
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match=r"keys\.yaml: nothing came from it"):
+    with pytest.raises(
+        ConfigError, match=r"keys\.yaml: is a pipe or a device that delivered nothing"
+    ):
         access.reload()
     assert access.authenticate(key) is not None
     path.unlink()
@@ -199,7 +201,7 @@ def test_an_output_goes_into_a_pipe_and_keeps_a_files_mode(tmp_path: Path) -> No
 def test_what_nobody_reads_is_an_error(
     things: dict[str, Path], kind: str, write: Callable[[Path], object]
 ) -> None:
-    why = "is a pipe that nobody reads" if "pipe" in kind else "."
+    why = "is a pipe without a reader" if "pipe" in kind else "."
     with pytest.raises(OSError, match=why) as caught:
         write(things[kind])
     assert caught.value.filename in (things[kind], str(things[kind]))

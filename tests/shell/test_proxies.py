@@ -11,10 +11,10 @@ import pytest
 
 from edgespec.config.proxies import (
     HTTPS_VARIABLES,
+    bypass_proxy_if_near,
     proxy_of,
     proxy_of_address,
     proxy_of_url,
-    spare_if_near,
 )
 from edgespec.core.ports import LinkError
 from edgespec.device.build import connect
@@ -141,7 +141,7 @@ def test_a_hub_nearby_is_spared_and_another_one_is_not(monkeypatch: pytest.Monke
     monkeypatch.setenv("http_proxy", "proxy:1")
     monkeypatch.setenv("no_proxy", "a.example")
     for url in ("http://127.0.0.1:8000", "http://127.0.0.1:8000", "https://hub.example"):
-        spare_if_near(url)
+        bypass_proxy_if_near(url)
     import os
 
     assert os.environ["no_proxy"] == "a.example,127.0.0.1"
