@@ -1,20 +1,22 @@
-"""When does a message arrive? One direction of a link, as arithmetic.
+"""Arrival times of messages in one direction of a link.
 
-Theory of operation. A message of a given size goes through four stages, kept apart because mixing
-them up is the classical error of link simulators:
+Theory of operation. A message passes through four stages. They are modelled separately, because
+mixing them up is the classical error of link simulators:
 
-    outage         nothing starts or continues to leave while the link is out; messages wait
+    outage         no message starts or continues to leave while the link is out; messages wait
     serialisation  size / bandwidth on a ``SharedQueue``, first come first served; links that share
                    a queue (one cell, one uplink) share its bandwidth and never each get all of it
     propagation    one-way delay, constant or from a schedule, plus jitter
-    loss           a lost message is sent again by the transport below: it is late, never missing
-                   (how late is said below)
+    loss           the transport below sends a lost message again, so it arrives late and is never
+                   missing (``retransmission_delay_s``)
 
-and is released in order: never before the message handed over ahead of it (one TCP connection).
+Messages arrive in order: none arrives before the one that was sent ahead of it, as on one TCP
+connection.
 
-Pure: no clock, no I/O; ``now_s`` has to be non-decreasing from call to call. Equal seeds and equal
-calls give equal results: chance is the counter-based hash of ``protocol/sampling.py`` over (seed,
-number of the message, purpose), so changing one impairment leaves the other's numbers alone.
+The model is pure: it reads no clock and does no I/O. ``now_s`` must not decrease from call to call.
+Equal seeds and equal calls give equal results. Random numbers come from the counter-based hash of
+``protocol/sampling.py`` over (seed, number of the message, purpose), so changing one impairment
+does not change the random numbers of another.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from edgespec.core.protocol.sampling import keyed_bits, seed_key
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
-    """A piecewise constant function of time, by steps (time_s, value) of increasing times: each
-    holds until the next, the first also before its time. ``period_s``, above the last time, repeats
-    it from 0 on, which is how a recorded trace is played for longer than it lasted."""
+    """A piecewise constant function of time.
+
+    ``steps`` are pairs (time_s, value) with increasing times. Each value holds until the next step;
+    the first one also holds before its time. ``period_s``, which must exceed the last time, repeats
+    the function from 0 on, so that a recorded trace can be played for longer than it lasted."""
 
     steps: tuple[tuple[float, float], ...]
     period_s: float | None = None
@@ -52,11 +56,13 @@ class StepSchedule:
 
 @dataclass(frozen=True, slots=True)
 class CapacitySchedule(StepSchedule):
-    """Capacity over time, in bits per second, above 0."""
+    """A link's capacity over time, in bits per second, always above 0."""
 
     def duration_s(self, start_s: float, bits: float) -> float:
-        """How long ``bits`` take that start to leave at ``start_s``: the end of the interval from
-        there on over which the capacity integrates to ``bits``."""
+        """Return how long ``bits`` take to leave if they start at ``start_s``.
+
+        The result is the length of the interval from ``start_s`` over which the capacity integrates
+        to ``bits``."""
         steps, period_s = self.steps, self.period_s
         phase_s = start_s if period_s is None else start_s % period_s
         index = max(bisect.bisect_right(self._times_s, phase_s) - 1, 0)
@@ -64,7 +70,7 @@ class CapacitySchedule(StepSchedule):
         while True:
             rate = steps[index][1]
             last = index + 1 == len(steps)
-            # The value of the first step holds before it, so the last one's ends with the period.
+            # The first step's value also holds before it, so the last step ends with the period.
             end_s = (math.inf if period_s is None else period_s) if last else steps[index + 1][0]
             if bits <= rate * (end_s - phase_s):
                 return passed_s + bits / rate
@@ -75,8 +81,10 @@ class CapacitySchedule(StepSchedule):
 
 @dataclass(frozen=True, slots=True)
 class OutageSchedule:
-    """Intervals [start, end) in which nothing leaves; in order, apart from one another, and within
-    the period if there is one. Raises ``ValueError`` where they last all of that."""
+    """Intervals [start, end) during which no message leaves.
+
+    The intervals are in order, disjoint, and within the period if there is one. Raises
+    ``ValueError`` if they cover the whole period."""
 
     intervals_s: tuple[tuple[float, float], ...]
     period_s: float | None = None
@@ -91,7 +99,8 @@ class OutageSchedule:
         object.__setattr__(self, "_ends_s", [end_s for _, end_s in self.intervals_s])
 
     def next_after(self, time_s: float) -> tuple[float, float] | None:
-        """The outage that holds at ``time_s`` or else comes next; None: there is none."""
+        """Return the outage in progress at ``time_s``, or else the next one; None if none follows.
+        """
         if not self.intervals_s:
             return None
         base_s = 0.0
@@ -106,17 +115,17 @@ class OutageSchedule:
         return base_s + start_s, base_s + end_s
 
 
-# How long TCP takes to send a lost packet again, as Linux does it. RACK (RFC 8985) calls a packet
-# lost once one that was sent after it has been acknowledged, and a quarter of a round trip has
-# passed in which it might only have been overtaken. So a sender that goes on sending finds out a
-# round trip and the gap to its next packet later. One that falls silent has the retransmission
-# timeout: a round trip and at least 200 ms in Linux (RFC 6298 asks for more), doubled each time; a
-# tail-loss probe comes no earlier for a lone packet. What is not here: congestion windows, as
-# messages are far below one; and the gap to the packet that comes *next* is not known when a
+# The time that TCP takes to send a lost packet again, as Linux does it. RACK (RFC 8985) calls a
+# packet lost once a packet sent after it has been acknowledged and a quarter of a round trip has
+# passed, in which it might only have been overtaken. So a sender that goes on sending detects the
+# loss one round trip plus the gap to its next packet later. A sender that falls silent waits for
+# the retransmission timeout: a round trip plus at least 200 ms in Linux (RFC 6298 asks for more),
+# doubled each time. A tail-loss probe comes no earlier for a lone packet. Congestion windows are
+# not modelled, since messages are far below one. The gap to the *next* packet is not known when a
 # message leaves, so the gap before it stands for it.
 
 LEAST_TIMEOUT_S: Final = 0.2
-"""Linux's floor of what a retransmission timeout adds to the round trip (TCP_RTO_MIN)."""
+"""Minimum that Linux adds to the round trip for a retransmission timeout (TCP_RTO_MIN)."""
 
 _REORDERING: Final = 0.25
 """Share of a round trip that RACK waits for packets that overtook one another."""
@@ -125,9 +134,11 @@ MOST_LOSSES: Final = 6
 
 
 def late_s(draw: float, probability: float, loss: float, rtt_s: float, gap_s: float) -> float:
-    """How much later a message arrives for its losses. ``draw`` in (0, 1) decides on them;
-    ``probability``: that any of its packets is lost at first, ``loss``: a packet sent again;
-    ``gap_s``: until the sender's next packet."""
+    """Return how much later a message arrives because of lost packets, in seconds.
+
+    ``draw`` in (0, 1) is the random number that decides. ``probability`` is the chance that any of
+    the message's packets is lost at first, and ``loss`` the chance that a packet sent again is
+    lost. ``gap_s`` is the time until the sender's next packet."""
     total_s = 0.0
     timeout_s = rtt_s + LEAST_TIMEOUT_S
     for _ in range(MOST_LOSSES):
@@ -143,18 +154,21 @@ def late_s(draw: float, probability: float, loss: float, rtt_s: float, gap_s: fl
     return total_s
 
 
-# How many slots that have passed are kept before they are deleted, all at once.
+# Past slots that are kept before all of them are deleted at once.
 _MAX_PASSED: Final = 64
 
 
 class SharedQueue:
-    """Bandwidth that one or several links send through, one message at a time: a line of slots in
-    time. A message gets the first slot that is long enough from the time on at which it is ready.
-    That is first come, first served, except that a message which may start only later (its link is
-    out) reserves a later slot, and others that are ready sooner use the gap before it. Slots that
-    touch are joined and slots that have passed are forgotten.
+    """Bandwidth that one or several links send through, one message at a time.
 
-    ``bits_per_s`` is the capacity; a schedule's time 0 lies ``offset_s`` before this clock's."""
+    The queue is a list of reserved slots in time. A message gets the first gap that is long enough,
+    from the time at which it is ready. That is first come, first served, with one exception: a
+    message that may only start later, because its link is out, reserves a later slot, and messages
+    that are ready sooner use the gap before it. Adjacent slots are joined, and past slots are
+    forgotten.
+
+    ``bits_per_s`` is the capacity. If it is a schedule, the schedule's time 0 lies ``offset_s``
+    before this clock's."""
 
     def __init__(
         self, bits_per_s: float | CapacitySchedule = math.inf, *, offset_s: float = 0.0
@@ -164,13 +178,13 @@ class SharedQueue:
         assert self._bits_per_s > 0.0
         self._offset_s = offset_s
         self._busy: list[tuple[float, float]] = []
-        self._passed = 0  # as many of the first slots are forgotten
+        self._passed = 0  # the number of leading slots that are past
         self.sent_s = 0.0
-        """For how long links' messages have occupied it, those ahead included."""
+        """Seconds for which the queue has been reserved in total, slots in the future included."""
 
     @property
     def slot_count(self) -> int:
-        """Stretches of time reserved, as joined."""
+        """Number of separate reserved stretches of time."""
         return len(self._busy) - self._passed
 
     def capacity_bits_per_s(self, time_s: float) -> float:
@@ -179,14 +193,17 @@ class SharedQueue:
         return self._schedule.at(time_s + self._offset_s)
 
     def serialisation_s(self, start_s: float, size_bytes: int) -> float:
-        """How long a message takes that starts to leave at ``start_s`` and has the queue alone."""
+        """Return how long a message takes to leave if it starts at ``start_s`` and has the queue
+        alone."""
         if self._schedule is None:
             return size_bytes * 8 / self._bits_per_s
         return self._schedule.duration_s(start_s + self._offset_s, size_bytes * 8)
 
     def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
-        """Start of the first slot from ``ready_s`` on that the message fits into; what ended by
-        ``now_s`` is forgotten, so ``now_s`` must not decrease, nor be after ``ready_s``."""
+        """Return the start of the first gap from ``ready_s`` on that the message fits into.
+
+        Slots that ended by ``now_s`` are forgotten, so ``now_s`` must not decrease from call to
+        call and must not be after ``ready_s``."""
         busy = self._busy
         if not busy:
             return ready_s
@@ -209,11 +226,12 @@ class SharedQueue:
         return start_s
 
     def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
-        """Occupy a slot that ``first_free_s`` found for that size; neighbours are joined."""
+        """Reserve a slot that ``first_free_s`` returned for this size, and join it with its
+        neighbours."""
         if start_s == end_s:
             return
         busy = self._busy
-        if not busy or busy[-1][1] <= start_s:  # behind all others, as usual
+        if not busy or busy[-1][1] <= start_s:  # the usual case: behind all others
             if busy and busy[-1][1] == start_s:
                 start_s = busy.pop()[0]
             busy.append((start_s, end_s))
@@ -229,37 +247,38 @@ class SharedQueue:
 
 _PACKET_BYTES: Final = 1400
 
-# What a draw is for: the hash's third argument.
+# Purposes of a random number: the hash's third argument.
 _JITTER: Final = 0
 _LOSS: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """One direction of a link, on the clock of ``arrival``'s ``now_s``; nothing is below 0."""
+    """Settings of one direction of a link. Times are on the clock of ``arrival``'s ``now_s``; no
+    value is negative."""
 
     one_way_s: float = 0.0
-    """Propagation; ignored when there is a ``schedule``."""
+    """Propagation delay; ignored when there is a ``schedule``."""
     jitter_s: float = 0.0
-    """Mean of the extra delay, which is exponential."""
+    """Mean of the extra delay, which is exponentially distributed."""
     loss: float = 0.0
     """Probability that a packet (1400 bytes) is lost, each time it is sent."""
     overhead_bytes: int = 0
-    """Framing that each message takes on the link beyond its payload."""
+    """Bytes of framing that each message takes on the link beside its payload."""
     outages_s: tuple[tuple[float, float], ...] = ()
-    """Intervals [start, end) in which nothing leaves; in order, apart from one another."""
+    """Intervals [start, end) during which no message leaves, in order and disjoint."""
     schedule: StepSchedule | None = None
     loss_schedule: StepSchedule | None = None
-    """Takes the place of ``loss``."""
+    """Loss probability over time; replaces ``loss``."""
     outage_schedule: OutageSchedule | None = None
-    """Outages beyond ``outages_s``, which may repeat."""
+    """Outages in addition to ``outages_s``; they may repeat."""
     schedule_offset_s: float = 0.0
-    """Where in the three schedules the clock's time 0 lies."""
+    """Time in the three schedules that corresponds to the clock's time 0."""
     seed: int = 0
 
 
 class LinkModel:
-    """One direction of one link; ``queue`` None is bandwidth without limit."""
+    """One direction of one link. ``queue`` None means unlimited bandwidth."""
 
     def __init__(
         self, settings: LinkSettings | None = None, queue: SharedQueue | None = None
@@ -281,7 +300,7 @@ class LinkModel:
         self._arrived_s = -math.inf
 
     def arrival(self, now_s: float, size_bytes: int) -> float:
-        """When a message handed over at ``now_s`` arrives, in seconds; advances the model."""
+        """Return when a message sent at ``now_s`` arrives, in seconds, and advance the model."""
         gap_s = now_s - self._now_s
         flight_s, loss = self._set_out(now_s, size_bytes)
         if loss > 0.0:
@@ -290,13 +309,16 @@ class LinkModel:
         return self._arrive(flight_s)
 
     def packet(self, now_s: float, size_bytes: int) -> float | None:
-        """The same for one packet of a transport that is modelled above: None, when it is lost."""
+        """Return when a single packet arrives, or None if it is lost.
+
+        Use this instead of ``arrival`` when the transport above models retransmission itself."""
         flight_s, loss = self._set_out(now_s, size_bytes)
         lost = loss > 0.0 and self._chance(_LOSS) < loss
         return None if lost else self._arrive(flight_s)
 
     def _set_out(self, now_s: float, size_bytes: int) -> tuple[float, float]:
-        """Propagation time and loss at the moment it has left, which is noted."""
+        """Send a message, and return the propagation time and loss probability when its last bit
+        leaves."""
         assert now_s >= self._now_s, f"time went back from {self._now_s} to {now_s}"
         assert size_bytes >= 0, f"size_bytes is {size_bytes}"
         self._now_s = now_s
@@ -316,12 +338,12 @@ class LinkModel:
         if self._settings.jitter_s > 0.0:
             flight_s -= self._settings.jitter_s * math.log1p(-self._chance(_JITTER))
         arrived_s = self._left_s + flight_s
-        if arrived_s > self._arrived_s:  # ``max`` would take thrice as long
+        if arrived_s > self._arrived_s:  # ``max`` takes three times as long
             self._arrived_s = arrived_s
         return self._arrived_s
 
     def _leave(self, now_s: float, wire_bytes: int) -> float:
-        """When its last bit is on the way."""
+        """Reserve the queue for a message and return when its last bit leaves."""
         queue = self._queue
         start_s = now_s if now_s > self._left_s else self._left_s
         while True:
@@ -335,9 +357,11 @@ class LinkModel:
         return end_s
 
     def _after_outages_s(self, start_s: float, wire_bytes: int) -> float:
-        """First time from ``start_s`` on at which a message finds the link up to its last bit; one
-        that an outage would interrupt waits for the end of it. One that fits between no two
-        outages of a period is let through after the last of them, or it would wait for ever."""
+        """Return the first time from ``start_s`` on at which the link stays up until the last bit.
+
+        A message that an outage would interrupt waits for the end of that outage. If a message fits
+        between no two outages of a period, it is let through after the last of them; otherwise it
+        would wait for ever."""
         tries = 2 + sum(len(schedule.intervals_s) for schedule, _ in self._outages)
         for _ in range(tries):
             before_s = start_s
@@ -354,13 +378,14 @@ class LinkModel:
         return start_s
 
     def _chance(self, purpose: int) -> float:
-        """Uniform in (0, 1)."""
+        """Return a random number, uniform in (0, 1)."""
         return (keyed_bits(self._key, self._message_count, purpose) + 0.5) * 2.0**-32
 
     def _retransmission_s(
         self, wire_bytes: int, one_way_s: float, loss: float, gap_s: float
     ) -> float:
-        """``gap_s`` to the message before; of several packets the next one follows at once."""
+        """Return the delay that losses add. ``gap_s`` is the time since the message before; a
+        message of several packets has its next packet right behind it."""
         packet_count = max(1, math.ceil(wire_bytes / _PACKET_BYTES))
         probability = 1.0 - (1.0 - loss) ** packet_count
         next_s = gap_s if packet_count == 1 else 0.0

@@ -1,14 +1,14 @@
-"""A language model of a few lines: the law shared by the toy target and the toy drafter.
+"""A language model of a few lines: the law that the toy target and the toy drafter share.
 
 Theory of operation. The logits of the next token are ``sharpness`` times a standard Gumbel variate
 hashed from (seed, the last ``order`` tokens, token). So every context has its own fixed
 distribution, whose best token leads the second by ``sharpness`` nats on average. The chance that
-two independent draws agree is, over the contexts of 32 tokens, 0.22, 0.52 and 0.75 on average for
-a sharpness of 1, 2 and 4 (in the limit of many tokens 1 - 1 / sharpness: Poisson-Dirichlet law).
+two independent draws agree, averaged over the contexts of 32 tokens, is 0.22, 0.52 and 0.75 for a
+sharpness of 1, 2 and 4 (in the limit of many tokens 1 - 1 / sharpness: Poisson-Dirichlet law).
 
 ``perturbed`` adds independent noise to the logits: a draft-like variant that is right most of the
-time. ``eos_probability`` is the share of contexts in which the end token leads by far; elsewhere it
-is far behind, so that greedy and sampled texts end alike.
+time. ``eos_probability`` is the share of contexts in which the end token leads by far. In all other
+contexts it is far behind, so that greedy and sampled outputs end alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgespec.core.protocol.sampling import GOLDEN, MASK_32, gumbel, mix
 
 MAX_TOY_VOCABULARY = 4096
 MAX_TOY_ORDER = 16
-# Logits kept per process: a simulation asks for the same few contexts again and again.
+# Rows of logits cached per process: a simulation uses the same few contexts again and again.
 _CACHED_ROWS = 1 << 14
 _FAR = 40.0
 
@@ -35,12 +35,12 @@ class ToyModel:
 
     vocabulary_size: int = limited(32, 2, MAX_TOY_VOCABULARY)
     order: int = limited(2, 0, MAX_TOY_ORDER)
-    """How many of the last tokens count."""
+    """Number of preceding tokens that the law depends on."""
     seed: int = 0
     sharpness: float = limited(2.0, 0.0, 1e3)
     eos_token: int | None = None
     eos_probability: float = limited(0.0, 0.0, 1.0)
-    """Share of contexts that end the text."""
+    """Share of contexts in which the end token follows."""
     noise_strength: float = limited(0.0, 0.0, 1e3)
     """Scale of the perturbation, in units of ``sharpness``."""
     noise_seed: int = 0
@@ -51,15 +51,16 @@ class ToyModel:
             bounded("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
 
     def logits(self, context: Sequence[int]) -> list[float]:
-        """``vocabulary_size`` logits of the token after ``context`` (of any length, even 0)."""
+        """Return the ``vocabulary_size`` logits of the token after ``context``, which may be empty.
+        """
         return list(_row(self, tuple(context[max(0, len(context) - self.order) :])))
 
     def perturbed(self, strength: float, seed: int = 1) -> ToyModel:
-        """A variant that agrees with this one most of the time when ``strength`` is small.
+        """Return a variant that agrees with this model most of the time when ``strength`` is small.
 
         The most likely token is the same in 94, 87, 79, 63 and 37 % of the contexts for a strength
-        of 0.1, 0.2, 0.3, 0.5 and 1 (32 tokens, any sharpness); chance is 3 %. The end token's
-        place is not perturbed."""
+        of 0.1, 0.2, 0.3, 0.5 and 1 (32 tokens, any sharpness); chance agreement is 3 %. The end
+        token's logit is not perturbed."""
         return replace(self, noise_strength=strength, noise_seed=seed)
 
 

@@ -1,1 +1,1 @@
-"""What both ends of a stream share: messages, the sampling law, prefix, tree and work orders."""
+"""Parts that both ends of a stream share: messages, the sampling law, prefix, tree, work orders."""

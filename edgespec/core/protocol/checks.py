@@ -1,4 +1,4 @@
-"""Checks of numbers against ranges, of moves against tables, and of strangers' texts."""
+"""Checks of numbers against ranges, of state changes against tables, and of untrusted text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Final, TypeVar
 
 
 def bounded(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """The value lies in [low, high], or in (low, high] where ``open_low``.
+    """Check that ``value`` lies in [low, high], or in (low, high] if ``open_low``.
 
-    Raises ``ValueError`` with the name, the value and the range; NaN lies in no range."""
+    Raises ``ValueError`` with the name, the value and the range. NaN lies in no range."""
     inside = (low < value if open_low else low <= value) and value <= high
     if not inside:
         bracket = "(" if open_low else "["
@@ -19,17 +19,21 @@ def bounded(name: str, value: float, low: float, high: float, *, open_low: bool 
 
 
 def limited(default: Any, low: float, high: float) -> Any:
-    """A field whose value lies in [low, high], each one of a tuple's; the default always may."""
+    """Return a dataclass field whose value must lie in [low, high].
+
+    Each element of a tuple is checked. The default value is always allowed."""
     return field(default=default, metadata={"limits": (low, high)})
 
 
 def among(default: Any, known: tuple[object, ...]) -> Any:
-    """A field whose value is one of these."""
+    """Return a dataclass field whose value must be one of ``known``."""
     return field(default=default, metadata={"known": known})
 
 
 def check_limits(section: Any) -> None:
-    """Raises ``ValueError`` that names the field, its value and its limits."""
+    """Check the fields of ``section`` that ``limited`` or ``among`` made.
+
+    Raises ``ValueError`` with the field, its value and its limits."""
     for one in fields(section):
         value = getattr(section, one.name)
         if value == one.default:
@@ -44,7 +48,7 @@ def check_limits(section: Any) -> None:
 
 
 class Section:
-    """A dataclass that asks no more of its fields than their limits."""
+    """Base class of a dataclass whose only check is that its fields keep their limits."""
 
     __slots__ = ()
 
@@ -54,28 +58,31 @@ class Section:
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 MAX_MESSAGE_LENGTH: Final = 1000
-# Of a stranger's text, whose control characters could move a terminal's cursor, that much is shown
-# although it is not printable: lines, columns, and the joiners of emoji and Indic scripts.
+# Characters of untrusted text that are kept although they are not printable: line breaks, tabs, and
+# the joiners of emoji and Indic scripts. Other control characters could move a terminal's cursor.
 _HARMLESS: Final = frozenset("\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}")
 
 
 def printable(text: str) -> str:
-    """``text`` with U+FFFD for every control or invisible character but newline, tab and the
-    joiners. Its length stays."""
-    if text.isprintable():  # as nearly always
+    """Replace every control or invisible character of ``text`` by U+FFFD.
+
+    Newlines, tabs and the joiners are kept. The length does not change."""
+    if text.isprintable():  # the usual case
         return text
     return "".join(c if c.isprintable() or c in _HARMLESS else REPLACEMENT for c in text)
 
 
 def one_line(message: str) -> str:
-    """``message`` as one printable line of at most ``MAX_MESSAGE_LENGTH`` characters."""
+    """Return ``message`` as one printable line of at most ``MAX_MESSAGE_LENGTH`` characters."""
     short = message[:MAX_MESSAGE_LENGTH]
     return printable(" ".join(short.split())) + ("…" if len(message) > MAX_MESSAGE_LENGTH else "")
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold it: an escape in JSON, or the bytes of an argument that was in another
-    encoding, may bring half of a surrogate pair."""
+    """Return whether UTF-8 can encode ``text``.
+
+    It cannot if the text has half of a surrogate pair. An escape in JSON, or a command-line
+    argument in another encoding, may bring one."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -87,7 +94,9 @@ State = TypeVar("State", bound=Enum)
 
 
 def transition(moves: Mapping[tuple[State, State], str], source: State, target: State) -> State:
-    """``target``, to which a session goes along a move of its table (``docs/session-states.md`` is
-    drawn from it). Staying in a state is always allowed."""
+    """Return ``target``, the state that a session enters.
+
+    ``moves`` is the session's transition table, from which ``docs/session-states.md`` is drawn; a
+    change that is not in it fails an assertion. Staying in a state is always allowed."""
     assert source is target or (source, target) in moves, f"{source} -> {target}"
     return target

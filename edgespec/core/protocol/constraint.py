@@ -1,10 +1,11 @@
-"""What a text is held to: a JSON schema, a grammar or a regular expression.
+"""Constraints on an output: a JSON schema, a grammar or a regular expression.
 
-A constraint is a part of the sampling parameters, so it is a part of the law: a token that it
-forbids at a place cannot be chosen there (``sampling.choose``), whoever drafted it. What travels is
-its kind and its text; each end that has a grammar library reads it for itself (``matcher``).
+A constraint is one of the sampling parameters, so it is a part of the law: a token that it forbids
+at a position cannot be chosen there (``sampling.choose``), whatever the draft was. Only its kind
+and its text cross the wire; each end that has a grammar library parses the text for itself
+(``matcher``).
 
-A mask is ``bytes``: token t may come next when bit ``t % 8`` of byte ``t // 8`` is set. Ids beyond
+A mask is ``bytes``: token t may come next if bit ``t % 8`` of byte ``t // 8`` is set. Ids beyond
 its end, such as those that only pad a model's vocabulary, are forbidden.
 """
 
@@ -18,54 +19,61 @@ from typing import Final, Protocol
 from edgespec.core.protocol.checks import bounded
 
 MAX_CONSTRAINT_BYTES: Final = 32 << 10
-"""Of its text in UTF-8; it travels in the first message of a stream, beside the prompt."""
+"""Bound on the length of a constraint's text in UTF-8, which travels in the first message of a
+stream, beside the prompt."""
 
 
 class ConstraintError(ValueError):
-    """A constraint cannot be kept: it cannot be read or asks for too much; the message says why."""
+    """The constraint cannot be used: it cannot be parsed or needs too much work. The message says
+    why."""
 
 
 class ConstraintBusyError(ConstraintError):
-    """It could not be read now; the same one may be read later."""
+    """The constraint could not be parsed now, because the parser is busy. The same one may work
+    later."""
 
 
 class ConstraintKind(Enum):
-    """How the text of a constraint is to be read."""
+    """Notation of a constraint's text."""
 
     JSON_SCHEMA = "json_schema"
     GRAMMAR = "grammar"
-    """Lark's notation, as llguidance takes it."""
+    """Lark's notation, as llguidance accepts it."""
     REGEX = "regex"
-    """Of the whole text, in the notation of Rust's ``regex``."""
+    """The whole output must match, in the notation of Rust's ``regex``."""
 
 
 class Matcher(Protocol):
-    """Where one text stands in its grammar. Raises ``ConstraintError`` when going on would take
-    more work than the bounds of its library allow."""
+    """State of one output in its grammar.
+
+    The methods raise ``ConstraintError`` when going on would take more work than the bounds of the
+    grammar library allow."""
 
     @property
     def accepting(self) -> bool:
-        """Whether the text may end here."""
+        """Whether the output may end here."""
 
     def mask(self) -> bytes:
-        """The tokens with which the text may go on; no end tokens."""
+        """Return the tokens that may come next, without end tokens."""
 
     def consume(self, tokens: Sequence[int]) -> int:
-        """Go on with as many of ``tokens`` as the grammar takes; their count."""
+        """Advance by as many of ``tokens`` as the grammar accepts, and return their number."""
 
     def rollback(self, count: int) -> None:
-        """Take the last ``count`` tokens back."""
+        """Undo the last ``count`` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Raises ``ValueError`` naming the field, the value and the limit."""
+    """A constraint as it crosses the wire, and at the end that can parse it a way to follow it.
+
+    Raises ``ValueError`` with the field, the value and the limit."""
 
     kind: ConstraintKind
-    text: str = field(repr=False)  # as telling as a prompt: not for logs and traces
+    text: str = field(repr=False)  # as private as a prompt: not for logs and traces
     matcher: Callable[[], Matcher] | None = field(default=None, compare=False, repr=False)
-    """Makes a matcher of a text that has not begun. It stays at this end, and counts for nothing
-    when constraints are compared; None: nobody here has read the text yet."""
+    """Makes a matcher at the start of an output. It never leaves this end and is ignored when
+    constraints are compared. None until this end has parsed the text."""
 
     def __post_init__(self) -> None:
         try:
@@ -88,14 +96,16 @@ def mask_of(tokens: Iterable[int]) -> bytes:
 
 
 class ConstrainedText:
-    """One text beside its grammar. Its matcher stands behind ``_taken``; to follow a text costs the
-    tokens that are new, and a rollback of those that are gone. A tree is walked depth first.
+    """Follows one output through its grammar.
 
-    Where the grammar is at its end, or can neither go on nor end, only end tokens may come. A place
-    behind an end token or a forbidden one has no mask: no text gets there.
+    The matcher's state is that behind ``_matched``. Moving to another output costs the tokens that
+    are new and a rollback of those that are gone. A tree of drafts is walked depth first.
 
-    Raises ``ConstraintError`` for a constraint that nobody here has read, and for a model without
-    an end token."""
+    Where the grammar is complete, or can neither go on nor end, only end tokens are allowed. A
+    position behind an end token or a forbidden token has no mask, because no output gets there.
+
+    Raises ``ConstraintError`` if this end has not parsed the constraint, and for a model without an
+    end token."""
 
     def __init__(self, constraint: Constraint, end_tokens: Iterable[int]) -> None:
         if constraint.matcher is None:
@@ -107,11 +117,14 @@ class ConstrainedText:
         self._matcher: Matcher = constraint.matcher()
         self._taken: list[int] = []
         self._lost = False
-        """The text that was followed last goes on behind ``_taken``."""
+        """Whether the last followed output has tokens behind ``_matched`` that the grammar
+        rejected."""
 
     def follow(self, output: Sequence[int]) -> int:
-        """Stand behind ``output``, the generated tokens so far; how many of them the grammar takes,
-        an end token behind a complete text included."""
+        """Move behind ``output``, the generated tokens so far.
+
+        Returns how many of them the grammar accepts, an end token behind a complete output
+        included."""
         taken = self._taken
         kept = len(taken)
         if list(output[:kept]) != taken:
@@ -129,8 +142,9 @@ class ConstrainedText:
         return len(taken)
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """The tokens behind ``output`` about which the grammar leaves no choice, ``most`` of them
-        at most; an end token is none of them."""
+        """Return the tokens behind ``output`` that the grammar forces, at most ``limit`` of them.
+
+        A token is forced if the mask allows only it. End tokens are not counted as forced."""
         found: list[int] = []
         taken = self.follow(output) == len(output)
         while taken and len(found) < most:
@@ -143,19 +157,22 @@ class ConstrainedText:
         return found
 
     def mask(self) -> bytes | None:
-        """What may come behind the text followed last; None: it is not in the grammar, or ended."""
+        """Return the mask behind the last followed output; None if the grammar rejects it or it has
+        ended."""
         return None if self._lost else self._mask()
 
     def masks(self, nodes: Sequence[int], parents: Sequence[int]) -> list[bytes | None]:
-        """What may come behind the text, and behind each of ``nodes``, a tree behind the text whose
-        parents (-1: the text) come before their children. None as for ``mask``."""
+        """Return the mask behind the output and behind each of ``nodes``.
+
+        ``nodes`` form a tree behind the output, in which parents (-1: the output) come before their
+        children. A mask is None as in ``mask``."""
         found: list[bytes | None] = [self.mask(), *[None] * len(nodes)]
         if not nodes or found[0] is None:
             return found
         children: list[list[int]] = [[] for _ in found]
         for node in range(len(nodes) - 1, -1, -1):
             children[1 + parents[node]].append(node)
-        path: list[int] = []  # nodes that the matcher has taken
+        path: list[int] = []  # nodes that the matcher has consumed
         open_nodes = [*children[0]]  # a stack
         while open_nodes:
             node = open_nodes.pop()

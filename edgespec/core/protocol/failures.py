@@ -1,4 +1,4 @@
-"""What may be written down about an exception that can hold a client's words."""
+"""Descriptions of exceptions whose messages may quote a client."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ MAX_CAUSES = 8
 
 
 def describe_without_words(error: BaseException) -> str:
-    """Return the types and the places of an exception and of what caused it, without messages.
+    """Return the types and code locations of an exception and its causes, without their messages.
 
-    A library's message may quote what it was given: a prompt, a grammar, a line of a file of keys.
-    The lines of source that are shown are the program's own."""
+    A library's message may quote its input: a prompt, a grammar, a line of a key file. The source
+    lines shown are the program's own."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain and len(chain) < MAX_CAUSES:

@@ -1,8 +1,8 @@
-"""What travels between a device and a verifier, as plain data.
+"""Messages between a device and a verifier, as plain data.
 
 The protobuf form (``protos/edgespec/v1/speculation.proto``) is one encoding of these classes;
-``wire/codec.py`` translates and enforces the bounds. Positions are absolute indices into
-prompt + generated tokens. ``length`` of a committed prefix is the position of the next token.
+``wire/codec.py`` translates and enforces the bounds. Positions are absolute indices into prompt +
+generated tokens. The ``length`` of a committed prefix is the position of the next token.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from edgespec.core.statically_frozen import statically_frozen
 PROTOCOL_VERSION = 1
 EXACT_RULE = "exact"
 MAX_COMMIT_TOKENS = 4096
-"""Tokens in one Commit. A device that comes back further behind is sent several of them."""
+"""Tokens in one ``Commit``. A device that resumes further behind gets several of them."""
 MAX_ADAPTERS = 64
-"""Models that one verifier serves beside its own, each of them that with an adapter."""
+"""Models that one verifier serves beside its own; each of them is that model with an adapter."""
 MAX_NAME_BYTES = 256
-"""Of a model's name, in UTF-8."""
+"""Bound on the length of a model's name in UTF-8."""
 MAX_SECRET_BYTES = 64
 MAX_PRICE = 1000
-"""In thousandths: no draft pays for its row."""
+"""Highest price of a row, in thousandths: at this price no draft node is worth its row."""
 
 
 class RunAhead(Enum):
-    """May the verifier decode on without a draft? (``core/verifier/drafts.py``)"""
+    """Whether the verifier may decode on without waiting for a draft (``core/verifier/drafts.py``).
+    """
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -36,11 +37,13 @@ class RunAhead(Enum):
 
 
 class FinishReason(Enum):
-    """Why a generation is complete. On the wire ``LENGTH`` stands for ``CONTEXT`` too; the device
-    tells them apart by what it holds."""
+    """Why a generation is complete.
+
+    On the wire ``LENGTH`` also stands for ``CONTEXT``; the device distinguishes the two by the
+    number of tokens it holds."""
 
     STOP = "stop"
-    """A stop id, the end of text, or a stop string."""
+    """A stop id, the model's end token, or a stop string."""
     LENGTH = "length"
     """``max_tokens`` were generated."""
     CANCELLED = "cancelled"
@@ -49,8 +52,10 @@ class FinishReason(Enum):
 
 
 class FaultCode(Enum):
-    """Why the verifier ended a stream. ``retryable`` ones are worth a reconnect: a bounded number
-    of them (``core/device/link_keeper.py``)."""
+    """Why the verifier ended a stream.
+
+    A ``retryable`` one is worth a reconnect, a bounded number of times
+    (``core/device/link_keeper.py``)."""
 
     RESYNC = "resync"
     INVALID = "invalid"
@@ -61,7 +66,7 @@ class FaultCode(Enum):
     SHUTTING_DOWN = "shutting_down"
     INTERNAL = "internal"
     UNAUTHENTICATED = "unauthenticated"
-    """The device showed no key, an unknown one, or one that was revoked."""
+    """The device sent no API key, an unknown one, or one that was revoked."""
 
     @property
     def retryable(self) -> bool:
@@ -75,50 +80,51 @@ class FaultCode(Enum):
 
 @statically_frozen
 class Limits:
-    """Bounds a verifier announces in ``Opened`` and enforces."""
+    """Bounds that a verifier announces in ``Opened`` and enforces."""
 
     context_length: int = 4096
     """Prompt plus output, in tokens."""
     max_nodes_outstanding: int = 128
-    """Alive nodes of one session's speculation tree."""
+    """Alive draft nodes of one session's speculation tree."""
     max_nodes_per_pass: int = 64
     max_unreceived: int = 256
-    """Committed tokens the device has not acknowledged before the verifier pauses."""
+    """Committed tokens that may be unacknowledged before the verifier pauses."""
     lease_s: float = 30.0
-    """How long a session outlives its link, in seconds: a change of network or a restart of the
-    device's program takes less, and the cache that is held for it is others' too."""
+    """Seconds that a session is kept after its link is lost. A change of network or a restart of
+    the device's program takes less, and the cache that is held for it is shared with others."""
 
 
 @statically_frozen
 class Open:
     session_id: str
     model: str
-    """Name of the model wanted; empty accepts whatever the verifier serves."""
+    """Name of the requested model; empty accepts whatever the verifier serves."""
     vocabulary: str
     """Fingerprint of the drafter's vocabulary; empty when the device does not draft."""
     prompt: tuple[int, ...]
     committed: tuple[int, ...] = ()
-    """Generated tokens the device already holds (resume)."""
+    """Generated tokens that the device already holds, when it resumes."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     run_ahead: RunAhead = RunAhead.AUTO
     rule: str = EXACT_RULE
     drafting: bool = True
-    """False: no draft will come, decode on."""
+    """False if no draft will come, so that the verifier decodes on without waiting."""
     version: int = PROTOCOL_VERSION
     session_secret: bytes = field(default=b"", repr=False)
-    """Who does not send it again cannot resume, end or replace the session. Kept out of reprs,
-    traces and logs. Empty: the id alone is the proof."""
+    """Secret that must be sent again to resume, end or replace the session. It is kept out of
+    reprs, traces and logs. If it is empty, the session id alone is enough."""
     logprobs: int = 0
-    """How many likeliest tokens to tell with each one, up to ``MAX_LOGPROBS``; 0: no scores."""
+    """Number of likeliest tokens to report with each token, up to ``MAX_LOGPROBS``; 0: no scores.
+    """
 
 
 @statically_frozen
 class Draft:
-    """Guesses. Node ``first_node_id + i`` has token ``tokens[i]`` and parent ``parents[i]``.
+    """Draft nodes. Node ``first_node_id + i`` has token ``tokens[i]`` and parent ``parents[i]``.
 
     Parent 0 is the end of the committed prefix at ``base_position``, whose rolling hash is
-    ``base_hash``; both are 0 when no node hangs there. A draft without nodes says "no draft is
-    coming now: decode on"."""
+    ``base_hash``; both are 0 if no node has parent 0. A draft without nodes means that no draft is
+    coming now, so that the verifier decodes on."""
 
     first_node_id: int
     parents: tuple[int, ...]
@@ -129,7 +135,8 @@ class Draft:
 
 @statically_frozen
 class Received:
-    """The device holds all tokens before ``position``. ``echo`` comes back in the next Commit."""
+    """The device holds all tokens before ``position``. ``echo`` is returned in the next ``Commit``.
+    """
 
     position: int
     echo: int
@@ -137,7 +144,7 @@ class Received:
 
 @statically_frozen
 class Cancel:
-    """The device wants no more tokens."""
+    """The device needs no more tokens."""
 
 
 @statically_frozen
@@ -145,55 +152,61 @@ class Opened:
     limits: Limits
     model: str
     position: int
-    """Committed length at which the stream goes on (that of the device's own tokens)."""
+    """Committed length at which the stream goes on, which is that of the device's own tokens."""
     fingerprint: str = ""
-    """As ``ModelInfo.fingerprint``."""
+    """Fingerprint of the model, as in ``ModelInfo.fingerprint``."""
     constrained: bool = False
-    """The verifier keeps ``SamplingParams.constraint``; one that does not know it never says so."""
+    """Whether the verifier keeps ``SamplingParams.constraint``. A version that does not know
+    constraints never sets it."""
     min_tokens: int = 0
-    """The ``SamplingParams.min_tokens`` that the verifier keeps; 0 from one that does not know
-    it."""
+    """The ``SamplingParams.min_tokens`` that the verifier keeps; 0 from a version that does not
+    know it."""
 
 
 @statically_frozen
 class Commit:
     """The target's tokens for positions ``position`` .. ``position + len(tokens) - 1``.
 
-    At most ``MAX_COMMIT_TOKENS``; without tokens and finish: the verifier is still at work."""
+    There are at most ``MAX_COMMIT_TOKENS``. A commit without tokens and without ``finish`` is a
+    sign of life."""
 
     position: int
     tokens: tuple[int, ...]
     accepted: int = 0
-    """How many of them were drafted and verified in this pass (a prefix of ``tokens``)."""
+    """Number of leading ``tokens`` that were drafted and verified in this pass."""
     stale: int = 0
-    """Nodes dropped since the last commit: their parent was dead, unknown or did not agree."""
+    """Draft nodes dropped since the last commit because their parent was dead or unknown, or
+    because they did not agree with a committed token."""
     queue_us: int = 0
-    """From the oldest verified node's arrival to the start of the pass."""
+    """Time from the arrival of the oldest verified node to the start of the pass."""
     verify_us: int = 0
-    """The pass itself."""
+    """Duration of the pass."""
     rows: int = 0
-    """Draft nodes the pass looked at."""
+    """Draft nodes in the pass."""
     echo: int = 0
     held_us: int = 0
-    """How long the verifier held ``echo`` before this commit left."""
+    """Time between the arrival of ``echo`` and the sending of this commit."""
     finish: FinishReason | None = None
     row_price: int | None = None
-    """Thousandths: a node that is right with less does not pay for its row now. None: rows cost
-    nothing, or are not priced."""
+    """Price of a row in thousandths: a node that is less likely to be right is not worth its row
+    now. None if rows cost nothing or are not priced."""
     credit: int | None = None
-    """How many nodes the device may have outstanding now; None: as many as ``Opened`` said."""
+    """Number of draft nodes that the device may have outstanding now; None: as many as ``Opened``
+    allows."""
     logprobs: tuple[TokenScore, ...] = ()
-    """Of ``tokens``, one each, if the session asked for them and the verifier still has them."""
+    """Scores, one for each of ``tokens``, if the session asked for them and the verifier still has
+    them."""
     replaced: tuple[int, ...] = ()
-    """Places in ``tokens`` of drafted ones that a relaxed rule took in place of the target's own;
-    none under the exact rule."""
+    """Indices in ``tokens`` of drafted tokens that a relaxed rule accepted in place of the target's
+    own. Empty under the exact rule."""
     read: int = 0
-    """How many committed tokens the verifier has read, while it reads a prompt; 0: not told."""
+    """Number of committed tokens that the verifier has computed, while it prefills a prompt; 0: not
+    reported."""
 
 
 @statically_frozen
 class Fault:
-    """The verifier ends the stream; ``message`` names the bound and the value."""
+    """The verifier ends the stream. ``message`` names the bound and the value."""
 
     code: FaultCode
     message: str
@@ -209,8 +222,10 @@ Message = Uplink | Downlink
 
 @statically_frozen
 class DraftTotals:
-    """Since a verifier began: nodes that passes looked at and those of them that became tokens, by
-    who drafted them (devices, the verifier's model, the text); and what the model's steps took."""
+    """Counters since a verifier started, by draft source: devices, the server model, server lookup.
+
+    ``*_nodes`` are draft nodes that passes computed and ``*_accepted`` those that became tokens.
+    ``model_steps`` and ``model_us`` count the server model's draft steps and their duration."""
 
     device_nodes: int = 0
     device_accepted: int = 0
@@ -221,33 +236,34 @@ class DraftTotals:
     model_steps: int = 0
     model_us: int = 0
     model_failures: int = 0
-    """How often it failed; after that the verifier drafts with it no more."""
+    """Failures of the server model. After the last one the verifier no longer drafts with it."""
 
 
 @statically_frozen
 class VerifierInfo:
-    """What a verifier serves and how busy it is; limits and counts are 0 when it does not tell."""
+    """The models that a verifier serves, and its load. Limits and counts are 0 if it does not
+    report them."""
 
     model: ModelInfo
     limits: Limits
-    """What ``Opened`` would announce."""
+    """Limits that ``Opened`` would announce."""
     sessions: int
-    """Held now, counting those whose link is lost until their lease ends."""
+    """Sessions held now, including disconnected ones until their lease ends."""
     max_sessions: int
-    """With as many held, a new one is refused as ``OVERLOADED``."""
+    """Number of held sessions at which a new one is refused as ``OVERLOADED``."""
     pass_us: int = 0
-    """Moving average of the length of a pass under the load of late; 0: none was timed yet."""
+    """Moving average of a pass's duration under the recent load; 0: none was timed yet."""
     adapters: tuple[ModelInfo, ...] = ()
-    """Served beside ``model``, each by its name: the model with an adapter."""
+    """Models served beside ``model``, each under its own name: the model with an adapter."""
     drafts: DraftTotals | None = None
-    """Who drafted what; None: not told."""
+    """Counters by draft source; None: not reported."""
 
     @property
     def served(self) -> tuple[ModelInfo, ...]:
         return (self.model, *self.adapters)
 
     def of(self, name: str) -> ModelInfo | None:
-        """What who opens a session for ``name`` gets; None: nothing of that name is served."""
+        """Return the model served under ``name``, or None. The empty name is the default model."""
         if not name:
             return self.model
         return next((one for one in self.served if one.name == name), None)
@@ -255,11 +271,12 @@ class VerifierInfo:
 
 @statically_frozen
 class ModelIdentity:
-    """What a verifier tells of its model when it opens a session."""
+    """Identity of the model that a verifier reports when it opens a session."""
 
     name: str
     fingerprint: str
-    """Empty: one that does not tell it; then the name has to do."""
+    """Fingerprint of the model. It is empty from a verifier that does not report one; then the
+    names are compared."""
     context_length: int
 
     @classmethod
@@ -267,8 +284,10 @@ class ModelIdentity:
         return cls(opened.model, opened.fingerprint, opened.limits.context_length)
 
     def is_model_of(self, other: ModelIdentity) -> bool:
-        """Whether both are one model. A verifier that tells no fingerprint is not known to serve
-        the model of one that does, whatever its name."""
+        """Return whether both are the same model.
+
+        A verifier that reports no fingerprint never counts as serving the model of one that does,
+        whatever the names."""
         if self.fingerprint or other.fingerprint:
             return self.fingerprint == other.fingerprint
         return self.name == other.name
@@ -278,8 +297,9 @@ class ModelIdentity:
 
 
 def why_not(begun: ModelIdentity, here: ModelIdentity, needed_length: int) -> str | None:
-    """Why a text that ``begun`` began cannot go on ``here``, or None. ``needed_length`` is prompt
-    and longest output, 0: not known."""
+    """Return why a generation that began on ``begun`` cannot go on on ``here``, or None if it can.
+
+    ``needed_length`` is the length of the prompt plus the longest output; 0: not known."""
     if not here.is_model_of(begun):
         return f"it serves the model {here}, but the text was begun by {begun}"
     if not begun.context_length:

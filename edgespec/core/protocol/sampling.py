@@ -1,15 +1,15 @@
 """Sampling parameters, and the law that turns one row of logits into one token.
 
-Theory of operation. The token at ``position`` is a pure function of the target's logits, the
-tokens before it, the parameters and the seed:
+Theory of operation. The token at ``position`` is a pure function of the target's logits, the tokens
+before it, the parameters and the seed:
 
     mask of constraint and min_tokens -> bias -> repetition -> presence/frequency -> temperature
     -> top-k -> top-p -> min-p -> argmax of (logits + Gumbel noise)
 
-A temperature below ``LEAST_TEMPERATURE`` is the greedy case: no truncation, no noise, ties to the
+A temperature below ``MIN_TEMPERATURE`` is the greedy case: no truncation, no noise, ties to the
 lowest id. ``choose`` is the scalar specification, against which the numpy and torch versions are
-tested. Repetition counts prompt and output (Keskar et al. 2019), presence and frequency output
-only, as in the OpenAI API. Truncation never removes the most likely token.
+tested. Repetition counts prompt and output (Keskar et al. 2019), presence and frequency count the
+output only, as in the OpenAI API. Truncation never removes the most likely token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from edgespec.core.protocol.constraint import Constraint, allows
 
 # Shared noise: Gumbel(seed, position, token id) as a pure function. argmax(logits + Gumbel noise)
 # samples from softmax(logits), and a device that adds the same noise to its own logits often picks
-# the same token (arXiv 2408.07978: with probability at least (1-TV)/(1+TV)). ``sampling/`` has it
-# on arrays; the integers agree bit for bit. All are 32 bits, every step is a bijection or a xor
-# with a key; with one keyed round the noise of two positions would be shifted copies of each other.
+# the same token (arXiv 2408.07978: with probability at least (1-TV)/(1+TV)). ``sampling/`` computes
+# it on arrays and tensors; the integers agree bit for bit. All are 32 bits wide, and every step is
+# a bijection or a xor with a key. There are two keyed rounds, because with one the noise of two
+# positions would be shifted copies of each other.
 
 MASK_32 = 0xFFFFFFFF
 # Finaliser constants of MurmurHash3 (public domain, Austin Appleby) and the golden ratio.
@@ -39,7 +40,8 @@ SECOND_KEY = 0x7F4A7C15
 
 
 def mix(value: int) -> int:
-    """A bijection of 32-bit integers in which every input bit moves half of the output bits."""
+    """Return ``value`` mixed by a bijection of 32-bit integers in which every input bit changes
+    about half of the output bits."""
     value &= MASK_32
     value = ((value ^ value >> 16) * MIX_A) & MASK_32
     value = ((value ^ value >> 13) * MIX_B) & MASK_32
@@ -47,13 +49,14 @@ def mix(value: int) -> int:
 
 
 def seed_key(seed: int) -> int:
-    """What all positions of a seed have in common; ``seed`` is taken modulo 2**64."""
+    """Return the part of the noise key that all positions of a seed share. ``seed`` is taken modulo
+    2**64."""
     low, high = seed & MASK_32, (seed >> 32) & MASK_32
     return mix(mix(low ^ GOLDEN) + high)
 
 
 def position_keys(seed: int, position: int) -> tuple[int, int]:
-    """The two round keys of a position; ``seed`` is taken modulo 2**64."""
+    """Return the two round keys of a position. ``seed`` is taken modulo 2**64."""
     first = mix(seed_key(seed) ^ (position * GOLDEN & MASK_32))
     return first, mix(first + SECOND_KEY)
 
@@ -63,8 +66,10 @@ def noise_bits(seed: int, position: int, token: int) -> int:
 
 
 def keyed_bits(key: int, position: int, token: int) -> int:
-    """``noise_bits`` for one who keeps the ``seed_key`` of a seed that is used often. ``mix`` is
-    written out four times: a simulated link draws for every message."""
+    """Return ``noise_bits`` for a seed given by its ``seed_key``.
+
+    It saves computing the key again for a seed that is used often. ``mix`` is written out four
+    times, because a simulated link draws a number for every message."""
     first = (key ^ position * GOLDEN) & MASK_32
     first = ((first ^ first >> 16) * MIX_A) & MASK_32
     first = ((first ^ first >> 13) * MIX_B) & MASK_32
@@ -82,10 +87,10 @@ def keyed_bits(key: int, position: int, token: int) -> int:
 
 
 def gumbel(bits: int) -> float:
-    """Standard Gumbel variate from 32 bits, of which the upper 23 count.
+    """Return a standard Gumbel variate from 32 bits, of which the upper 23 are used.
 
-    23 and not 24: (k + 0.5) * 2**-24 rounds to 1.0 in float32 for the largest k, and the noise
-    of that token would be infinite."""
+    They are 23 and not 24 because (k + 0.5) * 2**-24 rounds to 1.0 in float32 for the largest k,
+    and the noise of that token would be infinite."""
     uniform = ((bits >> 9) + 0.5) * 2.0**-23
     return -math.log(-math.log(uniform))
 
@@ -95,51 +100,54 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 16
 MAX_BIASES = 1024
 MAX_TOKENS = 1 << 20
-# Divided by less than this, any two float32 logits that differ are further apart than the noise can
-# bridge, and soon further than float32 reaches.
+# Divided by a smaller temperature, any two float32 logits that differ are further apart than the
+# noise can bridge, and soon exceed the range of float32.
 LEAST_TEMPERATURE = 1e-6
-# Below this a logit divided by the penalty may leave the range of float32.
+# A logit divided by a smaller penalty may leave the range of float32.
 LEAST_REPETITION_PENALTY = 0.01
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What the text shall be like. Frozen: a session's output is a function of this object.
+    """Parameters of the sampling law. Frozen: a session's output is a function of this object.
 
-    Raises ``ValueError`` naming the field, the value and the limit."""
+    Raises ``ValueError`` with the field, the value and the limit."""
 
     temperature: float = limited(0.0, 0.0, 100.0)
-    """0 takes the likeliest token, more is freer. Logits are divided by it."""
+    """Divide the logits by this. 0 takes the likeliest token; higher values make the output more
+    varied."""
     top_k: int = limited(0, 0, 1 << 24)
     """Keep the k likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest up to this share. The smallest set that reaches it is kept."""
+    """Keep the smallest set of likeliest tokens whose probability reaches this share."""
     min_p: float = limited(0.0, 0.0, 1.0)
-    """Drop tokens less likely than this share of the likeliest."""
+    """Drop tokens whose probability is below this share of the likeliest token's."""
     repetition_penalty: float = limited(1.0, LEAST_REPETITION_PENALTY, 100.0)
-    """Above 1, a token of the prompt or the text becomes less likely."""
+    """Above 1, tokens that occur in the prompt or the output become less likely."""
     presence_penalty: float = limited(0.0, -100.0, 100.0)
-    """Taken from the logit of each token that the text holds."""
+    """Subtract this from the logit of each token that occurs in the output."""
     frequency_penalty: float = limited(0.0, -100.0, 100.0)
-    """Taken from it once for each time that the text holds the token."""
+    """Subtract this from a token's logit once for each time that it occurs in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
-    """Added to the logits of these token ids, such as ``{42: -1.5}``."""
+    """Add these amounts to the logits of these token ids, such as ``{42: -1.5}``."""
     seed: int = limited(0, 0, (1 << 64) - 1)
-    """The same seed gives the same text."""
+    """Seed of the sampling noise. The same seed gives the same output."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the text."""
+    """Token ids that end the output."""
     stop: tuple[str, ...] = ()
-    """End before this text. The device looks for it; it is never sent and never shown."""
+    """End the output before any of these strings. The device searches for them; they are never sent
+    and never shown."""
     max_tokens: int = limited(256, 1, MAX_TOKENS)
-    """Write this many tokens at most."""
+    """Generate at most this many tokens."""
     min_tokens: int = limited(0, 0, MAX_TOKENS)
-    """Write this many tokens at least: before them no end token, no stop token and no stop text
-    ends the text. It still ends where its constraint allows nothing else."""
+    """Generate at least this many tokens: before that no end token, stop token or stop string ends
+    the output. It still ends where its constraint allows nothing else."""
     ignore_eos: bool = False
-    """Go on past the model's own end token, for measurements."""
+    """Go on past the model's own end token. Use this for measurements."""
     constraint: Constraint | None = None
-    """Hold the text to a schema or a grammar: ``{kind: json_schema, text: ...}``."""
+    """Constrain the output to a schema, grammar or regular expression: ``{kind: json_schema, text:
+    ...}``."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -148,7 +156,7 @@ class SamplingParams:
         bounded("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
         bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
         given: object = self.stop
-        if isinstance(given, str):  # a tuple of its letters to whoever goes through it
+        if isinstance(given, str):  # iterating over a str would give its letters
             raise ValueError(f"stop is {given!r}, but must be a tuple of texts")
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
@@ -161,7 +169,7 @@ class SamplingParams:
             raise ValueError("ignore_eos is true, but must be false where a grammar ends a text")
 
     def end_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end the text with a model that has these end tokens."""
+        """Return the tokens that end the output of a model with these end tokens."""
         return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)))
 
     @property
@@ -170,7 +178,8 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether a row depends on which tokens came before it, beyond the model."""
+        """Whether a token's score depends on the tokens before it beyond what the model computed.
+        """
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -179,11 +188,11 @@ class SamplingParams:
 
 
 class HeldEnds:
-    """Holds off the tokens that end a text until ``min_tokens`` of it were generated.
+    """Forbids the tokens that end an output until ``min_tokens`` were generated.
 
     It is a mask like that of a constraint (``core/protocol/constraint.py``), so it is a part of the
-    law: both ends apply it before everything else. Where nothing but an end may come, as behind the
-    last brace of a JSON schema, the end comes."""
+    law: both ends apply it before everything else. Where nothing but an end token is allowed, as
+    behind the last brace of a JSON schema, the end token stays allowed."""
 
     def __init__(
         self, params: SamplingParams, vocabulary_size: int, eos_token_ids: Iterable[int]
@@ -196,8 +205,8 @@ class HeldEnds:
         self._others_mask = _as_mask(self._others)
 
     def mask(self, mask: bytes | None, generated: int) -> bytes | None:
-        """Return ``mask`` without the ends, at a place behind ``generated`` tokens. None stands for
-        a mask that allows everything."""
+        """Return ``mask`` without the end tokens, for the position behind ``generated`` tokens of
+        output. A mask of None allows everything."""
         if generated >= self._min_tokens or not self._others:
             return mask
         if mask is None:
@@ -218,8 +227,10 @@ def choose(
     output: Sequence[int] = (),
     mask: bytes | None = None,
 ) -> int:
-    """The token at ``position`` by its logits, the tokens before it and the mask of constraint and
-    ``HeldEnds``."""
+    """Return the token at ``position``.
+
+    It depends on the logits of that position, the tokens before it and ``mask``, the mask of the
+    constraint and of ``MinTokensMask``."""
     scores = warp(masked(logits, mask), params, prompt, output)
     if not params.greedy:
         scores = [
@@ -230,7 +241,7 @@ def choose(
 
 
 def masked(logits: Sequence[float], mask: bytes | None) -> Sequence[float]:
-    """``logits``, with -inf for each token that ``mask`` forbids; None forbids nothing."""
+    """Return ``logits`` with -inf for each token that ``mask`` forbids. None forbids nothing."""
     if mask is None:
         return logits
     return [x if allows(mask, token) else -math.inf for token, x in enumerate(logits)]
@@ -242,7 +253,8 @@ def warp(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
 ) -> list[float]:
-    """Logits after bias, penalties, temperature and truncation; -inf where a token is out."""
+    """Return the logits after bias, penalties, temperature and truncation. A token that truncation
+    removes gets -inf."""
     scores = [float(x) for x in logits]
     for token, bias in params.logit_bias.items():
         if 0 <= token < len(scores):
@@ -290,14 +302,15 @@ def _min_p(scores: list[float], p: float) -> list[float]:
 
 
 class TokenCounts:
-    """How often each token occurs in a prompt and in the output behind it, by id; what penalties
-    ask for. A step pays for the tokens that came and went, not for the length of the text.
+    """Number of occurrences of each token in a prompt and in the output behind it, by id, for
+    penalties.
 
-    Ids outside ``[0, vocabulary_size)`` are left out: no penalty can reach them."""
+    An update costs time for the tokens that came and went, not for the whole length. Ids outside
+    ``[0, vocabulary_size)`` are ignored: no penalty can reach them."""
 
     def __init__(self, vocabulary_size: int) -> None:
         self.occurs = bytearray(vocabulary_size)
-        """1 for each id that is there at all."""
+        """1 for each id that occurs at all, in the prompt or the output."""
         self.in_output = array("i", bytes(array("i").itemsize * vocabulary_size))
         self._everywhere = array("i", self.in_output)
 
@@ -312,7 +325,7 @@ class TokenCounts:
         self._change(tokens, 1, in_output)
 
     def remove(self, tokens: Iterable[int], *, in_output: bool) -> None:
-        """Take back tokens that were added with the same ``in_output``."""
+        """Remove tokens that were added with the same ``in_output``."""
         self._change(tokens, -1, in_output)
 
     def _change(self, tokens: Iterable[int], by: int, in_output: bool) -> None:

@@ -1,24 +1,24 @@
-"""Guesses from the text itself and from what was said before, without a model; both ends use them.
+"""Candidates from the text itself and from earlier texts, without a model. Both ends use them.
 
-Theory of operation. Four sources name tokens for the next position, the surest first:
+Theory of operation. Four sources give candidates for the next position, the surest first:
 
-    match      what stood behind the last tokens the last time they stood in this text, two tokens
-               or more, counted to ``LONGEST`` (prompt lookup decoding, Saxena 2023)
-    corpus     what most often stood behind the longest end of the text that other texts hold too
-               (``Corpus``; REST, He et al., NAACL 2024); by its chance among the others
+    match      what followed the last tokens the last time they occurred in this text, two tokens
+               or more, counted up to ``MAX_MATCH_LENGTH`` (prompt lookup decoding, Saxena 2023)
+    corpus     what most often followed the longest end of the text that also occurs in other texts
+               (``Corpus``; REST, He et al., NAACL 2024); it is ordered among the others by chance
     n-grams    what followed the last pair of tokens in committed texts, in an LRU table (Cacheback,
                Ma, Gim and Zhong, EMNLP 2025)
-    recycled   what followed the last token alone, and what the target said after guesses that were
-               wrong (Token Recycling, Luo et al., ACL 2025)
+    recycled   what followed the last token alone, and the target's tokens in place of rejected
+               nodes (Token Recycling, Luo et al., ACL 2025)
 
-Each named token is a guess of a *cell*: its source, the length of its match and its rank among the
-guesses for the position (of a corpus: among its own, and how often it came next there). With each
-committed token the guesses for its position are compared, made or not, and their cells count:
-chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials + ``PRIOR_WEIGHT``), where hits and trials lose
-a share 1 - ``MEMORY`` at each trial of the cell.
+Each candidate belongs to a *cell*: its source, the length of its match, and its rank among the
+candidates for the position (in a corpus: among its own, and by its share there). When a token is
+committed, the candidates for its position are compared with it, whether they became nodes or not,
+and their cells count: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials + ``PRIOR_WEIGHT``),
+where hits and trials lose a share 1 - ``MEMORY`` at each trial of the cell.
 
-Bounds: an index of ``MOST_PAIRS`` entries of about 170 bytes, begun anew when it is full; tables of
-``MOST_LEADERS`` rows of about 230 bytes, below 2 MiB each.
+Bounds: an index of ``MAX_PAIRS`` entries of about 170 bytes, cleared when it is full; tables of
+``MAX_LEADERS`` rows of about 230 bytes, below 2 MiB each.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from edgespec.core.protocol.estimators import DecayedRate
 MEMORY: Final = 0.98
 PRIOR_WEIGHT: Final = 2.0
 RANKS: Final = 2
-"""Guesses for one position; no more are made."""
+"""Maximum number of candidates for one position."""
 
-# First cell of each kind. Prompt lookup has one for matches of 2, 3, 4 to 5, 6 to 9 and more.
+# First cell of each kind. Prompt lookup has one for matches of 2, 3, 4 to 5, 6 to 9 and more
+# tokens.
 MATCH_CELLS: Final = tuple(kind * RANKS for kind in (0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4))
 NGRAM_CELL: Final = 5 * RANKS
 RECYCLED_CELL: Final = 6 * RANKS
 _CORPUS_CELL: Final = 7 * RANKS
-# A corpus has one for ends of 2, of 3 to 4, of 5 to 8 and of more tokens, times shares below a
-# third, below two thirds, and above.
+# A corpus has a cell for each pair of a match length (2, 3 to 4, 5 to 8, more tokens) and a share
+# (below a third, below two thirds, above).
 _CORPUS_KINDS: Final = (0, 0, 0, 1, 1, 2, 2, 2, 2, 3)
 _SHARES: Final = 3
 
-# What the bundled target's texts gave on code and summaries (docs/measurements.md): first guesses
-# by kind, and what is left for the second.
+# Measured chances on outputs of the bundled target, code and summaries (docs/measurements.md):
+# first candidates by kind, and the factor for second ones.
 _FIRST: Final = tuple(
     rate * share for rate in (0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3) for share in (1.0, 0.5)
 ) + tuple(
@@ -59,8 +60,10 @@ _FIRST: Final = tuple(
 
 
 class TextChances:
-    """``of[cell]`` is the estimated chance of a guess. It begins at that of ``everybodys``, where
-    what is noted here counts too; without them, at what the bundled target's texts gave."""
+    """Estimated chance of a candidate, by cell.
+
+    ``by_cell[cell]`` begins at the estimate of ``shared``, in which records made here count too.
+    Without ``shared`` it begins at what was measured on outputs of the bundled target."""
 
     def __init__(self, everybodys: TextChances | None = None) -> None:
         self._everybodys = everybodys
@@ -82,7 +85,8 @@ MOST_FOLLOWERS: Final = 2
 
 
 class FollowerTable:
-    """Rows of followers by leader; at most ``most_leaders`` of them."""
+    """Table of the tokens that followed a leader, with at most ``max_leaders`` rows, least recently
+    added first to go."""
 
     def __init__(self, most_leaders: int = MOST_LEADERS) -> None:
         self._most_leaders = most_leaders
@@ -92,11 +96,12 @@ class FollowerTable:
         return len(self._rows)
 
     def after(self, leader: int) -> tuple[int, ...]:
-        """What followed the leader, most recent first; empty: nothing that is remembered."""
+        """Return the tokens that followed the leader, most recent first; empty if none is
+        remembered."""
         return self._rows.get(leader, ())
 
     def add(self, leader: int, token: int) -> None:
-        """The token stood behind the leader just now."""
+        """Record that the token followed the leader just now."""
         rows = self._rows
         row = rows.get(leader)
         if row is None:
@@ -111,20 +116,24 @@ class FollowerTable:
 
 
 class Corpus(Protocol):
-    """Texts that are there before the first word is said."""
+    """Texts that were indexed before the generation began."""
 
     def after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
-        """Of ``end``, the last ``CORPUS_LENGTH`` tokens of a text or fewer: how many of its last
-        tokens stand in the corpus too, two or more, and what stood behind them there, the most
-        frequent first, each with its share, at most ``RANKS``. 0 and nothing: they do not."""
+        """Return how many of the last tokens of ``end`` also occur in the corpus, and what followed
+        them there.
+
+        ``end`` holds the last ``CORPUS_LENGTH`` tokens of a text, or fewer. The count is at least
+        two. The followers come most frequent first, each with its share, at most ``RANKS``. Returns
+        0 and nothing if there is no match."""
 
 
 CORPUS_LENGTH: Final = 16
 
 
 class TextTables:
-    """What was said in committed texts, and the ``corpus`` beside it. ``ngrams`` False leaves pairs
-    out: the index of the one text that is read has them already."""
+    """Tables of committed texts, with a ``corpus`` beside them.
+
+    ``ngrams`` False leaves the table of pairs out, for a text whose own index has them already."""
 
     corpus: Corpus | None = None
 
@@ -133,7 +142,7 @@ class TextTables:
         self.ngrams = FollowerTable(most_leaders) if ngrams else None
 
     def enter(self, tokens: Sequence[int], at: int) -> None:
-        """The token at ``at`` >= 2 was committed behind those before it."""
+        """Record that the token at ``at`` >= 2 was committed behind those before it."""
         last, token = tokens[at - 1], tokens[at]
         self.recycled.add(last, token)
         if self.ngrams is not None:
@@ -144,16 +153,17 @@ class TextTables:
 
 MOST_PAIRS = 8192
 LONGEST = 12
-"""Longer matches are not told apart."""
+"""Longest match that is counted; longer ones are treated as this long."""
 
 
 def pair_of(before: int, last: int) -> int:
-    """Two neighbouring tokens as one key."""
+    """Return two neighbouring tokens as one dictionary key."""
     return before << 32 | last
 
 
 def common_length(tokens: Sequence[int], position: int, end: int) -> int:
-    """How many tokens before ``position`` equal those before ``end``, counted to ``LONGEST``."""
+    """Return how many tokens before ``position`` equal those before ``end``, at most
+    ``MAX_MATCH_LENGTH``."""
     length, most = 0, min(LONGEST, position)
     while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
         length += 1
@@ -161,8 +171,10 @@ def common_length(tokens: Sequence[int], position: int, end: int) -> int:
 
 
 class PromptLookup:
-    """The index of one text, which only grows. ``position`` is where its match goes on, and
-    ``length`` the match's length; 0: there is none."""
+    """Index of one text, which only grows.
+
+    ``position`` is the position behind the current match, and ``length`` is the match's length; 0:
+    there is none."""
 
     def __init__(self, most_pairs: int = MOST_PAIRS) -> None:
         self.known = 0
@@ -174,7 +186,7 @@ class PromptLookup:
         return len(self._places)
 
     def place(self, pair: int) -> int:
-        """Where a token last stood behind the pair; -1: nowhere."""
+        """Return the position of the last token that followed the pair; -1 if none did."""
         return self._places.get(pair, -1)
 
     def load(self, tokens: Sequence[int], end: int) -> None:
@@ -213,18 +225,20 @@ class PromptLookup:
 # --- guesses --------------------------------------------------------------------------------
 
 Guess = tuple[int, int]
-"""Cell and token."""
+"""A candidate: its cell and its token."""
 Place = tuple[tuple[int, ...], int, int]
-"""Where guesses may stand: the last tokens before it, two or with a corpus more, the position where
-their match in the text goes on, and how long that match is; 0: there is none."""
+"""State of lookup at a position in or behind the text: the last tokens before it (two, or more with
+a corpus), the position behind their match in the text, and the length of that match; 0: there is
+none."""
 
 
 SURE: Final = 6
-"""Beside a match that is so long nothing else is guessed."""
+"""A match of at least this length is so sure that no other source is used beside it."""
 
 
 class TextReader:
-    """Reads one text as it grows; ``tables`` outlive it and are its user's own."""
+    """Offers candidates for one text as it grows. ``tables`` outlive the text and belong to its
+    user alone."""
 
     def __init__(self, tables: TextTables, chances: TextChances) -> None:
         self.lookup = PromptLookup()
@@ -235,7 +249,7 @@ class TextReader:
         self._looked_at = 2 if tables.corpus is None else CORPUS_LENGTH
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Judge guesses by the tokens that came since, then remember those."""
+        """Judge candidates by the new tokens of ``tokens``, then index those."""
         lookup, note = self.lookup, self._chances.note
         for at in range(lookup.known, len(tokens)):
             if at >= 2:
@@ -248,14 +262,18 @@ class TextReader:
             lookup.add(tokens)
 
     def end(self, tokens: Sequence[int]) -> Place:
-        """The place behind the text, which has two tokens or more, all of them learned."""
+        """Return the state behind the text, which must have at least two tokens, all of them
+        learned."""
         return tuple(tokens[-self._looked_at :]), self.lookup.position, self.lookup.length
 
     def guesses(self, tokens: Sequence[int], place: Place) -> tuple[list[Guess], Place]:
-        """At most ``RANKS`` guesses for the place, the surest source first, and the place with its
-        match looked up again if it had come to the end of the text."""
+        """Return at most ``RANKS`` candidates for the position of ``state``, the surest source
+        first.
+
+        Also returns the state, with its match looked up again if that had reached the end of the
+        text."""
         end, position, length = place
-        if position >= len(tokens):  # in its own tail, or it is not known yet
+        if position >= len(tokens):  # it reaches the end, or was not looked up
             position = self.lookup.place(end[-2] << 32 | end[-1])
             length = 0 if position < 0 else max(2, length)
         if length > LONGEST:
@@ -267,7 +285,8 @@ class TextReader:
         return named, (end, position, length)
 
     def behind(self, tokens: Sequence[int], place: Place, token: int) -> Place:
-        """The place behind a token that stands at ``place``, as ``guesses`` returned it."""
+        """Return the state behind ``token`` at the position of ``state``, as ``candidates``
+        returned it."""
         end, position, length = place
         end = (*end[1 - self._looked_at :], token)
         if length and tokens[position] == token:
@@ -306,7 +325,7 @@ class TextReader:
         ]
 
     def _likeliest(self, guesses: list[Guess]) -> list[Guess]:
-        """The best ``RANKS`` of them, each token once."""
+        """Return the likeliest ``RANKS`` candidates, each token once."""
         named: list[Guess] = []
         for cell, token in sorted(guesses, key=lambda guess: -self._chances.of[guess[0]]):
             if len(named) < RANKS and all(token != other for _, other in named):

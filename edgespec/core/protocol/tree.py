@@ -1,17 +1,17 @@
-"""The speculation tree: guesses hanging behind the committed prefix, with a root that moves.
+"""The speculation tree: draft nodes behind the committed prefix, with a root that moves.
 
-Theory of operation. The *root* is the end of the committed prefix; a *node* is a guessed token
+Theory of operation. The *root* is the end of the committed prefix. A *node* is a drafted token
 whose parent is another node or the root. Node ids count up from 1 for the life of a stream; 0
-names the root at a stated base position. Committing tokens moves the root: along a child that has
-the token (that child becomes *committed*), or off the tree, which kills every node. A node is
+stands for the root at a stated base position. Committing tokens moves the root: along a child that
+has the token (that child becomes *committed*), or off the tree, which kills every node. A node is
 
     alive      its whole path from the root consists of nodes of this tree
-    committed  its path is part of the committed prefix; late children may still name it
-    dead       anything else; dead ids are forgotten, and so is whatever is sent behind them
+    committed  its path is part of the committed prefix; late children may still name it as parent
+    dead       in any other case; dead ids are forgotten, and their late children are dropped
 
 Invariants: a parent's id is smaller than its children's; siblings have different tokens; the
-position of a root child is ``prefix.length``. Both sides run this same class: the device grows
-what it drafted, the verifier grows what arrived, and both commit the same tokens.
+position of a root child is ``prefix.length``. Both sides run this same class: the device adds what
+it drafted, the verifier adds what arrived, and both commit the same tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _EMPTY_HASH = 0x65646765
 
 
 class CommittedPrefix:
-    """Prompt and the target's own tokens. ``hash_at(n)`` is the 32-bit hash of the first n: it
-    shows that the other side holds other tokens, which lengths alone do not."""
+    """The prompt and the target's own tokens behind it.
+
+    ``hash_at(n)`` is the 32-bit hash of the first n tokens. It detects that the other end holds
+    other tokens, which lengths alone do not."""
 
     __slots__ = ("_hashes", "length", "prompt_length", "tokens")
 
@@ -61,41 +63,44 @@ class CommittedPrefix:
 ROOT = 0
 UNRANKED = NOT_NAMED = -1
 
-# Committed ids that late drafts may still name. A device hears of a commit within a round trip, so
-# only ids of the last round trip matter; this is thousands of tokens at any real link.
+# Committed ids that late drafts may still name. A device receives a commit within a round trip, so
+# only ids of the last round trip matter; this is thousands of tokens on any real link.
 MAX_COMMITTED_IDS = 4096
 
 
 class Growth(Enum):
     ALIVE = "alive"
     FORWARDED = "forwarded"
-    """The node agrees with tokens already committed."""
+    """The node agrees with tokens that are committed already."""
     STALE = "stale"
-    """Its parent is dead or unknown, it disagrees with a committed token, or it is a repeat."""
+    """The node's parent is dead or unknown, or it disagrees with a committed token, or it is a
+    repeat."""
 
 
-# Asked for at every node: in Python 3.11 a look into the class is a function call.
+# These names are used at every node: in Python 3.11 looking a member up in its Enum is a function
+# call.
 ALIVE, FORWARDED, STALE = Growth
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A guess; the tree alone changes it."""
+    """A draft node."""
 
     id: int
     parent: int
-    """``ROOT`` for children of the root."""
+    """Id of the parent node; ``ROOT`` for children of the root."""
     token: int
     position: int
     rank: int
-    """0 for the draft's first choice among its siblings; ``UNRANKED``: no choice of the draft's."""
+    """Rank among the draft model's candidates for the position, 0 for the first; ``UNRANKED`` if
+    the draft model did not offer this token."""
     children: list[Node]
     logprob: float = 0.0
-    """What the draft thought of it, where this side drafted it."""
+    """Log-probability under the draft model, if this end drafted the node."""
     chance: float = 1.0
-    """How likely this side holds it to be right behind its parent, where it drafted it."""
+    """Estimated chance that the node is right if its parent is, if this end drafted it."""
     named_by: int = NOT_NAMED
-    """The cell of ``text_guesses.TextChances`` that it is a guess of, where the text named it."""
+    """Cell of ``text_guesses.TextChances`` if text lookup offered the token, else ``NO_CELL``."""
 
 
 class SpeculationTree:
@@ -104,18 +109,20 @@ class SpeculationTree:
     def __init__(self, prefix: CommittedPrefix) -> None:
         self.prefix = prefix
         self.nodes: dict[int, Node] = {}
-        """Alive nodes by id, oldest (lowest id) first: every parent before its children."""
+        """Alive nodes by id, lowest id first, so every parent comes before its children."""
         self.roots: list[Node] = []
         self.last_id = 0
-        """The highest id that was taken. A stale node takes none: one that found no parent may come
-        again when the parent has, as after a verifier had no room for it."""
+        """Highest id that was added. A stale node's id does not count: a node whose parent was not
+        found may be sent again when the parent is there, as after the verifier had no room for the
+        parent."""
         self._committed: dict[int, int] = {}
 
     # --- looking ---------------------------------------------------------------------------
 
     def place(self, parent: int, base_position: int) -> int | None:
-        """The position of a child of ``parent`` (at ``base_position`` for ``ROOT``); None when
-        the parent is dead or unknown."""
+        """Return the position of a child of ``parent``, or None if the parent is dead or unknown.
+
+        A child of ``ROOT`` stands at ``base_position``."""
         if parent in self.nodes:
             return self.nodes[parent].position + 1
         if parent == ROOT:
@@ -123,7 +130,7 @@ class SpeculationTree:
         return self._committed[parent] + 1 if parent in self._committed else None
 
     def path(self, node_id: int) -> list[int]:
-        """Tokens from the root to the node, itself included; empty for the root."""
+        """Return the tokens from the root to the node, itself included; empty for the root."""
         tokens: list[int] = []
         nodes = self.nodes
         while node_id in nodes:
@@ -133,7 +140,7 @@ class SpeculationTree:
         return tokens[::-1]
 
     def children(self, parent: int) -> list[Node]:
-        """Of an alive node, else of the root."""
+        """Return the children of an alive node, or of the root for any other id."""
         node = self.nodes.get(parent)
         return self.roots if node is None else node.children
 
@@ -150,9 +157,11 @@ class SpeculationTree:
         chance: float = 1.0,
         named_by: int = NOT_NAMED,
     ) -> Growth:
-        """Add one guess. ``base_position`` counts only for parent ``ROOT``: the committed length
-        it was drafted on, at most the present one (the caller checks). ``rank`` None: its place
-        among the siblings that are there."""
+        """Add one draft node.
+
+        ``base_position`` is used only for parent ``ROOT``: the committed length on which the node
+        was drafted, at most the present one (the caller checks that). ``rank`` None gives the node
+        the next rank behind its present siblings."""
         if node_id <= self.last_id:
             return STALE
         before = self.nodes.get(parent)
@@ -191,7 +200,7 @@ class SpeculationTree:
         self.prefix.extend(tokens)
 
     def clear(self) -> None:
-        """Kill every node and forget all ids (a new stream)."""
+        """Kill every node and forget all ids, for a new stream."""
         self.nodes.clear()
         self.roots = []
         self._committed.clear()
@@ -234,7 +243,7 @@ class SpeculationTree:
 class Ending:
     stops: frozenset[int]
     end: int
-    """The committed length at which the generation is full."""
+    """Committed length at which the generation is complete."""
 
     @classmethod
     def of(
@@ -248,7 +257,8 @@ class Ending:
         return cls(sampling.end_tokens(eos_token_ids), end)
 
     def reached(self, prefix: CommittedPrefix) -> FinishReason | None:
-        """How a generation that holds these tokens has ended already, if it has."""
+        """Return the finish reason of a generation that holds these tokens, or None if it is not
+        complete."""
         if prefix.output and prefix.output[-1] in self.stops:
             return FinishReason.STOP
         return FinishReason.LENGTH if prefix.length >= self.end else None
@@ -256,10 +266,12 @@ class Ending:
     def cut(
         self, position: int, tokens: tuple[int, ...]
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """What of ``tokens``, which start at ``position``, belongs to the output, and whether the
-        output ends with it. The stop id itself belongs to it."""
+        """Return the part of ``tokens``, which start at ``position``, that belongs to the output.
+
+        Also returns the finish reason if the output ends with that part. A stop id belongs to the
+        output."""
         room = self.end - position
-        if len(tokens) < room and self.stops.isdisjoint(tokens):  # as nearly always
+        if len(tokens) < room and self.stops.isdisjoint(tokens):  # the usual case
             return tokens, None
         room = max(0, room)
         for index, token in enumerate(tokens[:room]):
