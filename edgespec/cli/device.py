@@ -249,7 +249,7 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         why = misfit(config, answer.info, f"the verifier at {address}")
     if why:
         raise SetupError(why)
-    info = answer.info.of(config.model) or answer.info.model
+    info = answer.info.find_model(config.model) or answer.info.model
     return await _with_texts(config, info, address), info
 
 
@@ -275,7 +275,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     policy, found = config.association, config
     while True:
         order, info, rtt_s = _ranked(config, answers, left_out)
-        model = info.of(config.model) or info.model
+        model = info.find_model(config.model) or info.model
         try:
             found = await _with_texts(config, model, order[0])
             break
@@ -329,8 +329,8 @@ def _ranked(
 def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
     """Say why ``config`` cannot use what this verifier serves; None: it can, or that shows when its
     texts are taken."""
-    if (info := verifier.of(config.model)) is None:
-        known = ", ".join(repr(one.name) for one in verifier.served)
+    if (info := verifier.find_model(config.model)) is None:
+        known = ", ".join(repr(one.name) for one in verifier.models)
         return f"unknown model {config.model!r}: {who} serves {known}"
     if takes_target_texts(config):
         return None

@@ -186,7 +186,7 @@ async def _with_target_texts(config: AgentConfig) -> tuple[AgentConfig, ModelInf
     serves; unchanged where none answers. Raises ``SetupError`` where each of them will never do."""
     answers, whys = await build.ask_verifiers(config), list[str]()
     for address, answer in answers.items():
-        model = None if answer.info is None else answer.info.of(config.model)
+        model = None if answer.info is None else answer.info.find_model(config.model)
         if model is None:
             continue
         try:
@@ -215,7 +215,7 @@ async def _with_lent_tokenizer(config: AgentConfig) -> tuple[AgentConfig, ModelI
             running.say("neither draft.model nor tokenizer names one")
         while True:
             for address, info in watch.infos.items():
-                if (model := info.of(config.model)) is not None:
+                if (model := info.find_model(config.model)) is not None:
                     with suppress(LinkError):  # it has gone again
                         return await with_tokenizer(config, model, running.say, address), model
             await asyncio.sleep(_AGAIN_S)

@@ -47,7 +47,7 @@ class StepSchedule:
         assert self.period_s is None or self.period_s > times_s[-1]
         object.__setattr__(self, "_times_s", times_s)
 
-    def at(self, time_s: float) -> float:
+    def value_at(self, time_s: float) -> float:
         if self.period_s is not None:
             time_s %= self.period_s
         index = bisect.bisect_right(self._times_s, time_s)
@@ -99,8 +99,8 @@ class OutageSchedule:
         object.__setattr__(self, "_ends_s", [end_s for _, end_s in self.intervals_s])
 
     def next_after(self, time_s: float) -> tuple[float, float] | None:
-        """Return the outage in progress at ``time_s``, or else the next one; None if none follows.
-        """
+        """Return the outage in progress at ``time_s``, or else the next one; None if none
+        follows."""
         if not self.intervals_s:
             return None
         base_s = 0.0
@@ -124,24 +124,26 @@ class OutageSchedule:
 # not modelled, since messages are far below one. The gap to the *next* packet is not known when a
 # message leaves, so the gap before it stands for it.
 
-LEAST_TIMEOUT_S: Final = 0.2
+MIN_TIMEOUT_S: Final = 0.2
 """Minimum that Linux adds to the round trip for a retransmission timeout (TCP_RTO_MIN)."""
 
 _REORDERING: Final = 0.25
 """Share of a round trip that RACK waits for packets that overtook one another."""
 
-MOST_LOSSES: Final = 6
+MAX_LOSSES: Final = 6
 
 
-def late_s(draw: float, probability: float, loss: float, rtt_s: float, gap_s: float) -> float:
+def retransmission_delay_s(
+    draw: float, probability: float, loss: float, rtt_s: float, gap_s: float
+) -> float:
     """Return how much later a message arrives because of lost packets, in seconds.
 
     ``draw`` in (0, 1) is the random number that decides. ``probability`` is the chance that any of
     the message's packets is lost at first, and ``loss`` the chance that a packet sent again is
     lost. ``gap_s`` is the time until the sender's next packet."""
     total_s = 0.0
-    timeout_s = rtt_s + LEAST_TIMEOUT_S
-    for _ in range(MOST_LOSSES):
+    timeout_s = rtt_s + MIN_TIMEOUT_S
+    for _ in range(MAX_LOSSES):
         if draw >= probability:
             break
         found_s = rtt_s + max(gap_s, _REORDERING * rtt_s)
@@ -179,7 +181,7 @@ class SharedQueue:
         self._offset_s = offset_s
         self._busy: list[tuple[float, float]] = []
         self._passed = 0  # the number of leading slots that are past
-        self.sent_s = 0.0
+        self.reserved_s = 0.0
         """Seconds for which the queue has been reserved in total, slots in the future included."""
 
     @property
@@ -190,7 +192,7 @@ class SharedQueue:
     def capacity_bits_per_s(self, time_s: float) -> float:
         if self._schedule is None:
             return self._bits_per_s
-        return self._schedule.at(time_s + self._offset_s)
+        return self._schedule.value_at(time_s + self._offset_s)
 
     def serialisation_s(self, start_s: float, size_bytes: int) -> float:
         """Return how long a message takes to leave if it starts at ``start_s`` and has the queue
@@ -225,7 +227,7 @@ class SharedQueue:
             start_s = max(start_s, busy_end_s)
         return start_s
 
-    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
+    def reserve(self, start_s: float, end_s: float, size_bytes: int) -> None:
         """Reserve a slot that ``first_free_s`` returned for this size, and join it with its
         neighbours."""
         if start_s == end_s:
@@ -328,10 +330,10 @@ class LinkModel:
         self._left_s = left_s = self._leave(now_s, wire_bytes)
         flight_s = settings.one_way_s
         if settings.schedule is not None:
-            flight_s = settings.schedule.at(left_s + settings.schedule_offset_s)
+            flight_s = settings.schedule.value_at(left_s + settings.schedule_offset_s)
         loss = settings.loss
         if settings.loss_schedule is not None:
-            loss = settings.loss_schedule.at(left_s + settings.schedule_offset_s)
+            loss = settings.loss_schedule.value_at(left_s + settings.schedule_offset_s)
         return flight_s, loss
 
     def _arrive(self, flight_s: float) -> float:
@@ -352,8 +354,8 @@ class LinkModel:
             if start_s == up_s or not self._outages:
                 break
         end_s = start_s + queue.serialisation_s(start_s, wire_bytes)
-        queue.take(start_s, end_s, wire_bytes)
-        queue.sent_s += end_s - start_s
+        queue.reserve(start_s, end_s, wire_bytes)
+        queue.reserved_s += end_s - start_s
         return end_s
 
     def _after_outages_s(self, start_s: float, wire_bytes: int) -> float:
@@ -389,4 +391,6 @@ class LinkModel:
         packet_count = max(1, math.ceil(wire_bytes / _PACKET_BYTES))
         probability = 1.0 - (1.0 - loss) ** packet_count
         next_s = gap_s if packet_count == 1 else 0.0
-        return late_s(self._chance(_LOSS), probability, loss, 2.0 * one_way_s, next_s)
+        return retransmission_delay_s(
+            self._chance(_LOSS), probability, loss, 2.0 * one_way_s, next_s
+        )

@@ -49,8 +49,8 @@ class Drafter(Protocol):
     def info(self) -> ModelInfo: ...
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        """Empty the cache and start a sequence whose first ``prompt_length`` tokens are the prompt.
-        """
+        """Empty the cache and start a sequence whose first ``prompt_length`` tokens are the
+        prompt."""
 
     def step(
         self,
@@ -136,8 +136,8 @@ class TargetModel(Protocol):
 
 
 def pass_shape(target: object) -> PassShape:
-    """Return the bounds of ``target`` on one pass: its ``pass_shape``, or no bounds if it has none.
-    """
+    """Return the bounds of ``target`` on one pass: its ``pass_shape``, or no bounds if it has
+    none."""
     # Not by ``isinstance``, which from Python 3.12 on does not see what a wrapper passes on.
     shape: PassShape = getattr(target, "pass_shape", PassShape())
     return shape

@@ -51,8 +51,8 @@ class ToyModel:
             bounded("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
 
     def logits(self, context: Sequence[int]) -> list[float]:
-        """Return the ``vocabulary_size`` logits of the token after ``context``, which may be empty.
-        """
+        """Return the ``vocabulary_size`` logits of the token after ``context``, which may be
+        empty."""
         return list(_row(self, tuple(context[max(0, len(context) - self.order) :])))
 
     def perturbed(self, strength: float, seed: int = 1) -> ToyModel:

@@ -393,7 +393,7 @@ class Agent:
             raise GenerationError(f"no verifier answers: {why}", None)
         found: dict[str, ModelInfo] = {}
         for info in infos:
-            for model in info.served:
+            for model in info.models:
                 found.setdefault(model.name, model)
         return tuple(found.values())
 

@@ -267,7 +267,7 @@ class BorrowingAgent(Agent):
             if answer.info is None:
                 why.append(answer.why)
                 may_come |= answer.error is not None and answer.error.retryable
-            elif (model := answer.info.of(wanted)) is not None:
+            elif (model := answer.info.find_model(wanted)) is not None:
                 try:
                     config = await with_tokenizer(self._config, model, self._tell_once, address)
                     await _WORK.run(self._take, config, model)
@@ -278,7 +278,7 @@ class BorrowingAgent(Agent):
                 else:
                     return
             else:
-                names = ", ".join(repr(one.name) for one in answer.info.served)
+                names = ", ".join(repr(one.name) for one in answer.info.models)
                 why.append(f"{address} serves {names}, not {wanted!r}")
         if may_come:
             raise LinkError("; ".join(why))

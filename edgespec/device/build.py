@@ -352,7 +352,7 @@ def _recording(config: AgentConfig) -> Recording | None:
 def text_tables(config: AgentConfig) -> TextTables | None:
     """Return empty n-gram tables if ``config`` uses lookup. They take less than 2 MiB."""
     wanted = config.draft.from_text or config.draft.model == LOOKUP
-    return TextTables(ngrams=True, most_leaders=_MOST_LEADERS) if wanted else None
+    return TextTables(ngrams=True, max_leaders=_MOST_LEADERS) if wanted else None
 
 
 def add_corpus(

@@ -339,7 +339,7 @@ class ServedModels:
         found: dict[str, ServedModel] = {}
         vocabulary = ""
         for info in self._watch.told:
-            for model in info.served:
+            for model in info.models:
                 if self._only not in ("", model.name):
                     continue
                 vocabulary = vocabulary or model.vocabulary

@@ -38,7 +38,7 @@ from edgespec.core.protocol.sampling import (
     SamplingParams,
     position_keys,
 )
-from edgespec.core.protocol.work import LEAST_LOGPROB, Candidate, NodeScore, TokenScore
+from edgespec.core.protocol.work import MIN_LOGPROB, Candidate, NodeScore, TokenScore
 from edgespec.sampling.arrays import Workspace, best_token, choices
 
 
@@ -209,13 +209,13 @@ def score_passes(
     logits = _only(logits, rows).float()
     norms = logits.logsumexp(dim=-1, keepdim=True)
     best, ids = logits.topk(min(max(*counts, 2), logits.shape[-1]), dim=-1)
-    best = (best - norms).clamp_(min=LEAST_LOGPROB)
+    best = (best - norms).clamp_(min=MIN_LOGPROB)
     index = _at([chosen[row] for row in rows], logits.device)[:, None]
-    own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
+    own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=MIN_LOGPROB)[:, 0].tolist()
     scores = (
         TokenScore(
             logprob,
-            values[0] - values[1] if len(values) > 1 else -LEAST_LOGPROB,
+            values[0] - values[1] if len(values) > 1 else -MIN_LOGPROB,
             tuple(zip(row[:count], values[:count], strict=True)),
         )
         for logprob, row, values, count in zip(
@@ -265,7 +265,7 @@ def score_nodes(
         laws.amax(dim=-1)[places],
         (laws[places] > own).sum(dim=-1),
         torch.special.entr(laws.exp()).sum(dim=-1)[places],
-        raw[places].gather(-1, index)[:, 0].clamp_(min=LEAST_LOGPROB),
+        raw[places].gather(-1, index)[:, 0].clamp_(min=MIN_LOGPROB),
     )
     found = starmap(NodeScore, zip(*[one.tolist() for one in columns], strict=True))
     return {one.key: tuple(islice(found, len(one.tokens))) for one, *_ in asked}

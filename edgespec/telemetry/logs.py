@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-from edgespec.core.protocol.failures import describe_without_words
+from edgespec.core.protocol.failures import describe_without_messages
 
 request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
 """Log id of the stream that the running task serves, made at its beginning; empty outside of
@@ -83,7 +83,7 @@ def log_failure(
     ``may_quote_client``: whether the failed code handled a client's words or secrets; then the
     messages of the exception and of its causes are left out."""
     if may_quote_client:
-        failure = describe_without_words(error)
+        failure = describe_without_messages(error)
     else:
         failure = "".join(traceback.format_exception(error)).rstrip()
     if logger.isEnabledFor(level):

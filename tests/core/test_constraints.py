@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgespec.core.ports import PassRequest, TargetModel
 from edgespec.core.protocol import constraint as co
-from edgespec.core.protocol.constraint import Constraint, ConstraintKind, mask_of
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind, pack_mask
 from edgespec.core.protocol.messages import FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import ModelInfo
@@ -59,7 +59,7 @@ class AutomatonMatcher:
         return self._states[-1] in self._automaton.ends
 
     def mask(self) -> bytes:
-        return mask_of(self._automaton.moves[self._states[-1]])
+        return pack_mask(self._automaton.moves[self._states[-1]])
 
     def consume(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens):
@@ -153,7 +153,7 @@ def test_drafts_change_nothing_of_a_constrained_text(
     automaton: Automaton, law: SamplingParams, seed: int
 ) -> None:
     params = replace(law, constraint=automaton.constraint(), max_tokens=20)
-    expected = lawful_text(MODEL, PROMPT, params, lambda out: co.mask_of(automaton.allowed(out)))
+    expected = lawful_text(MODEL, PROMPT, params, lambda out: co.pack_mask(automaton.allowed(out)))
     for token, output in ((t, expected[:at]) for at, t in enumerate(expected)):
         assert token in automaton.allowed(output)
 
@@ -223,7 +223,7 @@ def test_what_is_not_in_the_grammar_is_not_taken() -> None:
     assert text.follow([1, 7]) == 2  # an end token behind a complete text belongs to it
     assert text.mask() is None
     assert text.follow([1]) == 1
-    assert text.mask() == co.mask_of((EOS, 7))
+    assert text.mask() == co.pack_mask((EOS, 7))
 
 
 def test_a_dead_end_ends_the_text() -> None:
@@ -261,5 +261,5 @@ def test_a_verifier_refuses_what_it_cannot_keep() -> None:
         FaultCode.INVALID,
         "this verifier holds no text to a grammar",
     )
-    with pytest.raises(co.ConstraintError, match="nothing here that reads a grammar"):
+    with pytest.raises(co.ConstraintError, match="no grammar library is installed here"):
         ToyTarget(MODEL).open("s", 1, unread)

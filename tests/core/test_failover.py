@@ -28,7 +28,13 @@ from edgespec.core.association import policies
 from edgespec.core.association.candidates import CLOSED, HALF_OPEN, OPEN, CircuitBreaker
 from edgespec.core.association.failover import Failover, FailoverPolicy
 from edgespec.core.association.policies import Association, VerifierView, weight
-from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo, why_not
+from edgespec.core.protocol.messages import (
+    FaultCode,
+    Limits,
+    ModelIdentity,
+    VerifierInfo,
+    describe_model_mismatch,
+)
 from edgespec.core.protocol.work import ModelInfo
 from tests.present import present
 from tests.tables import tabled
@@ -44,7 +50,7 @@ Identity = tuple[str, str, int]
 
 @tabled
 def test_who_may_continue(begun: Identity, here: Identity, reason: str | None) -> None:
-    why = why_not(ModelIdentity(*begun), ModelIdentity(*here), 200)
+    why = describe_model_mismatch(ModelIdentity(*begun), ModelIdentity(*here), 200)
     assert why is None if reason is None else reason in str(why)
 
 

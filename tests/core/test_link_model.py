@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.link_model import (
-    LEAST_TIMEOUT_S,
+    MIN_TIMEOUT_S,
     CapacitySchedule,
     LinkModel,
     LinkSettings,
@@ -63,8 +63,8 @@ def test_links_that_share_a_queue(
 def test_a_schedule_steps_holds_its_ends_and_repeats() -> None:
     steps = ((1.0, 0.1), (2.0, 0.2))
     once, again = StepSchedule(steps), StepSchedule(steps, period_s=3.0)
-    assert [once.at(t) for t in (0.0, 1.0, 1.9, 2.0, 99.0)] == [0.1, 0.1, 0.1, 0.2, 0.2]
-    assert [again.at(t) for t in (2.5, 3.0, 4.5, 5.5)] == [0.2, 0.1, 0.1, 0.2]
+    assert [once.value_at(t) for t in (0.0, 1.0, 1.9, 2.0, 99.0)] == [0.1, 0.1, 0.1, 0.2, 0.2]
+    assert [again.value_at(t) for t in (2.5, 3.0, 4.5, 5.5)] == [0.2, 0.1, 0.1, 0.2]
     capacity = CapacitySchedule(((1.0, RATE), (2.0, RATE / 2)))
     assert [capacity.duration_s(t, 8000) for t in (0.0, 50.0)] == pytest.approx([1 * MS, 2 * MS])
     outages = {
@@ -91,9 +91,9 @@ def test_a_lost_message_is_late_by_a_retransmission_and_never_missing() -> None:
     late = [delay for delay in delays if delay > 0.011]
     assert len(late) == pytest.approx(400, rel=0.15)
     # Nothing follows within ten seconds, so it is the timeout: a round trip and 200 ms.
-    assert min(late) == pytest.approx(0.01 + 0.02 + LEAST_TIMEOUT_S)
+    assert min(late) == pytest.approx(0.01 + 0.02 + MIN_TIMEOUT_S)
     twice = [delay for delay in late if delay > 0.4]
-    assert min(twice) == pytest.approx(0.01 + 3 * (0.02 + LEAST_TIMEOUT_S))
+    assert min(twice) == pytest.approx(0.01 + 3 * (0.02 + MIN_TIMEOUT_S))
     assert len(twice) == pytest.approx(40, rel=0.4)
 
 
@@ -116,7 +116,7 @@ def test_a_sender_that_goes_on_finds_a_loss_with_its_next_packet() -> None:
     added_s = mean_added_s(0.008, 0.01, 0.020)
     assert added_s == pytest.approx(blocked_s(0.020 + 0.008, 0.008, 0.01), rel=0.15)
     assert blocked_s(0.020 + 3 * 0.008, 0.008, 0.01) == pytest.approx(0.0014, rel=0.05)
-    assert blocked_s(LEAST_TIMEOUT_S, 0.008, 0.01) == pytest.approx(0.0255, rel=0.05)
+    assert blocked_s(MIN_TIMEOUT_S, 0.008, 0.01) == pytest.approx(0.0255, rel=0.05)
 
 
 MS = 0.001
@@ -165,7 +165,7 @@ def _carried(capacity: float | CapacitySchedule, from_s: float, until_s: float) 
     for period in range(int(until_s / capacity.period_s) + 1):
         edges |= {period * capacity.period_s + time_s for time_s, _ in capacity.steps}
     inner = sorted(edge for edge in edges if from_s <= edge <= until_s)
-    return sum(capacity.at((a + b) / 2) * (b - a) / 8 for a, b in itertools.pairwise(inner))
+    return sum(capacity.value_at((a + b) / 2) * (b - a) / 8 for a, b in itertools.pairwise(inner))
 
 
 SENDS = st.tuples(st.integers(0, 20), st.integers(1, 20_000), st.integers(0, 2))
@@ -200,5 +200,5 @@ def test_slots_are_those_of_a_plain_search(asked: list[tuple[int, int, int]]) ->
         if size_bytes:
             assert start_s == expected
             taken.append((start_s, start_s + size_bytes))
-        queue.take(start_s, start_s + size_bytes, size_bytes)
+        queue.reserve(start_s, start_s + size_bytes, size_bytes)
     assert queue.slot_count <= len(taken)

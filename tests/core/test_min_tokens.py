@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgespec.core.device import events as ev
 from edgespec.core.protocol.messages import Cancel, FaultCode, Limits, Open
-from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, choose
+from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
@@ -116,14 +116,14 @@ def test_drafts_follow_the_same_law(law: SamplingParams) -> None:
 
 def test_a_mask_covers_the_vocabulary_and_nothing_else() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(3, 99))
-    held = HeldEnds(params, 10, (0,))
+    held = MinTokensMask(params, 10, (0,))
     mask = held.mask(None, 1)
     assert mask is not None
     assert [t for t in range(16) if mask[t >> 3] >> (t & 7) & 1] == [1, 2, 4, 5, 6, 7, 8, 9]
     assert held.mask(None, 2) is None
     assert held.mask(b"\x09", 1) == b"\x09", "an end comes where nothing else may"
     assert held.mask(b"\x0b", 1) == b"\x02"
-    assert HeldEnds(params, 1, (0,)).mask(None, 0) is None
+    assert MinTokensMask(params, 1, (0,)).mask(None, 0) is None
 
 
 def test_a_verifier_that_does_not_say_that_it_keeps_it_is_left() -> None:

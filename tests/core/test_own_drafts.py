@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from edgespec.core.protocol.estimators import GuessChances
+from edgespec.core.protocol.estimators import CalibratedChances
 from edgespec.core.protocol.messages import Commit, Limits, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
@@ -449,7 +449,7 @@ def test_a_round_stops_near_the_best_length(
     rate: float, sessions: int, step_s: float, row_s: float, least: float
 ) -> None:
     """Of guesses whose confidence says nothing; a little too soon, for those that miss."""
-    chances = GuessChances()
+    chances = CalibratedChances()
     starts = tuple(
         od.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, 1, chances, 1.0)
         for n in range(sessions)
@@ -478,7 +478,7 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
 ) -> None:
     """A step of 8 ms costs 0.32 of a token, so the first has to bring 0.35 and brings 0.9. The
     fifth has to bring 0.66 and would bring 0.59."""
-    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, GuessChances(), 1.0)
+    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
     times = od.RoundTimes(pass_s, 0.008, 0.0, 0.0, 512, held_up)
     drafting, ran = od.DraftRound(od.RunDrafts((start,), times)), 0
     while batch := drafting.next_step():
@@ -488,7 +488,7 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
 
 
 def test_a_round_that_prompts_wait_for_is_short() -> None:
-    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, GuessChances(), 1.0)
+    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
     times = od.RoundTimes(0.025, 1e-4, 0.0, 0.0, 512, most_steps=2)
     drafting = od.DraftRound(od.RunDrafts((start,), times))
     for _ in range(2):
@@ -501,7 +501,7 @@ def test_prompts_are_fed_for_the_steps_that_all_will_share(others: int, fed: int
     """A step of 2.5 ms beside passes of 25 ms costs a tenth of what the pass brings: 0.2 for each
     of two sessions alone, 0.1 with 30 more of one token each."""
     step = DraftStep("s", 0, tuple(range(40)), guess=False)
-    start = od.ChainStart(step, 0.25, 0.7, 16, 40, GuessChances(), 2.0)
+    start = od.ChainStart(step, 0.25, 0.7, 16, 40, CalibratedChances(), 2.0)
     times = od.RoundTimes(0.025, 0.0025, 0.0, 0.0, 512)
     drafting = od.DraftRound(od.RunDrafts((start, start), times, others))
     assert len(drafting.next_step()) == fed

@@ -28,7 +28,7 @@ from edgespec.core.device.policy import (
     best_gamma,
 )
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.estimators import GUESSED_RTT_S, GuessChances, MovingAverage
+from edgespec.core.protocol.estimators import ASSUMED_RTT_S, CalibratedChances, MovingAverage
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 from tests.core.draft_scripts import RECONNECT, REQUEST
@@ -284,7 +284,7 @@ def test_a_device_says_why_it_rests(price: tuple[Any, ...], rate: float, why: st
 
 
 def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
-    found = GuessChances()
+    found = CalibratedChances()
     hardly, likely = math.log(0.01), math.log(0.3)
     assert found.chance(1, hardly, 0.1) == pytest.approx(0.1)
     for _ in range(60):
@@ -301,7 +301,7 @@ def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
 @pytest.mark.parametrize("logprob", [-math.inf, -1e9, -1e-300, 0.0, 3.0, math.nan])
 def test_any_guess_has_a_chance(logprob: float) -> None:
     for rank in (0, 1, 9):
-        guesses = GuessChances()
+        guesses = CalibratedChances()
         guesses.add(rank, logprob, hit=False)
         assert 0.0 < guesses.chance(rank, logprob, 0.5) < 0.5
 
@@ -398,7 +398,7 @@ def test_step_times_outlive_a_generation_and_a_model() -> None:
 
 def test_no_round_trip_is_longer_than_the_greeting() -> None:
     fresh = _view()
-    for greeting_s, expected_s in ((0.001, 0.001), (5.0, GUESSED_RTT_S)):
+    for greeting_s, expected_s in ((0.001, 0.001), (5.0, ASSUMED_RTT_S)):
         estimates = replace(fresh.estimates, rtt_s=MovingAverage(), greeting_s=greeting_s)
         assert replace(fresh, estimates=estimates).rtt_s == expected_s
     estimates = replace(fresh.estimates, greeting_s=0.001)

@@ -74,7 +74,7 @@ def test_a_verifier_that_reads_nothing_more_makes_no_progress(counts: list[int])
     assert isinstance(last, ev.Fail)
     assert 5 <= step <= 7
     assert last.why.startswith("no new token from the verifier for 100 s")
-    where = f"it stands still at {min(max(counts), 7_000)} tokens of the prompt"
+    where = f"its prefill stopped at {min(max(counts), 7_000)} tokens of the prompt"
     assert (where in last.why) is (max(counts) > 0)
 
 

@@ -32,7 +32,7 @@ from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, 
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextChances
-from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, GrowResult, SpeculationTree
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier.admission import refuse_open
 from edgespec.core.verifier.drafts import ArrivalEstimator
@@ -61,17 +61,17 @@ class TextModel:
         length = len(self.committed)
         return {i: t for i, t in self.texts.items() if len(t) > length and self.agrees(t)}
 
-    def grow(self, node_id: int, parent: int, token: int, base: int) -> Growth:
+    def grow(self, node_id: int, parent: int, token: int, base: int) -> GrowResult:
         if node_id <= self.last_id:
-            return Growth.STALE
+            return GrowResult.STALE
         before = self.committed[:base] if parent == ROOT else self.texts.get(parent)
         if before is None or not self.agrees((*before, token)):
-            return Growth.STALE
+            return GrowResult.STALE
         text = (*before, token)
         if text in self.alive.values():
-            return Growth.STALE
+            return GrowResult.STALE
         self.texts[node_id], self.last_id = text, node_id
-        return Growth.ALIVE if len(text) > len(self.committed) else Growth.FORWARDED
+        return GrowResult.ALIVE if len(text) > len(self.committed) else GrowResult.FORWARDED
 
 
 _grow = st.tuples(st.just("grow"), *(st.integers(0, most) for most in (2, 12, 2, 3)))
@@ -115,7 +115,7 @@ def _same(tree: SpeculationTree, model: TextModel) -> None:
     assert tree.last_id == model.last_id
     assert {node_id: (*prefix, *tree.path(node_id)) for node_id in tree.nodes} == model.alive
     for node_id, text in model.texts.items():
-        place = tree.place(node_id, 0)
+        place = tree.child_position(node_id, 0)
         assert place == (len(text) if model.agrees(text) else None)
 
 
@@ -127,11 +127,11 @@ def test_a_node_that_found_no_parent_may_come_again_behind_it() -> None:
     """A verifier had no room for node 2, so node 3 found no parent; the device sends both again
     when there is room. Once node 3 had used its id up, node 2 was a repeat, for ever."""
     tree = _tree()
-    assert tree.grow(1, 0, 4, 2) is Growth.ALIVE
-    assert tree.grow(3, 2, 5, 0) is Growth.STALE
-    assert tree.grow(2, 1, 6, 0) is Growth.ALIVE
-    assert tree.grow(3, 2, 5, 0) is Growth.ALIVE
-    assert tree.grow(3, 2, 5, 0) is Growth.STALE
+    assert tree.grow(1, 0, 4, 2) is GrowResult.ALIVE
+    assert tree.grow(3, 2, 5, 0) is GrowResult.STALE
+    assert tree.grow(2, 1, 6, 0) is GrowResult.ALIVE
+    assert tree.grow(3, 2, 5, 0) is GrowResult.ALIVE
+    assert tree.grow(3, 2, 5, 0) is GrowResult.STALE
 
 
 def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPat
     for node_id in (1, 2, 3):
         tree.grow(node_id, node_id - 1, 4, 2)
     tree.commit((4, 4, 4))
-    assert [tree.place(node_id, 0) for node_id in (1, 2, 3)] == [None, 4, 5]
+    assert [tree.child_position(node_id, 0) for node_id in (1, 2, 3)] == [None, 4, 5]
 
 
 @given(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=12), st.data())
@@ -201,9 +201,9 @@ def test_a_source_that_is_never_right_is_taken_for_that() -> None:
     for _ in range(400):
         ranks.add(None, offered=1)
         one.add(False)
-        for cell in range(len(text.of)):
+        for cell in range(len(text.by_cell)):
             text.note(cell, hit=False)
-    for rate in (ranks.rate(0), one.rate(0.9), *text.of):
+    for rate in (ranks.rate(0), one.rate(0.9), *text.by_cell):
         assert 0.0 < rate < 0.003
     assert ranks.rate(1) == pytest.approx(0.1), "a rank that was not offered was not tried"
 

@@ -30,8 +30,8 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import sampling as sa
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import (
-    LEAST_LOGPROB,
     MAX_LOGPROBS,
+    MIN_LOGPROB,
     NodeScore,
     PassRequest,
     TokenScore,
@@ -291,10 +291,10 @@ def test_a_score_is_the_log_of_the_softmax() -> None:
 
 def test_what_cannot_be_has_a_finite_score_and_equals_go_by_id() -> None:
     found = score_token([1.0, -math.inf, 1.0], 1, 3)
-    assert found.logprob == LEAST_LOGPROB
+    assert found.logprob == MIN_LOGPROB
     assert [token for token, _ in found.top] == [0, 2, 1]
-    assert (found.margin, found.top[2][1]) == (0.0, LEAST_LOGPROB)
-    assert score_token([5.0], 0, 2) == TokenScore(0.0, -LEAST_LOGPROB, ((0, 0.0),))
+    assert (found.margin, found.top[2][1]) == (0.0, MIN_LOGPROB)
+    assert score_token([5.0], 0, 2) == TokenScore(0.0, -MIN_LOGPROB, ((0, 0.0),))
 
 
 def test_a_session_that_asks_gets_the_score_of_each_token_it_commits() -> None:
@@ -341,7 +341,7 @@ def test_a_device_cuts_scores_with_the_tokens_it_refuses() -> None:
     "told",
     [
         scores(1, 300),
-        (TokenScore(0.0, 0.0, ()), TokenScore(-0.5, 0.0, ((70_000, LEAST_LOGPROB),) * 20)),
+        (TokenScore(0.0, 0.0, ()), TokenScore(-0.5, 0.0, ((70_000, MIN_LOGPROB),) * 20)),
     ],
 )
 def test_scores_travel_and_are_weighed(told: tuple[TokenScore, ...]) -> None:

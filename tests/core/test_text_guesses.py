@@ -112,7 +112,7 @@ def test_a_long_text_is_learned_a_part_at_a_time() -> None:
     text = [number % 1500 for number in range(4000)]
     drafts, known = _drafts(), []
     while not drafts.propose(text, 64, 40, 0.0).tokens:
-        known.append(drafts.reader.lookup.known)
+        known.append(drafts.reader.lookup.indexed_length)
         assert len(known) < 9
     steps = [after - before for before, after in zip([0, *known], known, strict=False)]
     assert max(steps) <= sd.LOADED_PER_PASS
@@ -122,15 +122,15 @@ def test_a_long_text_is_learned_a_part_at_a_time() -> None:
 def test_a_new_session_begins_with_what_all_have_seen() -> None:
     make = sd.ServedDraftsMaker()
     first, cell = _text_of(make, ANYBODY), tg.RECYCLED_CELL
-    before = first.chances.of[cell]
+    before = first.chances.by_cell[cell]
     for _ in range(20):
         first.chances.note(cell, False)
     second = _text_of(make, Credential("other"))
-    assert second.chances.of[cell] == first.chances.of[cell] < before / 5
+    assert second.chances.by_cell[cell] == first.chances.by_cell[cell] < before / 5
 
 
 def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
-    dice, table, recent = random.Random(1), tg.FollowerTable(most_leaders=50), [0]
+    dice, table, recent = random.Random(1), tg.FollowerTable(max_leaders=50), [0]
     for _ in range(3000):
         leader, token = dice.randrange(400), dice.randrange(9)
         table.add(leader, token)
@@ -153,7 +153,10 @@ def test_owners_are_bounded() -> None:
 def _common(text: list[int], position: int) -> int:
     """How many tokens before ``position`` equal the last ones of the text."""
     length = 0
-    while length < min(tg.LONGEST, position) and text[position - 1 - length] == text[-1 - length]:
+    while (
+        length < min(tg.MAX_MATCH_LENGTH, position)
+        and text[position - 1 - length] == text[-1 - length]
+    ):
         length += 1
     return length
 
@@ -183,23 +186,25 @@ def test_loading_a_text_gives_the_index_of_adding_it() -> None:
     loaded.load(text, 300)
     for end in range(1, 301):
         added.add(text[:end])
-    assert loaded.known == added.known == 300
+    assert loaded.indexed_length == added.indexed_length == 300
     assert len(loaded) == len(added)
     pairs = [tg.pair_of(a, b) for a in range(6) for b in range(6)]
-    assert [loaded.place(pair) for pair in pairs] == [added.place(pair) for pair in pairs]
+    assert [loaded.position_after(pair) for pair in pairs] == [
+        added.position_after(pair) for pair in pairs
+    ]
     assert loaded.length >= 2
 
 
 def test_the_index_is_bounded() -> None:
     text = list(range(1000))
-    added, loaded = tg.PromptLookup(most_pairs=64), tg.PromptLookup(most_pairs=64)
+    added, loaded = tg.PromptLookup(max_pairs=64), tg.PromptLookup(max_pairs=64)
     for end in range(1, 1001):
         added.add(text[:end])
         assert len(added) <= 64
     for end in (10, 500, 530, 560, 1000):
         loaded.load(text, end)
         assert len(loaded) <= 64
-    assert loaded.place(tg.pair_of(997, 998)) == 999
+    assert loaded.position_after(tg.pair_of(997, 998)) == 999
 
 
 PROMPT = (1, 2, 3, 4) * 5
@@ -279,7 +284,7 @@ LOOP = (5, 6, 7, 8, 9)
 
 
 def tables() -> TextTables:
-    return TextTables(ngrams=True, most_leaders=4096)
+    return TextTables(ngrams=True, max_leaders=4096)
 
 
 def reading(
@@ -315,7 +320,7 @@ def test_a_loop_is_in_flight_before_the_draft_has_said_a_word() -> None:
     session.handle(ev.StepDone((Candidate(7, -0.1), Candidate(30, -3.0))), 0.01)
     first, second = session.tree.roots
     assert (first.token, first.rank, second.token, second.rank) == (7, 0, 30, 1)
-    assert first.named_by >= 0 > second.named_by
+    assert first.lookup_cell >= 0 > second.lookup_cell
 
 
 def test_what_the_draft_denies_is_hardly_likely_any_more() -> None:
@@ -368,10 +373,10 @@ def test_the_likelier_is_named_first_and_nothing_twice(
     said.corpus = Phrases(length, *phrases)
     reader, tokens = TextReader(said, TextChances()), (4, 5, 6, 7, 40, 4, 5, 6)
     reader.lookup.load(tokens, len(tokens))
-    guesses, place = reader.guesses(tokens, reader.end(tokens))
+    guesses, place = reader.candidates(tokens, reader.state_at_end(tokens))
     assert tuple(token for _, token in guesses) == named
     assert len({cell for cell, _ in guesses}) == len(guesses)
-    assert tuple(token for _, token in reader.guesses(tokens, place)[0]) == named
+    assert tuple(token for _, token in reader.candidates(tokens, place)[0]) == named
 
 
 def test_a_corpus_that_is_right_comes_first_though_it_was_not_named() -> None:
@@ -380,12 +385,14 @@ def test_a_corpus_that_is_right_comes_first_though_it_was_not_named() -> None:
     said.corpus = Phrases(2, (9, 0.2))
     reader, tokens = TextReader(said, chances), [1, 2, 7, 1, 2, 8, 1, 2]
     reader.lookup.load(tokens, len(tokens))
-    assert 9 not in [token for _, token in reader.guesses(tokens, reader.end(tokens))[0][:1]]
+    assert 9 not in [
+        token for _, token in reader.candidates(tokens, reader.state_at_end(tokens))[0][:1]
+    ]
     for number in range(12):
         tokens += [9, 30 + number, 1, 2]
         said.recycled.add(2, 50 + number)
         reader.learn(tokens)
-    assert reader.guesses(tokens, reader.end(tokens))[0][0][1] == 9
+    assert reader.candidates(tokens, reader.state_at_end(tokens))[0][0][1] == 9
 
 
 def test_a_corpus_is_followed_and_judged() -> None:
@@ -408,7 +415,7 @@ def test_guesses_are_judged_whether_they_were_made_or_not() -> None:
     for at in range(1, 300):
         last = dice.choice([token for token in range(6) if token != last])
         session.handle(Commit(at, (last,)), 0.02 * at)
-    chances = session.estimates.guesses.text.of
+    chances = session.estimates.guesses.text.by_cell
     assert chances[0] == pytest.approx(0.2, abs=0.12)  # a match of two among five that may come
 
 

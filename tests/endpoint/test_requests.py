@@ -489,5 +489,5 @@ async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
     said = "".join(event["choices"][0]["text"] for event in events)
     assert said
     assert IN_SQL.startswith(said)
-    why = "'sql' (sql-on-newer) now, but the text was begun by 'sql' (sql-on-toy)"
+    why = "'sql' (sql-on-newer) now, but the generation began on 'sql' (sql-on-toy)"
     assert f"the verifier serves {why}" in last["error"]["message"]

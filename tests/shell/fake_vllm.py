@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, choose
+from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, choose
 from edgespec.core.protocol.work import ModelInfo, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
@@ -114,7 +114,7 @@ class FakeVllm:
         tokens = [*text.tokens, *path]
         prompt, output = tokens[: text.prompt_length], tokens[text.prompt_length :]
         eos = () if self.model.eos_token is None else (self.model.eos_token,)
-        mask = HeldEnds(text.sampling, self.model.vocabulary_size, eos).mask(None, len(output))
+        mask = MinTokensMask(text.sampling, self.model.vocabulary_size, eos).mask(None, len(output))
         return choose(self.logits(text, path), text.sampling, len(tokens), prompt, output, mask)
 
     def logits(self, text: FakeText, path: Sequence[int]) -> list[float]:

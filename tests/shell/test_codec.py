@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.core.protocol.sampling import LEAST_REPETITION_PENALTY, SamplingParams
+from edgespec.core.protocol.sampling import MIN_REPETITION_PENALTY, SamplingParams
 from edgespec.wire import codec
 from edgespec.wire.pb import speculation_pb2 as pb
 
@@ -74,7 +74,7 @@ SAMPLING = st.builds(
     top_k=st.integers(0, 1 << 24),
     top_p=SHARE,
     min_p=st.floats(0.0, 1.0),
-    repetition_penalty=SHARE.map(lambda share: max(LEAST_REPETITION_PENALTY, 100.0 * share)),
+    repetition_penalty=SHARE.map(lambda share: max(MIN_REPETITION_PENALTY, 100.0 * share)),
     presence_penalty=PENALTY,
     frequency_penalty=PENALTY,
     logit_bias=st.dictionaries(TOKEN, st.floats(-1e4, 1e4), max_size=5),

@@ -222,7 +222,7 @@ async def test_a_text_is_not_continued_by_another_model() -> None:
                 await collect(one, {30: gate.kill})
             why = str(caught.value)
             assert f"{other.address}: it serves the model 'toy' (stranger)" in why
-            assert "but the text was begun by 'toy' (" in why
+            assert "but the generation began on 'toy' (" in why
             assert gate.address in why
 
 

@@ -32,7 +32,7 @@ from edgespec.core.protocol.constraint import (
     ConstraintError,
     ConstraintKind,
     Matcher,
-    mask_of,
+    pack_mask,
 )
 from edgespec.core.protocol.messages import FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams, choose
@@ -148,7 +148,7 @@ def test_every_text_fits_its_schema_and_drafts_change_nothing(
 def test_torch_chooses_as_the_scalar_law_does() -> None:
     dice, size = random.Random(1), 70  # not whole bytes
     rows = torch.randn(12, size, generator=torch.Generator().manual_seed(1))
-    masks: list[bytes | None] = [mask_of(dice.sample(range(90), 9)) for _ in range(12)]
+    masks: list[bytes | None] = [pack_mask(dice.sample(range(90), 9)) for _ in range(12)]
     masks[3] = None
     for law in (SamplingParams(), SAMPLED, replace(SAMPLED, top_k=5)):
         blocks = [

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
-from edgespec.core.protocol.failures import describe_without_words
+from edgespec.core.protocol.failures import describe_without_messages
 from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import GenerationError
@@ -50,8 +50,8 @@ def test_a_failure_is_logged_with_its_places(
     assert "reading 7 failed: ValueError" in shown
     assert "in raised" in shown
     assert (SECRET in shown) is not may_quote
-    assert SECRET not in describe_without_words(error)
-    assert describe_without_words(error).count("builtins.ValueError") == 2
+    assert SECRET not in describe_without_messages(error)
+    assert describe_without_messages(error).count("builtins.ValueError") == 2
 
 
 def test_every_log_call_with_an_exception_leaves_its_words_out() -> None:

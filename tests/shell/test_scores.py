@@ -23,7 +23,7 @@ from edgespec.config import PolicyName, VerifierConfig
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol import messages as m
-from edgespec.core.protocol.constraint import mask_of
+from edgespec.core.protocol.constraint import pack_mask
 from edgespec.core.protocol.sampling import SamplingParams, choose, masked, warp
 from edgespec.core.protocol.work import TokenScore, score_node, score_token
 from edgespec.core.toy_model import ToyModel
@@ -311,7 +311,7 @@ def test_torchs_scores_of_nodes_are_the_scalar_ones() -> None:
         counts = tensors.TextCounts(1)
         counts.follow((1, 2, 2), 0)
         masks = [
-            mask_of(dice.sample(range(size), 30)) if number > 7 else None
+            pack_mask(dice.sample(range(size), 30)) if number > 7 else None
             for _ in range(1 + len(nodes))
         ]
         before = counts.before(nodes, parents)

@@ -25,7 +25,7 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import NetworkTrace
 from edgespec_sim.links.path import Handover, Hops, LoadedQueue, Path, TraceLinks
-from edgespec_sim.links.tcp import LEAST_TIMEOUT_S, RoundTrips, TcpConnection
+from edgespec_sim.links.tcp import MIN_TIMEOUT_S, RoundTrips, TcpConnection
 from edgespec_sim.scenario.sections import LinkSection, load_scenario
 from edgespec_sim.world.run import Job, play
 from tests.sources import ROOT
@@ -181,7 +181,7 @@ def test_packets_played_late_wait_as_those_with_an_event_each() -> None:
         found = lazy.first_free_s(now_s, now_s, 500), eager.first_free_s(now_s, now_s, 500)
         assert found[0] == pytest.approx(found[1], abs=1e-12)
         for queue in (lazy, eager):
-            queue.take(found[0], found[0] + queue.serialisation_s(found[0], 500), 500)
+            queue.reserve(found[0], found[0] + queue.serialisation_s(found[0], 500), 500)
 
 
 ONE_WAY_S = 0.01
@@ -233,7 +233,7 @@ def test_the_next_packet_shows_a_loss_a_round_trip_later() -> None:
 def test_a_lone_packet_is_probed_after_a_timeout_and_timeouts_double() -> None:
     """The probe comes first, and does not count as a timeout: so 1, 2, and then 4 of them."""
     found = [Played(lost, [0.0]) for lost in ((3,), (3, 4), (3, 4, 5))]
-    timeout_s = RTT_S + LEAST_TIMEOUT_S
+    timeout_s = RTT_S + MIN_TIMEOUT_S
     for played, count in zip(found, (1, 2, 4), strict=True):
         assert played.late_s[0] == pytest.approx(count * timeout_s, abs=0.015)
         assert played.connection.up.sender.probes == 1
@@ -252,7 +252,7 @@ def test_a_lost_tail_is_probed_after_two_round_trips() -> None:
 def test_a_lost_retransmission_of_a_slow_sender_waits_for_a_timeout() -> None:
     """A window that recovers lets one packet out, so nothing follows that could show it."""
     played = Played((3, 5), [0.0, 0.025, 0.05, 0.075])
-    assert played.late_s[0] > LEAST_TIMEOUT_S
+    assert played.late_s[0] > MIN_TIMEOUT_S
     assert played.connection.up.sender.timeouts == 1
 
 
@@ -260,7 +260,7 @@ def test_round_trips_are_smoothed_as_the_rfc_has_it() -> None:
     """RFC 6298, 2, with Linux's floor on the deviation's share."""
     trips = RoundTrips()
     trips.sample(0.1)
-    assert trips.timeout_s == pytest.approx(0.1 + LEAST_TIMEOUT_S)
+    assert trips.timeout_s == pytest.approx(0.1 + MIN_TIMEOUT_S)
     trips.sample(0.5)
     assert trips.smoothed_s == pytest.approx(0.1 * 7 / 8 + 0.5 / 8)
     assert trips.timeout_s == pytest.approx(0.15 + 4 * (0.05 * 3 / 4 + 0.4 / 4))

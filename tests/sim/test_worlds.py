@@ -28,7 +28,7 @@ from edgespec.core.device.session import DraftCache
 from edgespec.core.link_model import LinkModel
 from edgespec.core.protocol.messages import Commit, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import Ending, SpeculationTree
+from edgespec.core.protocol.tree import EndCondition, SpeculationTree
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.admission import SessionSlots
@@ -167,9 +167,9 @@ def hash_is_not_matched(receive: Any, inbox: DraftInbox, draft: Any, now: float)
     return receive(inbox, replace(draft, base_hash=inbox._prefix.hash_at(base)), now)
 
 
-@MUTANTS.of(Ending, "cut", seeds=40)
-def stop_ids_are_ignored(cut: Any, ending: Ending, *given: Any) -> Any:
-    return cut(replace(ending, stops=frozenset()), *given)
+@MUTANTS.of(EndCondition, "cut", seeds=40)
+def stop_ids_are_ignored(cut: Any, ending: EndCondition, *given: Any) -> Any:
+    return cut(replace(ending, stop_ids=frozenset()), *given)
 
 
 @MUTANTS.of(DraftCache, "_catch_up", seeds=100)

@@ -31,7 +31,7 @@ from typing import Final
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.policies import Association, VerifierView, ranked
 from edgespec.core.protocol.checks import bounded
-from edgespec.core.protocol.estimators import GUESSED_PASS_S, GUESSED_RTT_S
+from edgespec.core.protocol.estimators import ASSUMED_PASS_S, ASSUMED_RTT_S
 from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
 from edgespec.core.protocol.sampling import noise_bits
 
@@ -156,7 +156,7 @@ class Candidate:
             return True
         return any(
             model is None or ModelIdentity(told.name, told.fingerprint, 0).is_model_of(model)
-            for told in self.info.served
+            for told in self.info.models
             if name in ("", told.name)
         )
 
@@ -272,9 +272,9 @@ def views_of(
     told = [sessions for _, _, sessions, _ in known if sessions is not None]
     usual_load = round(fmean(told)) if told else 0
     timed_s = [info.pass_us / 1e6 for _, info, _, _ in known if info and info.pass_us]
-    usual_s = fmean(timed_s) if timed_s else GUESSED_PASS_S
+    usual_s = fmean(timed_s) if timed_s else ASSUMED_PASS_S
     rtts_s = [rtt_s for *_, rtt_s in known if rtt_s is not None]
-    usual_rtt_s = fmean(rtts_s) if rtts_s else GUESSED_RTT_S
+    usual_rtt_s = fmean(rtts_s) if rtts_s else ASSUMED_RTT_S
     views = []
     for address, info, sessions, rtt_s in known:
         pass_s = usual_s if info is None else info.pass_us / 1e6 or usual_s

@@ -26,7 +26,7 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.candidates import CLOSED, BreakerPolicy, Candidate, Candidates, Route
 from edgespec.core.association.policies import Association
 from edgespec.core.protocol.checks import bounded, one_line
-from edgespec.core.protocol.messages import FaultCode, ModelIdentity, why_not
+from edgespec.core.protocol.messages import FaultCode, ModelIdentity, describe_model_mismatch
 
 _LEAST_S, _LONGEST_S = 1e-3, 3600.0
 # How long the one that was dialed first may take, where it is far: TCP, TLS, HTTP/2 and the
@@ -203,7 +203,7 @@ class Failover:
         route.greeted = model
         if route.began is None or route.using is None:
             return []
-        why = why_not(route.began, model, route.asked.needed_length)
+        why = describe_model_mismatch(route.began, model, route.asked.needed_length)
         if why is None:
             return []
         route.unfit[route.using] = why

@@ -12,15 +12,15 @@ from typing import Final
 
 from edgespec.core.protocol.estimators import (
     AcceptanceEstimator,
+    CalibratedChances,
     DecayedRate,
-    GuessChances,
     MovingAverage,
     SlopeEstimator,
 )
 from edgespec.core.protocol.messages import MAX_PRICE, Commit
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import MEMORY, PRIOR_WEIGHT, TextChances
-from edgespec.core.protocol.tree import NOT_NAMED, UNRANKED, Node
+from edgespec.core.protocol.tree import NO_CELL, UNRANKED, Node
 
 USUAL_FEED: Final = 2
 """Tokens that a usual draft step feeds at most: a corrected token and the one behind it. Feeding
@@ -76,20 +76,20 @@ class DraftChances:
     models and on whether they sample, and outlives a generation."""
 
     def __init__(self) -> None:
-        self.alone = GuessChances()
+        self.alone = CalibratedChances()
         """Of the draft's choices that the text did not name."""
-        self.confirmed = GuessChances()
+        self.confirmed = CalibratedChances()
         """Of those that it named too."""
         self.text = TextChances()
         """Of what the text names, whatever the draft says of it."""
         self.acceptance = AcceptanceEstimator()
         """Of the draft's choices by their rank alone."""
-        self._opposed = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.of]
+        self._opposed = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.by_cell]
 
     def opposed(self, cell: int) -> float:
         """The chance of a guess of the text's where the draft has named other tokens: a quarter of
         what it has else, until there are observations."""
-        return self._opposed[cell].rate(self.text.of[cell] / 4.0)
+        return self._opposed[cell].rate(self.text.by_cell[cell] / 4.0)
 
     def drafted(
         self, rank: int, logprob: float, rate: float, of_text: float | None = None
@@ -105,9 +105,9 @@ class DraftChances:
     def add(self, guess: Node, *, hit: bool) -> None:
         """A position was decided at which the draft had made its choices, and this was a guess."""
         if guess.rank == UNRANKED:
-            self._opposed[guess.named_by].add(hit)
+            self._opposed[guess.lookup_cell].add(hit)
         else:
-            found = self.alone if guess.named_by == NOT_NAMED else self.confirmed
+            found = self.alone if guess.lookup_cell == NO_CELL else self.confirmed
             found.add(guess.rank, guess.logprob, hit=hit)
 
 

@@ -139,16 +139,16 @@ class LinkKeeper:
         sent, or serves another model by now, would answer with another text: better none."""
         if (constraint := request.sampling.constraint) is not None and not opened.constrained:
             kind = constraint.kind.value
-            why = f"the verifier is too old to hold a text to a {kind}: it did not say that it does"
+            why = f"the verifier is too old for a {kind} constraint: it did not confirm it"
             return [ev.Transmit(Cancel()), *self.end(ev.Fail(why, FaultCode.INVALID))]
         if (least := request.sampling.min_tokens) != opened.min_tokens:
-            why = f"the verifier is too old for min_tokens {least}: it did not say that it keeps it"
+            why = f"the verifier is too old for min_tokens {least}: it did not confirm it"
             return [ev.Transmit(Cancel()), *self.end(ev.Fail(why, FaultCode.INVALID))]
         self.greeted(now)
         self._model = model = ModelIdentity.of(opened)
         if self._began is None or model.is_model_of(self._began):
             return []
-        why = f"the verifier serves {model} now, but the text was begun by {self._began}"
+        why = f"the verifier serves {model} now, but the generation began on {self._began}"
         return [ev.Transmit(Cancel()), *self.abandon(one_line(why), now)]
 
     def greeted(self, now: float) -> None:
@@ -189,10 +189,10 @@ class LinkKeeper:
         elif now >= self._token_is_owed_at:
             why = f"no new token from the verifier for {policy.progress_s:g} s"
             if self._most_read and not self._brought_token:
-                why += f", and it stands still at {self._most_read} tokens of the prompt"
+                why += f", and its prefill stopped at {self._most_read} tokens of the prompt"
             return self.end(ev.Fail(why))
         else:
-            why = f"not a word from the verifier for {policy.silence_s:g} s"
+            why = f"no message from the verifier for {policy.silence_s:g} s"
         return self.abandon(why, now)
 
     def down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:

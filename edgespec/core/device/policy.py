@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.protocol.estimators import GUESSED_PASS_S, GUESSED_RTT_S, GUESSED_STEP_SHARE
+from edgespec.core.protocol.estimators import ASSUMED_PASS_S, ASSUMED_RTT_S, ASSUMED_STEP_SHARE
 from edgespec.core.protocol.tree import ROOT, UNRANKED, SpeculationTree
 
 MAX_GAMMA = 32
@@ -74,11 +74,11 @@ class DraftView:
     """These are asked for several times by each view's policy, so they are looked up once."""
 
     def __post_init__(self) -> None:
-        self.pass_s = pass_s = self.estimates.pass_s.get(GUESSED_PASS_S)
-        step_s = self.estimates.step_s.get(GUESSED_STEP_SHARE * pass_s)
+        self.pass_s = pass_s = self.estimates.pass_s.get(ASSUMED_PASS_S)
+        step_s = self.estimates.step_s.get(ASSUMED_STEP_SHARE * pass_s)
         self.step_s = step_s if step_s > _LEAST_S else _LEAST_S
         greeting_s = self.estimates.greeting_s
-        guess_s = greeting_s if greeting_s < GUESSED_RTT_S else GUESSED_RTT_S
+        guess_s = greeting_s if greeting_s < ASSUMED_RTT_S else ASSUMED_RTT_S
         self.rtt_s = self.estimates.rtt_s.get(guess_s)
 
     @property
@@ -92,7 +92,7 @@ class DraftView:
         """The time a token takes of late: commit_s / commit_tokens. Commits of two tokens that come
         every 30 ms make 15 ms a token."""
         estimates = self.estimates
-        token_s = estimates.commit_s.get(GUESSED_PASS_S) / estimates.commit_tokens.get(1.0)
+        token_s = estimates.commit_s.get(ASSUMED_PASS_S) / estimates.commit_tokens.get(1.0)
         return token_s if token_s > _LEAST_S else _LEAST_S
 
     @property

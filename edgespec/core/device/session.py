@@ -260,7 +260,7 @@ class DraftSession:
         self.counters.steps += 1
         self.estimates.note_step(step.fed, now - step.started_at)
         tree, base, length = self.tree, step.base_position, self.prefix.length
-        position = tree.place(step.parent, base)
+        position = tree.child_position(step.parent, base)
         if position is None:
             return  # the branch is dead
         late = position < length
@@ -273,7 +273,7 @@ class DraftSession:
                 node_id = tree.last_id + 1
                 tree.grow(node_id, step.parent, token, base, rank, logprob, chance)
         for node in named.values():
-            node.chance = self.estimates.guesses.opposed(node.named_by)
+            node.chance = self.estimates.guesses.opposed(node.lookup_cell)
         if late:
             offered = [
                 Node(ROOT, ROOT, token, position, rank, [], logprob)

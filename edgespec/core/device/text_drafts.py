@@ -17,8 +17,8 @@ from typing import Final
 
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftView
-from edgespec.core.protocol.text_guesses import Guess, TextReader, TextTables
-from edgespec.core.protocol.tree import NOT_NAMED, ROOT, UNRANKED, Node, SpeculationTree
+from edgespec.core.protocol.text_guesses import TextCandidate, TextReader, TextTables
+from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, SpeculationTree
 
 LEAST_CHANCE: Final = 0.03
 """Of all tokens on a node's path being right."""
@@ -37,7 +37,7 @@ class TextDrafts:
     def learn(self) -> None:
         """Judge guesses by the tokens committed since, then remember those."""
         lookup, prefix = self._reader.lookup, self._tree.prefix
-        if lookup.known < prefix.prompt_length:
+        if lookup.indexed_length < prefix.prompt_length:
             lookup.load(prefix.tokens, prefix.prompt_length)
         self._reader.learn(prefix.tokens)
 
@@ -45,16 +45,16 @@ class TextDrafts:
         """Add the guesses that are worth a row as the tree and the verifier are now."""
         tree, reader, tokens = self._tree, self._reader, self._tree.prefix.tokens
         end, settled, least_paying = len(tokens), view.settled_position, view.row_chance
-        if end < 2 or reader.lookup.known < end:
+        if end < 2 or reader.lookup.indexed_length < end:
             return
         room = min(view.room // 2, MOST_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
         # Likeliest first, then oldest: chance, count, chance in its pass, node, the position behind
         # it, and the place there.
         count = 0
-        heap = [(-1.0, 0, 1.0, ROOT, end, reader.end(tokens))]
+        heap = [(-1.0, 0, 1.0, ROOT, end, reader.state_at_end(tokens))]
         while heap:
             chance, _, in_pass, parent, position, place = heappop(heap)
-            named, place = reader.guesses(tokens, place)
+            named, place = reader.candidates(tokens, place)
             children = tree.children(parent)
             if position < view.end:
                 room -= self._add(children, parent, named, -chance, room)
@@ -63,14 +63,14 @@ class TextDrafts:
                 pays = in_pass if position < settled else in_pass * child.chance
                 if -its >= LEAST_CHANCE and pays >= least_paying:
                     count += 1
-                    behind = reader.behind(tokens, place, child.token)
+                    behind = reader.advance(tokens, place, child.token)
                     heappush(heap, (its, count, pays, child.id, position + 1, behind))
 
     def _add(
         self,
         children: Sequence[Node],
         parent: int,
-        named: Sequence[Guess],
+        named: Sequence[TextCandidate],
         chance: float,
         room: int,
     ) -> int:
@@ -79,10 +79,10 @@ class TextDrafts:
         asked = any(child.rank != UNRANKED for child in children)
         for cell, token in named:
             same = next((child for child in children if child.token == token), None)
-            its = guesses.opposed(cell) if asked and same is None else guesses.text.of[cell]
+            its = guesses.opposed(cell) if asked and same is None else guesses.text.by_cell[cell]
             if same is not None:
-                if same.named_by == NOT_NAMED:
-                    same.named_by = cell
+                if same.lookup_cell == NO_CELL:
+                    same.lookup_cell = cell
                     same.chance = guesses.drafted(same.rank, same.logprob, same.chance, its)
             elif chance * its >= LEAST_CHANCE and room > len(children) - before:
                 node, base = tree.last_id + 1, tree.prefix.length

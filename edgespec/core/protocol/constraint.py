@@ -79,7 +79,8 @@ class Constraint:
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:
-            raise ValueError(f"the {self.kind.value} constraint is no Unicode: {error}") from None
+            kind = self.kind.value
+            raise ValueError(f"the {kind} constraint is not valid Unicode: {error}") from None
         bounded(f"bytes of the {self.kind.value} constraint", size, 1, MAX_CONSTRAINT_BYTES)
 
 
@@ -88,7 +89,7 @@ def allows(mask: bytes, token: int) -> bool:
     return place < len(mask) and bool(mask[place] >> (token & 7) & 1)
 
 
-def mask_of(tokens: Iterable[int]) -> bytes:
+def pack_mask(tokens: Iterable[int]) -> bytes:
     bits = 0
     for token in tokens:
         bits |= 1 << token
@@ -109,57 +110,58 @@ class ConstrainedText:
 
     def __init__(self, constraint: Constraint, end_tokens: Iterable[int]) -> None:
         if constraint.matcher is None:
-            raise ConstraintError(f"there is nothing here that reads a {constraint.kind.value}")
+            kind = constraint.kind.value
+            raise ConstraintError(f"no grammar library is installed here to parse a {kind}")
         self._end_tokens = frozenset(end_tokens)
         if not self._end_tokens:
             raise ConstraintError("a constraint needs a model with an end token")
-        self._ends = mask_of(self._end_tokens)
+        self._ends = pack_mask(self._end_tokens)
         self._matcher: Matcher = constraint.matcher()
-        self._taken: list[int] = []
-        self._lost = False
-        """Whether the last followed output has tokens behind ``_matched`` that the grammar
-        rejected."""
+        self._matched: list[int] = []
+        self._has_unmatched = False
+        """Whether the last followed output has tokens behind ``_matched``: rejected ones, or an end
+        token."""
 
     def follow(self, output: Sequence[int]) -> int:
         """Move behind ``output``, the generated tokens so far.
 
         Returns how many of them the grammar accepts, an end token behind a complete output
         included."""
-        taken = self._taken
-        kept = len(taken)
-        if list(output[:kept]) != taken:
-            pairs = zip(taken, output, strict=False)
+        matched = self._matched
+        kept = len(matched)
+        if list(output[:kept]) != matched:
+            pairs = zip(matched, output, strict=False)
             kept = next((at for at, (a, b) in enumerate(pairs) if a != b), min(kept, len(output)))
-            self._matcher.rollback(len(taken) - kept)
-            del taken[kept:]
+            self._matcher.rollback(len(matched) - kept)
+            del matched[kept:]
         fresh = list(output[kept:])
         end = next((at for at, t in enumerate(fresh) if t in self._end_tokens), len(fresh))
         count = self._matcher.consume(fresh[:end]) if end else 0
-        taken += fresh[:count]
-        self._lost = len(taken) < len(output)
+        matched += fresh[:count]
+        self._has_unmatched = len(matched) < len(output)
         if count == end < len(fresh) and allows(self._mask(), fresh[end]):
-            return len(taken) + 1
-        return len(taken)
+            return len(matched) + 1
+        return len(matched)
 
-    def forced(self, output: Sequence[int], most: int) -> list[int]:
+    def forced(self, output: Sequence[int], limit: int) -> list[int]:
         """Return the tokens behind ``output`` that the grammar forces, at most ``limit`` of them.
 
         A token is forced if the mask allows only it. End tokens are not counted as forced."""
         found: list[int] = []
-        taken = self.follow(output) == len(output)
-        while taken and len(found) < most:
+        matched = self.follow(output) == len(output)
+        while matched and len(found) < limit:
             bits = int.from_bytes(self.mask() or b"", "little")
             token = bits.bit_length() - 1
             if bits & (bits - 1) or token < 0 or token in self._end_tokens:
                 break
             found.append(token)
-            taken = self.follow([*output, *found]) == len(output) + len(found)
+            matched = self.follow([*output, *found]) == len(output) + len(found)
         return found
 
     def mask(self) -> bytes | None:
         """Return the mask behind the last followed output; None if the grammar rejects it or it has
         ended."""
-        return None if self._lost else self._mask()
+        return None if self._has_unmatched else self._mask()
 
     def masks(self, nodes: Sequence[int], parents: Sequence[int]) -> list[bytes | None]:
         """Return the mask behind the output and behind each of ``nodes``.

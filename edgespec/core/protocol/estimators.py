@@ -15,23 +15,23 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-GUESSED_PASS_S: Final = 0.02
+ASSUMED_PASS_S: Final = 0.02
 """Duration of a verifier's pass that is assumed until one was timed: a model of a few billion
 parameters on a server's GPU, or of a few million on a CPU. The first commit measures it, so nothing
 depends on this value for longer than one pass."""
-GUESSED_RTT_S: Final = 0.03
+ASSUMED_RTT_S: Final = 0.03
 """Round trip that is assumed until one was timed: a regional link. One is timed within eight
 tokens, and the assumption never exceeds the time that opening the stream took."""
-GUESSED_STEP_SHARE: Final = 0.1
+ASSUMED_STEP_SHARE: Final = 0.1
 """Duration of a draft step that is assumed until one was timed, as a share of a pass. It is short
 so that drafting is tried: only then is a step timed. A value in seconds would prevent drafting
 where passes are short (10 ms did, for passes below 10.3 ms)."""
 
 # A slope counts as known from this many samples on, if x has varied by about one.
-_LEAST_SAMPLES, _LEAST_VARIANCE = 8, 0.5
+_MIN_SAMPLES, _MIN_VARIANCE = 8, 0.5
 # Two causes are separable if at least this share of the variance of each is not explained by the
 # other.
-_LEAST_APART = 0.1
+_MIN_UNEXPLAINED = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class SlopeEstimator:
 
     def get(self) -> float | None:
         """Return the slope; None while there are few samples or x has hardly varied."""
-        if self.count < _LEAST_SAMPLES or self._variance < _LEAST_VARIANCE:
+        if self.count < _MIN_SAMPLES or self._variance < _MIN_VARIANCE:
             return None
         return self._covariance / self._variance
 
@@ -128,7 +128,7 @@ class PlaneEstimator:
         self._xz = keep * (self._xz + share * from_x * from_z)
         self._xy = keep * (self._xy + share * from_x * from_y)
         self._zy = keep * (self._zy + share * from_z * from_y)
-        if self.count >= _LEAST_SAMPLES:
+        if self.count >= _MIN_SAMPLES:
             self.slopes = self._fitted()
 
     def value(self, x: float, z: float) -> float | None:
@@ -141,18 +141,18 @@ class PlaneEstimator:
     def _fitted(self) -> tuple[float, float] | None:
         xx, zz, xz = self._xx, self._zz, self._xz
         determinant = xx * zz - xz * xz
-        if min(xx, zz) >= _LEAST_VARIANCE and determinant >= _LEAST_APART * xx * zz:
+        if min(xx, zz) >= _MIN_VARIANCE and determinant >= _MIN_UNEXPLAINED * xx * zz:
             of_x = (self._xy * zz - self._zy * xz) / determinant
             of_z = (self._zy * xx - self._xy * xz) / determinant
             return of_x, of_z
         together = xx + zz + 2.0 * xz
-        if together < _LEAST_VARIANCE:
+        if together < _MIN_VARIANCE:
             return self.slopes
         slope = (self._xy + self._zy) / together
         return slope, slope
 
 
-LEAST_WEIGHT: Final = 0.05
+MIN_PRIOR_WEIGHT: Final = 0.05
 """Minimum weight of a prior, in trials. Trials fade, so a prior that did not fade with them would
 stay a large part of an estimate for ever: with a weight of 12 beside 50 trials, a draft that is
 never right was estimated at 0.14. The remaining weight keeps an estimate above 0."""
@@ -174,7 +174,7 @@ class DecayedRate:
     def add(self, hit: bool) -> None:
         self._trials = self._trials * self._memory + 1.0
         self._hits = self._hits * self._memory + hit
-        self._weight = max(LEAST_WEIGHT, self._weight * self._memory)
+        self._weight = max(MIN_PRIOR_WEIGHT, self._weight * self._memory)
 
     def rate(self, prior: float) -> float:
         return (self._hits + prior * self._weight) / (self._trials + self._weight)
@@ -215,8 +215,8 @@ class AcceptanceEstimator:
             hits[tried] = right = hits[tried] * memory + (tried == rank)
             trials[tried] = known = trials[tried] * memory + (tried < offered)
             weight = weights[tried]
-            if tried < offered and weight > LEAST_WEIGHT:
-                weights[tried] = weight = max(LEAST_WEIGHT, weight * memory)
+            if tried < offered and weight > MIN_PRIOR_WEIGHT:
+                weights[tried] = weight = max(MIN_PRIOR_WEIGHT, weight * memory)
             self.rates[tried] = (right + prior * weight) / (known + weight)
 
     def rate(self, rank: int) -> float:
@@ -237,7 +237,7 @@ _LAST: Final = _RANKS - 1
 _PER_HALVING: Final = -1.0 / math.log(2.0)
 
 
-class GuessChances:
+class CalibratedChances:
     """The chance that a candidate is right, given its rank and the draft model's confidence in it.
 
     It depends on the two models and on whether they sample, and outlives a generation."""
@@ -249,8 +249,8 @@ class GuessChances:
         self._trials = [0.0] * (CELLS * _RANKS)
 
     def add(self, rank: int, logprob: float, *, hit: bool) -> None:
-        """Record a decided position at which the candidate of this rank had this log-probability.
-        """
+        """Record a decided position at which the candidate of this rank had this
+        log-probability."""
         cell = _cell(rank, logprob)
         self._trials[cell] = self._trials[cell] * _MEMORY + 1.0
         self._hits[cell] = self._hits[cell] * _MEMORY + hit

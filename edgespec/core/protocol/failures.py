@@ -7,7 +7,7 @@ import traceback
 MAX_CAUSES = 8
 
 
-def describe_without_words(error: BaseException) -> str:
+def describe_without_messages(error: BaseException) -> str:
     """Return the types and code locations of an exception and its causes, without their messages.
 
     A library's message may quote its input: a prompt, a grammar, a line of a key file. The source

@@ -28,8 +28,8 @@ MAX_PRICE = 1000
 
 
 class RunAhead(Enum):
-    """Whether the verifier may decode on without waiting for a draft (``core/verifier/drafts.py``).
-    """
+    """Whether the verifier may decode on without waiting for a draft
+    (``core/verifier/drafts.py``)."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -135,8 +135,8 @@ class Draft:
 
 @statically_frozen
 class Received:
-    """The device holds all tokens before ``position``. ``echo`` is returned in the next ``Commit``.
-    """
+    """The device holds all tokens before ``position``. ``echo`` is returned in the next
+    ``Commit``."""
 
     position: int
     echo: int
@@ -259,14 +259,14 @@ class VerifierInfo:
     """Counters by draft source; None: not reported."""
 
     @property
-    def served(self) -> tuple[ModelInfo, ...]:
+    def models(self) -> tuple[ModelInfo, ...]:
         return (self.model, *self.adapters)
 
-    def of(self, name: str) -> ModelInfo | None:
+    def find_model(self, name: str) -> ModelInfo | None:
         """Return the model served under ``name``, or None. The empty name is the default model."""
         if not name:
             return self.model
-        return next((one for one in self.served if one.name == name), None)
+        return next((one for one in self.models if one.name == name), None)
 
 
 @statically_frozen
@@ -296,18 +296,20 @@ class ModelIdentity:
         return f"{self.name!r} ({self.fingerprint[:12] or 'no fingerprint'})"
 
 
-def why_not(begun: ModelIdentity, here: ModelIdentity, needed_length: int) -> str | None:
+def describe_model_mismatch(
+    begun: ModelIdentity, here: ModelIdentity, needed_length: int
+) -> str | None:
     """Return why a generation that began on ``begun`` cannot go on on ``here``, or None if it can.
 
     ``needed_length`` is the length of the prompt plus the longest output; 0: not known."""
     if not here.is_model_of(begun):
-        return f"it serves the model {here}, but the text was begun by {begun}"
+        return f"it serves the model {here}, but the generation began on {begun}"
     if not begun.context_length:
         return None
     wanted = min(begun.context_length, needed_length or begun.context_length)
     if here.context_length < wanted:
         return (
-            f"its context is {here.context_length} tokens, but the text was begun with"
+            f"its context is {here.context_length} tokens, but the generation began with"
             f" {begun.context_length} and may take {wanted}"
         )
     return None

@@ -102,9 +102,9 @@ MAX_BIASES = 1024
 MAX_TOKENS = 1 << 20
 # Divided by a smaller temperature, any two float32 logits that differ are further apart than the
 # noise can bridge, and soon exceed the range of float32.
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 # A logit divided by a smaller penalty may leave the range of float32.
-LEAST_REPETITION_PENALTY = 0.01
+MIN_REPETITION_PENALTY = 0.01
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -123,7 +123,7 @@ class SamplingParams:
     """Keep the smallest set of likeliest tokens whose probability reaches this share."""
     min_p: float = limited(0.0, 0.0, 1.0)
     """Drop tokens whose probability is below this share of the likeliest token's."""
-    repetition_penalty: float = limited(1.0, LEAST_REPETITION_PENALTY, 100.0)
+    repetition_penalty: float = limited(1.0, MIN_REPETITION_PENALTY, 100.0)
     """Above 1, tokens that occur in the prompt or the output become less likely."""
     presence_penalty: float = limited(0.0, -100.0, 100.0)
     """Subtract this from the logit of each token that occurs in the output."""
@@ -157,16 +157,16 @@ class SamplingParams:
         bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
         given: object = self.stop
         if isinstance(given, str):  # iterating over a str would give its letters
-            raise ValueError(f"stop is {given!r}, but must be a tuple of texts")
+            raise ValueError(f"stop is {given!r}, but must be a tuple of strings")
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
         if self.min_tokens > self.max_tokens:
             more = f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}"
-            raise ValueError(f"{more}: a text cannot be both")
+            raise ValueError(f"{more}: the minimum must not exceed the maximum")
         for token, bias in self.logit_bias.items():
             bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
         if self.constraint is not None and self.ignore_eos:
-            raise ValueError("ignore_eos is true, but must be false where a grammar ends a text")
+            raise ValueError("ignore_eos is true, but must be false with a constraint")
 
     def end_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end the output of a model with these end tokens."""
@@ -174,12 +174,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < LEAST_TEMPERATURE
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def penalised(self) -> bool:
-        """Whether a token's score depends on the tokens before it beyond what the model computed.
-        """
+        """Whether a token's score depends on the tokens before it beyond what the model
+        computed."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -187,7 +187,7 @@ class SamplingParams:
         )
 
 
-class HeldEnds:
+class MinTokensMask:
     """Forbids the tokens that end an output until ``min_tokens`` were generated.
 
     It is a mask like that of a constraint (``core/protocol/constraint.py``), so it is a part of the

@@ -49,7 +49,7 @@ _SHARES: Final = 3
 
 # Measured chances on outputs of the bundled target, code and summaries (docs/measurements.md):
 # first candidates by kind, and the factor for second ones.
-_FIRST: Final = tuple(
+_INITIAL_CHANCES: Final = tuple(
     rate * share for rate in (0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3) for share in (1.0, 0.5)
 ) + tuple(
     rate * share * rank
@@ -65,31 +65,31 @@ class TextChances:
     ``by_cell[cell]`` begins at the estimate of ``shared``, in which records made here count too.
     Without ``shared`` it begins at what was measured on outputs of the bundled target."""
 
-    def __init__(self, everybodys: TextChances | None = None) -> None:
-        self._everybodys = everybodys
-        self.of: list[float] = list(_FIRST if everybodys is None else everybodys.of)
-        self._priors = tuple(self.of)
-        self._rates = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.of]
+    def __init__(self, shared: TextChances | None = None) -> None:
+        self._shared = shared
+        self.by_cell: list[float] = list(_INITIAL_CHANCES if shared is None else shared.by_cell)
+        self._priors = tuple(self.by_cell)
+        self._rates = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.by_cell]
 
     def note(self, cell: int, hit: bool) -> None:
         self._rates[cell].add(hit)
-        self.of[cell] = self._rates[cell].rate(self._priors[cell])
-        if self._everybodys is not None:
-            self._everybodys.note(cell, hit)
+        self.by_cell[cell] = self._rates[cell].rate(self._priors[cell])
+        if self._shared is not None:
+            self._shared.note(cell, hit)
 
 
 # --- tables ---------------------------------------------------------------------------------
 
-MOST_LEADERS: Final = 8192
-MOST_FOLLOWERS: Final = 2
+MAX_LEADERS: Final = 8192
+MAX_FOLLOWERS: Final = 2
 
 
 class FollowerTable:
     """Table of the tokens that followed a leader, with at most ``max_leaders`` rows, least recently
     added first to go."""
 
-    def __init__(self, most_leaders: int = MOST_LEADERS) -> None:
-        self._most_leaders = most_leaders
+    def __init__(self, max_leaders: int = MAX_LEADERS) -> None:
+        self._most_leaders = max_leaders
         self._rows: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class FollowerTable:
         rows.move_to_end(leader)
         if row[0] != token:
             others = [other for other in row if other != token]
-            rows[leader] = (token, *others[: MOST_FOLLOWERS - 1])
+            rows[leader] = (token, *others[: MAX_FOLLOWERS - 1])
 
 
 class Corpus(Protocol):
@@ -137,11 +137,11 @@ class TextTables:
 
     corpus: Corpus | None = None
 
-    def __init__(self, *, ngrams: bool, most_leaders: int = MOST_LEADERS) -> None:
-        self.recycled = FollowerTable(most_leaders)
-        self.ngrams = FollowerTable(most_leaders) if ngrams else None
+    def __init__(self, *, ngrams: bool, max_leaders: int = MAX_LEADERS) -> None:
+        self.recycled = FollowerTable(max_leaders)
+        self.ngrams = FollowerTable(max_leaders) if ngrams else None
 
-    def enter(self, tokens: Sequence[int], at: int) -> None:
+    def add(self, tokens: Sequence[int], at: int) -> None:
         """Record that the token at ``at`` >= 2 was committed behind those before it."""
         last, token = tokens[at - 1], tokens[at]
         self.recycled.add(last, token)
@@ -151,8 +151,8 @@ class TextTables:
 
 # --- matches --------------------------------------------------------------------------------
 
-MOST_PAIRS = 8192
-LONGEST = 12
+MAX_PAIRS = 8192
+MAX_MATCH_LENGTH = 12
 """Longest match that is counted; longer ones are treated as this long."""
 
 
@@ -164,7 +164,7 @@ def pair_of(before: int, last: int) -> int:
 def common_length(tokens: Sequence[int], position: int, end: int) -> int:
     """Return how many tokens before ``position`` equal those before ``end``, at most
     ``MAX_MATCH_LENGTH``."""
-    length, most = 0, min(LONGEST, position)
+    length, most = 0, min(MAX_MATCH_LENGTH, position)
     while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length
@@ -176,63 +176,63 @@ class PromptLookup:
     ``position`` is the position behind the current match, and ``length`` is the match's length; 0:
     there is none."""
 
-    def __init__(self, most_pairs: int = MOST_PAIRS) -> None:
-        self.known = 0
+    def __init__(self, max_pairs: int = MAX_PAIRS) -> None:
+        self.indexed_length = 0
         self.position = self.length = 0
-        self._most_pairs = most_pairs
-        self._places: dict[int, int] = {}
+        self._most_pairs = max_pairs
+        self._positions: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
-    def place(self, pair: int) -> int:
+    def position_after(self, pair: int) -> int:
         """Return the position of the last token that followed the pair; -1 if none did."""
-        return self._places.get(pair, -1)
+        return self._positions.get(pair, -1)
 
     def load(self, tokens: Sequence[int], end: int) -> None:
-        places, start = self._places, max(self.known, end - self._most_pairs)
+        places, start = self._positions, max(self.indexed_length, end - self._most_pairs)
         if len(places) + end - start > self._most_pairs:
             places.clear()
         for at in range(max(2, start), end):
             places[tokens[at - 2] << 32 | tokens[at - 1]] = at
-        self.known = end
+        self.indexed_length = end
         self._search(tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        at = self.known
+        at = self.indexed_length
         if at >= 2:
-            if len(self._places) >= self._most_pairs:
-                self._places.clear()
-            self._places[tokens[at - 2] << 32 | tokens[at - 1]] = at
-        self.known = at + 1
+            if len(self._positions) >= self._most_pairs:
+                self._positions.clear()
+            self._positions[tokens[at - 2] << 32 | tokens[at - 1]] = at
+        self.indexed_length = at + 1
         if self.length and tokens[self.position] == tokens[at]:
             self.position += 1
-            if self.length < LONGEST:
+            if self.length < MAX_MATCH_LENGTH:
                 self.length += 1
         else:
             self._search(tokens)
 
     def _search(self, tokens: Sequence[int]) -> None:
-        end, self.length = self.known, 0
+        end, self.length = self.indexed_length, 0
         if end < 2:
             return
-        position = self.place(pair_of(tokens[end - 2], tokens[end - 1]))
+        position = self.position_after(pair_of(tokens[end - 2], tokens[end - 1]))
         if position < 0:
             return
         self.position, self.length = position, common_length(tokens, position, end)
 
 
-# --- guesses --------------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------
 
-Guess = tuple[int, int]
+TextCandidate = tuple[int, int]
 """A candidate: its cell and its token."""
-Place = tuple[tuple[int, ...], int, int]
+LookupState = tuple[tuple[int, ...], int, int]
 """State of lookup at a position in or behind the text: the last tokens before it (two, or more with
 a corpus), the position behind their match in the text, and the length of that match; 0: there is
 none."""
 
 
-SURE: Final = 6
+SURE_MATCH_LENGTH: Final = 6
 """A match of at least this length is so sure that no other source is used beside it."""
 
 
@@ -246,75 +246,77 @@ class TextReader:
         self._recycled = tables.recycled.after
         self._ngrams = None if tables.ngrams is None else tables.ngrams.after
         self._corpus = None if tables.corpus is None else tables.corpus.after
-        self._looked_at = 2 if tables.corpus is None else CORPUS_LENGTH
+        self._context_length = 2 if tables.corpus is None else CORPUS_LENGTH
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Judge candidates by the new tokens of ``tokens``, then index those."""
         lookup, note = self.lookup, self._chances.note
-        for at in range(lookup.known, len(tokens)):
+        for at in range(lookup.indexed_length, len(tokens)):
             if at >= 2:
                 match = tokens[lookup.position] if lookup.length else -1
-                end = tuple(tokens[max(0, at - self._looked_at) : at])
-                named = self._named(end, match, lookup.length)
-                for cell, token in named + self._of_corpus(end):
+                end = tuple(tokens[max(0, at - self._context_length) : at])
+                candidates = self._look_up(end, match, lookup.length)
+                for cell, token in candidates + self._look_up_corpus(end):
                     note(cell, token == tokens[at])
-                self._tables.enter(tokens, at)
+                self._tables.add(tokens, at)
             lookup.add(tokens)
 
-    def end(self, tokens: Sequence[int]) -> Place:
+    def state_at_end(self, tokens: Sequence[int]) -> LookupState:
         """Return the state behind the text, which must have at least two tokens, all of them
         learned."""
-        return tuple(tokens[-self._looked_at :]), self.lookup.position, self.lookup.length
+        return tuple(tokens[-self._context_length :]), self.lookup.position, self.lookup.length
 
-    def guesses(self, tokens: Sequence[int], place: Place) -> tuple[list[Guess], Place]:
+    def candidates(
+        self, tokens: Sequence[int], state: LookupState
+    ) -> tuple[list[TextCandidate], LookupState]:
         """Return at most ``RANKS`` candidates for the position of ``state``, the surest source
         first.
 
         Also returns the state, with its match looked up again if that had reached the end of the
         text."""
-        end, position, length = place
+        end, position, length = state
         if position >= len(tokens):  # it reaches the end, or was not looked up
-            position = self.lookup.place(end[-2] << 32 | end[-1])
+            position = self.lookup.position_after(end[-2] << 32 | end[-1])
             length = 0 if position < 0 else max(2, length)
-        if length > LONGEST:
-            length = LONGEST
+        if length > MAX_MATCH_LENGTH:
+            length = MAX_MATCH_LENGTH
         match = tokens[position] if length else -1
-        named = self._named(end, match, length)
-        if length < SURE and (found := self._of_corpus(end)):
-            named = self._likeliest(named + found)
-        return named, (end, position, length)
+        candidates = self._look_up(end, match, length)
+        if length < SURE_MATCH_LENGTH and (found := self._look_up_corpus(end)):
+            candidates = self._keep_likeliest(candidates + found)
+        return candidates, (end, position, length)
 
-    def behind(self, tokens: Sequence[int], place: Place, token: int) -> Place:
+    def advance(self, tokens: Sequence[int], state: LookupState, token: int) -> LookupState:
         """Return the state behind ``token`` at the position of ``state``, as ``candidates``
         returned it."""
-        end, position, length = place
-        end = (*end[1 - self._looked_at :], token)
+        end, position, length = state
+        end = (*end[1 - self._context_length :], token)
         if length and tokens[position] == token:
             return end, position + 1, length + 1
         return end, len(tokens), 0
 
-    def _named(self, end: tuple[int, ...], match: int, length: int) -> list[Guess]:
-        named = [(MATCH_CELLS[length], match)] if length else []
-        if length >= SURE:
-            return named
-        rank, last, other = len(named), end[-1], -1
+    def _look_up(self, end: tuple[int, ...], match: int, length: int) -> list[TextCandidate]:
+        candidates = [(MATCH_CELLS[length], match)] if length else []
+        if length >= SURE_MATCH_LENGTH:
+            return candidates
+        rank, last, other = len(candidates), end[-1], -1
         if self._ngrams is not None:
             for token in self._ngrams(end[-2] << 32 | last):
                 if token != match:
-                    named.append((rank + NGRAM_CELL, token))
+                    candidates.append((rank + NGRAM_CELL, token))
                     rank += 1
                     if rank == RANKS:
-                        return named
+                        return candidates
                     other = token
         for token in self._recycled(last):
             if token not in (match, other):
-                named.append((rank + RECYCLED_CELL, token))
+                candidates.append((rank + RECYCLED_CELL, token))
                 rank += 1
                 if rank == RANKS:
-                    return named
-        return named
+                    return candidates
+        return candidates
 
-    def _of_corpus(self, end: tuple[int, ...]) -> list[Guess]:
+    def _look_up_corpus(self, end: tuple[int, ...]) -> list[TextCandidate]:
         if self._corpus is None:
             return []
         length, followers = self._corpus(end)
@@ -324,10 +326,10 @@ class TextReader:
             for rank, (token, share) in enumerate(followers)
         ]
 
-    def _likeliest(self, guesses: list[Guess]) -> list[Guess]:
+    def _keep_likeliest(self, found: list[TextCandidate]) -> list[TextCandidate]:
         """Return the likeliest ``RANKS`` candidates, each token once."""
-        named: list[Guess] = []
-        for cell, token in sorted(guesses, key=lambda guess: -self._chances.of[guess[0]]):
-            if len(named) < RANKS and all(token != other for _, other in named):
-                named.append((cell, token))
-        return named
+        candidates: list[TextCandidate] = []
+        for cell, token in sorted(found, key=lambda one: -self._chances.by_cell[one[0]]):
+            if len(candidates) < RANKS and all(token != other for _, other in candidates):
+                candidates.append((cell, token))
+        return candidates

@@ -61,14 +61,14 @@ class CommittedPrefix:
 
 
 ROOT = 0
-UNRANKED = NOT_NAMED = -1
+UNRANKED = NO_CELL = -1
 
 # Committed ids that late drafts may still name. A device receives a commit within a round trip, so
 # only ids of the last round trip matter; this is thousands of tokens on any real link.
 MAX_COMMITTED_IDS = 4096
 
 
-class Growth(Enum):
+class GrowResult(Enum):
     ALIVE = "alive"
     FORWARDED = "forwarded"
     """The node agrees with tokens that are committed already."""
@@ -79,7 +79,7 @@ class Growth(Enum):
 
 # These names are used at every node: in Python 3.11 looking a member up in its Enum is a function
 # call.
-ALIVE, FORWARDED, STALE = Growth
+ALIVE, FORWARDED, STALE = GrowResult
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +99,7 @@ class Node:
     """Log-probability under the draft model, if this end drafted the node."""
     chance: float = 1.0
     """Estimated chance that the node is right if its parent is, if this end drafted it."""
-    named_by: int = NOT_NAMED
+    lookup_cell: int = NO_CELL
     """Cell of ``text_guesses.TextChances`` if text lookup offered the token, else ``NO_CELL``."""
 
 
@@ -119,7 +119,7 @@ class SpeculationTree:
 
     # --- looking ---------------------------------------------------------------------------
 
-    def place(self, parent: int, base_position: int) -> int | None:
+    def child_position(self, parent: int, base_position: int) -> int | None:
         """Return the position of a child of ``parent``, or None if the parent is dead or unknown.
 
         A child of ``ROOT`` stands at ``base_position``."""
@@ -155,8 +155,8 @@ class SpeculationTree:
         rank: int | None = None,
         logprob: float = 0.0,
         chance: float = 1.0,
-        named_by: int = NOT_NAMED,
-    ) -> Growth:
+        lookup_cell: int = NO_CELL,
+    ) -> GrowResult:
         """Add one draft node.
 
         ``base_position`` is used only for parent ``ROOT``: the committed length on which the node
@@ -168,7 +168,7 @@ class SpeculationTree:
         if before is not None:
             position, siblings = before.position + 1, before.children
         else:
-            place = base_position if parent == ROOT else self.place(parent, base_position)
+            place = base_position if parent == ROOT else self.child_position(parent, base_position)
             if place is None:
                 return STALE
             if place < self.prefix.length:
@@ -180,12 +180,12 @@ class SpeculationTree:
         if rank is None:
             rank = len(siblings)
         self.last_id = node_id
-        node = Node(node_id, parent, token, position, rank, [], logprob, chance, named_by)
+        node = Node(node_id, parent, token, position, rank, [], logprob, chance, lookup_cell)
         self.nodes[node_id] = node
         siblings.append(node)
         return ALIVE
 
-    def _grow_late(self, node_id: int, token: int, position: int) -> Growth:
+    def _grow_late(self, node_id: int, token: int, position: int) -> GrowResult:
         if self.prefix.tokens[position] != token:
             return STALE
         self.last_id = node_id
@@ -240,8 +240,8 @@ class SpeculationTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    stops: frozenset[int]
+class EndCondition:
+    stop_ids: frozenset[int]
     end: int
     """Committed length at which the generation is complete."""
 
@@ -252,14 +252,14 @@ class Ending:
         prompt_length: int,
         context_length: int,
         eos_token_ids: Sequence[int],
-    ) -> Ending:
+    ) -> EndCondition:
         end = min(prompt_length + sampling.max_tokens, context_length)
         return cls(sampling.end_tokens(eos_token_ids), end)
 
-    def reached(self, prefix: CommittedPrefix) -> FinishReason | None:
+    def finish_reason(self, prefix: CommittedPrefix) -> FinishReason | None:
         """Return the finish reason of a generation that holds these tokens, or None if it is not
         complete."""
-        if prefix.output and prefix.output[-1] in self.stops:
+        if prefix.output and prefix.output[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if prefix.length >= self.end else None
 
@@ -271,10 +271,10 @@ class Ending:
         Also returns the finish reason if the output ends with that part. A stop id belongs to the
         output."""
         room = self.end - position
-        if len(tokens) < room and self.stops.isdisjoint(tokens):  # the usual case
+        if len(tokens) < room and self.stop_ids.isdisjoint(tokens):  # the usual case
             return tokens, None
         room = max(0, room)
         for index, token in enumerate(tokens[:room]):
-            if token in self.stops:
+            if token in self.stop_ids:
                 return tokens[: index + 1], FinishReason.STOP
         return tokens[:room], FinishReason.LENGTH if len(tokens) >= room else None

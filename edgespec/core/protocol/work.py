@@ -16,7 +16,7 @@ from edgespec.core.statically_frozen import statically_frozen
 
 MAX_LOGPROBS = 20
 """Maximum number of top tokens that a session may ask for at each position."""
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Value that stands for minus infinity, which JSON cannot express (OpenAI's number)."""
 
 
@@ -42,12 +42,12 @@ def score_token(logits: Sequence[float], token: int, count: int) -> TokenScore:
     norm = _log_sum_exp(logits)
     order = sorted(range(len(logits)), key=lambda one: (-logits[one], one))
     top = tuple([(one, _bounded(logits[one] - norm)) for one in order[:count]])
-    margin = logits[order[0]] - logits[order[1]] if len(order) > 1 else -LEAST_LOGPROB
-    return TokenScore(_bounded(logits[token] - norm), min(margin, -LEAST_LOGPROB), top)
+    margin = logits[order[0]] - logits[order[1]] if len(order) > 1 else -MIN_LOGPROB
+    return TokenScore(_bounded(logits[token] - norm), min(margin, -MIN_LOGPROB), top)
 
 
 def _bounded(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
 def _log_sum_exp(logits: Sequence[float]) -> float:
@@ -58,7 +58,7 @@ def _log_sum_exp(logits: Sequence[float]) -> float:
 @statically_frozen
 class NodeScore:
     """Probability of a draft node's token at its position, for rules that may accept it although it
-    is not the target's own token (``core/protocol/acceptance.py``).
+    is not the target's own token (``core/verifier/relaxed_rules.py``).
 
     The distribution is the one that the output is drawn from: after constraint, bias, penalties,
     temperature and truncation. For greedy sampling it is that of temperature 1."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from edgespec.core.protocol.failures import describe_without_words
+from edgespec.core.protocol.failures import describe_without_messages
 from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
@@ -226,7 +226,7 @@ class SessionRegistry:
             if not self._contain:
                 raise
             stream = self.stream_of.get(key)
-            self.actions.append(ee.ReportFailure(key, describe_without_words(error), stream))
+            self.actions.append(ee.ReportFailure(key, describe_without_messages(error), stream))
             fault = Fault(FaultCode.INTERNAL, "the verifier failed in this session", 1.0)
             self.end(key, fault)
             return ()

@@ -38,7 +38,7 @@ drafting, at 0.83 of its speed.
 The draft model reads a prompt only if the tokens it can propose behind it repay the prompt's rows
 within ``PAID_BACK_IN`` passes. On a full verifier, whose passes go to prompts, they do not.
 
-Probabilities come from counts (``estimators.GuessChances``). Before a token is proposed, its
+Probabilities come from counts (``estimators.CalibratedChances``). Before a token is proposed, its
 probability is the acceptance rate of this session's chain; once it is proposed, the acceptance rate
 of tokens of that confidence. The counts are kept for greedy and sampled outputs apart and are
 shared by all sessions; a session's own rate begins at the shared rate. Where no step pays, one step
@@ -63,9 +63,9 @@ from dataclasses import field
 from typing import Final
 
 from edgespec.core.protocol.estimators import (
-    GUESSED_STEP_SHARE,
+    ASSUMED_STEP_SHARE,
+    CalibratedChances,
     DecayedRate,
-    GuessChances,
     MovingAverage,
     SlopeEstimator,
 )
@@ -116,7 +116,7 @@ class ChainChances:
     sessions of a verifier."""
 
     def __init__(self) -> None:
-        self.by_confidence = GuessChances()
+        self.by_confidence = CalibratedChances()
         self.rate = DecayedRate(_MEMORY, _EVERYBODYS_WEIGHT)
 
 
@@ -291,7 +291,7 @@ class ChainStart:
     """Most tokens to propose."""
     missing: int
     """Tokens of the text that the model has not read."""
-    chances: GuessChances = field(repr=False)
+    chances: CalibratedChances = field(repr=False)
     expected: float
     """Tokens that the session expects from the pass without a chain."""
 
@@ -477,7 +477,7 @@ class DraftTimes:
     def of(self, pass_s: float, pass_row_s: float) -> RoundTimes:
         row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
         if row_s is None or base_s is None:
-            step_s = self._step_s.get(GUESSED_STEP_SHARE * pass_s)
+            step_s = self._step_s.get(ASSUMED_STEP_SHARE * pass_s)
             return RoundTimes(pass_s, step_s, 0.0, pass_row_s, PROMPT_ROWS)
         row_s = max(0.0, row_s)
         rows = MOST_PROMPT_ROWS

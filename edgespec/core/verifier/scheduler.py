@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from edgespec.core.protocol.estimators import GUESSED_PASS_S, SlopeEstimator
+from edgespec.core.protocol.estimators import ASSUMED_PASS_S, SlopeEstimator
 from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
@@ -490,7 +490,7 @@ class PassScheduler:
 
     def _forming(self, began_at: float | None = None) -> Forming:
         pass_s, most = self.price.pass_s, self._limits.max_rows_per_session
-        wait_s = GUESSED_PASS_S if pass_s is None else pass_s
+        wait_s = ASSUMED_PASS_S if pass_s is None else pass_s
         if self._limits.drafter:  # no longer than a round of the server model
             wait_s = self.draft_times.of(wait_s, 0.0).step_s
         offer = Offer(

@@ -34,7 +34,7 @@ from typing import Final, NamedTuple
 
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
-from edgespec.core.protocol.text_guesses import Place, TextChances, TextReader, TextTables
+from edgespec.core.protocol.text_guesses import LookupState, TextChances, TextReader, TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.drafts import PassTree, Source
@@ -88,9 +88,9 @@ class TextDrafts:
     def _catch_up(self, text: Sequence[int]) -> bool:
         """Index the newly committed tokens; return False while there is more to index."""
         lookup, start = self.reader.lookup, len(text) - _ENTERED_PER_PASS
-        if lookup.known < start:
-            lookup.load(text, min(start, lookup.known + LOADED_PER_PASS))
-            if lookup.known < start:
+        if lookup.indexed_length < start:
+            lookup.load(text, min(start, lookup.indexed_length + LOADED_PER_PASS))
+            if lookup.indexed_length < start:
                 return False
         self.reader.learn(text)
         return len(text) >= 2
@@ -101,20 +101,20 @@ class TextDrafts:
 
         The text has two tokens or more, which are all indexed.
         """
-        reader, chances, count = self.reader, self.chances.of, 0
+        reader, chances, count = self.reader, self.chances.by_cell, 0
         proposal = Proposal([], [], [])
         # Likeliest first, then oldest: -probability, count, parent, token, the place behind it,
         # depth.
-        heap: list[tuple[float, int, int, int, Place, int]] = []
-        node, chance, place, level = -1, 1.0, reader.end(text), 0
+        heap: list[tuple[float, int, int, int, LookupState, int]] = []
+        node, chance, place, level = -1, 1.0, reader.state_at_end(text), 0
         while True:
             if level < depth:
-                named, place = reader.guesses(text, place)
+                named, place = reader.candidates(text, place)
                 for cell, token in named:
                     its = chance * chances[cell]
                     if its >= least_chance:
                         count += 1
-                        behind = reader.behind(text, place, token)
+                        behind = reader.advance(text, place, token)
                         heappush(heap, (-its, count, node, token, behind, level + 1))
             if not heap or len(proposal.tokens) >= room:
                 return proposal

@@ -42,7 +42,7 @@ from edgespec.core.protocol.messages import (
     Opened,
     Received,
 )
-from edgespec.core.protocol.tree import CommittedPrefix, Ending
+from edgespec.core.protocol.tree import CommittedPrefix, EndCondition
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, PassTree, RunAheadPolicy, Walk
@@ -198,7 +198,7 @@ class VerifySession:
         self.cache_length = 0
         self.deadline: float | None = None
         self._model, self._limits, self._rule, self._run_ahead = model, limits, rule, run_ahead
-        self._ending = Ending.of(
+        self._ending = EndCondition.of(
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
         self._price_share, self._served, self._trees = PricedShare(request), served, trees
@@ -293,7 +293,7 @@ class VerifySession:
         self.inbox.reset(request.drafting)
         self.device = Attachment(held, now)
         self.deadline, self._idle_since = None, now
-        if self.finish is None and (finish := self._ending.reached(self.prefix)) is not None:
+        if self.finish is None and (finish := self._ending.finish_reason(self.prefix)) is not None:
             self.state, self.finish = transition(VERIFY_MOVES, self.state, ev.FINISHED), finish
         self._note_unread(now)
         name, fingerprint = self._model.name, self._model.fingerprint
@@ -438,7 +438,7 @@ class VerifySession:
     def _walk(self, request: PassRequest, event: ev.PassDone) -> Walk:
         """Judge the nodes of a pass. Server-side nodes come last and are judged by the exact
         rule."""
-        scores, ends = event.node_scores[: request.drafted], self._ending.stops
+        scores, ends = event.node_scores[: request.drafted], self._ending.stop_ids
         return self._rule.walk(request.tokens, request.parents, event.targets, scores, ends)
 
     def _form(self, offer: ev.Offer) -> PassRequest:

@@ -15,7 +15,7 @@ from edgespec.core.device.memory import MemoryGuard
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, Twinned, never_cancelled
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import ConstrainedText
-from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, TokenCounts
+from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, TokenCounts
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class TokenCache:
         self.sampling = SamplingParams()
         self.counts: TokenCounts | None = None
         self.constrained: ConstrainedText | None = None
-        self._held: HeldEnds | None = None
+        self._held: MinTokensMask | None = None
         self._info = info
         self.tokens: list[int] = []
         self._prompt_length = 0
@@ -46,7 +46,7 @@ class TokenCache:
         known = constraint is not None and constraint.matcher is not None and ends
         self.constrained = ConstrainedText(constraint, ends) if constraint and known else None
         size, least = self._info.vocabulary_size, sampling.min_tokens
-        self._held = HeldEnds(sampling, size, ends) if least else None
+        self._held = MinTokensMask(sampling, size, ends) if least else None
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate to ``keep_length``, append ``feed``, return the new length.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from edgespec.core.ports import CapacityError, ModelInfo, ModelOutputError, PassRequest
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
-from edgespec.core.protocol.sampling import HeldEnds, SamplingParams
+from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams
 
 
 @dataclass(slots=True)
@@ -127,13 +127,13 @@ class ConstrainedRows:
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
         self._texts: dict[str, ConstrainedText] = {}
-        self._held: dict[str, HeldEnds] = {}
+        self._held: dict[str, MinTokensMask] = {}
 
     def open(self, key: str, sampling: SamplingParams) -> None:
         """Begin a session. Raises ``ConstraintError`` for a constraint that cannot be kept here."""
         self.close(key)
         if sampling.min_tokens:
-            self._held[key] = HeldEnds(
+            self._held[key] = MinTokensMask(
                 sampling, self._info.vocabulary_size, self._info.eos_token_ids
             )
         if sampling.constraint is not None:

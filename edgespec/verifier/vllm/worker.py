@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from edgespec.core.ports import ModelOutputError
-from edgespec.core.protocol.sampling import HeldEnds, SamplingParams
+from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
 from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, is_plain, score_passes
 from edgespec.verifier.vllm.target import accepted_tokens
@@ -85,7 +85,7 @@ class _Text:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.params = sampling_of(arguments)
         self._eos_token_ids = tuple(arguments["eos_token_ids"])
-        self._held: HeldEnds | None = None
+        self._held: MinTokensMask | None = None
         self._prompt_length = int(arguments["prompt_length"])
         self._tokens: list[int] = []
         self._counts: TextCounts | None = None
@@ -125,7 +125,7 @@ class _Text:
         if positions[0] - self._prompt_length >= self.params.min_tokens:
             return ()
         if self._held is None:
-            self._held = HeldEnds(self.params, vocabulary_size, self._eos_token_ids)
+            self._held = MinTokensMask(self.params, vocabulary_size, self._eos_token_ids)
         return [self._held.mask(None, at - self._prompt_length) for at in positions]
 
 

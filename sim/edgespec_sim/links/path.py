@@ -144,7 +144,7 @@ class LoadedQueue(lm.SharedQueue):
             size_bytes = self._packet_bytes
             start_s = super().first_free_s(at_s, at_s, size_bytes)
             end_s = start_s + self.serialisation_s(start_s, size_bytes)
-            self.take(start_s, end_s, size_bytes)
+            self.reserve(start_s, end_s, size_bytes)
             self._next_s = at_s + self._gap_s(at_s)
 
     def _gap_s(self, time_s: float) -> float:

@@ -24,7 +24,7 @@ SEGMENT_BYTES: Final = 1448
 """Of a packet of 1500 bytes with IPv4 and TCP's timestamps (RFC 7323)."""
 FIRST_WINDOW: Final = 10
 """Packets (RFC 6928)."""
-LEAST_TIMEOUT_S: Final = 0.2
+MIN_TIMEOUT_S: Final = 0.2
 """TCP_RTO_MIN; RFC 6298 asks for a second."""
 MOST_TIMEOUT_S: Final = 120.0
 FIRST_TIMEOUT_S: Final = 1.0
@@ -86,7 +86,7 @@ class RoundTrips:
             self.smoothed_s += error_s / 8.0
             self._deviation_s += (abs(error_s) - self._deviation_s) / 4.0
         # The deviation's share, and not the whole, is bounded from below.
-        self.timeout_s = self.smoothed_s + max(4.0 * self._deviation_s, LEAST_TIMEOUT_S)
+        self.timeout_s = self.smoothed_s + max(4.0 * self._deviation_s, MIN_TIMEOUT_S)
 
 
 # --- the receiving half of a TCP connection, as Linux does it ----------------------------------
@@ -437,7 +437,7 @@ class TcpSender:
             self._set_timeout(now_s)
             return
         wait_s = 2.0 * trips.smoothed_s
-        wait_s += LEAST_TIMEOUT_S if len(self._segments) == 1 else SLACK_S
+        wait_s += MIN_TIMEOUT_S if len(self._segments) == 1 else SLACK_S
         timeout_s = self._segments[0].sent_s + trips.timeout_s * self._backoff - now_s
         if timeout_s > 0.0:
             wait_s = min(wait_s, timeout_s)

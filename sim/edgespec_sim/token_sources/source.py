@@ -35,8 +35,8 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
-from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, choose
-from edgespec.core.protocol.tree import Ending
+from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, choose
+from edgespec.core.protocol.tree import EndCondition
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
@@ -539,14 +539,14 @@ def target_tokens(
 ) -> tuple[tuple[int, ...], FinishReason]:
     """The target's own output, token by token from the law itself, and why it ends."""
     eos = () if model.eos_token is None else (model.eos_token,)
-    ending = Ending.of(sampling, len(prompt), context_length, eos)
-    held = HeldEnds(sampling, model.vocabulary_size, eos)
+    ending = EndCondition.of(sampling, len(prompt), context_length, eos)
+    held = MinTokensMask(sampling, model.vocabulary_size, eos)
     tokens: list[int] = []
     while True:
         text, mask = (*prompt, *tokens), held.mask(None, len(tokens))
         token = choose(model.logits(text), sampling, len(text), prompt, tokens, mask)
         tokens.append(token)
-        if token in ending.stops:
+        if token in ending.stop_ids:
             return tuple(tokens), FinishReason.STOP
         if len(text) + 1 >= ending.end:
             full = len(tokens) >= sampling.max_tokens

@@ -232,7 +232,7 @@ class LinkInstances:
         if not queues or (not measured and min(section.up_mbps, section.down_mbps) == math.inf):
             return None
         up, down = (
-            min(1.0, sum(queue.sent_s for queue in way) / (len(way) * self._duration_s) + cross)
+            min(1.0, sum(queue.reserved_s for queue in way) / (len(way) * self._duration_s) + cross)
             for way, cross in zip(
                 zip(*queues, strict=True), (section.cross_up, section.cross_down), strict=True
             )

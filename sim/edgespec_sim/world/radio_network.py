@@ -272,7 +272,7 @@ class RadioNetwork:
 
         def busy(down: bool, cell: int) -> float:
             queue = self._queues.get((down, cell))
-            return min(1.0, load + (queue.sent_s if queue else 0.0) * (1.0 - load) / duration_s)
+            return min(1.0, load + (queue.reserved_s if queue else 0.0) * (1.0 - load) / duration_s)
 
         return [
             LinkLoad(f"air of {name}", busy(False, cell), busy(True, cell))
@@ -437,7 +437,7 @@ class Cells:
         return [
             LinkLoad(
                 f"backhaul of {name}",
-                *(min(1.0, queue.sent_s / duration_s) for queue in self._lines[number]),
+                *(min(1.0, queue.reserved_s / duration_s) for queue in self._lines[number]),
             )
             for name, number in self._stations.items()
         ]
