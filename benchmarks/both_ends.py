@@ -51,8 +51,8 @@ from edgespec.core.protocol.work import (
 )
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.own_drafts import DraftTimes, RoundTimes
-from edgespec.core.verifier.row_price import RowPriceKeeper
+from edgespec.core.verifier.row_price import RowPriceEstimator
+from edgespec.core.verifier.server_model import DraftTimes, RoundTimes
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter, load_tokenizer
 from edgespec.device.drafters.token_cache import twin_of
@@ -351,10 +351,10 @@ def main() -> int:
     cheap = RoundTimes(1.0, 0.05, 0.0, 0.0, 512)
     with (
         mock.patch.object(DraftTimes, "of", return_value=cheap),
-        mock.patch.object(RowPriceKeeper, "undrafted_s", 1.0),
-        mock.patch.object(RowPriceKeeper, "held_up", 1.0),
-        mock.patch.object(RowPriceKeeper, "least_chance", 0.02),
-        mock.patch.object(RowPriceKeeper, "least_guess", 0.02),
+        mock.patch.object(RowPriceEstimator, "bare_pass_s", 1.0),
+        mock.patch.object(RowPriceEstimator, "waiting_per_decoding", 1.0),
+        mock.patch.object(RowPriceEstimator, "least_chance", 0.02),
+        mock.patch.object(RowPriceEstimator, "least_lookup_chance", 0.02),
     ):
         found = [
             line

@@ -370,7 +370,7 @@ counter requests_rejected_total{reason} streams.rejected Streams refused before 
 counter prompt_tokens_total streams.prompt_tokens Prompt tokens of the sessions opened
 counter generation_tokens_total streams.generation_tokens Tokens committed by passes and sent
 counter run_ahead_tokens_total streams.run_ahead_tokens Committed tokens of passes without a draft
-counter server_drafted_tokens_total drafts.served_tokens Committed tokens the verifier drafted
+counter server_drafted_tokens_total drafts.server_tokens Committed tokens the verifier drafted
 counter source_nodes_total{source} source_nodes Draft nodes judged in passes, by draft source
 counter source_accepted_total{source} source_accepted Draft nodes accepted, by draft source
 counter server_draft_steps_total drafts.steps Steps of the verifier's own draft model

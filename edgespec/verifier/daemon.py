@@ -30,7 +30,7 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.own_drafts import DraftRound
+from edgespec.core.verifier.server_model import DraftRound
 from edgespec.models.grammar import GrammarReader, ReadConstraint
 from edgespec.telemetry.logs import log_failure, new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer

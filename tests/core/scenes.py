@@ -15,7 +15,7 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.drafts import RUN_AHEAD
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.relaxed_rules import acceptance_rule
-from edgespec.core.verifier.served_drafts import ServedDrafts
+from edgespec.core.verifier.server_drafts import ServerDrafts
 from edgespec.core.verifier.session import VerifySession
 
 PROMPT = (1, 1)
@@ -29,10 +29,10 @@ def new_session(
     request: m.Open = REQUEST,
     limits: m.Limits = LIMITS,
     model: ModelInfo = MODEL,
-    served: ServedDrafts | None = None,
+    server_drafts: ServerDrafts | None = None,
 ) -> VerifySession:
     rule, run_ahead = acceptance_rule(request.rule), RUN_AHEAD[request.run_ahead]
-    session = VerifySession(request, model, limits, rule, run_ahead, 0.0, served)
+    session = VerifySession(request, model, limits, rule, run_ahead, 0.0, server_drafts)
     session.handle(se.Attach(request), 0.0)
     return session
 

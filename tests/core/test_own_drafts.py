@@ -15,11 +15,11 @@ from edgespec.core.protocol.messages import Commit, Limits, Open, Received, RunA
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
-from edgespec.core.verifier import own_drafts as od
+from edgespec.core.verifier import server_model as od
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.drafts import PassTree, Source
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.served_drafts import ServedDraftsMaker
+from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from tests.core.scenes import chain
 from tests.core.test_constraints import EOS, Automaton
 from tests.present import present
@@ -94,7 +94,7 @@ class World:
         self.reports: list[str] = []
         self.guesses: tuple[int, ...] = ()
         self.asked: list[int] = []
-        self.most_steps = set[int]()
+        self.max_steps = set[int]()
         self.pending: list[ee.EngineEvent] = []
 
     def open(self, stream: int, prompt_length: int = 2, **changes: object) -> None:
@@ -132,7 +132,7 @@ class World:
         if self.fails:
             return ee.DraftsFailed("out of memory")
         drafting = od.DraftRound(action)
-        self.most_steps.add(action.times.most_steps)
+        self.max_steps.add(action.times.max_steps)
         while batch := drafting.next_step():
             drafting.take(self.drafter.step(batch), self.step_s)
             self.now += self.step_s
@@ -211,19 +211,19 @@ def test_a_record_offers_what_is_likely_enough() -> None:
         chances.by_confidence.add(1, -3.0, hit=False)
         chances.by_confidence.add(1, -1.0, hit=True)
     record = od.ChainRecord(chances)
-    assert record.begin("s", (1, 2), (), [], 8) is not None
+    assert record.begin_chain("s", (1, 2), (), [], 8) is not None
     guesses = (
         (Candidate(5, -0.1), Candidate(6, -1.0)),
         (Candidate(7, -0.1), Candidate(8, -3.0), Candidate(9, -1.0)),
     )
     record.drafted(od.Chain("s", 0, (1, 2), guesses))
-    tokens, parents, reaches = record.worth(0.0, 8)
+    tokens, parents, reaches = record.select_nodes(0.0, 8)
     assert (tokens[:2], parents[:2]) == ([5, 7], [-1, 0])
     assert dict(zip(tokens[2:], parents[2:], strict=True)) == {6: -1, 9: 0}
     assert reaches[0] > 0.9
-    assert record.worth(0.0, 1)[0] == [5, 6]
-    record.judge((6, 1))
-    assert record.worth(0.0, 8) == ([], [], [])
+    assert record.select_nodes(0.0, 1)[0] == [5, 6]
+    record.learn((6, 1))
+    assert record.select_nodes(0.0, 8) == ([], [], [])
 
 
 def test_a_step_that_is_longer_than_a_pass_is_tried_as_much_more_seldom() -> None:
@@ -248,7 +248,10 @@ def test_many_sessions_share_the_steps_and_a_long_prompt_is_fed_apart() -> None:
     world.check()
     fed = [len(step) for step in world.drafter.caches.values()]
     assert max(fed) >= 700
-    assert world.most_steps == {od.LONGEST_CHAIN, od.MOST_STEPS}  # prompts wait for some rounds
+    assert world.max_steps == {
+        od.LONGEST_CHAIN,
+        od.MAX_STEPS_BEFORE_PROMPTS,
+    }  # prompts wait for some rounds
 
 
 def test_a_sequence_without_room_is_fed_anew_once_there_is_some() -> None:
@@ -325,7 +328,7 @@ def test_a_session_that_fails_before_a_round_ends_alone(monkeypatch: pytest.Monk
         raise RuntimeError("chosen to fail")
 
     with monkeypatch.context() as patched:
-        patched.setattr(od.ChainRecord, "begin", fails)
+        patched.setattr(od.ChainRecord, "begin_chain", fails)
         world.open(1)
         world.run()
         assert not world.engine.sessions
@@ -339,7 +342,7 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
     sampling = SamplingParams(constraint=grammar.constraint())
     request = Open("s", "", "", (1, 2), sampling=sampling)
     for path, lawful in (((7, 3), (7, 3, 5)), ((7, 8, 3), (7, 3, 5)), ((3, 3), ())):
-        served = present(ServedDraftsMaker(text=False, model=True)(request, ANYBODY, (EOS,)))
+        served = present(ServerDraftsFactory(text=False, model=True)(request, ANYBODY, (EOS,)))
         tree = PassTree(9)
         tree.add_tree(path, (-1, 0, 1)[: len(path)], [0.99] * len(path), Source.DEVICE)
         start = present(served.begin_chain(tree, [1, 2, 5], 9, 0.0))
@@ -354,10 +357,10 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
     grammar = Automaton(({5: 1}, {7: 2, 9: 2}, {3: 3}, {4: 4}, {}), frozenset())
     sampling = SamplingParams(constraint=grammar.constraint())
     request = Open("s", "", "", (1, 2), sampling=sampling)
-    served = present(ServedDraftsMaker()(request, ANYBODY, (EOS,)))
+    served = present(ServerDraftsFactory()(request, ANYBODY, (EOS,)))
     tree, own = PassTree(9), len(path)
     tree.add_tree(path, range(-1, own - 1), [0.5] * own, Source.DEVICE)
-    served.fill(tree, [1, 2, *text], depth, 0.0, least)
+    served.add_nodes(tree, [1, 2, *text], depth, 0.0, least)
     assert tuple(tree.tokens) == found
     assert tree.sources[own:] == [Source.TEXT] * (len(found) - own)
 
@@ -470,16 +473,16 @@ def test_a_round_stops_near_the_best_length(
 
 
 @pytest.mark.parametrize(
-    ("held_up", "pass_s", "steps"),
+    ("waiting_per_decoding", "pass_s", "steps"),
     [(1.0, 0.025, 4), (1.6, 0.025, 1), (2.5, 0.025, 0), (1.0, 0.017, 2), (1.0, 0.01, 0)],
 )
 def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take(
-    held_up: float, pass_s: float, steps: int
+    waiting_per_decoding: float, pass_s: float, steps: int
 ) -> None:
     """A step of 8 ms costs 0.32 of a token, so the first has to bring 0.35 and brings 0.9. The
     fifth has to bring 0.66 and would bring 0.59."""
     start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
-    times = od.RoundTimes(pass_s, 0.008, 0.0, 0.0, 512, held_up)
+    times = od.RoundTimes(pass_s, 0.008, 0.0, 0.0, 512, waiting_per_decoding)
     drafting, ran = od.DraftRound(od.RunDrafts((start,), times)), 0
     while batch := drafting.next_step():
         ran += 1
@@ -489,7 +492,7 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
 
 def test_a_round_that_prompts_wait_for_is_short() -> None:
     start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
-    times = od.RoundTimes(0.025, 1e-4, 0.0, 0.0, 512, most_steps=2)
+    times = od.RoundTimes(0.025, 1e-4, 0.0, 0.0, 512, max_steps=2)
     drafting = od.DraftRound(od.RunDrafts((start,), times))
     for _ in range(2):
         drafting.take([(Candidate(1, -0.1),)] * len(drafting.next_step()), 1e-4)
@@ -514,7 +517,7 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
         record, text, cache = od.ChainRecord(od.ChainChances()), [1, 2], list[int]()
         for _ in range(30):
             path = tuple(dice.randrange(3) for _ in range(dice.randrange(3)))
-            start = record.begin("s", text, path, [0.9] * len(path), 8)
+            start = record.begin_chain("s", text, path, [0.9] * len(path), 8)
             if start is not None and not record.tokens:
                 step, fed, drafted = start.step, list[int](), list[int]()
                 for _ in range(dice.randrange(1, 5)):
@@ -533,7 +536,7 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
                     guesses = tuple([(Candidate(token, -0.1),) for token in drafted])
                     record.drafted(od.Chain("s", keep, tuple(fed), guesses))
             new = [*record.tokens[: dice.randrange(4)], dice.randrange(3)]
-            record.judge(new)
+            record.learn(new)
             text += new
 
 

@@ -21,7 +21,7 @@ from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.drafts import RunAheadView, auto_run_ahead, never_run_ahead
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
+from edgespec.core.verifier.row_price import UNPRICED_LOOKUP_CHANCE, RowPriceEstimator
 from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
@@ -114,14 +114,14 @@ def test_a_verifiers_full_price_is_told() -> None:
         (3.0, (1000, 0)),
     ):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(RowPriceKeeper, "least_chance", least_chance)
+            patched.setattr(RowPriceEstimator, "least_chance", least_chance)
             heard = passed(scenes.new_engine())
         assert {(one.row_price, one.credit) for one in heard} == {said}, least_chance
 
 
 def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
     """Passes with more rows end later, and the target took the same for each."""
-    loop, target = RowPriceKeeper(), RowPriceKeeper()
+    loop, target = RowPriceEstimator(), RowPriceEstimator()
     for n in range(40):
         rows = 100 + 10 * (n % 7)
         loop.note_pass(rows, 0, 0.02 + 1e-4 * rows)
@@ -134,7 +134,7 @@ def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
 def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of 20 ms began 10 ms after the commit before: 0.9 * 20 / 30. Full price would silence
     it, and then it would wait a round trip for each token."""
-    monkeypatch.setattr(RowPriceKeeper, "least_chance", 0.9)
+    monkeypatch.setattr(RowPriceEstimator, "least_chance", 0.9)
     engine = scenes.new_engine()
     waits = replace(scenes.RUNNING, run_ahead=RunAhead.NEVER)
     first = engine.handle(
@@ -212,37 +212,37 @@ def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take(
 def test_own_drafts_make_rows_cheaper_by_the_time_of_their_steps_and_passes_shorter_without() -> (
     None
 ):
-    price = RowPriceKeeper()
+    price = RowPriceEstimator()
     for rows in (1, 41) * 40:
         price.note_round(0.004)
         price.note_round(0.006)
-        price.note_pass(rows, 0, PASS_S + 10 * ROW_S + rows * ROW_S, served=rows // 4)
+        price.note_pass(rows, 0, PASS_S + 10 * ROW_S + rows * ROW_S, server_rows=rows // 4)
         price.note_tokens(5)
-        price.note_line(1, 0)
+        price.note_queue(1, 0)
     pass_s = price.pass_s
     assert pass_s is not None
     cost = 5 * ROW_S / (pass_s + 0.01)
     assert price.least_chance == pytest.approx(cost * (1 + cost), rel=0.02)
     served = (pass_s - PASS_S - 10 * ROW_S) / ROW_S / 4
-    assert price.undrafted_s == pytest.approx(pass_s - served * ROW_S, rel=0.02)
+    assert price.bare_pass_s == pytest.approx(pass_s - served * ROW_S, rel=0.02)
 
 
 def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> None:
-    price = RowPriceKeeper()
-    assert (price.least_chance, price.least_guess) == (0.0, UNPRICED_GUESS)
-    price.note_line(1, 3)
+    price = RowPriceEstimator()
+    assert (price.least_chance, price.least_lookup_chance) == (0.0, UNPRICED_LOOKUP_CHANCE)
+    price.note_queue(1, 3)
     assert price.least_chance == 1.0  # prompts wait, and nobody knows what a row costs them
     for rows in (1, 40, 1, 40, 1, 40, 1, 40, 1):
         price.note_pass(rows, 0, PASS_S + rows * ROW_S)
         price.note_tokens(1)
-        price.note_line(1, 0)
+        price.note_queue(1, 0)
     known = price.row_s
     assert known == pytest.approx(ROW_S, rel=0.01)
-    assert price.undrafted_s == price.pass_s
+    assert price.bare_pass_s == price.pass_s
     for _ in range(400):
         price.note_pass(1, 0, PASS_S + ROW_S)
     assert 0.0 < price.row_s < known / 4
-    assert price.least_guess == price.least_chance
+    assert price.least_lookup_chance == price.least_chance
 
 
 @pytest.mark.parametrize("row_s", [0.00002, 0.0001])

@@ -42,7 +42,7 @@ from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.drafts import ExactRule
 from edgespec.core.verifier.relaxed_rules import acceptance_rule, full_name, why_not_offered
-from edgespec.core.verifier.served_drafts import ServedDraftsMaker
+from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
@@ -540,7 +540,7 @@ def test_behind_the_end_of_a_text_nothing_counts() -> None:
 
 def test_a_guess_of_the_verifiers_own_replaces_nothing() -> None:
     request = replace(ASKED, prompt=(1, 2, 3, 4) * 6, logprobs=0)
-    session = scenes.new_session(request, served=ServedDraftsMaker()(request, ANYBODY))
+    session = scenes.new_session(request, server_drafts=ServerDraftsFactory()(request, ANYBODY))
     asked = scenes.offer(session)
     count = len(asked.tokens)
     assert asked.served == count > 0

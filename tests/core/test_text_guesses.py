@@ -24,7 +24,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextChances, TextReader, TextTables
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import Candidate, PassRequest
-from edgespec.core.verifier import served_drafts as sd
+from edgespec.core.verifier import server_drafts as sd
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.drafts import ExactRule, always_run_ahead
@@ -37,28 +37,28 @@ from tests.tables import tabled
 REQUEST = Open("s", "", "", (1,))
 
 
-def _drafts() -> sd.TextDrafts:
-    return sd.TextDrafts(tg.TextTables(ngrams=True))
+def _drafts() -> sd.ServerLookup:
+    return sd.ServerLookup(tg.TextTables(ngrams=True))
 
 
 def test_a_loop_is_gone_on_with() -> None:
     proposal = _drafts().propose([1, 2, 3, 4] * 6, 64, 40, 0.0)
-    chain = [index for index in range(sd.MOST_NODES) if proposal.parents[index] == index - 1]
+    chain = [index for index in range(sd.MAX_LOOKUP_NODES) if proposal.parents[index] == index - 1]
     assert chain[:6] == [0, 1, 2, 3, 4, 5]
     assert proposal.tokens[:6] == [1, 2, 3, 4, 1, 2]
     drafts = _drafts()  # what the target said behind a wrong guess is remembered
     drafts.propose([1, 2, 3, 1, 2], 64, 40, 0.0)
-    drafts.missed(3, 9)
+    drafts.note_rejected(3, 9)
     assert 9 in drafts.propose([1, 2, 3, 1, 2, 5, 3], 64, 40, 0.0).tokens
 
 
-def _text_of(make: sd.ServedDraftsMaker, credential: Credential) -> sd.TextDrafts:
+def _text_of(make: sd.ServerDraftsFactory, credential: Credential) -> sd.ServerLookup:
     served = present(make(REQUEST, credential))
     return present(served.text)
 
 
 def test_sessions_of_one_owner_profit_from_each_other() -> None:
-    make, text = sd.ServedDraftsMaker(), [11, 12, 13, 14, 15, 16]
+    make, text = sd.ServerDraftsFactory(), [11, 12, 13, 14, 15, 16]
     first = _text_of(make, Credential("me"))
     first.propose(text, 64, 40, 0.0)
     for credential, knows in (
@@ -71,7 +71,7 @@ def test_sessions_of_one_owner_profit_from_each_other() -> None:
 
 
 def test_the_device_decides_where_it_may() -> None:
-    make = sd.ServedDraftsMaker()
+    make = sd.ServerDraftsFactory()
     assert make(Open("s", "", "", (1,), run_ahead=RunAhead.NEVER), ANYBODY) is None
     assert make(Open("s", "", "", (1,), run_ahead=RunAhead.ALWAYS), ANYBODY) is not None
 
@@ -79,7 +79,7 @@ def test_the_device_decides_where_it_may() -> None:
 def test_room_depth_and_price_are_kept() -> None:
     text = [1, 2, 3, 4] * 6
     for room in range(20):
-        assert len(_drafts().propose(text, room, 40, 0.0).tokens) <= min(room, sd.MOST_NODES)
+        assert len(_drafts().propose(text, room, 40, 0.0).tokens) <= min(room, sd.MAX_LOOKUP_NODES)
     for depth in range(8):
         proposal = _drafts().propose(text, 64, depth, 0.0)
         depths: list[int] = []
@@ -89,7 +89,7 @@ def test_room_depth_and_price_are_kept() -> None:
     counts = []
     for price in (0.0, 0.1, 0.3, 0.5, 0.8, 0.99):
         proposal = _drafts().propose(text, 64, 40, price)
-        assert all(chance >= max(price, sd.LEAST_CHANCE) for chance in proposal.chances)
+        assert all(chance >= max(price, sd.MIN_LOOKUP_CHANCE) for chance in proposal.chances)
         counts.append(len(proposal.tokens))
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[4] > counts[-1] == 0
@@ -115,12 +115,12 @@ def test_a_long_text_is_learned_a_part_at_a_time() -> None:
         known.append(drafts.reader.lookup.indexed_length)
         assert len(known) < 9
     steps = [after - before for before, after in zip([0, *known], known, strict=False)]
-    assert max(steps) <= sd.LOADED_PER_PASS
+    assert max(steps) <= sd.INDEXED_PER_PASS
     assert len(known) == 3
 
 
 def test_a_new_session_begins_with_what_all_have_seen() -> None:
-    make = sd.ServedDraftsMaker()
+    make = sd.ServerDraftsFactory()
     first, cell = _text_of(make, ANYBODY), tg.RECYCLED_CELL
     before = first.chances.by_cell[cell]
     for _ in range(20):
@@ -142,7 +142,7 @@ def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
 
 
 def test_owners_are_bounded() -> None:
-    owners = sd.ServedDraftsMaker(most_owners=3)
+    owners = sd.ServerDraftsFactory(max_owners=3)
     first = owners.of(Credential("0"))
     for number in range(1, 10):
         owners.of(Credential(str(number)))
@@ -210,11 +210,11 @@ def test_the_index_is_bounded() -> None:
 PROMPT = (1, 2, 3, 4) * 5
 
 
-def _session(max_tokens: int = 40, counts: sd.ServedCounts | None = None) -> VerifySession:
+def _session(max_tokens: int = 40, counts: sd.DraftCounts | None = None) -> VerifySession:
     sampling = SamplingParams(max_tokens=max_tokens)
     request = Open("s", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS)
-    text = sd.TextDrafts(tg.TextTables(ngrams=False))
-    served = sd.ServedDrafts("s", counts or sd.ServedCounts(), text, None)
+    text = sd.ServerLookup(tg.TextTables(ngrams=False))
+    served = sd.ServerDrafts("s", counts or sd.DraftCounts(), text, None)
     session = VerifySession(request, MODEL, LIMITS, ExactRule(), always_run_ahead, 0.0, served)
     session.handle(se.Attach(request), 0.0)
     return session
@@ -233,7 +233,7 @@ def _done(session: VerifySession, request: PassRequest) -> Commit:
 
 
 def test_a_pass_without_a_draft_commits_several_tokens() -> None:
-    counts = sd.ServedCounts()
+    counts = sd.DraftCounts()
     session = _session(counts=counts)
     request = _offer(session)
     assert request.served == len(request.tokens) > 3
@@ -244,21 +244,21 @@ def test_a_pass_without_a_draft_commits_several_tokens() -> None:
     assert session.cache_length == session.prefix.length - 1
     # Guesses are not counted as the device's.
     assert (commit.accepted, commit.rows, commit.stale) == (0, 0, 0)
-    assert (session.device_accepted, counts.served_tokens) == (0, len(commit.tokens) - 1)
+    assert (session.device_accepted, counts.server_tokens) == (0, len(commit.tokens) - 1)
 
 
 def test_a_draft_of_the_device_goes_before_guesses() -> None:
-    counts = sd.ServedCounts()
+    counts = sd.DraftCounts()
     session = _session(counts=counts)
     _done(session, _offer(session))
     following = session.prefix.tokens[-1] % 4 + 1
     session.handle(chain(session, following), 1.0)
     request = _offer(session)
     assert (request.tokens, request.served, request.drafted) == ((following,), 0, 1)
-    before = counts.served_tokens
+    before = counts.server_tokens
     commit = _done(session, request)
     assert (commit.accepted, commit.rows, session.device_accepted) == (1, 1, 1)
-    assert counts.served_tokens == before
+    assert counts.server_tokens == before
 
 
 def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:

@@ -32,7 +32,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.own_drafts import PROBE_EVERY
+from edgespec.core.verifier.server_model import PROBE_EVERY
 from edgespec.device.build import build_agent
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 from edgespec.verifier.build import build_verifier, load_target

@@ -36,8 +36,8 @@ from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.drafts import DraftInbox, ExactRule, PassTree, Walk
 from edgespec.core.verifier.engine import Containment
-from edgespec.core.verifier.own_drafts import ChainRecord
-from edgespec.core.verifier.served_drafts import ServedDrafts, TextDrafts
+from edgespec.core.verifier.server_drafts import ServerDrafts, ServerLookup
+from edgespec.core.verifier.server_model import ChainRecord
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
@@ -294,17 +294,17 @@ def the_order_is_that_of_opening(find_order: Any, keeper: CacheKeeper) -> Any:
     return replace(order, line=line, place_of={key: at for at, key in enumerate(line)})
 
 
-@MUTANTS.of(ServedDrafts, "learn", seeds=60)
+@MUTANTS.of(ServerDrafts, "learn", seeds=60)
 def guesses_are_the_devices(
-    learn: Any, served: ServedDrafts, request: Any, targets: Any, accepted: Any, committed: Any
+    learn: Any, served: ServerDrafts, request: Any, targets: Any, accepted: Any, committed: Any
 ) -> int:
     learn(served, request, targets, accepted, committed)
     return 0
 
 
-@MUTANTS.of(TextDrafts, "propose", seeds=60)
+@MUTANTS.of(ServerLookup, "propose", seeds=60)
 def guesses_past_the_end(
-    propose: Any, served: TextDrafts, text: Any, room: int, depth: int, least_chance: float
+    propose: Any, served: ServerLookup, text: Any, room: int, depth: int, least_chance: float
 ) -> Any:
     return propose(served, text, room, depth + 1, least_chance)
 
@@ -314,7 +314,7 @@ def nodes_beyond_the_room(init: Any, tree: PassTree, most: int) -> None:
     init(tree, most + 1)
 
 
-@MUTANTS.of(ChainRecord, "_missing", seeds=60)
+@MUTANTS.of(ChainRecord, "_plan_feed", seeds=60)
 def draft_cache_is_off_by_one(missing: Any, chain: ChainRecord, text: Any) -> Any:
     keep, feed = missing(chain, text)
     return (keep + 1, feed[1:]) if len(feed) > 1 else (keep, feed)

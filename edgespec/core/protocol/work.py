@@ -155,7 +155,7 @@ class PassRequest:
     may be shared with other sessions."""
     served: int = 0
     """Number of the last nodes that the verifier drafted itself and not the device
-    (``core/verifier/served_drafts.py``). The target treats all nodes alike."""
+    (``core/verifier/server_drafts.py``). The target treats all nodes alike."""
     logprobs: int = 0
     """Number of likeliest tokens to score at each sampled row; 0: no scores at all."""
     node_scores: bool = False

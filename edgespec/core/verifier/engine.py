@@ -25,10 +25,10 @@ from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.drafts import RUN_AHEAD, AcceptanceRule, RunAheadPolicy
-from edgespec.core.verifier.own_drafts import ChainStart
 from edgespec.core.verifier.relaxed_rules import acceptance_rule
 from edgespec.core.verifier.scheduler import PassScheduler
-from edgespec.core.verifier.served_drafts import ServedDraftsMaker
+from edgespec.core.verifier.server_drafts import ServerDraftsFactory
+from edgespec.core.verifier.server_model import ChainStart
 from edgespec.core.verifier.session import VerifySession, same_device, same_generation
 
 RunAheadFactory = Callable[[RunAhead], RunAheadPolicy]
@@ -70,7 +70,7 @@ class SessionRegistry:
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
         model_drafts = engine_limits.drafter or engine_limits.own_drafts > 0
-        self.guesses = ServedDraftsMaker(text=engine_limits.server_drafts, model=model_drafts)
+        self.guesses = ServerDraftsFactory(text=engine_limits.server_drafts, model=model_drafts)
         self._cached: set[str] = set()
 
     # --- streams ---------------------------------------------------------------------------
@@ -593,7 +593,7 @@ class VerifyEngine:
             self._scheduler.alone.discard(key)
             before, taken = session.prefix.length, session.device_accepted
             if self._draft_steps and request.sample and not result.guesses:
-                session.note_no_guess()
+                session.note_no_proposal()
             done = ev.PassDone(
                 result.targets, result.scores, price, result.guesses, result.node_scores
             )

@@ -14,8 +14,8 @@ from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.own_drafts import DraftsDone as DraftsDone
-from edgespec.core.verifier.own_drafts import RunDrafts as RunDrafts
+from edgespec.core.verifier.server_model import DraftsDone as DraftsDone
+from edgespec.core.verifier.server_model import RunDrafts as RunDrafts
 
 
 @statically_frozen
@@ -41,12 +41,12 @@ class EngineLimits:
     """Seconds after which a pass is taken to hang. The first pass of an engine compiles its
     kernels, which takes minutes."""
     server_drafts: bool = False
-    """True if passes may carry nodes of server lookup (``served_drafts.py``)."""
+    """True if passes may carry nodes of server lookup (``server_drafts.py``)."""
     trees: bool = True
     """True if the target can verify trees. Otherwise each session's part of a pass is its likeliest
     chain."""
     drafter: bool = False
-    """True if the verifier has a draft model of its own (``own_drafts.py``)."""
+    """True if the verifier has a draft model of its own (``server_model.py``)."""
     own_drafts: int = 0
     """Most tokens that the engine speculator can propose, as in ``PassShape.own_drafts``."""
     rules: tuple[str, ...] = (EXACT_RULE,)

@@ -32,7 +32,7 @@ from typing import Final
 from edgespec.core.protocol.estimators import MovingAverage, SlopeEstimator
 from edgespec.core.protocol.messages import Open, RunAhead
 
-UNPRICED_GUESS: Final = 0.5
+UNPRICED_LOOKUP_CHANCE: Final = 0.5
 """Least acceptance probability of the verifier's own nodes while the time of a row is not known."""
 
 # Least share of a pass that is attributed to decoding. Prompt rows are assumed to take as long as
@@ -44,7 +44,7 @@ _FADES: Final = 0.98
 _FEW: Final = 1.0
 
 
-class RowPriceKeeper:
+class RowPriceEstimator:
     """Estimates the price of a row from the passes of one verifier."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class RowPriceKeeper:
         self._row_s: float | None = None
         self._tokens = MovingAverage()
         self._round_s, self._drafting_s = MovingAverage(), 0.0
-        self._prompt_rows, self._served_rows = MovingAverage(), MovingAverage()
+        self._prompt_rows, self._server_rows = MovingAverage(), MovingAverage()
         self._decoding, self._prompts_waiting = MovingAverage(), MovingAverage()
 
     @property
@@ -68,25 +68,25 @@ class RowPriceKeeper:
         return self._row_s or 0.0
 
     @property
-    def pace(self) -> float:
+    def tokens_per_pass(self) -> float:
         """Mean tokens per pass of a session, at least one."""
         return max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
 
     @property
-    def undrafted_s(self) -> float:
+    def bare_pass_s(self) -> float:
         """Mean seconds of a pass without its prompt rows and without the verifier's own nodes."""
-        return self._without(self._prompt_rows.get(0.0) + self._served_rows.get(0.0))
+        return self._pass_s_without(self._prompt_rows.get(0.0) + self._server_rows.get(0.0))
 
-    def _without(self, rows: float) -> float:
+    def _pass_s_without(self, rows: float) -> float:
         pass_s = self._pass_s.get(0.0)
         return max(pass_s - self.row_s * rows, _LEAST_DECODING * pass_s)
 
     @property
-    def held_up(self) -> float:
+    def waiting_per_decoding(self) -> float:
         """Sessions that wait for the end of a pass, for each session that decodes in it."""
         return 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
 
-    def note_line(self, decoding: int, prompts: int) -> None:
+    def note_queue(self, decoding: int, prompts: int) -> None:
         """Record how many decoding sessions and how many sessions with a prompt wait for a pass."""
         self._decoding.add(decoding)
         self._prompts_waiting.add(prompts)
@@ -97,20 +97,21 @@ class RowPriceKeeper:
         prompt_rows: int,
         took_s: float,
         target_s: float | None = None,
-        served: int = 0,
+        server_rows: int = 0,
     ) -> None:
         """Record a finished pass that sampled.
 
         ``took_s`` is its whole duration, ``target_s`` the target's part of it. The time of a row is
         learned from the target's part, since a busy event loop that is late to handle the result
-        must not make rows look expensive. ``served`` of the rows were nodes of the verifier's own.
+        must not make rows look expensive. ``server_rows`` of the rows were nodes of the verifier's
+        own.
         """
         self._pass_s.add(took_s)
         self._round_s.add(self._drafting_s)
         self._drafting_s = 0.0
         self._slope_s.add(rows, took_s if target_s is None else target_s)
         self._prompt_rows.add(prompt_rows)
-        self._served_rows.add(served)
+        self._server_rows.add(server_rows)
         slope_s = self._slope_s.get()
         if slope_s is not None:
             self._row_s = max(0.0, slope_s)
@@ -133,18 +134,18 @@ class RowPriceKeeper:
         """
         if self._row_s is None and self._pass_s.count < _LEAST_PASSES:
             return 1.0 if self._prompts_waiting.get(0.0) > _FEW else 0.0
-        time_s = self._without(self._prompt_rows.get(0.0)) + self._round_s.get(0.0)
+        time_s = self._pass_s_without(self._prompt_rows.get(0.0)) + self._round_s.get(0.0)
         if time_s <= 0.0:
             return 0.0
-        cost = self.row_s * self._tokens.get(0.0) * self.held_up / time_s
+        cost = self.row_s * self._tokens.get(0.0) * self.waiting_per_decoding / time_s
         return cost * (1.0 + cost)
 
     @property
-    def least_guess(self) -> float:
-        """The price of a row for the verifier's own nodes, at least ``UNPRICED_GUESS`` while the
-        time of a row is unknown."""
+    def least_lookup_chance(self) -> float:
+        """The price of a row for the verifier's own nodes, at least ``UNPRICED_LOOKUP_CHANCE``
+        while the time of a row is unknown."""
         least = self.least_chance
-        return max(least, UNPRICED_GUESS) if self._row_s is None else least
+        return max(least, UNPRICED_LOOKUP_CHANCE) if self._row_s is None else least
 
 
 class PricedShare:

@@ -29,12 +29,13 @@ from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
-from edgespec.core.verifier.own_drafts import (
+from edgespec.core.verifier.row_price import RowPriceEstimator
+from edgespec.core.verifier.server_model import (
     EMPTY_ROUNDS,
-    LEAST_PASS_S,
     LONGEST_CHAIN,
-    MOST_REST,
-    MOST_STEPS,
+    MAX_REST,
+    MAX_STEPS_BEFORE_PROMPTS,
+    MIN_PASS_S,
     PROBE_EVERY,
     ChainStart,
     DraftRound,
@@ -43,7 +44,6 @@ from edgespec.core.verifier.own_drafts import (
     RunDrafts,
     chain_length,
 )
-from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer
 
@@ -142,20 +142,20 @@ class PrefillBudget:
         self._halve = False
 
     def note(
-        self, prompt_rows: int, took_s: float, arriving: float = 0.0, pace: float = 1.0
+        self, prompt_rows: int, took_s: float, arriving: float = 0.0, tokens_per_pass: float = 1.0
     ) -> None:
         """Record a finished pass that sampled.
 
         ``prompt_rows`` of its rows were prompts. ``took_s`` is its duration without the rows of
-        drafts. ``arriving`` is how many prompt rows arrive in the duration of a pass, ``pace`` the
-        mean tokens per session and pass.
+        drafts. ``arriving`` is how many prompt rows arrive in the duration of a pass,
+        ``tokens_per_pass`` the mean tokens per session and pass.
         """
         self._took_s.add(prompt_rows, took_s)
         if prompt_rows:
             self._halve = not self._halve
             # The budget at most doubles: a pass that was late for another reason must not admit a
             # whole prompt at once.
-            affordable = self._affordable(arriving, pace)
+            affordable = self._affordable(arriving, tokens_per_pass)
             self._budget = max(LEAST_ROWS, min(affordable, 2 * self._budget))
 
     @property
@@ -174,15 +174,15 @@ class PrefillBudget:
         rows = (max(PROMPT_PASS_S, PROMPT_PASS_PART * base_s) - base_s) / row_s
         return max(LEAST_ROWS, min(MOST_ROWS, int(rows)))
 
-    def _affordable(self, arriving: float, pace: float) -> int:
+    def _affordable(self, arriving: float, tokens_per_pass: float) -> int:
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
             return self._budget
         if row_s <= 0.0:
             return MOST_ROWS
         base_rows = max(0.0, base_s) / row_s
-        burst = min(pace * SHARE, BURST_SHARE) * base_rows
-        lasting = pace * min(SPARE * arriving, MOST_SHARE * base_rows)
+        burst = min(tokens_per_pass * SHARE, BURST_SHARE) * base_rows
+        lasting = tokens_per_pass * min(SPARE * arriving, MOST_SHARE * base_rows)
         return min(MOST_ROWS, int(max(burst, lasting)))
 
 
@@ -260,12 +260,12 @@ class PromptLine:
         self._since.pop(key, None)
 
     def note(
-        self, prompt_rows: int, took_s: float, drafts_s: float, pace: float, now: float
+        self, prompt_rows: int, took_s: float, drafts_s: float, tokens_per_pass: float, now: float
     ) -> None:
         """Record a finished pass that sampled: its prompt rows, its duration, the seconds that its
         draft nodes took, and the recent mean of tokens per session and pass."""
         arriving = self._load.rows_per_s(now) * took_s
-        self._budget.note(prompt_rows, max(0.0, took_s - drafts_s), arriving, pace)
+        self._budget.note(prompt_rows, max(0.0, took_s - drafts_s), arriving, tokens_per_pass)
 
 
 # Divisor of the rows that are kept for prompts if more sessions decode than a pass has rows.
@@ -301,7 +301,7 @@ class PassScheduler:
         that a failure can be attributed to it."""
         self._declined: dict[str, None] = {}
         """Sessions that declined an offer in order to wait for a draft."""
-        self.price = RowPriceKeeper()
+        self.price = RowPriceEstimator()
         self._prompts = PromptLine(credential_of)
         self.draft_times = DraftTimes()
         self._undrafted = 0
@@ -385,10 +385,12 @@ class PassScheduler:
         price = self.price
         times = replace(
             self.draft_times.of(pass_s, price.row_s),
-            pass_s=price.undrafted_s,
-            held_up=price.held_up,
+            pass_s=price.bare_pass_s,
+            waiting_per_decoding=price.waiting_per_decoding,
             least_chance=price.least_chance,
-            most_steps=MOST_STEPS if len(decoding) < len(self._waiting) else LONGEST_CHAIN,
+            max_steps=MAX_STEPS_BEFORE_PROMPTS
+            if len(decoding) < len(self._waiting)
+            else LONGEST_CHAIN,
         )
         starts: list[ChainStart] = []
         prompt_rows = times.prompt_rows
@@ -404,7 +406,7 @@ class PassScheduler:
         if self._empty_rounds >= EMPTY_ROUNDS:
             starts = sorted(starts, key=lambda start: len(start.step.feed))[:1]
         action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
-        due = self._undrafted >= PROBE_EVERY * max(1.0, times.step_s / max(pass_s, LEAST_PASS_S))
+        due = self._undrafted >= PROBE_EVERY * max(1.0, times.step_s / max(pass_s, MIN_PASS_S))
         if due and starts and not DraftRound(action).next_step():
             shortest = min(starts, key=lambda start: len(start.step.feed))
             action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
@@ -432,7 +434,7 @@ class PassScheduler:
             self._empty_rounds += 1
             beyond = self._empty_rounds - EMPTY_ROUNDS
             if beyond >= 0:
-                rest = min(MOST_REST, PROBE_EVERY << min(beyond, 16))
+                rest = min(MAX_REST, PROBE_EVERY << min(beyond, 16))
                 self._drafts_at_pass = self.passes + rest
             if beyond == 0:
                 self.draft_report = (
@@ -445,7 +447,7 @@ class PassScheduler:
         """Return how many tokens the engine speculator should propose behind the pass that was just
         formed."""
         most = self._limits.own_drafts
-        batch, pass_s, step_s = self.running, self.price.pass_s, self.draft_times.own_step_s
+        batch, pass_s, step_s = self.running, self.price.pass_s, self.draft_times.speculator_step_s
         if not most or batch is None:
             return 0
         if pass_s is None or step_s is None:  # must vary to be timed
@@ -498,7 +500,9 @@ class PassScheduler:
             wait_s,
             self.price.least_chance,
             began_at=began_at,
-            least_guess=self.price.least_guess if self._limits.server_drafts else None,
+            least_lookup_chance=self.price.least_lookup_chance
+            if self._limits.server_drafts
+            else None,
         )
         return Forming(self._limits.max_rows_per_pass, offer)
 
@@ -532,7 +536,7 @@ class PassScheduler:
         decoding = [key for key, rows in missing.items() if rows == 1]
         self.fairness.plan([*decoding, *self._declined], prompts, now)
         if decoding:
-            self.price.note_line(len(decoding) + len(self._declined), len(prompts))
+            self.price.note_queue(len(decoding) + len(self._declined), len(prompts))
         if not self.alone.isdisjoint(missing):
             return list(missing), 0, most
         left_out = {key: self.passes - self._waiting[key] for key in missing}
@@ -559,10 +563,10 @@ class PassScheduler:
         if any(request.sample for _, request in batch.parts):
             rows, prompt_rows, drafted = batch.count_rows()
             self.fairness.note(len(batch.parts), rows, target_s)
-            served = sum(request.served for _, request in batch.parts)
-            self.price.note_pass(rows, prompt_rows, took_s, target_s, served)
+            server_rows = sum(request.served for _, request in batch.parts)
+            self.price.note_pass(rows, prompt_rows, took_s, target_s, server_rows)
             drafts_s = drafted * self.price.row_s
-            self._prompts.note(prompt_rows, took_s, drafts_s, self.price.pace, now)
+            self._prompts.note(prompt_rows, took_s, drafts_s, self.price.tokens_per_pass, now)
         for _, request in batch.parts:
             if len(request.feed) == 1:
                 self.fairness.note_rows(1 + len(request.tokens))

@@ -47,7 +47,7 @@ from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, PassTree, RunAheadPolicy, Walk
 from edgespec.core.verifier.row_price import PricedShare
-from edgespec.core.verifier.served_drafts import ServedDrafts
+from edgespec.core.verifier.server_drafts import ServerDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
 
 READ_REPORT_S: Final = 1.0
@@ -184,7 +184,7 @@ class VerifySession:
         rule: AcceptanceRule,
         run_ahead: RunAheadPolicy,
         now: float,
-        served: ServedDrafts | None = None,
+        server_drafts: ServerDrafts | None = None,
         *,
         trees: bool = True,
     ) -> None:
@@ -201,7 +201,8 @@ class VerifySession:
         self._ending = EndCondition.of(
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
-        self._price_share, self._served, self._trees = PricedShare(request), served, trees
+        self._price_share, self._trees = PricedShare(request), trees
+        self._server_drafts = server_drafts
         self.device = Attachment(self.prefix.length, now, detached_at=now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
@@ -225,14 +226,14 @@ class VerifySession:
     def chain_rate(self) -> float | None:
         """Acceptance rate of the server model or engine speculator in this session; None without
         one."""
-        chain = None if self._served is None else self._served.chain
+        chain = None if self._server_drafts is None else self._server_drafts.chain
         return None if chain is None else chain.rate
 
-    def note_no_guess(self) -> None:
+    def note_no_proposal(self) -> None:
         """Record that the engine speculator ran in the pass and proposed nothing for this
         session."""
-        if self._served is not None and self._served.chain is not None:
-            self._served.chain.note_no_guess()
+        if self._server_drafts is not None and self._server_drafts.chain is not None:
+            self._server_drafts.chain.note_no_proposal()
 
     def over(self, now: float) -> bool:
         """Return whether the session can be removed: everything is acknowledged, or the lease has
@@ -254,8 +255,8 @@ class VerifySession:
             case ev.DraftOffer(offer):
                 return self._on_draft_offer(offer, now)
             case ev.Drafted(chain):
-                assert self._served is not None
-                self._served.drafted(chain, wanted=self.state is ev.READY)
+                assert self._server_drafts is not None
+                self._server_drafts.drafted(chain, wanted=self.state is ev.READY)
                 return ()
             case Received():
                 return self._on_received(event, now)
@@ -383,20 +384,23 @@ class VerifySession:
         The run-ahead policy decides if the session could wait for a draft of its device and has no
         nodes yet; otherwise it takes part at once.
         """
-        chained = self._served is not None and self._served.chained
-        if not self._may_draft or self.inbox.tree.nodes or chained:
+        has_chain = self._server_drafts is not None and self._server_drafts.has_chain
+        if not self._may_draft or self.inbox.tree.nodes or has_chain:
             return now
         view = self.inbox.view(now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway)
         return self._run_ahead(view)
 
     def _on_draft_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
-        served = self._served
-        if served is None or not self.missing_rows or not self._may_draft:
+        server_drafts = self._server_drafts
+        if server_drafts is None or not self.missing_rows or not self._may_draft:
             return ()
         if self._start_at(offer, now) > now:
             return ()
-        start = served.begin_chain(
-            self._device_tree(offer, 1), self.prefix.tokens, self._depth, self._least_guess(offer)
+        start = server_drafts.begin_chain(
+            self._device_tree(offer, 1),
+            self.prefix.tokens,
+            self._depth,
+            self._least_lookup_chance(offer),
         )
         return () if start is None else (ev.WantChain(start),)
 
@@ -418,13 +422,13 @@ class VerifySession:
         self.cache_length += len(walk.nodes)
         inside = walk.nodes[: len(tokens)]  # without those behind the end
         accepted = len(inside)
-        if self._served is not None:  # The device's count excludes server-side nodes.
-            accepted -= self._served.learn(done.request, event.targets, inside, tokens)
+        if self._server_drafts is not None:  # The device's count excludes server-side nodes.
+            accepted -= self._server_drafts.learn(done.request, event.targets, inside, tokens)
         if event.scores:
             self._scores.commit(self.prefix.length, event, walk, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
-        if self._served is not None and event.guesses and self.finish is None:
-            self._served.propose(event.guesses)
+        if self._server_drafts is not None and event.guesses and self.finish is None:
+            self._server_drafts.propose(event.guesses)
         position = self.prefix.length - len(tokens)
         replaced = tuple([at for at in walk.replaced if at < len(tokens)])
         self._replaced += [position + at for at in replaced]
@@ -453,16 +457,16 @@ class VerifySession:
         feed = tuple(self.prefix.tokens[first : first + offer.max_rows])
         if first + len(feed) < last:
             return PassRequest(key, first, feed, sample=False)
-        if self._served is None and not self.inbox.tree.nodes:
+        if self._server_drafts is None and not self.inbox.tree.nodes:
             return PassRequest(key, first, feed, logprobs=logprobs)
         tree = self._device_tree(offer, len(feed))
-        if self._served is not None:
-            price, guess = self._least_chance(offer), self._least_guess(offer)
-            self._served.fill(tree, self.prefix.tokens, self._depth, price, guess)
+        if self._server_drafts is not None:
+            price, guess = self._least_chance(offer), self._least_lookup_chance(offer)
+            self._server_drafts.add_nodes(tree, self.prefix.tokens, self._depth, price, guess)
         if not self._trees:
             tree.cut_to_chain()
-        if self._served is not None:
-            self._served.note_sent(tree)
+        if self._server_drafts is not None:
+            self._server_drafts.note_sent(tree)
         served = len(tree.tokens) - tree.drafted
         tokens, parents = tuple(tree.tokens), tuple(tree.parents)
         judged = tree.drafted > 0 and self.request.rule != EXACT_RULE
@@ -479,8 +483,10 @@ class VerifySession:
         return min(1.0, offer.least_chance) * self._price_share.value
 
     @staticmethod
-    def _least_guess(offer: ev.Offer) -> float:
-        return offer.least_chance if offer.least_guess is None else offer.least_guess
+    def _least_lookup_chance(offer: ev.Offer) -> float:
+        return (
+            offer.least_chance if offer.least_lookup_chance is None else offer.least_lookup_chance
+        )
 
     def _device_tree(self, offer: ev.Offer, fed: int) -> PassTree:
         """Return the device's nodes that are worth their row in a pass that feeds ``fed``

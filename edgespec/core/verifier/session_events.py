@@ -8,7 +8,7 @@ from typing import Final
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.work import NodeScore, PassRequest, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
-from edgespec.core.verifier.own_drafts import Chain, ChainStart
+from edgespec.core.verifier.server_model import Chain, ChainStart
 
 
 @statically_frozen
@@ -35,7 +35,7 @@ class Offer:
     """True if others take part in the pass, so that it starts now even if this session declines."""
     began_at: float | None = None
     """Time when the server model began to draft before this pass; None if it did not."""
-    least_guess: float | None = None
+    least_lookup_chance: float | None = None
     """The price of a row for the verifier's own nodes; None means ``least_chance``."""
 
 

@@ -21,7 +21,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.served_drafts import ServedCounts
+from edgespec.core.verifier.server_drafts import DraftCounts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
@@ -196,7 +196,7 @@ class Site:
         return sum(len(server.engine.sessions) for server in self._servers)
 
     @property
-    def draft_counts(self) -> list[ServedCounts]:
+    def draft_counts(self) -> list[DraftCounts]:
         """What the verifier's own draft model did, by engine."""
         return [server.engine.draft_counts for server in (*self._ended, *self._servers)]
 

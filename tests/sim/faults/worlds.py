@@ -31,7 +31,7 @@ from edgespec.core.verifier import drafts
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineAction, EngineEvent, EngineLimits
-from edgespec.core.verifier.own_drafts import LONGEST_CHAIN
+from edgespec.core.verifier.server_model import LONGEST_CHAIN
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter

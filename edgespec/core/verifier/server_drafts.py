@@ -1,7 +1,7 @@
 """Server-side drafts: the nodes that the verifier itself proposes for a session's next pass.
 
 Theory of operation. There are two kinds of source, and their candidates become nodes like a
-device's. A *chain* of the server model (``own_drafts.py``) stands behind the likeliest nodes that
+device's. A *chain* of the server model (``server_model.py``) stands behind the likeliest nodes that
 are there, or behind the end of the text. Candidates of *server lookup*
 (``core/protocol/text_guesses.py``) come from the text alone and need no model; they are used in a
 pass that has no node of the device. All nodes of a pass form one tree, in which equal tokens behind
@@ -15,7 +15,7 @@ looked up behind it, until no candidate is worth its row. The probability of a n
 along its path.
 
 **The price.** No node has a probability below ``least_chance``, the price of a row on the target,
-nor below ``LEAST_CHANCE``. Candidates are judged whether or not they were worth a row, so the
+nor below ``MIN_LOOKUP_CHANCE``. Candidates are judged whether or not they were worth a row, so the
 estimates for a text that cannot be predicted fall without spending rows on it.
 
 **Privacy.** A faster token reveals that another session got the same text. So tables are shared
@@ -38,18 +38,18 @@ from edgespec.core.protocol.text_guesses import LookupState, TextChances, TextRe
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.drafts import PassTree, Source
-from edgespec.core.verifier.own_drafts import Chain, ChainChances, ChainRecord, ChainStart
+from edgespec.core.verifier.server_model import Chain, ChainChances, ChainRecord, ChainStart
 
-MOST_OWNERS: Final = 32
+MAX_OWNERS: Final = 32
 """Credentials whose tables are kept: those that opened a session most recently."""
-MOST_NODES: Final = 15
+MAX_LOOKUP_NODES: Final = 15
 """Most nodes of a lookup tree. With the fed token they fill a tile of 16 rows, which CPUs compute
 in the time of one row (``targets/row_tiles.py``).
 """
-LEAST_CHANCE: Final = 0.08
-LOADED_PER_PASS: Final = 1024
+MIN_LOOKUP_CHANCE: Final = 0.08
+INDEXED_PER_PASS: Final = 1024
 """Most tokens indexed per pass, which takes about a quarter of a millisecond."""
-_ENTERED_PER_PASS: Final = 32
+_TABLED_PER_PASS: Final = 32
 """Most committed tokens per pass that also enter the shared tables; of more, the last ones enter.
 """
 
@@ -63,11 +63,11 @@ class Proposal(NamedTuple):
     chances: list[float]
 
 
-class TextDrafts:
+class ServerLookup:
     """Server lookup for one session: proposes nodes from the text, and learns from verdicts."""
 
-    def __init__(self, tables: TextTables, everybodys: TextChances | None = None) -> None:
-        self.chances = TextChances(everybodys)
+    def __init__(self, tables: TextTables, shared: TextChances | None = None) -> None:
+        self.chances = TextChances(shared)
         self._tables, self.reader = tables, TextReader(tables, self.chances)
 
     def propose(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
@@ -76,26 +76,30 @@ class TextDrafts:
 
         The result is empty if no node is worth its row, or while the text is still being indexed.
         """
-        if room <= 0 or depth <= 0 or not self._catch_up(text):
+        if room <= 0 or depth <= 0 or not self._index_text(text):
             return Proposal([], [], [])
-        return self._grow(text, min(room, MOST_NODES), depth, max(least_chance, LEAST_CHANCE))
+        return self._grow_tree(
+            text, min(room, MAX_LOOKUP_NODES), depth, max(least_chance, MIN_LOOKUP_CHANCE)
+        )
 
-    def missed(self, token: int, answer: int) -> None:
+    def note_rejected(self, token: int, answer: int) -> None:
         """Learn that ``token`` of the last proposal was rejected and that the target had ``answer``
         behind it. Answers behind accepted tokens are in the text."""
         self._tables.recycled.add(token, answer)
 
-    def _catch_up(self, text: Sequence[int]) -> bool:
+    def _index_text(self, text: Sequence[int]) -> bool:
         """Index the newly committed tokens; return False while there is more to index."""
-        lookup, start = self.reader.lookup, len(text) - _ENTERED_PER_PASS
+        lookup, start = self.reader.lookup, len(text) - _TABLED_PER_PASS
         if lookup.indexed_length < start:
-            lookup.load(text, min(start, lookup.indexed_length + LOADED_PER_PASS))
+            lookup.load(text, min(start, lookup.indexed_length + INDEXED_PER_PASS))
             if lookup.indexed_length < start:
                 return False
         self.reader.learn(text)
         return len(text) >= 2
 
-    def _grow(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
+    def _grow_tree(
+        self, text: Sequence[int], room: int, depth: int, least_chance: float
+    ) -> Proposal:
         """Return at most ``room`` nodes, none deeper than ``depth`` or less likely than
         ``least_chance``.
 
@@ -111,11 +115,11 @@ class TextDrafts:
             if level < depth:
                 named, place = reader.candidates(text, place)
                 for cell, token in named:
-                    its = chance * chances[cell]
-                    if its >= least_chance:
+                    node_chance = chance * chances[cell]
+                    if node_chance >= least_chance:
                         count += 1
                         behind = reader.advance(text, place, token)
-                        heappush(heap, (-its, count, node, token, behind, level + 1))
+                        heappush(heap, (-node_chance, count, node, token, behind, level + 1))
             if not heap or len(proposal.tokens) >= room:
                 return proposal
             chance, _, parent, token, place, level = heappop(heap)
@@ -134,7 +138,7 @@ class SourceCounts:
 
 
 @dataclass(slots=True)
-class ServedCounts:
+class DraftCounts:
     """Counts by draft source.
 
     ``model`` is the server model or the engine speculator, ``text`` server lookup. ``steps`` counts
@@ -149,7 +153,7 @@ class ServedCounts:
     failures: int = 0
 
     @property
-    def served_tokens(self) -> int:
+    def server_tokens(self) -> int:
         """Committed tokens that the verifier itself had proposed."""
         return self.text.accepted + self.model.accepted
 
@@ -163,14 +167,14 @@ class ServedCounts:
         )
 
 
-class ServedDrafts:
+class ServerDrafts:
     """The server-side draft sources of one session, each of which may be absent."""
 
     def __init__(
         self,
         key: str,
-        counts: ServedCounts,
-        text: TextDrafts | None,
+        counts: DraftCounts,
+        text: ServerLookup | None,
         chain: ChainRecord | None,
         grammar: ConstrainedText | None = None,
         prompt_length: int = 0,
@@ -185,12 +189,12 @@ class ServedDrafts:
         """Sources of the nodes in the pass that runs."""
 
     @property
-    def chained(self) -> bool:
+    def has_chain(self) -> bool:
         """True if a chain stands behind the text."""
         return self.chain is not None and bool(self.chain.tokens)
 
     def begin_chain(
-        self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
+        self, tree: PassTree, text: Sequence[int], depth: int, least_lookup_chance: float
     ) -> ChainStart | None:
         """Return where a chain would begin behind ``text`` and what the draft model must be fed for
         it.
@@ -201,11 +205,11 @@ class ServedDrafts:
         chain = self.chain
         if chain is None or chain.tokens:
             return None
-        self._add_text(tree, text, depth, least_guess)
-        nodes = self._add_forced(tree, text, depth, least_guess)
+        self._add_text(tree, text, depth, least_lookup_chance)
+        nodes = self._add_forced(tree, text, depth, least_lookup_chance)
         path = tuple([tree.tokens[node] for node in nodes])
         reaches = [tree.reach[node] for node in nodes]
-        return chain.begin(self._key, text, path, reaches, min(depth, tree.room))
+        return chain.begin_chain(self._key, text, path, reaches, min(depth, tree.room))
 
     def drafted(self, chain: Chain, *, wanted: bool) -> None:
         """Record the result of a round; the chain is dropped unless ``wanted``, since the output
@@ -213,30 +217,30 @@ class ServedDrafts:
         assert self.chain is not None
         self.chain.drafted(chain)
         if not wanted:
-            self.chain.judge(())
+            self.chain.learn(())
 
     def propose(self, guesses: tuple[int, ...]) -> None:
         """Set the tokens that an engine speculator proposes behind the text."""
         if self.chain is not None:
             self.chain.propose(guesses)
 
-    def fill(
+    def add_nodes(
         self,
         tree: PassTree,
         text: Sequence[int],
         depth: int,
         least_chance: float,
-        least_guess: float,
+        least_lookup_chance: float,
     ) -> None:
         """Add the server-side nodes to the device's nodes in ``tree``, none deeper than ``depth``.
 
         Nodes of the chain need a probability of ``least_chance``, nodes of server lookup
-        ``least_guess``.
+        ``least_lookup_chance``.
         """
         if self.chain is not None and self.chain.tokens:
-            tree.add_tree(*self.chain.worth(least_chance, depth), Source.MODEL)
-        self._add_text(tree, text, depth, least_guess)
-        self._add_forced(tree, text, depth, least_guess)
+            tree.add_tree(*self.chain.select_nodes(least_chance, depth), Source.MODEL)
+        self._add_text(tree, text, depth, least_lookup_chance)
+        self._add_forced(tree, text, depth, least_lookup_chance)
 
     def note_sent(self, tree: PassTree) -> None:
         """Remember the sources of the nodes that the pass has."""
@@ -262,16 +266,16 @@ class ServedDrafts:
             if source is Source.TEXT:
                 counts = self._counts.text
                 if self.text is not None and not hit:
-                    self.text.missed(request.tokens[node], targets[1 + node])
+                    self.text.note_rejected(request.tokens[node], targets[1 + node])
             counts.nodes += 1
             counts.accepted += hit
             own += hit
         if self.chain is not None:
-            self.chain.judge(committed)
+            self.chain.learn(committed)
         return own
 
     def _add_forced(
-        self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
+        self, tree: PassTree, text: Sequence[int], depth: int, least_lookup_chance: float
     ) -> list[int]:
         """Add the tokens that the grammar forces behind the likeliest path; return the nodes of
         that path.
@@ -288,7 +292,7 @@ class ServedDrafts:
             taken = self._grammar.follow(path)
             del nodes[max(0, taken - len(output)) :]
             reach = tree.reach[nodes[-1]] if nodes else 1.0
-            room = min(depth - len(nodes), tree.room) if reach >= least_guess else 0
+            room = min(depth - len(nodes), tree.room) if reach >= least_lookup_chance else 0
             forced = self._grammar.forced(path[: len(output) + len(nodes)], room)
         except ConstraintError:
             return []
@@ -299,7 +303,7 @@ class ServedDrafts:
         return nodes
 
     def _add_text(
-        self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
+        self, tree: PassTree, text: Sequence[int], depth: int, least_lookup_chance: float
     ) -> None:
         """Add nodes of server lookup, unless the device had nodes when this pass was first
         considered."""
@@ -308,11 +312,11 @@ class ServedDrafts:
         if self._proposal is None:
             if tree.drafted:
                 return
-            self._proposal = self.text.propose(text, tree.room, depth, least_guess)
+            self._proposal = self.text.propose(text, tree.room, depth, least_lookup_chance)
         tree.add_tree(*self._proposal, Source.TEXT)
 
 
-class ServedDraftsMaker:
+class ServerDraftsFactory:
     """Makes the server-side draft sources of the sessions.
 
     ``text`` enables server lookup, whose tables are shared within a credential. ``model`` enables
@@ -320,22 +324,22 @@ class ServedDraftsMaker:
     """
 
     def __init__(
-        self, *, text: bool = True, model: bool = False, most_owners: int = MOST_OWNERS
+        self, *, text: bool = True, model: bool = False, max_owners: int = MAX_OWNERS
     ) -> None:
-        self.counts = ServedCounts()
+        self.counts = DraftCounts()
         self.tables: OrderedDict[str, TextTables] = OrderedDict()
-        self._text, self._model, self._most_owners = text, model, most_owners
+        self._text, self._model, self._most_owners = text, model, max_owners
         self._chances = TextChances()
         self._greedy, self._sampled = ChainChances(), ChainChances()
 
     def __call__(
         self, request: Open, credential: Credential, end_tokens: Collection[int] = ()
-    ) -> ServedDrafts | None:
+    ) -> ServerDrafts | None:
         """Return the sources of a session, or None if there are none or if the session waits for
         the device's drafts. ``end_tokens`` end an output of its model."""
         if request.run_ahead is RunAhead.NEVER or not (self._text or self._model):
             return None
-        text = TextDrafts(self.of(credential), self._chances) if self._text else None
+        text = ServerLookup(self.of(credential), self._chances) if self._text else None
         chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy
         chain = ChainRecord(chances) if self._model else None
         grammar, constraint = None, request.sampling.constraint
@@ -344,7 +348,7 @@ class ServedDraftsMaker:
             with suppress(ConstraintError):
                 grammar = ConstrainedText(constraint, end_tokens)
         prompt_length = len(request.prompt)
-        return ServedDrafts(request.session_id, self.counts, text, chain, grammar, prompt_length)
+        return ServerDrafts(request.session_id, self.counts, text, chain, grammar, prompt_length)
 
     def of(self, credential: Credential) -> TextTables:
         """Return the tables of the credential's name, or new ones for a session without an API

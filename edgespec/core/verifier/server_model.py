@@ -47,7 +47,7 @@ than a pass is run proportionally less often.
 
 A step may propose no token at all: the model has no room, does not have a token of the text in its
 vocabulary, or computes no finite numbers. The model then has to be fed the whole text again. Such a
-session has no chain for ``FIRST_REST`` passes, then for twice as many, up to ``MOST_REST``. When
+session has no chain for ``FIRST_REST`` passes, then for twice as many, up to ``MAX_REST``. When
 ``EMPTY_ROUNDS`` rounds in a row proposed no token for any session, the model rests in the same way
 for all, beginning with ``PROBE_EVERY`` passes, and is tried on the shortest text. A log line
 reports when it begins to rest, and when it proposes tokens again.
@@ -73,42 +73,42 @@ from edgespec.core.protocol.work import Candidate, DraftStep
 from edgespec.core.statically_frozen import statically_frozen
 
 LONGEST_CHAIN: Final = 16
-MOST_STEPS: Final = 4
+MAX_STEPS_BEFORE_PROMPTS: Final = 4
 """Most steps of a round for which prompts of the target wait."""
-CATCH_UP: Final = 32
+MAX_CATCH_UP_TOKENS: Final = 32
 """Most missing tokens that a sequence is fed in a guessing step. A sequence that lacks more is fed
 apart from guessing, like a prompt.
 """
-PROMPT_ROWS: Final = 512
+FIRST_PROMPT_ROWS: Final = 512
 """Most tokens of such a sequence that one round feeds."""
 PROMPT_SHARE: Final = 0.25
 """Share of a pass that a round spends on prompts, once the time of a row is known; at most
-``MOST_PROMPT_ROWS`` rows.
+``MAX_PROMPT_ROWS`` rows.
 """
-MOST_PROMPT_ROWS: Final = 4096
+MAX_PROMPT_ROWS: Final = 4096
 PAID_BACK_IN: Final = 32
 PROBE_EVERY: Final = 64
 FIRST_REST: Final = 8
-MOST_REST: Final = 512
+MAX_REST: Final = 512
 EMPTY_ROUNDS: Final = 8
-FIRST_RATE: Final = 0.7
+INITIAL_RATE: Final = 0.7
 """Acceptance rate assumed before any verdict. Its weight is so small that an always wrong drafter
 stops after twenty tokens.
 """
-LEAST_PASS_S: Final = 1e-6
+MIN_PASS_S: Final = 1e-6
 """Least duration of a pass, since a coarse clock may measure 0."""
-SURE_RATE: Final = 0.98
+MAX_RATE: Final = 0.98
 """Highest acceptance rate assumed of a chain. A chain that is even longer saves little, and a
 rejected token is expensive.
 """
 
 CHOICES: Final = 4
-OTHER_RATE: Final = 0.05
+INITIAL_SIBLING_RATE: Final = 0.05
 """Acceptance rate assumed of candidates beside the chain before any verdict."""
-LEAST_OTHER: Final = 0.02
+MIN_SIBLING_CHANCE: Final = 0.02
 """Candidates beside the chain with a lower probability are not considered."""
 
-_MEMORY, _EVERYBODYS_WEIGHT, _OWN_WEIGHT = 0.98, 3.0, 6.0
+_MEMORY, _SHARED_WEIGHT, _SESSION_WEIGHT = 0.98, 3.0, 6.0
 
 
 class ChainChances:
@@ -117,7 +117,7 @@ class ChainChances:
 
     def __init__(self) -> None:
         self.by_confidence = CalibratedChances()
-        self.rate = DecayedRate(_MEMORY, _EVERYBODYS_WEIGHT)
+        self.rate = DecayedRate(_MEMORY, _SHARED_WEIGHT)
 
 
 class ChainRecord:
@@ -128,8 +128,8 @@ class ChainRecord:
         self.tokens: tuple[int, ...] = ()
         """The proposed tokens behind the text: the path from other sources, then the model's own
         chain."""
-        self._everybodys = chances
-        self._rate = DecayedRate(_MEMORY, _OWN_WEIGHT)
+        self._shared = chances
+        self._rate = DecayedRate(_MEMORY, _SESSION_WEIGHT)
         self._path: tuple[int, ...] = ()
         self._reaches: list[float] = []
         """Probability that the output goes through each token of the path, and then of the
@@ -145,9 +145,9 @@ class ChainRecord:
     @property
     def rate(self) -> float:
         """Probability that a token of the chain is accepted, before the token is proposed."""
-        return min(SURE_RATE, self._rate.rate(self._everybodys.rate.rate(FIRST_RATE)))
+        return min(MAX_RATE, self._rate.rate(self._shared.rate.rate(INITIAL_RATE)))
 
-    def begin(
+    def begin_chain(
         self, key: str, text: Sequence[int], path: tuple[int, ...], reaches: list[float], room: int
     ) -> ChainStart | None:
         """Take part in a round; return None if there is no room for a chain or the session rests.
@@ -169,20 +169,20 @@ class ChainRecord:
         if length <= 0:
             return None
         self._path, self._reaches = path[:at], reaches[:at]
-        keep, feed = self._missing(text)
-        guess = len(feed) <= CATCH_UP
-        step = DraftStep(key, keep, feed if guess else feed[:PROMPT_ROWS], guess)
+        keep, feed = self._plan_feed(text)
+        guess = len(feed) <= MAX_CATCH_UP_TOKENS
+        step = DraftStep(key, keep, feed if guess else feed[:FIRST_PROMPT_ROWS], guess)
         return ChainStart(
             step,
             reach=reaches[at - 1] if at else 1.0,
             rate=rate,
             most=length,
-            missing=len(feed),
-            chances=self._everybodys.by_confidence,
-            expected=1.0 + sum(reaches),
+            missing_tokens=len(feed),
+            chances=self._shared.by_confidence,
+            expected_tokens=1.0 + sum(reaches),
         )
 
-    def _missing(self, text: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    def _plan_feed(self, text: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Return how many cached tokens stay when the sequence goes on with ``text`` and the path,
         and the tokens to feed, at least one."""
         cached, path, at, end = self._cached, self._path, self._checked, len(text)
@@ -207,28 +207,30 @@ class ChainRecord:
         if chain.guesses:
             self._empty_rounds = 0
         elif chain.fed is None:
-            self._rests = min(MOST_REST, FIRST_REST << self._empty_rounds)
+            self._rests = min(MAX_REST, FIRST_REST << self._empty_rounds)
             self._empty_rounds = min(self._empty_rounds + 1, 16)
         if chain.guesses:
-            rate, chance = self.rate, self._everybodys.by_confidence.chance
+            rate, chance = self.rate, self._shared.by_confidence.chance
             self._guesses, firsts = chain.guesses, [one[0] for one in chain.guesses]
             tokens = tuple([one.token for one in firsts])
-            self._guess(tokens, [chance(0, one.logprob, rate) for one in firsts])
+            self._set_chain(tokens, [chance(0, one.logprob, rate) for one in firsts])
 
     def propose(self, tokens: tuple[int, ...]) -> None:
         """Set the tokens that an engine speculator proposes behind the text, without their
         confidence."""
         self._path, self._reaches, self._guesses = (), [], ()
-        self._guess(tokens, [self.rate] * len(tokens))
+        self._set_chain(tokens, [self.rate] * len(tokens))
 
-    def _guess(self, tokens: tuple[int, ...], chances: Sequence[float]) -> None:
+    def _set_chain(self, tokens: tuple[int, ...], chances: Sequence[float]) -> None:
         self.tokens = self._path + tokens
         reach = self._reaches[-1] if self._reaches else 1.0
         for chance in chances:
             reach *= chance
             self._reaches.append(reach)
 
-    def worth(self, least_chance: float, depth: int) -> tuple[list[int], list[int], list[float]]:
+    def select_nodes(
+        self, least_chance: float, depth: int
+    ) -> tuple[list[int], list[int], list[float]]:
         """Return the nodes with a probability of at least ``least_chance``, none deeper than
         ``depth``.
 
@@ -238,26 +240,26 @@ class ChainRecord:
         reaches = self._reaches[:depth]
         count = next((at for at, one in enumerate(reaches) if one < least_chance), len(reaches))
         tokens, parents = list(self.tokens[:count]), list(range(-1, count - 1))
-        chances, chance = reaches[:count], self._everybodys.by_confidence.chance
-        least = max(least_chance, LEAST_OTHER)
+        chances, chance = reaches[:count], self._shared.by_confidence.chance
+        least = max(least_chance, MIN_SIBLING_CHANCE)
         for place, choices in enumerate(self._guesses, len(self._path)):
             if place > count or place >= depth:
                 break
             before = reaches[place - 1] if place else 1.0
             for rank, one in enumerate(choices[1:], 1):
-                its = before * chance(rank, one.logprob, OTHER_RATE)
-                if its >= least:
+                sibling_chance = before * chance(rank, one.logprob, INITIAL_SIBLING_RATE)
+                if sibling_chance >= least:
                     tokens.append(one.token)
                     parents.append(place - 1)
-                    chances.append(its)
+                    chances.append(sibling_chance)
         return tokens, parents, chances
 
-    def note_no_guess(self) -> None:
+    def note_no_proposal(self) -> None:
         """Record that the engine speculator ran and proposed nothing for this session."""
         self._rate.add(False)
-        self._everybodys.rate.add(False)
+        self._shared.rate.add(False)
 
-    def judge(self, committed: Sequence[int]) -> None:
+    def learn(self, committed: Sequence[int]) -> None:
         """Learn from the tokens that the output went on with which proposed tokens were right; then
         drop the chain."""
         self._rests = max(0, self._rests - 1)
@@ -266,10 +268,10 @@ class ChainRecord:
             hit = guess == token
             if at >= start:
                 self._rate.add(hit)
-                self._everybodys.rate.add(hit)
+                self._shared.rate.add(hit)
                 for rank, one in enumerate(self._guesses[at - start] if self._guesses else ()):
                     right = one.token == token
-                    self._everybodys.by_confidence.add(rank, one.logprob, hit=right)
+                    self._shared.by_confidence.add(rank, one.logprob, hit=right)
             if not hit:
                 break
         self.tokens = self._path = self._guesses = ()
@@ -289,10 +291,10 @@ class ChainStart:
     """Probability that a proposed token behind them is accepted, before it is proposed."""
     most: int
     """Most tokens to propose."""
-    missing: int
+    missing_tokens: int
     """Tokens of the text that the model has not read."""
     chances: CalibratedChances = field(repr=False)
-    expected: float
+    expected_tokens: float
     """Tokens that the session expects from the pass without a chain."""
 
 
@@ -308,11 +310,12 @@ class RoundTimes:
     pass_row_s: float
     prompt_rows: int
     """Most tokens of prompts that a round may feed."""
-    held_up: float = 1.0
-    """As ``RowPriceKeeper.held_up``: prompts that wait for the target wait for the round too."""
+    waiting_per_decoding: float = 1.0
+    """As ``RowPriceEstimator.waiting_per_decoding``: prompts that wait for the target wait for the
+    round too."""
     least_chance: float = 0.0
     """Least probability with which a node is let into the pass."""
-    most_steps: int = LONGEST_CHAIN
+    max_steps: int = LONGEST_CHAIN
 
 
 @statically_frozen
@@ -351,7 +354,7 @@ class RunDrafts:
     """True if the first step runs whether it pays or not."""
 
 
-class _Running:
+class _Participant:
     """The state of one session in a running round."""
 
     def __init__(self, start: ChainStart) -> None:
@@ -375,25 +378,25 @@ class DraftRound:
 
     def __init__(self, action: RunDrafts) -> None:
         self._times, self._probe = action.times, action.probe
-        self._running = [_Running(start) for start in action.starts]
-        self._batch: list[_Running] = []
+        self._running = [_Participant(start) for start in action.starts]
+        self._batch: list[_Participant] = []
         self._sharing = max(1, len(self._running) + action.others)
         """Sessions that would share a step in the end; prompts are fed only some at a time."""
-        self._tokens = action.others + sum(start.expected for start in action.starts)
-        self._time_s = max(LEAST_PASS_S, action.times.pass_s)
+        self._tokens = action.others + sum(start.expected_tokens for start in action.starts)
+        self._time_s = max(MIN_PASS_S, action.times.pass_s)
         self._steps: list[tuple[int, float]] = []
 
     def next_step(self) -> list[DraftStep]:
         times = self._times
-        if len(self._steps) >= times.most_steps:
+        if len(self._steps) >= times.max_steps:
             return []
-        goodput = times.held_up * self._tokens / self._time_s
+        goodput = times.waiting_per_decoding * self._tokens / self._time_s
         row = (times.step_row_s + times.pass_row_s) * goodput
         step = times.step_s * goodput
         guessing = [one for one in self._running if one.open and one.step.guess]
         batch = [one for one in guessing if one.gain > max(row, times.least_chance)]
         cost = row + step / max(1, len(batch))
-        if sum(one.gain for one in batch) <= len(batch) * _asked(cost, row):
+        if sum(one.gain for one in batch) <= len(batch) * _least_gain(cost, row):
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # Prompts are fed once per round, if the tokens behind them will pay.
             cost = row + step / self._sharing
@@ -403,7 +406,10 @@ class DraftRound:
                 for one in self._running
                 if not one.step.guess
                 and (
-                    one.gain > max(_asked(cost, row) + fed * one.start.missing, times.least_chance)
+                    one.gain
+                    > max(
+                        _least_gain(cost, row) + fed * one.start.missing_tokens, times.least_chance
+                    )
                     or self._probe
                 )
             ]
@@ -447,7 +453,7 @@ class DraftRound:
         return DraftsDone(tuple(chains), tuple(self._steps))
 
 
-def _asked(cost: float, row: float) -> float:
+def _least_gain(cost: float, row: float) -> float:
     """Return the least mean gain at which a step pays, in tokens. ``cost`` is a session's part of
     the step, ``row`` the part of it that its row costs."""
     return cost * (1.0 + max(row, cost / 4))
@@ -478,15 +484,15 @@ class DraftTimes:
         row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
         if row_s is None or base_s is None:
             step_s = self._step_s.get(ASSUMED_STEP_SHARE * pass_s)
-            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, PROMPT_ROWS)
+            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, FIRST_PROMPT_ROWS)
         row_s = max(0.0, row_s)
-        rows = MOST_PROMPT_ROWS
+        rows = MAX_PROMPT_ROWS
         if row_s * rows > PROMPT_SHARE * pass_s:
-            rows = max(PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
+            rows = max(FIRST_PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
         return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s, rows)
 
     @property
-    def own_step_s(self) -> float | None:
+    def speculator_step_s(self) -> float | None:
         """Seconds per step of the engine speculator; None until it is known."""
         return self._by_steps.get()
 
