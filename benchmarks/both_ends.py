@@ -58,13 +58,13 @@ from edgespec.device.build import load_drafter, load_tokenizer
 from edgespec.device.drafters.token_cache import twin_of
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.grammar import device_reader, verifier_reader
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.packed_drafter import DraftModel, PackedDrafter
 from tests.adversarial import WrappedDrafter
 from tests.present import present
 from tests.shell.live_verifier import until
-from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import PROMPTS
 
 AT_ONCE = 40

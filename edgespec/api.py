@@ -1,174 +1,641 @@
-"""The Python API: ``connect`` for asyncio, ``SyncAgent`` for everyone else.
+"""The Python API: ``connect`` for asyncio, ``SyncAgent`` without it.
 
-async with edgespec.connect("localhost:7420") as agent:
-    async for chunk in agent.generate("def fibonacci(n):"):
-        print(chunk.text, end="")
+    async with edgespec.connect("localhost:7420") as agent:
+        completion = await agent.complete("def fibonacci(n):", max_tokens=64)
+        print(completion.text)
+
+All exceptions are in ``core/protocol/errors.py``, drawn as a tree.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
-from edgespec.config import DEFAULT_ADDRESS, AgentConfig, DraftSection, PolicySection, load_config
-from edgespec.config.common import SetupError
+from edgespec.config import DEFAULT_ADDRESS, AgentConfig, DraftSection, load_config
+from edgespec.config.common import DeviceTlsSection
+from edgespec.config.device import LinkSection, PolicySection
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol import errors
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
-from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, RunAhead
+from edgespec.core.protocol.messages import EXACT_RULE, FaultCode, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
-from edgespec.device.agent import Agent, Chunk, GenerationError, GenerationStats
-from edgespec.device.build import build_agent
+from edgespec.device.agent import Agent as DeviceAgent
+from edgespec.device.agent import Chunk, GenerationStats
+from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
+from edgespec.local_verifier import LocalVerifier, run_verifier
+
+if TYPE_CHECKING:
+    from edgespec.device.build import PromptTokenizer
+    from edgespec.endpoint.tool_calls import ToolCall
+
+Draft = DraftSection
+TLS = DeviceTlsSection
+Link = LinkSection
+Policy = PolicySection
+EdgespecError = errors.EdgespecError
+SetupError = errors.SetupError
+GenerationError = errors.GenerationError
+ConnectError = errors.ConnectError
+GenerationTimeout = errors.GenerationTimeout
+Refused = errors.Refused
+InvalidRequest = errors.InvalidRequest
+Unauthenticated = errors.Unauthenticated
+Overloaded = errors.Overloaded
 
 __all__ = [
+    "TLS",
     "Agent",
     "AgentConfig",
     "Chunk",
+    "Completion",
+    "ConnectError",
     "Constraint",
     "ConstraintError",
     "ConstraintKind",
+    "Draft",
+    "EdgespecError",
+    "FaultCode",
     "FinishReason",
     "GenerationError",
+    "GenerationStats",
+    "GenerationStream",
+    "GenerationTimeout",
+    "InvalidRequest",
+    "Link",
+    "LocalVerifier",
+    "ModelInfo",
+    "Overloaded",
+    "Policy",
+    "Refused",
+    "SamplingFields",
     "SamplingParams",
     "SetupError",
     "SyncAgent",
+    "SyncGenerationStream",
     "TokenKind",
     "TokenScore",
+    "Unauthenticated",
+    "Usage",
     "connect",
+    "run_verifier",
 ]
 
+_DEFAULT_DRAFT = DraftSection().model
 _T = TypeVar("_T")
+Prompt = str | Sequence[int]
+"""Text, or token ids of the target."""
+Message = Mapping[str, Any]
+"""A message as in OpenAI's chat API: ``{"role": "user", "content": "Hello"}``."""
+Tool = Mapping[str, Any]
+"""A tool as in OpenAI's chat API: ``{"type": "function", "function": {...}}``."""
 
 
-def connect(
-    address: str | Sequence[str] = DEFAULT_ADDRESS,
-    *,
-    draft: str = DraftSection().model,
-    tokenizer: str = "",
-    model: str = "",
-    rule: str = EXACT_RULE,
-    policy: str = DEFAULT_POLICY.value,
-    gamma: int | None = None,
-    width: int = PolicySection().width,
-    window: int | None = None,
-    run_ahead: str = RunAhead.AUTO.value,
-    rtt_ms: float = 0.0,
-    draft_ms: float = 0.0,
-    tls: bool = False,
-    ca: str = "",
-    client_cert: str = "",
-    client_key: str = "",
-    server_name: str = "",
-    api_key_file: str = "",
-    insecure: bool = False,
-) -> Agent:
-    """An agent for the verifier at ``address`` ("host:port" or "unix:path"), or for several: the
-    best one is used, and when it fails in the middle of a text, the text goes on at another.
+class SamplingFields(TypedDict, total=False):
+    """The fields of ``SamplingParams`` as keywords. Each has the meaning and default it has
+    there."""
 
-    Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
-    Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream. The first
-    generation takes the target's tokenizer from the verifier, unless ``tokenizer`` names one;
-    ``model``
-    asks for a target or an adapter by name, unless a text asks for another one
-    (``Agent.generate``), and so does ``rule`` for a LOSSY acceptance rule; ``rtt_ms`` and
-    ``draft_ms`` emulate a longer link and a slower device.
-    ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others; ``client_cert`` and
-    ``client_key`` are for a verifier that asks for them. The key for a verifier that wants one
-    comes from ``EDGESPEC_API_KEY`` or ``api_key_file``, and goes over TLS or loopback only, unless
-    ``insecure``. Use as ``async with``.
-
-    Raises ``SetupError`` when something is not installed, ``ValueError`` naming the setting or the
-    file. ``AgentConfig`` and ``edgespec.device.build.build_agent`` reach every other setting.
-    """
-    settings = {
-        "verifier": address if isinstance(address, str) else list(address),
-        "model": model,
-        "rule": rule,
-        "tokenizer": tokenizer,
-        "draft.model": draft,
-        "draft.draft_ms": draft_ms,
-        "link.rtt_ms": rtt_ms,
-        "policy.name": policy,
-        "policy.gamma": gamma,
-        "policy.width": width,
-        "policy.window": window,
-        "policy.run_ahead": run_ahead,
-        "tls.enabled": tls,
-        "tls.ca": ca,
-        "tls.client_cert": client_cert,
-        "tls.client_key": client_key,
-        "tls.server_name": server_name,
-        "api_key_file": api_key_file,
-        "insecure": insecure,
-    }
-    config = load_config(AgentConfig, None, settings, overrides_from="connect")
-    from edgespec.device.borrowed_tokenizer import BorrowingAgent, takes_target_texts
-
-    return BorrowingAgent(config) if takes_target_texts(config) else build_agent(config)
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    constraint: Constraint | None
 
 
-class SyncAgent:
-    """``connect`` without asyncio: the same arguments, and plain ``for`` loops.
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The tokens of one completion."""
 
-    An event loop runs in a thread of its own. Use as a context manager, or call ``close``. One
-    object may be used from several threads.
-    """
-
-    def __init__(self, address: str | Sequence[str] = DEFAULT_ADDRESS, **settings: Any) -> None:
-        self._agent = connect(address, **settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="edgespec-agent", daemon=True
-        )
-        self._thread.start()
+    prompt_tokens: int
+    completion_tokens: int
+    """Committed tokens, with the one that ended the output."""
 
     @property
-    def stats(self) -> GenerationStats | None:
-        """Of the generation started last."""
-        return self._agent.stats
+    def total_tokens(self) -> int:
+        """Prompt and output together."""
+        return self.prompt_tokens + self.completion_tokens
 
-    def generate(
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole output."""
+
+    text: str
+    """The output as text, without a stop string that ended it. A chat with tools has the text
+    beside the calls here."""
+    tokens: tuple[int, ...]
+    finish: FinishReason
+    usage: Usage
+    stats: GenerationStats = field(repr=False)
+    """Measurements of this generation: draft nodes, passes, estimates, verifiers."""
+    logprobs: tuple[TokenScore, ...] = field(default=(), repr=False)
+    """One score for each of ``tokens`` if ``logprobs`` was given, else empty."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that a chat's answer holds, in order. ``arguments`` of a call is JSON text."""
+
+
+class GenerationStream:
+    """One running generation: an asynchronous iterator of ``Chunk``.
+
+        async with agent.stream("Once upon a time", max_tokens=64) as stream:
+            async for chunk in stream:
+                print(chunk.text, end="")
+        print(stream.stats.counters.accepted)
+
+    Leaving the block, or ``aclose``, cancels a generation that still runs.
+    """
+
+    def __init__(
+        self, start: Callable[[Callable[[GenerationStats], None]], AsyncGenerator[Chunk, None]]
+    ) -> None:
+        """``start`` makes the generator of chunks. It is given a function that the generation calls
+        with its statistics when it begins."""
+        self._stats: GenerationStats | None = None
+        self._chunks = start(self._keep_stats)
+
+    def _keep_stats(self, stats: GenerationStats) -> None:
+        self._stats = stats
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Measurements of this generation so far. Raises ``RuntimeError`` before the first chunk
+        was asked for."""
+        if self._stats is None:
+            raise RuntimeError("the generation has not begun: ask for a chunk first")
+        return self._stats
+
+    async def read(self) -> Completion:
+        """Read to the end, and return what came since the last chunk that was read. Raises what
+        ``Agent.generate`` raises."""
+        return self.completion_of([chunk async for chunk in self])
+
+    def completion_of(self, chunks: Sequence[Chunk]) -> Completion:
+        """Return ``chunks`` of this generation as one object. They are all that came since some
+        point, up to the last. Raises ``RuntimeError`` if the last one is not among them."""
+        finish = chunks[-1].finish if chunks else None
+        if finish is None:
+            raise RuntimeError("the generation was read to its end before, or closed")
+        tokens = tuple(token for chunk in chunks for token in chunk.tokens)
+        return Completion(
+            text="".join(chunk.text for chunk in chunks),
+            tokens=tokens,
+            finish=finish,
+            usage=Usage(self.stats.prompt_tokens, len(tokens)),
+            stats=self.stats,
+            logprobs=tuple(score for chunk in chunks for score in chunk.logprobs),
+        )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        return await anext(self._chunks)
+
+    async def aclose(self) -> None:
+        """Cancel the generation if it still runs."""
+        await self._chunks.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+
+class Agent:
+    """A device: it drafts, and streams the target's own output from a verifier, or several.
+
+    Use as ``async with``, or call ``close``. ``load`` runs in a thread at the first use, since
+    a draft model may have to be fetched and exported.
+    """
+
+    def __init__(self, config: AgentConfig | None = None) -> None:
+        """``config`` has every setting there is; ``connect`` takes the usual ones by name."""
+        self.config = config or AgentConfig()
+        self._device: DeviceAgent | None = None
+        self._loading = asyncio.Lock()
+        self._is_closed = False
+
+    @classmethod
+    def around(cls, device: DeviceAgent) -> Self:
+        """Return an agent that drives ``device``, which is made already (``edgespec.testing``)."""
+        agent = cls()
+        agent._device = device
+        return agent
+
+    async def load(self) -> None:
+        """Load the draft model, without holding up the event loop. A second call does nothing.
+
+        Raises:
+            SetupError: Something is not installed.
+            ValueError: A setting or a file cannot be used; the message names it.
+        """
+        await self._loaded()
+
+    async def _loaded(self) -> DeviceAgent:
+        if self._is_closed:
+            raise RuntimeError("the agent is closed")
+        async with self._loading:
+            if self._device is None:
+                self._device = await asyncio.to_thread(_build, self.config)
+            return self._device
+
+    async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         logprobs: int = 0,
         conversation: str = "",
         model: str = "",
         rule: str = "",
-    ) -> Generator[Chunk, None, None]:
-        """Stream the target's text. Leaving the loop early cancels the generation.
+        started: Callable[[GenerationStats], None] | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream the target's output. Leaving the loop early cancels the generation.
 
-        Raises ``GenerationError`` as ``Agent.generate`` does.
+        Args:
+            prompt: Text, or token ids. One that is longer than the draft's context is served
+                without drafting.
+            sampling: How to sample; None is greedy.
+            logprobs: Return each token's log-probability with this many of the likeliest tokens
+                (1 to 20); 0 returns none. The output is the same.
+            conversation: Any name. Generations of one conversation go to the same replica where
+                replicas are chosen by it. Only a hash leaves the device. Empty: prompts that begin
+                alike belong together.
+            model: The target or adapter to use, by name; empty: that of the configuration.
+            rule: The acceptance rule; empty: that of the configuration.
+            started: Called with the statistics of this generation, which grow as it goes.
+
+        Raises:
+            TypeError, ValueError: An argument cannot be used. Nothing was sent.
+            ConstraintError: The constraint of ``sampling`` cannot be kept.
+            GenerationError: One of its kinds (``core/protocol/errors.py``).
         """
-        text = self._agent.generate(
-            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model, rule=rule
+        device = await self._loaded()
+        chunks = device.generate(
+            prompt,
+            sampling,
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            rule=rule,
+            started=started,
         )
-        reader = _Reader(text)
         try:
-            while (chunk := self._call(reader.next())) is not None:
+            async for chunk in chunks:
                 yield chunk
         finally:
-            self._call(reader.close())
+            await chunks.aclose()
 
-    def models(self) -> tuple[ModelInfo, ...]:
-        """What ``generate`` can be asked for now; as ``Agent.models``."""
-        return self._call(self._agent.models())
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        sampling: SamplingParams | None = None,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        rule: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> GenerationStream:
+        """Return the stream of a generation, which begins when its first chunk is asked for.
+
+        ``timeout_s`` are the seconds that the whole generation may take from then on; None sets no
+        limit. ``fields`` are those of ``SamplingParams``, and win over ``sampling``. Everything
+        else is as in ``generate``, and so are the errors; beyond ``timeout_s`` the stream raises
+        ``GenerationTimeout``.
+        """
+        wanted = replace(sampling or SamplingParams(), **fields)
+        options = _Options(
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            rule=rule,
+            timeout_s=timeout_s,
+        )
+        return GenerationStream(lambda started: self._chunks(prompt, wanted, options, started))
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        sampling: SamplingParams | None = None,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        rule: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:
+        """Return the whole output. Equivalent to ``await agent.stream(...).read()``."""
+        stream = self.stream(
+            prompt,
+            timeout_s=timeout_s,
+            sampling=sampling,
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            rule=rule,
+            **fields,
+        )
+        async with stream:
+            return await stream.read()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        timeout_s: float | None = None,
+        sampling: SamplingParams | None = None,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        rule: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:
+        """Answer a conversation by the chat template of the target.
+
+        ``messages`` and ``tools`` are as in OpenAI's chat API. The calls that the answer holds are
+        in ``Completion.tool_calls``, and the text beside them in ``text``. The other arguments are
+        those of ``stream``.
+
+        Raises:
+            ValueError: The model has no chat template, or the template refuses the messages.
+            GenerationError: As ``generate`` does.
+        """
+        prompt = await self._chat_prompt(messages, tools)
+        stream = self.stream(
+            prompt.tokens,
+            timeout_s=timeout_s,
+            sampling=sampling,
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            rule=rule,
+            **fields,
+        )
+        async with stream:
+            if not tools:
+                return await stream.read()
+            return await _read_calls(stream, prompt, tools)
+
+    async def chat_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()
+    ) -> tuple[int, ...]:
+        """Return the prompt of a conversation as token ids, for ``stream`` or ``complete``. Raises
+        ``ValueError`` as ``chat`` does."""
+        return (await self._chat_prompt(messages, tools)).tokens
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """Return the models and adapters of the verifiers that answer now, the usual one first.
+        Raises ``ConnectError`` if none answers."""
+        return await (await self._loaded()).models()
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Measurements of the generation that began last, or None before the first one. A
+        ``GenerationStream`` and a ``Completion`` have those of their own."""
+        return None if self._device is None else self._device.stats
+
+    async def close(self) -> None:
+        """Cancel what runs, and free the draft model. A second call does nothing."""
+        self._is_closed = True
+        async with self._loading:
+            device, self._device = self._device, None
+        if device is not None:
+            await device.close()
+
+    async def __aenter__(self) -> Self:
+        await self.load()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def _chunks(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        options: _Options,
+        started: Callable[[GenerationStats], None],
+    ) -> AsyncGenerator[Chunk, None]:
+        device = await self._loaded()
+        loop = asyncio.get_running_loop()
+        until = None if options.timeout_s is None else loop.time() + options.timeout_s
+        chunks = device.generate(
+            prompt,
+            sampling,
+            logprobs=options.logprobs,
+            conversation=options.conversation,
+            model=options.model,
+            rule=options.rule,
+            started=started,
+        )
+        try:
+            while True:
+                try:
+                    # Only this wait is limited: what the reader does with a chunk is its own.
+                    async with asyncio.timeout_at(until):
+                        chunk = await anext(chunks, None)
+                except TimeoutError as error:
+                    if isinstance(error, GenerationError):
+                        raise
+                    late = f"the generation took longer than timeout_s, {options.timeout_s:g} s"
+                    raise GenerationTimeout(late) from None
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            await chunks.aclose()
+
+    async def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> _ChatPrompt:
+        from edgespec.device.borrowed_tokenizer import BorrowingAgent
+
+        device = await self._loaded()
+        reference = tokenizer_reference(self.config)
+        if isinstance(device, BorrowingAgent):
+            await device.take_texts()
+            reference = device.reference
+        return await asyncio.to_thread(_write_prompt, reference, messages, tools)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What ``stream`` was called with, beside the prompt and the sampling."""
+
+    logprobs: int
+    conversation: str
+    model: str
+    rule: str
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatPrompt:
+    """The prompt of a conversation, and what reading the answer takes."""
+
+    tokens: tuple[int, ...]
+    is_thinking: bool
+    """The answer begins inside a thought that the template opened."""
+    tokenizer: PromptTokenizer
+
+
+def _build(config: AgentConfig) -> DeviceAgent:
+    from edgespec.device.borrowed_tokenizer import BorrowingAgent, takes_target_texts
+
+    return BorrowingAgent(config) if takes_target_texts(config) else build_agent(config)
+
+
+def _write_prompt(
+    reference: str, messages: Sequence[Message], tools: Sequence[Tool]
+) -> _ChatPrompt:
+    """Render the conversation by the chat template of the tokenizer ``reference``. Raises
+    ``ValueError``."""
+    from edgespec.endpoint.chat_prompt import write_chat_prompt
+
+    tokenizer = load_tokenizer(reference)
+    template = tokenizer.chat_template(tools=bool(tools))
+    if template is None:
+        raise ValueError("this model has no chat template: use complete() or stream()")
+    written = write_chat_prompt(template, messages, tools)
+    return _ChatPrompt(tuple(tokenizer.encode(written.text)), written.is_thinking, tokenizer)
+
+
+async def _read_calls(
+    stream: GenerationStream, prompt: _ChatPrompt, tools: Sequence[Tool]
+) -> Completion:
+    """Read ``stream`` to its end, and part its text from its calls."""
+    from edgespec.endpoint.chat_prompt import call_format
+    from edgespec.endpoint.tool_calls import ToolReader, mark_tokens
+
+    template = prompt.tokenizer.chat_template(tools=True)
+    assert template is not None
+    reader = ToolReader(
+        call_format(template),
+        [tool["function"]["name"] for tool in tools],
+        mark_tokens(prompt.tokenizer),
+        is_thinking=prompt.is_thinking,
+    )
+    found: list[str | ToolCall] = []
+    chunks: list[Chunk] = []
+    async for chunk in stream:
+        chunks.append(chunk)
+        for place, piece in enumerate(chunk.pieces):
+            token = chunk.tokens[place] if place < len(chunk.tokens) else None
+            found += reader.push(reader.marks.push(token, piece))
+    found += reader.flush()
+    whole = stream.completion_of(chunks)
+    return replace(
+        whole,
+        text="".join(one for one in found if isinstance(one, str)),
+        tool_calls=tuple(one for one in found if not isinstance(one, str)),
+    )
+
+
+def connect(
+    address: str | Sequence[str] = DEFAULT_ADDRESS,
+    *,
+    draft: str | Draft = _DEFAULT_DRAFT,
+    tokenizer: str = "",
+    model: str = "",
+    rule: str = EXACT_RULE,
+    policy: str | Policy = DEFAULT_POLICY.value,
+    link: Link | None = None,
+    tls: bool | TLS = False,
+    api_key_file: str = "",
+    insecure: bool = False,
+) -> Agent:
+    """Return an agent for the verifier at ``address``. Use it as ``async with``.
+
+    Nothing is loaded or sent before the first use. Every other setting is in ``AgentConfig``, from
+    which ``Agent(config)`` makes an agent.
+
+    Args:
+        address: ``host:port`` or ``unix:path``, or several of them: the best is used, and if it
+            fails in the middle of a generation, another goes on.
+        draft: ``bundled``, a folder, a Hub id, ``lookup`` to draft from the text without a model,
+            ``none`` to only stream; or a ``Draft`` with all its settings.
+        tokenizer: A folder or Hub id. Empty: the verifier's, which it sends once.
+        model: The target or adapter to ask for, by name; empty: what the verifier serves.
+        rule: The acceptance rule; all but ``exact`` are LOSSY.
+        policy: When to draft, by name, or a ``Policy`` with all its settings.
+        link: A link to emulate on top of the real one.
+        tls: True encrypts and trusts the CAs of the system; a ``TLS`` names files.
+        api_key_file: The file of the API key. ``EDGESPEC_API_KEY`` wins over it.
+        insecure: Send the API key even where it can be read on its way.
+
+    Raises:
+        ValueError: A setting cannot be; the message names it and what it must be.
+    """
+    settings = {
+        "verifier": address if isinstance(address, str) else list(address),
+        "model": model,
+        "rule": rule,
+        "tokenizer": tokenizer,
+        "draft.model": draft if isinstance(draft, str) else None,
+        "policy.name": policy if isinstance(policy, str) else None,
+        "tls.enabled": tls if isinstance(tls, bool) else None,
+        "api_key_file": api_key_file,
+        "insecure": insecure,
+    }
+    config = load_config(AgentConfig, None, settings, overrides_from="connect")
+    return Agent(
+        replace(
+            config,
+            draft=draft if isinstance(draft, Draft) else config.draft,
+            policy=policy if isinstance(policy, Policy) else config.policy,
+            tls=tls if isinstance(tls, TLS) else config.tls,
+            link=link or config.link,
+        )
+    )
+
+
+class SyncGenerationStream:
+    """``GenerationStream`` without asyncio: an iterator of ``Chunk``, and a context manager."""
+
+    def __init__(self, call: _Call, stream: GenerationStream) -> None:
+        self._call, self._stream = call, stream
+        self._reading: asyncio.Task[Any] | None = None
+
+    @property
+    def stats(self) -> GenerationStats:
+        """As of ``GenerationStream.stats``."""
+        return self._stream.stats
+
+    def read(self) -> Completion:
+        """Read to the end, as ``GenerationStream.read``."""
+        return self._call(self._watched(self._stream.read))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk = self._call(self._watched(self._next))
+        if chunk is None:
+            raise StopIteration
+        return chunk
 
     def close(self) -> None:
-        """End what runs and stop the thread; a second call does nothing."""
-        if self._loop.is_closed():
-            return
-        try:
-            self._call(self._agent.close())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Cancel the generation if it still runs."""
+        self._call(self._close())
 
     def __enter__(self) -> Self:
         return self
@@ -176,8 +643,215 @@ class SyncAgent:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop.is_closed():
+    async def _next(self) -> Chunk | None:
+        return await anext(self._stream, None)
+
+    async def _watched(self, read: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        self._reading = asyncio.current_task()
+        try:
+            return await read()
+        finally:
+            self._reading = None
+
+    async def _close(self) -> None:
+        """Close the stream, after a read that its caller has left with a Ctrl-C: a generator that
+        still runs cannot be closed."""
+        if (reading := self._reading) is not None:
+            reading.cancel()
+            await asyncio.wait([reading])
+        await self._stream.aclose()
+
+
+class SyncAgent:
+    """``connect`` and ``Agent`` without asyncio: the same arguments, and plain ``for`` loops.
+
+        with edgespec.SyncAgent("localhost:7420") as agent:
+            print(agent.complete("def fibonacci(n):", max_tokens=64).text)
+
+    An event loop runs in a thread of its own. Use as a context manager, or call ``close``. One
+    object may be used from several threads.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        draft: str | Draft = _DEFAULT_DRAFT,
+        tokenizer: str = "",
+        model: str = "",
+        rule: str = EXACT_RULE,
+        policy: str | Policy = DEFAULT_POLICY.value,
+        link: Link | None = None,
+        tls: bool | TLS = False,
+        api_key_file: str = "",
+        insecure: bool = False,
+    ) -> None:
+        """Make the agent, and load its draft model. The arguments are those of ``connect``. Raises
+        what ``Agent.load`` raises."""
+        self._agent = connect(
+            address,
+            draft=draft,
+            tokenizer=tokenizer,
+            model=model,
+            rule=rule,
+            policy=policy,
+            link=link,
+            tls=tls,
+            api_key_file=api_key_file,
+            insecure=insecure,
+        )
+        self._call = _Call()
+        try:
+            self._call(self._agent.load())
+        except BaseException:
+            self._call.close()
+            raise
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        rule: str = "",
+    ) -> Generator[Chunk, None, None]:
+        """Stream the target's output, as ``Agent.generate``. Leaving the loop early cancels the
+        generation."""
+        stream = self.stream(
+            prompt,
+            sampling=sampling,
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            rule=rule,
+        )
+        with stream:
+            yield from stream
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        sampling: SamplingParams | None = None,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        rule: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> SyncGenerationStream:
+        """Return the stream of a generation, as ``Agent.stream``."""
+        stream = self._agent.stream(
+            prompt,
+            timeout_s=timeout_s,
+            sampling=sampling,
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            rule=rule,
+            **fields,
+        )
+        return SyncGenerationStream(self._call, stream)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        sampling: SamplingParams | None = None,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        rule: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:
+        """Return the whole output, as ``Agent.complete``."""
+        return self._call(
+            self._agent.complete(
+                prompt,
+                timeout_s=timeout_s,
+                sampling=sampling,
+                logprobs=logprobs,
+                conversation=conversation,
+                model=model,
+                rule=rule,
+                **fields,
+            )
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        timeout_s: float | None = None,
+        sampling: SamplingParams | None = None,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        rule: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:
+        """Answer a conversation, as ``Agent.chat``."""
+        return self._call(
+            self._agent.chat(
+                messages,
+                tools=tools,
+                timeout_s=timeout_s,
+                sampling=sampling,
+                logprobs=logprobs,
+                conversation=conversation,
+                model=model,
+                rule=rule,
+                **fields,
+            )
+        )
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """Return what the verifiers serve now, as ``Agent.models``."""
+        return self._call(self._agent.models())
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """As of ``Agent.stats``."""
+        return self._agent.stats
+
+    def close(self) -> None:
+        """Cancel what runs and stop the thread. A second call does nothing."""
+        if self._call.is_closed:
+            return
+        try:
+            self._call(self._agent.close())
+        finally:
+            self._call.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Call:
+    """Runs coroutines in an event loop of its own, which runs in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="edgespec-agent", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def __call__(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return what ``work`` returns, or raise what it raises. Raises ``RuntimeError`` after
+        ``close``."""
+        if self.is_closed:
             work.close()
             raise RuntimeError("the agent is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -187,26 +861,8 @@ class SyncAgent:
             future.cancel()
             raise
 
-
-class _Reader:
-    """Reads the events of one generation in the loop's thread, for a caller in another one."""
-
-    def __init__(self, events: AsyncGenerator[Chunk, None]) -> None:
-        self._events = events
-        self._reading: asyncio.Task[Any] | None = None
-
-    async def next(self) -> Chunk | None:
-        """None: there is no further one."""
-        self._reading = asyncio.current_task()
-        try:
-            return await anext(self._events, None)
-        finally:
-            self._reading = None
-
-    async def close(self) -> None:
-        """End the generation, and first a read that its caller has left with a Ctrl-C: a generator
-        that still tidies up cannot be closed."""
-        if (reading := self._reading) is not None:
-            reading.cancel()
-            await asyncio.wait([reading])
-        await self._events.aclose()
+    def close(self) -> None:
+        """Stop the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

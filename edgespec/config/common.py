@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from edgespec.core.protocol.errors import SetupError as SetupError
+
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
@@ -143,10 +145,6 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-class SetupError(RuntimeError):
-    """A command cannot begin its work. The message names the cause and, if known, the remedy."""
 
 
 @contextmanager

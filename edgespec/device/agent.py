@@ -28,6 +28,14 @@ from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.checks import bounded, is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError, ConstraintError
+from edgespec.core.protocol.errors import (
+    ConnectError,
+    InvalidRequest,
+    Overloaded,
+    Refused,
+    Unauthenticated,
+)
+from edgespec.core.protocol.errors import GenerationError as GenerationError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
@@ -176,15 +184,25 @@ def _overlap(text: str, stop: str) -> int:
 # --- the agent ------------------------------------------------------------------------------------
 
 
-class GenerationError(RuntimeError):
-    """The generation could not be completed. ``code`` is the verifier's reason if it refused.
+_REFUSALS: Final[Mapping[m.FaultCode, type[Refused]]] = {
+    m.FaultCode.INVALID: InvalidRequest,
+    m.FaultCode.UNKNOWN_MODEL: InvalidRequest,
+    m.FaultCode.VOCABULARY_MISMATCH: InvalidRequest,
+    m.FaultCode.CONTEXT_TOO_LONG: InvalidRequest,
+    m.FaultCode.UNAUTHENTICATED: Unauthenticated,
+}
 
-    The chunks that were yielded before are valid: they are the beginning of the target's own
-    output."""
 
-    def __init__(self, message: str, code: m.FaultCode | None) -> None:
-        super().__init__(message)
-        self.code = code
+def generation_error(failure: ev.Fail) -> GenerationError:
+    """Return the exception that stands for ``failure``."""
+    why, code = failure.why, failure.code
+    if failure.is_disconnected:
+        return ConnectError(why)
+    if code is None:
+        return GenerationError(why)
+    if code in (m.FaultCode.OVERLOADED, m.FaultCode.SHUTTING_DOWN):
+        return Overloaded(why, code, failure.retry_after_s)
+    return _REFUSALS.get(code, Refused)(why, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +215,7 @@ class GenerationStats:
     estimates: es.DraftEstimates
     route: VerifierRoute
     policy: DraftPolicy
+    prompt_tokens: int
     rule: str
     """Acceptance rule with all its parameters. Every rule but the exact one is LOSSY:
     ``counters.replaced`` tokens are not the target's own, and later tokens depend on them."""
@@ -353,7 +372,12 @@ class Agent:
         driver = SessionDriver(session, route.connect, lease, notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(
-            session.counters, session.estimates, route, self.options.policy, rule
+            counters=session.counters,
+            estimates=session.estimates,
+            route=route,
+            policy=self.options.policy,
+            prompt_tokens=len(tokens),
+            rule=rule,
         )
         committed: list[int] = []
         try:
@@ -390,7 +414,7 @@ class Agent:
         infos = [one.info for one in answers if one.info is not None]
         if not infos:
             why = "; ".join(one.why for one in answers) or "no verifier is known"
-            raise GenerationError(f"no verifier answers: {why}", None)
+            raise ConnectError(f"no verifier answers: {why}")
         found: dict[str, ModelInfo] = {}
         for info in infos:
             for model in info.models:
@@ -514,8 +538,8 @@ class Agent:
                         driver.stop(m.FinishReason.STOP)  # A second call does nothing.
                 case ev.Finish(reason):
                     yield reader.finish(reason)
-                case ev.Fail(why, code):
-                    raise GenerationError(why, code)
+                case ev.Fail():
+                    raise generation_error(outcome)
                 case _:
                     assert_never(outcome)
 

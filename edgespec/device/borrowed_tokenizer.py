@@ -28,8 +28,9 @@ from edgespec.config import AgentConfig
 from edgespec.config.common import SetupError
 from edgespec.config.files import temporary_folder
 from edgespec.core.ports import LinkError, ModelInfo
+from edgespec.core.protocol.errors import ConnectError, GenerationError
 from edgespec.device import build
-from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.agent import Agent
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.far_tokenizer import FarTokenizer
 from edgespec.models.folders import generation_sampling
@@ -253,7 +254,7 @@ class BorrowingAgent(Agent):
                     raise GenerationError(str(error), None) from error
                 except LinkError as error:
                     if not error.retryable or time.monotonic() + pause_s > until:
-                        raise GenerationError(f"gave up on the verifier: {error}", None) from error
+                        raise ConnectError(f"gave up on the verifier: {error}") from error
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, policy.longest_s)
 

@@ -28,6 +28,7 @@ from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.admission import Admission, client_of, current_client
 from edgespec.endpoint.bodies import SMALL_BYTES, STALLED_S, Body, BodyRoom
 from edgespec.endpoint.request_json import ApiError
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.endpoint.live_endpoint import (
@@ -44,7 +45,6 @@ from tests.endpoint.live_endpoint import (
 from tests.endpoint.test_http import connected
 from tests.shell.letters import MODEL, LettersTokenizer, text_of
 from tests.shell.live_verifier import until
-from tests.shell.loopback import LoopbackTransport
 
 PATH = "/v1/completions"
 HELLO = {"prompt": "abc", "max_tokens": 4}

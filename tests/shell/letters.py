@@ -15,10 +15,10 @@ from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.models.grammar_trial import GrammarTrials
 from edgespec.models.tokenizer import ChatTemplate
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.test_constraints import EOS
-from tests.shell.loopback import LoopbackTransport
 
 LETTERS = "\0\n" + "".join(map(chr, range(32, 127)))
 MODEL = ToyModel(len(LETTERS), order=2, seed=3, sharpness=1.0, eos_token=EOS, eos_probability=0.05)

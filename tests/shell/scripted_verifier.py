@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
@@ -14,8 +13,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk
 from edgespec.models.toy import ToyTokenizer
 from edgespec.telemetry.trace import Tracer
+from edgespec.testing import LoopbackTransport, play_output
 from tests.shell.echo_verifier import INFO
-from tests.shell.loopback import LoopbackTransport
 
 TEXT = ToyTokenizer()
 PROMPT = TEXT.encode("once")
@@ -37,30 +36,9 @@ def streaming(
             return
         while not once():  # noqa: ASYNC110 # of things that have no event
             await asyncio.sleep(0)
-        await play(stream, opening, tokens, sizes, finish)
+        await play_output(stream, opening, tokens, commit_sizes=sizes, finish=finish)
 
     return serve
-
-
-async def play(
-    stream: VerifierStream,
-    opening: m.Open,
-    tokens: Sequence[int],
-    sizes: Sequence[int] = (1,),
-    finish: m.FinishReason = m.FinishReason.LENGTH,
-) -> None:
-    """Answer ``opening`` with what it does not hold of ``tokens``, and wait for the device."""
-    held = len(opening.committed)
-    assert list(opening.committed) == list(tokens[:held])
-    position = len(opening.prompt) + held
-    await stream.send(m.Opened(m.Limits(), "scripted", position))
-    for part in _parts(tokens[held:], sizes):
-        await stream.send(m.Commit(position, tuple(part)))
-        position += len(part)
-    await stream.send(m.Commit(position, (), finish=finish))
-    with contextlib.suppress(LinkError):
-        while True:
-            await stream.receive()
 
 
 def loopback(serve: ServeStream) -> LoopbackTransport:
@@ -103,12 +81,3 @@ def generate(
     one: Agent, count: int, stop: tuple[str, ...] = (), prompt: Sequence[int] = tuple(PROMPT)
 ) -> AsyncGenerator[Chunk, None]:
     return one.generate(prompt, SamplingParams(max_tokens=count, stop=stop))
-
-
-def _parts(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    at = 0
-    for size in itertools.cycle(sizes):
-        if at >= len(tokens):
-            return
-        yield tokens[at : at + size]
-        at += size

@@ -33,14 +33,13 @@ from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.session_driver import Link
 from edgespec.device.status import StatusSource
 from edgespec.models.toy import TOY_ALPHABET, ToyTokenizer
+from edgespec.testing import LoopbackTransport, play_output
 from tests.present import present
-from tests.shell.loopback import LoopbackTransport
 from tests.shell.scripted_verifier import (
     PROMPT,
     agent,
     generate,
     loopback,
-    play,
     streaming,
     undrafted,
 )
@@ -358,7 +357,7 @@ async def test_every_generation_has_a_secret_and_shows_it_with_every_open(
         opening = await stream.receive()
         assert isinstance(opening, m.Open)
         if len(openings) % 2 == 0:  # every first stream hangs up
-            await play(stream, opening, SPOKEN)
+            await play_output(stream, opening, SPOKEN)
 
     monkeypatch.setattr(Link, "send", noted)
     async with asyncio.timeout(WITHIN_S), agent(loopback(serve)) as one:

@@ -44,6 +44,7 @@ from edgespec.device.build import load_drafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.sampling.arrays import best_candidates, law
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from edgespec.wire.shaped import TrafficMeter
@@ -52,7 +53,6 @@ from edgespec_sim.cost_profile import read_profile
 from edgespec_sim.token_sources.match_tape import read_tape, walk_along
 from tests.present import present
 from tests.shell.live_verifier import call
-from tests.shell.loopback import LoopbackTransport
 from tests.sim.faults.checks import target_stream
 from tests.tables import tabled
 

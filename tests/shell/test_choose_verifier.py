@@ -19,11 +19,11 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import prober
 from edgespec.device.build import build_agent
 from edgespec.models.toy import ToyTokenizer
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_target
 from tests.present import present
 from tests.shell.echo_verifier import echo
 from tests.shell.live_verifier import GatedTarget, call, serving, toy_text
-from tests.shell.loopback import LoopbackTransport
 from tests.tables import tabled
 
 MODEL = ModelInfo("toy", "v1", 64, 4096)

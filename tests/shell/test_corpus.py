@@ -54,12 +54,13 @@ from edgespec.telemetry.recording import (
     is_recording,
     read_recording,
 )
+from edgespec.testing import play_output
 from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.present import present
 from tests.shell.live_verifier import call, environment, serving, toy_text
-from tests.shell.scripted_verifier import PROMPT, TEXT, agent, generate, loopback, play, streaming
+from tests.shell.scripted_verifier import PROMPT, TEXT, agent, generate, loopback, streaming
 from tests.sources import ROOT
 
 CIRCLING = ToyModel(64, order=1, seed=4)
@@ -476,7 +477,7 @@ async def test_a_text_is_recorded_once_as_far_as_it_was_given(tmp_path: Path) ->
         opening = await stream.receive()
         assert isinstance(opening, Open)
         if opening.committed:
-            await play(stream, opening, TOKENS, (3,))
+            await play_output(stream, opening, TOKENS, commit_sizes=(3,))
             return
         await stream.send(Opened(Limits(), "scripted", len(PROMPT)))
         await stream.send(Commit(len(PROMPT), tuple(TOKENS[:4])))

@@ -197,14 +197,16 @@ async def test_async_session(address: str) -> None:
 
 
 def test_sync_session(address: str) -> None:
-    with edgespec.SyncAgent(address, draft="toy", policy="fixed", gamma=3) as agent:
+    with edgespec.SyncAgent(
+        address, draft="toy", policy=edgespec.Policy(name=PolicyName.FIXED, gamma=3)
+    ) as agent:
         for _ in range(2):
             assert "".join(chunk.text for chunk in agent.generate(STORY, PARAMS)) == EXPECTED
         assert present(agent.stats).counters.committed == PARAMS.max_tokens
 
 
 def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
-    unset: dict[str, Any] = {"ca": None, "policy": None}  # as of variables that are not set
+    unset: dict[str, Any] = {"tokenizer": None, "policy": None}  # as of variables that are not set
     with edgespec.SyncAgent(address, draft="toy", **unset) as agent:
         for chunk in agent.generate(STORY, edgespec.SamplingParams(max_tokens=3000)):
             assert chunk.text is not None
@@ -243,7 +245,7 @@ def test_a_ctrl_c_while_a_sync_caller_waits_is_a_ctrl_c(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     found = Agent(slow, None, text.encode, text.stream)
-    monkeypatch.setattr("edgespec.api.connect", lambda address: found)
+    monkeypatch.setattr("edgespec.api.connect", lambda address, **_: edgespec.Agent.around(found))
     with edgespec.SyncAgent() as agent:
         monkeypatch.setattr(Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -254,8 +256,8 @@ def test_bad_settings_are_named() -> None:
     for kind in (edgespec.connect, edgespec.SyncAgent):
         with pytest.raises(ValueError, match=r"policy\.name is 'eagle', but must be one of"):
             kind("127.0.0.1:1", draft="toy", policy="eagle")
-        with pytest.raises(ValueError, match="neither 'bundled', nor a folder"):
-            kind("127.0.0.1:1", draft="no/such/folder")
+    with pytest.raises(ValueError, match="neither 'bundled', nor a folder"):
+        edgespec.SyncAgent("127.0.0.1:1", draft="no/such/folder")
 
 
 TEXT = ToyTokenizer()
@@ -269,7 +271,7 @@ OWN, IN_SQL = (
 WITHIN_S = 120.0
 
 
-async def text(agent: Agent, model: str = "") -> str:
+async def text(agent: edgespec.Agent, model: str = "") -> str:
     return "".join([chunk.text async for chunk in agent.generate(STORY, STORY_PARAMS, model=model)])
 
 

@@ -45,6 +45,7 @@ from edgespec.models.grammar import (
 )
 from edgespec.models.tokenizer import TokenBytes
 from edgespec.sampling.tensors import SampleBlock, choose_tokens
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
@@ -53,7 +54,6 @@ from tests.present import present
 from tests.shell import tiny_checkpoints
 from tests.shell.letters import LETTERS, MODEL, READER, Untried, pair, text_of
 from tests.shell.live_verifier import environment
-from tests.shell.loopback import LoopbackTransport
 from tests.tables import tabled
 
 PROMPT = [40, 50]

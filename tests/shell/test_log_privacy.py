@@ -21,10 +21,10 @@ from edgespec.device.agent import GenerationError
 from edgespec.device.drafters.toy import toy_info
 from edgespec.models.grammar import foreign_errors
 from edgespec.telemetry.logs import JsonFormatter, TextFormatter, log_failure
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.shell.letters import MODEL, READER, pair
-from tests.shell.loopback import LoopbackTransport
 from tests.sources import ROOT
 
 SECRET = "xylophone-of-the-client"

@@ -29,6 +29,7 @@ from edgespec.config import DeviceTlsSection
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
 from edgespec.core.protocol import messages as m
+from edgespec.testing import LoopbackTransport
 from edgespec.wire import grpc_calls
 from edgespec.wire.access import DeviceAccess, tls_access
 from edgespec.wire.codec import WireLimits, payload_bytes
@@ -40,7 +41,6 @@ from tests.shell.gate import Gate
 from tests.shell.guarded import certs
 from tests.shell.live_verifier import call as run
 from tests.shell.live_verifier import daemon, environment
-from tests.shell.loopback import LoopbackTransport
 from tests.tables import tabled
 
 

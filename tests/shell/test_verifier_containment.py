@@ -35,13 +35,13 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.server_model import PROBE_EVERY
 from edgespec.device.build import build_agent
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
+from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Backlog, ConstraintDesk, Verifier
 from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
 from tests.core.test_constraints import Automaton, AutomatonMatcher
 from tests.present import present
 from tests.shell.live_verifier import ready, serving, start, toy_text
-from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
 
 MODEL = ToyModel(vocabulary_size=16, order=2)

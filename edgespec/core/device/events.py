@@ -166,6 +166,11 @@ class Fail:
 
     why: str
     code: FaultCode | None = None
+    """The fault that the verifier sent last, or None if it sent none."""
+    retry_after_s: float = 0.0
+    """Seconds after which that fault asked to try again."""
+    is_disconnected: bool = False
+    """The verifier could not be reached, or the connection to it was lost."""
 
 
 DraftAction = Connect | Disconnect | Transmit | StartStep | Deliver | Finish | Fail

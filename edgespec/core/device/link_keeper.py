@@ -190,7 +190,7 @@ class LinkKeeper:
             why = f"no new token from the verifier for {policy.progress_s:g} s"
             if self._most_read and not self._brought_token:
                 why += f", and its prefill stopped at {self._most_read} tokens of the prompt"
-            return self.end(ev.Fail(why))
+            return self.end(ev.Fail(why, is_disconnected=True))
         else:
             why = f"no message from the verifier for {policy.silence_s:g} s"
         return self.abandon(why, now)
@@ -199,7 +199,7 @@ class LinkKeeper:
         """The stream ended or could not be had."""
         why = one_line(event.why)
         if not event.retryable:
-            return self.end(ev.Fail(why))
+            return self.end(ev.Fail(why, is_disconnected=True))
         at_once = event.again_s is not None and event.again_s <= 0.0
         return self._again(why, now, retry_after_s=event.again_s or 0.0, at_once=at_once)
 
@@ -224,7 +224,7 @@ class LinkKeeper:
         self,
         why: str,
         now: float,
-        code: FaultCode = FaultCode.OVERLOADED,
+        code: FaultCode | None = None,
         retry_after_s: float = 0.0,
         *,
         at_once: bool = False,
@@ -235,13 +235,22 @@ class LinkKeeper:
         count = self._streams_without_token
         if count >= self._policy.max_streams_without_token:
             after = f"after {count} streams without a new token"
-            return self.end(ev.Fail(f"gave up on the verifier {after}: {why}", code))
+            return self._give_up(f"gave up on the verifier {after}: {why}", code, retry_after_s)
         again_at = self._again_at(now, retry_after_s, at_once)
         if again_at is None:
-            return self.end(ev.Fail(f"gave up on the verifier: {why}", code))
+            return self._give_up(f"gave up on the verifier: {why}", code, retry_after_s)
         self._counters.reconnects += 1
         self._move(ev.BACKING_OFF, again_at)
         return []
+
+    def _give_up(
+        self, why: str, code: FaultCode | None, retry_after_s: float
+    ) -> list[ev.DraftAction]:
+        """End the generation after the last attempt. ``code`` is None if the verifier sent no
+        fault, so that the connection is to blame."""
+        if code is None:
+            return self.end(ev.Fail(why, is_disconnected=True))
+        return self.end(ev.Fail(why, code, retry_after_s))
 
     def _again_at(self, now: float, retry_after_s: float, at_once: bool) -> float | None:
         """When to try again, or None when the time to give up after is over. ``at_once``: another

@@ -17,13 +17,14 @@ from enum import Enum
 from typing import Final, Protocol
 
 from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.errors import EdgespecError
 
 MAX_CONSTRAINT_BYTES: Final = 32 << 10
 """Bound on the length of a constraint's text in UTF-8, which travels in the first message of a
 stream, beside the prompt."""
 
 
-class ConstraintError(ValueError):
+class ConstraintError(EdgespecError, ValueError):
     """The constraint cannot be used: it cannot be parsed or needs too much work. The message says
     why."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import field
 from enum import Enum
 
+from edgespec.core.protocol.errors import FaultCode as FaultCode
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
@@ -49,33 +50,6 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
     CONTEXT = "context"
     """The context was full before ``max_tokens`` were generated."""
-
-
-class FaultCode(Enum):
-    """Why the verifier ended a stream.
-
-    A ``retryable`` one is worth a reconnect, a bounded number of times
-    (``core/device/link_keeper.py``)."""
-
-    RESYNC = "resync"
-    INVALID = "invalid"
-    UNKNOWN_MODEL = "unknown_model"
-    VOCABULARY_MISMATCH = "vocabulary_mismatch"
-    CONTEXT_TOO_LONG = "context_too_long"
-    OVERLOADED = "overloaded"
-    SHUTTING_DOWN = "shutting_down"
-    INTERNAL = "internal"
-    UNAUTHENTICATED = "unauthenticated"
-    """The device sent no API key, an unknown one, or one that was revoked."""
-
-    @property
-    def retryable(self) -> bool:
-        return self in (
-            FaultCode.RESYNC,
-            FaultCode.OVERLOADED,
-            FaultCode.SHUTTING_DOWN,
-            FaultCode.INTERNAL,
-        )
 
 
 @statically_frozen
