@@ -28,6 +28,7 @@ from edgespec.core.association.policies import (
     weight,
 )
 from edgespec.core.ports import DeviceStream, LinkError, TargetModel, Transport, VerifierStream
+from edgespec.core.protocol.errors import ConnectError
 from edgespec.core.protocol.messages import Limits, Opened, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
