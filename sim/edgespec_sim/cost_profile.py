@@ -1,10 +1,10 @@
-"""What the parts of a deployment cost in time, measured once and replayed by the simulator.
+"""Time costs of the parts of a deployment, measured once and replayed by the simulator.
 
 Theory of operation. ``edgespec profile`` runs the real models and a real transport, times each
-operation from the trace of both sides, and writes a ``CostProfile``. The simulator asks it for the
-seconds of each draft step, pass and message. A law has a body, a table of medians over the number
-of rows, and a spread, the measured ratios to the body at evenly spaced quantiles: chance picks
-among them, so a simulated run scatters as the measured one did.
+operation from the traces of both sides, and writes a ``CostProfile``. The simulator takes from it
+the seconds of each draft step, pass and message. A law has a body, a table of medians over the
+number of rows, and a spread, the measured ratios to the body at evenly spaced quantiles. A random
+number picks among the ratios, so a simulated run scatters like the measured one.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _HEAD: Final = (FORMAT, VERSION)
 
 
 class ProfileError(ValueError):
-    """A profile cannot be used; the message names the file, the key, the value and the limit."""
+    """A profile cannot be used. The message names the file, the key, the value and the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLaw:
-    """Seconds of one operation. Raises ``ProfileError``."""
+    """The duration of one kind of operation. Raises ``ProfileError``."""
 
     table: tuple[tuple[float, float], ...]
-    """(rows, median seconds) with rows increasing; linear in between, the first value holds below,
-    the last slope goes on above."""
+    """Pairs of (rows, median seconds) with increasing rows. Between them the law is linear. The
+    first value holds below the first pair, and the last slope continues above the last."""
     context_s: float = 0.0
-    """More for each cached token of the sessions in it."""
+    """Seconds that each cached token of the operation's sessions adds."""
     spread: tuple[float, ...] = (1.0,)
-    """Measured over expected seconds at evenly spaced quantiles, from the least to the most."""
+    """Ratios of measured to expected seconds at evenly spaced quantiles, from the least to the
+    greatest."""
     session_s: float = 0.0
-    """More for each session of a pass after the first."""
+    """Seconds that each session of a pass after the first adds."""
 
     def __post_init__(self) -> None:
         if not self.table or not self.spread:
@@ -59,7 +60,8 @@ class TimeLaw:
     def seconds(
         self, rows: int, context_length: int = 0, chance: float = 0.5, sessions: int = 1
     ) -> float:
-        """``chance`` in [0, 1) picks from the spread: 0.5 is the median."""
+        """Return the seconds of an operation. ``chance`` in [0, 1) picks from the spread; 0.5 is
+        the median."""
         more_s = self.context_s * context_length
         if sessions > 1:
             more_s += self.session_s * (sessions - 1)
@@ -86,21 +88,23 @@ def constant(seconds: float) -> TimeLaw:
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """A device, a verifier and what is between them but the link. Raises ``ProfileError``."""
+    """Costs of a device, a verifier and everything between them except the link. Raises
+    ``ProfileError``."""
 
     name: str
     draft_step: TimeLaw
-    """Rows: tokens fed; context: tokens kept in the cache."""
+    """Duration of a draft step. Rows: tokens fed; context: tokens kept in the cache."""
     target_pass: TimeLaw
-    """Rows: of all sessions in the pass; context: tokens cached of all of them."""
+    """Duration of a pass. Rows and context (cached tokens) are those of all its sessions
+    together."""
     message: TimeLaw = field(default_factory=lambda: constant(0.0))
-    """One way, on top of the link: codec, event loop, socket. Rows: always 1."""
+    """One-way time of a message on top of the link: codec, event loop, socket. Rows: always 1."""
     turnaround: TimeLaw = field(default_factory=lambda: constant(0.0))
-    """Between the end of a pass and the start of the next one when work waits. Rows: always 1."""
+    """Time from the end of a pass to the start of the next one when work waits. Rows: always 1."""
     connect_s: float = 0.0
-    """Opening a stream, on top of its round trips."""
+    """Seconds to open a stream, on top of its round trips."""
     about: dict[str, str] = field(default_factory=dict)
-    """Machine, versions, models, command, date: whatever a reader needs to trust it."""
+    """Machine, versions, models, command and date: what a reader needs to trust the profile."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.connect_s < math.inf:
@@ -111,7 +115,7 @@ class CostProfile:
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Raises ``ProfileError``."""
+    """Read a profile from a file. Raises ``ProfileError``."""
     try:
         data = json.loads(read_text(path, MAX_PROFILE_BYTES))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Virtual time: callbacks in order of (time, scheduling), so that equal seeds replay exactly."""
+"""Virtual time: callbacks run in order of (time, scheduling), so equal seeds replay exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class EventQueue:
-    """``now`` moves only in ``run`` and ``step``; scheduling in the past is an error."""
+    """``now`` advances only in ``run`` and ``step``. Scheduling in the past is an error."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class EventQueue:
             callback()
 
     def step(self, until_s: float) -> bool:
-        """Run the next event due by ``until_s``; whether there was one."""
+        """Run the next event due by ``until_s``. Returns False if there is none."""
         if not self._heap or self._heap[0][0] > until_s:
             return False
         self.now, _, callback = heapq.heappop(self._heap)

@@ -192,7 +192,7 @@ def test_without_time_the_answer_says_what_was_not_played(
     assert planner.searches[0].unplayed == [1]
     plan_capacity._show(asked, planner, "h200")
     said = capsys.readouterr().out
-    assert "target-only: 1 H200 not played by events: the time was up" in said
+    assert "target-only: 1 H200 not simulated at length: the time was up" in said
     assert "on 1 H200 (small worlds propose it, no events were played)" in said
 
     def late(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
@@ -363,7 +363,7 @@ def test_an_answer_with_its_cost() -> None:
     result = capacity(*SMALL, "--ttft-p95", "500", "--tpot-p95", "60")
     assert result.exit_code == 0, result.output
     assert "take: target-only on 1 H200 (95 %: 1), $3.99 an hour" in result.stdout
-    assert "all by events" in result.stdout
+    assert "all of them simulated" in result.stdout
     assert "hyperstack" in result.stdout
     assert "answered in" in result.stderr
 

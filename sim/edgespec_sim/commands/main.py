@@ -1,10 +1,10 @@
-"""``edgespec-sim``: the commands and what ``--help`` says first."""
+"""``edgespec-sim``: the table of commands and the text of ``--help``."""
 
 from __future__ import annotations
 
 from edgespec.cli.main import lazy_app
 
-# In the order of `--help`.
+# The order is that of `--help`.
 COMMANDS = {
     "run": "edgespec_sim.commands.run:run",
     "list": "edgespec_sim.commands.run:list_scenarios",
@@ -20,7 +20,7 @@ app = lazy_app("edgespec-sim", COMMANDS)
 
 @app.callback()
 def main() -> None:
-    """What would my users feel, and how many GPUs do I need?
+    """Simulate what users would experience and how many GPUs a deployment needs.
 
     Plays deployments of edgespec in virtual time: the product's own sessions, policies and
     schedulers, on networks and machines that a scenario describes.

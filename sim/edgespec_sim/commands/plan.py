@@ -1,7 +1,7 @@
-"""``edgespec plan``: which way of decoding suits a link, how many verifiers users need, and what
-memory a draft would take, all before anything is installed.
+"""``edgespec plan``: plans a deployment before anything is installed. Its subcommands choose a way
+of decoding for a link, count the verifiers that users need, and compute the memory of a draft.
 
-What a plan of memory holds counts in its answer, so nothing of the simulator is imported here.
+``plan memory`` measures this very process, so this module imports nothing of the simulator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Drafts = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DRAFT...",
-        help="bundled, folders, Hub ids: of several, the first that fits is taken",
+        help="Drafts to choose from: bundled, folders or Hub ids; the first that fits is used",
     ),
 ]
 Budget = Annotated[
@@ -52,11 +52,12 @@ Budget = Annotated[
         "--memory-budget",
         envvar="EDGESPEC_MEMORY_BUDGET",
         metavar="SIZE",
-        help="Of the whole process: 600MiB, 25% of the machine, or auto: what is free",
+        help="Limit for the whole process: 600MiB, 25% of the machine, or auto for what is free",
     ),
 ]
 _SPREAD_BYTES = 6 << 20
-"""What a start holds more than this command at most, so a budget that it takes is enough."""
+"""Most that an agent at its start may hold above what this command measures. It is added, so a
+budget that fits here also fits there."""
 
 
 def memory(
@@ -64,10 +65,10 @@ def memory(
     memory_budget: Budget = AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
-    """Say how much memory a draft takes, term by term, and what a budget buys.
+    """Show how much memory a draft takes, term by term, and what fits a budget.
 
-    Nothing is connected or loaded but the libraries, whose memory is measured. Texts do not depend
-    on the budget, only how soon they come.
+    Nothing is connected, and only the libraries are loaded, whose memory is measured. The output of
+    a generation does not depend on the budget, only its speed does.
 
     [dim]edgespec plan memory --memory-budget 600MiB[/]
 
@@ -86,8 +87,9 @@ def memory(
 def _measured(
     section: DraftSection, references: list[str]
 ) -> tuple[tuple[DraftVariant, ...], MemoryQuestion]:
-    """What there is to choose from, and the question. All drafts of a target have its tokenizer,
-    so the first one's is loaded, with what the commands that draft load."""
+    """Return the draft variants to choose from, and the question for the memory plan. All drafts of
+    a target share its tokenizer, so the first draft's tokenizer is loaded, beside the modules that
+    the drafting commands load."""
     import edgespec.cli.chat
     import edgespec.cli.serve  # noqa: F401
     from edgespec.device.model_drafter import question_of, variants_of

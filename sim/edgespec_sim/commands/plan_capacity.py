@@ -1,12 +1,15 @@
-"""``edgespec plan capacity``: how many verifiers, and which arm, keep what was promised.
+"""``edgespec plan capacity``: the number of verifiers, and the arm, that meet given objectives.
 
-Theory of operation. One search for each arm, played by events. Small, short worlds propose: from
-some sessions a verifier on, the number of verifiers is halved while the objectives are met, or
-doubled until they are, and bisected. Then the number itself and one less are played: all verifiers
-with all users, or, where these are too many, a few of them with their part of the load. Where
-events contradict, the number moves; seeds are added while an interval holds an objective, until the
-time is up. A request that has a verifier to itself and misses an objective misses it on any number
-of verifiers, and the times that it waits for say why.
+Theory of operation. Each arm has its own search, and every number in it comes from simulated
+worlds. Small, short worlds propose a number: starting from a fixed number of sessions per verifier,
+the number of verifiers is halved while the objectives are met, doubled until they are, and then
+bisected. After that the proposed number and one less are played in large worlds: all verifiers with
+all users or, where these are too many, a few verifiers with their part of the load. If a large
+world contradicts a small one, the number moves. Seeds are added while an interval still contains
+its objective, until the time is up.
+
+A request that has a verifier to itself and misses an objective misses it on any number of
+verifiers. The answer then lists the times that such a request waits for.
 """
 
 from __future__ import annotations
@@ -39,21 +42,23 @@ from edgespec_sim.world.network import Network
 from edgespec_sim.world.run import Job, check, clusters, is_lossy, p95
 
 _ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC, Arm.SERVER_DRAFT, Arm.BOTH)
-"""The last two where the verifiers draft."""
+"""The arms to compare. The last two apply only where the verifiers draft."""
 _MODEL: Final = "llama-3.1-70b-fp8"
 MOST_VERIFIERS: Final = 10_000
-# Devices of an open loop: so many that a request hardly ever finds its device busy.
+# An open loop gets enough devices that a request hardly ever finds its device busy.
 _DEVICES_A_RATE, _LEAST_DEVICES = 60.0, 64
-# Requests' times before those that count: nobody is served at the start; and of the window.
+# Lengths of the warm-up and of the measured window (least, most), in durations of one request. The
+# warm-up is cut off because no session is running when a world begins.
 _WARM_UP_CYCLES, _CYCLES = 2.0, (2.0, 30.0)
 _MOST_ROUNDS: Final = 32
 _FIRST_SESSIONS: Final = 16.0
-"""A verifier's, to begin the search with."""
+"""Sessions per verifier at which the search begins."""
 _SMALL, _LARGE = (12.0, 60.0), (64.0, 600.0)
-"""Sessions under way in a world, and seconds of sessions in its window."""
+"""Sessions that run at once in a world, and session-seconds in its measured window."""
 Triple = tuple[float, float, float]
 Play = Callable[[str, Sequence[Job], float], list[WorldOutcome]]
-"""What is done, worlds, until when; outcomes in their order. Raises ``TimeoutError``."""
+"""Called with a description, the worlds to play and a deadline on the monotonic clock. Returns the
+outcomes in the order of the worlds. Raises ``TimeoutError``."""
 
 
 # --- what a GPU costs an hour -------------------------------------------------------------------
@@ -65,7 +70,7 @@ Play = Callable[[str, Sequence[Job], float], list[WorldOutcome]]
 class Gpu:
     price_per_hour: float
     source: str
-    """With the date on which it said so."""
+    """The provider and the date of the price."""
 
 
 _HYPERSTACK: Final = "Hyperstack, on demand (hyperstack.cloud/gpu-pricing), 2026-08-26"
@@ -75,11 +80,15 @@ GPUS: Final = {
     "a100-80g": Gpu(1.60, _HYPERSTACK),
     "rtx-4090": Gpu(0.29, "OpenRelay (openrelay.inc/gpu-pricing-calculator), 2026-09-20"),
 }
-"""By the names of ``verifiers.MACHINES``; ``h100`` and ``a100-80g`` are the SXM ones."""
+"""Prices by the GPU names of ``verifiers.MACHINES``; ``h100`` and ``a100-80g`` are the SXM
+variants."""
 
 
 def model_and_gpu(named: str) -> tuple[str, str]:
-    """``h100`` or ``llama-3.1-8b-bf16@h100``. Raises ``ValueError`` that names the known ones."""
+    """Split ``h100`` or ``llama-3.1-8b-bf16@h100`` into model and GPU. Without a model it is
+    ``_MODEL``.
+
+    Raises ``ValueError`` that lists the known names."""
     model, _, gpu = named.rpartition("@")
     if gpu not in GPUS:
         raise ValueError(f"gpu is {gpu!r}, but must be one of {', '.join(GPUS)}")
@@ -92,7 +101,8 @@ def model_and_gpu(named: str) -> tuple[str, str]:
 
 
 def dealt(weights: dict[str, float], size: int) -> dict[str, int]:
-    """``size`` devices in the proportion of ``weights`` (largest remainders), empty groups out."""
+    """Divide ``size`` devices in the proportion of ``weights``, by the method of largest
+    remainders. Groups without a device are left out."""
     total = sum(weights.values())
     exact = {group: size * weight / total for group, weight in weights.items()}
     counts = {group: int(share) for group, share in exact.items()}
@@ -104,16 +114,18 @@ def dealt(weights: dict[str, float], size: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class CapacityQuestion:
-    """How many verifiers, and which arm, keep ``slo`` for the users of ``scenario``, or for
-    ``rate`` requests a second of theirs? Raises ``ValueError`` for what cannot be answered."""
+    """How many verifiers, and which arm, meet ``slo`` for the users of ``scenario``, or for
+    ``rate`` requests per second from such users.
+
+    Raises ``ValueError`` if the scenario is one that a plan of capacity does not support."""
 
     scenario: sections.Scenario
-    """One kind of verifier; its ``count`` does not matter."""
+    """The scenario has one kind of verifier, whose ``count`` is ignored."""
     slo: sections.SloSection
     arms: tuple[Arm, ...]
     folder: Path
     rate: float | None = None
-    """None: a closed loop of the scenario's devices."""
+    """Requests per second of an open loop. None: a closed loop of the scenario's devices."""
 
     def __post_init__(self) -> None:
         scenario = self.scenario
@@ -135,8 +147,9 @@ class CapacityQuestion:
 
     @property
     def cycle_s(self) -> float:
-        """About what a request takes, only to choose how long to look: 20 ms a token or so. The
-        log-normal spread of a length leaves its median where it is and moves its mean."""
+        """Rough duration of a request, at 20 ms per token. It is used only to choose how long the
+        worlds run. The log-normal spread of an output's length keeps its median and raises its
+        mean, hence the root."""
         loads = [one.workload for one in self.scenario.devices.values()]
         return 0.5 + 0.02 * max(
             one.output_tokens * math.sqrt(1.0 + one.length_spread**2) for one in loads
@@ -144,7 +157,7 @@ class CapacityQuestion:
 
     @property
     def active(self) -> float:
-        """Sessions under way on all verifiers together, about."""
+        """Estimated number of sessions that run at once on all verifiers together."""
         if self.rate is not None:
             return self.rate * self.cycle_s
         think_s = max(one.workload.think_s for one in self.scenario.devices.values())
@@ -152,14 +165,18 @@ class CapacityQuestion:
 
     @property
     def most(self) -> int:
-        """Verifiers, so many that requests hardly ever meet."""
+        """A number of verifiers at which requests hardly ever share one."""
         return max(
             1, min(MOST_VERIFIERS, math.ceil(max(self.scenario.device_count, 4.0 * self.active)))
         )
 
     def world(self, number: int, sessions: float, session_seconds: float) -> sections.Scenario:
-        """As many of ``number`` verifiers as hold so many sessions, with their part of the load and
-        near the long run from the start, for so many seconds of sessions."""
+        """Return the world that stands for ``number`` verifiers.
+
+        It holds as many of them as serve ``sessions`` sessions at once, with their part of the
+        load. Devices start in the middle of their thinking time, near the steady state. The
+        measured window lasts ``session_seconds`` divided by the sessions that run at once, within
+        limits. Raises ``ValueError`` if that takes too many devices."""
         scenario, arrivals = self.scenario, None
         each = max(self.active / number, 1e-3)
         played = max(1, min(number, math.ceil(sessions / each)))
@@ -173,7 +190,7 @@ class CapacityQuestion:
             count = math.ceil(self.rate * part * _DEVICES_A_RATE) + _LEAST_DEVICES
         if count > sections.MAX_DEVICES:
             raise ValueError(
-                f"a world of {count} devices is asked for, the limit is {sections.MAX_DEVICES}"
+                f"the world would have {count} devices, but the limit is {sections.MAX_DEVICES}"
             )
         weights = {name: float(section.count) for name, section in scenario.devices.items()}
         cycle_s = self.cycle_s
@@ -183,7 +200,7 @@ class CapacityQuestion:
             scenario,
             slo=self.slo,
             arrivals=arrivals,
-            # Whoever asks has asked before: its agent keeps the connection.
+            # A user has sent requests before, so its agent has a connection already.
             connected=True,
             warm_up_s=_WARM_UP_CYCLES * cycle_s,
             duration_s=_WARM_UP_CYCLES * cycle_s + window_s,
@@ -200,7 +217,7 @@ class CapacityQuestion:
         )
 
 
-# --- what events say ------------------------------------------------------------------------
+# --- what the played worlds show ------------------------------------------------------------
 
 
 class Meets(Enum):
@@ -222,15 +239,16 @@ class Meets(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Of one arm on so many verifiers. Triples are a value and its 95 % interval, in seconds."""
+    """The results of one arm on one number of verifiers. A triple is a value and the
+    ends of its 95 % interval, in seconds."""
 
     verifiers: int
     played: int
-    """Of them, with their part of the load."""
+    """Verifiers that were played, with their part of the load."""
     seeds: int
     requests: int
     unfinished: int
-    """That had no second token when the world ended."""
+    """Requests that had no second token when the world ended."""
     ttft_p95_s: Triple
     tpot_p95_s: Triple
     utilisation: float
@@ -243,9 +261,10 @@ def judged(
     scenario: sections.Scenario,
     outcomes: Sequence[WorldOutcome],
 ) -> Observed:
-    """What worlds of ``scenario``, which stands for so many verifiers, say of the objectives."""
+    """Compare ``outcomes`` with the objectives. They come from worlds of ``scenario``, which stands
+    for ``number`` verifiers."""
     groups = clusters(scenario, outcomes)
-    never = math.inf  # of a request that never got there
+    never = math.inf  # the time of a request that never got a first token
     ttft = p95(groups, lambda one: never if one.ttft_s is None else one.ttft_s) or (math.inf,) * 3
     tpot = p95(groups, _tpot_s) or (math.inf,) * 3
     busy = [one.utilisation for outcome in outcomes for one in outcome.verifiers]
@@ -263,14 +282,15 @@ def judged(
 
 
 def _tpot_s(one: RequestRecord) -> float | None:
-    """So far, of a request that the world's end cut off; infinite if it never got there."""
+    """Return a request's time per token, measured so far if the world's end cut it off. It is
+    infinite if the request failed or never got a second token."""
     if one.failed or (one.pace_s is None and not one.complete):
         return math.inf
     return one.pace_s
 
 
 def _meets(*pairs: tuple[Triple, float]) -> Meets:
-    """Of each a value with its interval, and its objective."""
+    """Compare pairs of a triple (value and interval) and its objective."""
     if all(triple[2] <= limit for triple, limit in pairs):
         return Meets.YES
     if any(triple[1] > limit for triple, limit in pairs):
@@ -284,24 +304,26 @@ def _meets(*pairs: tuple[Triple, float]) -> Meets:
 
 @dataclass(slots=True)
 class Search:
-    """The numbers of verifiers of one arm that were played, and which to play next."""
+    """The search of one arm: the numbers of verifiers played so far, and the number to play
+    next."""
 
     arm: Arm
     first: int
-    """The number to begin with."""
+    """The number that the search begins with."""
     most: int
     proposed: dict[int, bool] = field(default_factory=dict)
-    """By small worlds: whether a number meets the objectives."""
+    """Results of small worlds: whether a number of verifiers met the objectives."""
     observed: dict[int, Observed] = field(default_factory=dict)
     alone: Observed | None = None
-    """On ``most`` verifiers."""
+    """The observation on ``most`` verifiers, where a request has a verifier to itself."""
 
     @property
     def never(self) -> bool:
         return self.alone is not None and self.alone.meets is Meets.NO
 
     def to_propose(self) -> int | None:
-        """The number for the next small world; None: there is a proposal, or nothing will do."""
+        """Return the number for the next small world. None once the proposal is complete, or if not
+        even ``most`` verifiers meet the objectives."""
         if not self.proposed:
             return self.first
         low, high = self._bracket()
@@ -317,7 +339,7 @@ class Search:
 
     @property
     def candidate(self) -> int:
-        """The least number that meets the objectives, as far as is known."""
+        """The least number that meets the objectives, as far as the worlds played so far show."""
         first = self._bracket()[1] or self.first
         low = max((n for n, one in self.observed.items() if not one.meets.by_value), default=0)
         high = min(
@@ -331,7 +353,8 @@ class Search:
         return high
 
     def wanted(self) -> list[int]:
-        """Numbers of verifiers to play (once more); none: all is decided."""
+        """Return the numbers of verifiers to play, or to play with one more seed. Empty once all is
+        decided."""
         if self.never:
             return []
         near = [one for one in (self.candidate, self.candidate - 1) if one >= 1]
@@ -339,13 +362,13 @@ class Search:
 
     @property
     def unplayed(self) -> list[int]:
-        """Of the candidate and one less, those of which no event says anything."""
+        """The candidate and one less, without those that a large world was played for."""
         near = () if self.never else (self.candidate - 1, self.candidate)
         return [one for one in near if one >= 1 and one not in self.observed]
 
     @property
     def interval(self) -> tuple[int, int]:
-        """Numbers that the intervals of the events leave open."""
+        """The range of numbers that the intervals of the large worlds leave open."""
         found = self.candidate
         fail = [n for n, one in self.observed.items() if one.meets is Meets.NO and n < found]
         good = [n for n, one in self.observed.items() if one.meets is Meets.YES and n >= found]
@@ -354,7 +377,8 @@ class Search:
 
 
 class Planner:
-    """Answers one question; ``play`` plays worlds, ``at_once`` of them beside one another."""
+    """Answers one question. ``play`` plays worlds, and ``at_once`` is how many it plays in
+    parallel."""
 
     def __init__(self, question: CapacityQuestion, play: Play, at_once: int = 1) -> None:
         self._question, self._play, self._at_once = question, play, at_once
@@ -363,7 +387,8 @@ class Planner:
         self._worlds: dict[tuple[Arm, int], list[WorldOutcome]] = {}
 
     def search(self, until_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
-        """Proposals take as long as they take; no event is played after ``until_s``."""
+        """Run the search of every arm. All proposals are made, whatever time they take; no large
+        world is started after ``until_s`` on the clock ``now_s``."""
         while asked := [(s, n) for s in self.searches if (n := s.to_propose()) is not None]:
             self._propose(asked)
         rounds, round_s = 0, 0.0
@@ -374,7 +399,9 @@ class Planner:
             try:
                 self._events(wanted, until_s)
             except TimeoutError:
-                return  # what the quick worlds of the round say is not used: they would be first
+                # Only the quick worlds of this round have finished, and to use them would be a
+                # bias.
+                return
             rounds, round_s = rounds + 1, now_s() - began_s
 
     def _propose(self, asked: Sequence[tuple[Search, int]]) -> None:
@@ -388,7 +415,7 @@ class Planner:
         for (search, number), world, outcome in zip(asked, worlds, outcomes, strict=True):
             found = judged(question.slo, number, world, [outcome])
             search.proposed[number] = found.meets.by_value
-            if number == search.most:  # a value alone forbids nothing
+            if number == search.most:  # A mere value excludes nothing; only an interval does.
                 search.alone = found
                 search.proposed[number] = found.meets is not Meets.NO
 
@@ -415,8 +442,8 @@ class Planner:
 
     @property
     def best(self) -> Search | None:
-        """Fewest verifiers that events were played with; of equal ones the least time a token. A
-        mere proposal only where there is nothing else."""
+        """The search with the fewest verifiers, and among equals the one with the least time per
+        token. One that only small worlds proposed counts only if there is no other."""
 
         def cost(one: Search) -> tuple[bool, int, float]:
             mine = one.observed.get(one.candidate)
@@ -426,12 +453,14 @@ class Planner:
         return min([one for one in self.searches if not one.never], key=cost, default=None)
 
 
-# --- which term forbids an objective, whatever the number of verifiers? ------------------------
+# --- the explanation of an objective that no number of verifiers meets -------------------------
 
 
 def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
-    """``alone``: of so many verifiers that hardly two requests meet. No further verifier shortens
-    the links, draft steps and passes that such a request waits for."""
+    """Explain why ``arm`` misses an objective on any number of verifiers.
+
+    ``alone`` was observed on enough verifiers that hardly two requests meet. More verifiers
+    shorten none of the links, draft steps and passes that such a request waits for."""
     if question.active > alone.verifiers:
         each = question.active / alone.verifiers
         return (
@@ -447,10 +476,10 @@ def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
     passes = scenario.verifiers[question.kind].pass_time
     law = law_of(passes, Operation.TARGET_PASS, folder)
     prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
-    prefill = f"asking takes a round trip, the prompt {_ms(law.seconds(prompt))}"
+    prefill = f"sending a request takes a round trip, its prompt {_ms(law.seconds(prompt))}"
     parts = [
-        f"{what} p95 is to be {_ms(limit_s)} at most, but is {_ms(found[0])} for requests that have"
-        f" a verifier to themselves{why}"
+        f"{what} p95 has an objective of {_ms(limit_s)}, but is {_ms(found[0])} for requests that"
+        f" have a verifier to themselves{why}"
         for what, found, limit_s, why in (
             ("TPOT", alone.tpot_p95_s, slo.tpot_s, ""),
             ("TTFT", alone.ttft_p95_s, slo.ttft_s, f": {prefill}"),
@@ -468,12 +497,12 @@ def _ms(time_s: float) -> str:
 
 # --- the command ----------------------------------------------------------------------------
 
-_TTFT = option("95 % of the requests begin within so long", metavar="MS")
-_TPOT = option("95 % take at most so long a token", metavar="MS")
-_GPU_HELP = "h200, h100, a100-80g or rtx-4090; passes are computed from data sheets"
+_TTFT = option("Objective: p95 of the time to first token", metavar="MS")
+_TPOT = option("Objective: p95 of the time per output token", metavar="MS")
+_GPU_HELP = "h200, h100, a100-80g or rtx-4090; pass times are computed from its data sheet"
 _GPU = option(_GPU_HELP, metavar="[MODEL@]GPU")
-_SCENARIO = option("Where users, links and drafts are taken from")
-_SETTINGS = option("Change a key of it", "--set", metavar="KEY=VALUE")
+_SCENARIO = option("Scenario that describes the users, links and drafts")
+_SETTINGS = option("Change a key of the scenario", "--set", metavar="KEY=VALUE")
 
 
 _OPTIONS: Final = {
@@ -484,24 +513,26 @@ _OPTIONS: Final = {
     "gpu": "--gpu",
     "model": "--gpu: the model",
 }
-"""Options by the names that errors have for their values."""
+"""Options by the names under which errors mention their values."""
 
 
 def capacity(
-    users: Annotated[int | None, option("Who ask, read, think and ask again", min=1)] = None,
-    rate: Annotated[float | None, option("Requests a second instead, whoever asks them")] = None,
+    users: Annotated[
+        int | None, option("Users who send a request, read, think, repeat", min=1)
+    ] = None,
+    rate: Annotated[float | None, option("Requests per second, instead of users")] = None,
     ttft_p95: Annotated[float | None, _TTFT] = None,
     tpot_p95: Annotated[float | None, _TPOT] = None,
     gpu: Annotated[str, _GPU] = "h200",
     scenario: Annotated[str, _SCENARIO] = "laptop-floor",
     settings: Annotated[list[str] | None, _SETTINGS] = None,
-    max_seconds: Annotated[float, option("Play no events after so long", min=1.0)] = 60.0,
+    max_seconds: Annotated[float, option("Start no large world after this time", min=1.0)] = 60.0,
     as_json: Annotated[bool, option("One JSON object on stdout", "--json")] = False,
 ) -> None:
-    """Say how many verifiers keep objectives of service, with which arm, at what cost an hour.
+    """Compute how many verifiers meet service objectives, with which arm, at what cost per hour.
 
-    Small worlds propose a number for each arm; that number and one below are then played event by
-    event with the product's own sessions. Nothing is connected or loaded.
+    Small worlds propose a number for each arm. That number and one less are then simulated at
+    length with the product's own sessions. Nothing is connected or loaded.
 
     [bold]Users who think[/]   edgespec plan capacity --users 200 --tpot-p95 40 --ttft-p95 1000
 
@@ -510,9 +541,9 @@ def capacity(
     [bold]Other users[/]       edgespec plan capacity --users 500 --tpot-p95 30
     --set devices.laptop.workload.think_s=60 --set links.office.rtt_ms=40
 
-    Passes that `edgespec profile` measured are taken with --set
-    verifiers.h200.pass_time.profile=FILE. An objective that no number of verifiers keeps is
-    answered with the term that forbids it."""
+    To use pass times that `edgespec profile` measured, add --set
+    verifiers.h200.pass_time.profile=FILE. If no number of verifiers meets an objective, the answer
+    names the times that prevent it."""
     with reported():
         began_s = time.monotonic()
         with named_as_typed(_OPTIONS):
@@ -529,8 +560,8 @@ def capacity(
                 rate,
             )
             if (rate is None) == (users is None):
-                said = "both" if rate is not None else "neither"
-                raise ValueError(f"give --users or --rate: {said} of them is given")
+                given_options = "both were" if rate is not None else "neither was"
+                raise ValueError(f"give either --users or --rate: {given_options} given")
             check(replace(question.scenario, arms=question.arms), question.folder)
         cores = default_processes()
         with Workers(cores) as workers:
@@ -552,7 +583,8 @@ def capacity(
 def scenario_for(
     name: str, settings: dict[str, object], users: int | None, model: str, gpu: str
 ) -> sections.Scenario:
-    """The scenario with the users and the verifier that were asked for."""
+    """Load a scenario and replace its number of users and its verifier's model and GPU. Raises
+    ``ValueError``."""
     loaded = sections.load_scenario(name, settings)
     devices = dict(loaded.devices)
     if users is not None:
@@ -594,15 +626,17 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
                 style="bold" if taken else None,
             )
     console.print(table)
-    console.print("all by events; in brackets: 95 % intervals", style="dim")
+    console.print("all of them simulated; in brackets: 95 % intervals", style="dim")
     for search in planner.searches:
         name = _named(question, search.arm)
         if search.alone is not None and search.never:
             why = why_never(question, search.arm, search.alone)
             console.print(f"\n{name}: {why}", soft_wrap=True)
         elif search.unplayed:
-            late = f"{' and '.join(map(str, search.unplayed))} {gpu.upper()} not played by events"
-            why = "the time was up; --max-seconds gives it more"
+            late = (
+                f"{' and '.join(map(str, search.unplayed))} {gpu.upper()} not simulated at length"
+            )
+            why = "the time was up; raise --max-seconds"
             console.print(f"\n{name}: {late}: {why}", soft_wrap=True)
     if best is None:
         console.print("\n[bold]take:[/] nothing: no number of verifiers meets the objectives")
@@ -611,7 +645,7 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
     low, high = best.interval
     sure = f"95 %: {low}" if low == high else f"95 %: {low} to {high}"
     if best.candidate in best.unplayed:
-        sure = "small worlds propose it, no events were played"
+        sure = "proposed by small worlds, not simulated at length"
     console.print(
         f"\n[bold]take:[/] {_named(question, best.arm)} on {best.candidate} {gpu.upper()} ({sure}),"
         f" ${best.candidate * price:.2f} an hour"
@@ -633,16 +667,18 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
 
 
 def _show_assumptions(question: CapacityQuestion, console: Console) -> None:
-    """Print what the answer rests on: times of passes, and how many sessions a GPU holds."""
+    """Print the pass times that the answer rests on, and how many sessions fit a GPU's memory."""
     passes = measured(question.scenario.verifiers[question.kind].pass_time)
     console.print(f"passes: {passes}", style="dim", soft_wrap=True)
     console.print(question.scenario.memory_note(question.kind), style="dim", soft_wrap=True)
 
 
 def saved_verifiers(planner: Planner) -> tuple[Arm, int] | None:
-    """Return how many verifiers the best arm saves, and against which arm: the one that needs
-    fewest of those without a device, or plain streaming if the best needs no device itself. None
-    where events were not played with the number of either, or the best is plain streaming."""
+    """Return the arm that the best arm is compared with, and how many verifiers it saves.
+
+    The comparison is with the arm that needs the fewest verifiers among those without a device, or
+    with plain streaming if the best arm needs no device itself. None if either number was not
+    simulated at length, or if plain streaming is the best."""
     best = planner.best
     if best is None or best.unplayed or best.arm is Arm.TARGET_ONLY:
         return None
@@ -667,7 +703,7 @@ def _triple(found: Triple, digits: int) -> str:
 
 
 def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:
-    """JSON has no infinity: "never" is null."""
+    """Return the answer as a JSON object. JSON has no infinity, so "never" is null."""
     best, saved = planner.best, saved_verifiers(planner)
     return {
         "users": question.scenario.device_count if question.rate is None else None,

@@ -1,11 +1,11 @@
-"""``edgespec plan link``: which way of decoding suits a link, why, and how sure that is.
+"""``edgespec plan link``: the way of decoding that suits a link, the reason, and its certainty.
 
-Every arm plays the bundled scenario ``single-device`` with the link's settings, as ``edgespec-sim
-run`` plays it; the call that does is printed. The fastest arm is advised, unless another one takes
-as long: then the one that takes the least time of the GPU, and of those that take as much of it the
-one that sends the fewest nodes in vain. Two arms take as long when the interval of their ratio,
-world by world on the same dice, holds 1. A device's arm has to gain something over the fastest arm
-that needs no device; otherwise that one is advised.
+Every arm plays the bundled scenario ``single-device`` with the link's settings, exactly as
+``edgespec-sim run`` plays it; the equivalent call is printed. The fastest arm is advised. If other
+arms are equally fast, the one that uses the least GPU time is advised, and among equals in that the
+one that sends the fewest rejected nodes. Two arms are equally fast if the interval of their ratio
+contains 1; the ratio is taken world by world on the same dice. An arm with a device must gain
+something over the fastest arm without one; otherwise the latter is advised.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from edgespec_sim.world.run import fastest_alone
 
 SCENARIO: Final = "single-device"
 LEAST_GAIN: Final = 1.03
-"""An arm this much faster than the best one without a device is worth the effort of drafting."""
+"""Least ratio of speeds at which drafting on a device is worth its effort."""
 _AS_GOOD: Final = 1.02
-"""Of one seed nobody knows the spread: so near counts as equal."""
+"""Ratio of speeds up to which two arms count as equally fast on one seed, whose spread is
+unknown."""
 _SECONDS: Final = 30.0
-"""No further seed is played after so long, unless the user says otherwise."""
+"""Time after which no further seed is started, unless the user sets another limit."""
 _OPTIONS: Final = {
     "links.internet.rtt_ms": "--rtt-ms",
     "devices.laptop.draft.ms": "--draft-ms",
@@ -50,14 +51,16 @@ FLAGS: Final = {
     Arm.SERVER_DRAFT: "--draft none",
     Arm.BOTH: "",
 }
-"""Of ``edgespec generate``, ``chat`` and ``serve``, for a device that decodes like that."""
+"""Options of ``edgespec generate``, ``chat`` and ``serve`` that make a device decode like the
+arm."""
 
 
 def link_settings(
     rtt_ms: float, draft_ms: float, pass_ms: float, acceptance: float, server_draft_ms: float = 0.0
 ) -> dict[str, float | bool]:
-    """Return keys of ``SCENARIO`` for one device on that link; ``server_draft_ms`` 0: only it
-    drafts. The connection is there already, as an agent keeps it."""
+    """Return the keys of ``SCENARIO`` that describe one device on such a link. The server does not
+    draft if ``server_draft_ms`` is 0. The device is connected from the start, since an agent keeps
+    its connection."""
     settings: dict[str, float | bool] = {
         "links.internet.rtt_ms": rtt_ms,
         "devices.laptop.draft.ms": draft_ms,
@@ -73,39 +76,41 @@ def link_settings(
 
 @dataclass(frozen=True, slots=True)
 class LinkAdvice:
-    """Which arm to take, why, and how sure that is."""
+    """The advised arm, the reason, and how certain the advice is."""
 
     take: Arm
     reason: str
     alone: Arm
     """The fastest arm that needs no device."""
     gain: float
-    """Time per token of ``alone`` over that of ``take``; of the fastest device's arm, where
-    ``alone`` is what to take."""
+    """Time per token of ``alone`` divided by that of ``take``. If ``alone`` itself is advised, the
+    divisor is the fastest arm with a device."""
     gain_interval: tuple[float, float] | None
-    """The 95 % interval of ``gain``; None: of one seed."""
+    """The 95 % interval of ``gain``. None with one seed."""
     sure: bool | None
-    """Whether the interval decides between a device and none; None: one seed cannot."""
+    """Whether the interval decides between a device and none. None with one seed, which cannot
+    decide."""
 
     @property
     def how_sure(self) -> str:
-        """The same in words, to stand behind the arm."""
+        """``sure`` in words, printed after the arm."""
         if self.sure is None:
-            return "one seed only, so nobody knows how sure that is: --seeds or --max-seconds"
-        return "sure" if self.sure else "not sure: the interval below leaves the other way open"
+            return "one seed only, so the certainty is unknown: use --seeds or --max-seconds"
+            return "sure" if self.sure else "not sure: the interval below includes the opposite"
 
 
 def advise(
     summary: RunSummary, totals: Mapping[Arm, Sequence[Total]], draft_ms: float, pass_ms: float
 ) -> LinkAdvice:
-    """Choose an arm. ``totals``: of each arm, world by world. Raises ``ValueError`` where the
-    worlds were too short for any request without a device."""
+    """Choose an arm. ``totals`` holds the times per token of each arm, one entry per world.
+
+    Raises ``ValueError`` if no request ended without a device because the worlds were too short."""
     arms = {Arm(arm.arm): arm for arm in summary.arms if arm.speedup is not None}
     alone = fastest_alone({arm: totals[arm] for arm in arms})
     if alone is None:
         raise ValueError(
-            f"no request of {summary.duration_s:g} virtual s is over: the round trip is too long"
-            " beside that; play longer worlds with edgespec-sim run and --set duration_s=..."
+            f"no request ended within {summary.duration_s:g} virtual s: the round trip is too long"
+            " for this duration; play longer worlds with edgespec-sim run and --set duration_s=..."
         )
     fastest = max(arms, key=lambda arm: arms[arm].speedup or 0.0)
     equal = [arm for arm in arms if _takes_as_long(totals[fastest], totals[arm])]
@@ -143,7 +148,7 @@ def _times(gain: _Gain) -> str:
 
 
 def gpu_ms(arm: ArmSummary) -> float:
-    """What a token takes of the verifier's machine, in passes and draft steps."""
+    """Milliseconds of the verifier's GPU per token, in passes and draft steps."""
     return arm.target_ms_per_token + arm.draft_ms_per_token
 
 

@@ -1,11 +1,12 @@
-"""Plays scenarios on several cores, seed after seed, with progress; what ``run``, ``sweep`` and the
-plans share.
+"""Plays scenarios on several cores, seed after seed, with progress. ``run``, ``sweep`` and the
+plans share it.
 
-Points (a scenario each) are played in rounds: one seed, then ``replication.FIRST``, then as many as
-their spread asks for, all points side by side. Which seeds these are depends on what came out and
-not on the number of processes; only when the time is up does the machine's speed count, and then
-the summary says so. Progress is a bar on a terminal, and elsewhere a line now and then. Ctrl-C and
-SIGTERM end the workers at once: what was complete by then is kept by whoever asked.
+Points (one scenario each) are played in rounds: one seed, then ``replication.FIRST`` seeds, then as
+many as the spread of the results requires, all points side by side. The number of seeds depends on
+the results and not on the number of processes. Only if the time limit is reached does the machine's
+speed matter, and then the summary mentions it. Progress is a bar on a terminal, and an occasional
+line elsewhere. Ctrl-C and SIGTERM end the workers at once; the caller keeps what was complete by
+then.
 """
 
 from __future__ import annotations
@@ -46,20 +47,21 @@ from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, check, jobs_of, play, summarise, widest
 
 SECONDS = 60.0
-_SEED = option("Exactly this one: equal seeds give equal results, bit for bit", min=0)
+_SEED = option("Play this seed; equal seeds give equal results, bit for bit", min=0)
 SeedOption = Annotated[int | None, _SEED]
-_SEEDS = option("So many, from 1 or --seed on; else as many as it takes", min=1, max=10_000)
+_SEEDS = option("Number of seeds, from 1 or --seed on; default: as needed", min=1, max=10_000)
 SeedsOption = Annotated[int | None, _SEEDS]
-TimeOption = Annotated[float, option("Play no further seed after so long a time", min=1.0)]
+TimeOption = Annotated[float, option("Start no further seed after this time", min=1.0)]
 _SET = option("Change a key, as links.wan.rtt_ms=80", "--set", metavar="KEY=VALUE")
 SettingsOption = Annotated[list[str] | None, _SET]
 
 
 @contextmanager
 def named_as_typed(options: Mapping[str, str]) -> Iterator[None]:
-    """Name what the user typed in the errors of this block. ``options`` has the option by the name
-    under which the value is known inside, such as a key of a scenario. Values that are wrong become
-    ``ConfigError``."""
+    """Rewrite the errors raised in this block so that they name the option that the user typed.
+
+    ``options`` maps the name under which the value is known inside, such as a key of a scenario, to
+    the option. Every ``ValueError`` of the block becomes a ``ConfigError``."""
     try:
         yield
     except ValueError as error:
@@ -72,7 +74,10 @@ def named_as_typed(options: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``count`` None: as many as it takes from ``first`` on."""
+    """The seeds to play: ``count`` of them from ``first`` on, or as many as needed if it is None.
+
+    ``within`` is the half-width that the speed-ups' intervals should reach, ``seconds`` the time
+    limit of each point."""
 
     first: int
     count: int | None
@@ -87,17 +92,18 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class Point:
-    """One scenario, and what its seeds came to so far. ``trace`` gets the first seed's."""
+    """One scenario and the outcomes of its seeds so far. The first seed's trace is written to
+    ``trace``."""
 
     name: str
     scenario: Scenario
     folder: Path
     trace: Path | None = None
     outcomes: list[tuple[Arm, WorldOutcome]] = field(default_factory=list)
-    """Of all jobs, seed after seed."""
+    """Outcomes of all jobs, seed after seed."""
     seeds: int = 0
     said: tuple[str, ...] = ()
-    """What a reader has to know of the seeds."""
+    """Remarks on the seeds that a reader of the summary needs."""
 
 
 def play_seeds(
@@ -108,7 +114,8 @@ def play_seeds(
     *,
     quiet: bool = False,
 ) -> None:
-    """Fill ``points``; ``on_done`` hears of each as soon as it has all its seeds."""
+    """Play the seeds of every point. ``on_done`` is called with each point that has all its
+    seeds."""
     began_s = time.monotonic()
     limit_s = ask.seconds * len(points)
     left = list(points)
@@ -134,7 +141,8 @@ def play_seeds(
 
 
 def _more(point: Point, ask: Ask) -> int:
-    """Seeds to play next; the first one alone, to learn what one takes."""
+    """Return how many seeds to play next. The first seed is played alone, to measure its
+    duration."""
     if ask.count is not None:
         return ask.count - point.seeds
     if not point.seeds:
@@ -168,8 +176,9 @@ def _doing(going: Sequence[tuple[Point, int]]) -> str:
 
 
 def _task(point: Point, job: Job, ask: Ask) -> Task:
-    """The first seed's first shard leaves traces: ours (without ours the last arm's) whole, of the
-    others the first question."""
+    """Make the task of one job. Only the first seed's first shard writes traces: the whole trace
+    for edgespec's arm (or the last arm, if edgespec's is missing), the first generation only for
+    the other arms."""
     name = f"{point.name}: {job.arm.value}"
     if point.trace is None or job.shard or job.seed != ask.first:
         return Task(name, job)
@@ -188,7 +197,7 @@ def _finish(point: Point, ask: Ask, limit_s: float) -> None:
         point.said = (f"Some speed-ups are missing: an arm has no complete request in {which}.",)
         return
     if found is None:
-        sure = f"Speed-ups are of {which} alone, so nobody knows how sure they are"
+        sure = f"Speed-ups come from {which} alone, so their certainty is unknown"
         point.said = (f"{sure}; --seeds N or --max-seconds S plays more.",)
         return
     if found == 0.0:
@@ -207,10 +216,11 @@ def _finish(point: Point, ask: Ask, limit_s: float) -> None:
 def simulate(
     scenario: Scenario, ask: Ask, folder: Path, processes: int, trace: Path | None
 ) -> RunSummary:
-    """All arms on the seeds that ``ask`` wants; ``trace`` gets the first devices of one arm."""
+    """Play all arms of a scenario on the seeds that ``ask`` describes. ``trace`` gets the trace of
+    the first devices of one arm."""
     check(scenario, folder)
     if trace is not None:
-        # What an earlier run with other arms left would be taken for ours.
+        # Traces of an earlier run with other arms would be taken for ours.
         for old in first_questions(trace.parent).values():
             old.unlink()
         first_question(trace.parent, "").parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +250,7 @@ _SHOWN: Final = (
     *("TTFT p50 ms", "TPOT mean ms", "p95 ms", "speed-up", "tokens / pass", "acceptance"),
     *("wasted / token", "tokens/s", "GPU busy", "differ"),
 )
-"""On a terminal, of the columns of a page."""
+"""The columns of a report page that a terminal shows."""
 
 
 def arms_table(summary: RunSummary) -> Table:
@@ -254,8 +264,9 @@ def arms_table(summary: RunSummary) -> Table:
     for name in (*_SHOWN, "requests"):
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     table.caption = (
-        "speed-up: of the mean TPOT, in brackets its 95 % interval; acceptance: share of positions"
-        " at which the draft's first guess was right; differ: tokens that are not the target's"
+        "speed-up: ratio of mean TPOTs, in brackets its 95 % interval; acceptance: share of"
+        " positions at which the draft's first candidate was right; differ: tokens that are not"
+        " the target's"
     )
     for arm in summary.arms:
         failed = f" ({arm.all.failed} failed)" if arm.all.failed else ""
@@ -266,7 +277,7 @@ def arms_table(summary: RunSummary) -> Table:
 
 
 def service_table(summary: RunSummary) -> Table | None:
-    """Arms beside their objectives; None where neither objectives nor arrivals are given."""
+    """Compare the arms with their objectives. None if neither objectives nor arrivals are given."""
     judged = [(arm, arm.attainment) for arm in summary.arms if arm.attainment is not None]
     if not judged:
         return None
@@ -285,8 +296,8 @@ def service_table(summary: RunSummary) -> Table | None:
     ):
         table.add_column(name, justify="left" if name == "\narm" else "right", no_wrap=True)
     table.caption = (
-        "attained: share of the requests that ended and kept to every objective; goodput: those a"
-        " second; TTFT is from arrival"
+        "attained: share of the requests that ended and met every objective; goodput: such"
+        " requests per second; TTFT is counted from arrival"
     )
     for arm, found in judged:
         low, high = found.share_interval
@@ -315,7 +326,7 @@ def _p95(spread: Spread | None, ends: tuple[float, float] | None) -> str:
 
 
 def output() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough where there is none."""
+    """Return the console for tables: as wide as the terminal, or wide enough without one."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -336,14 +347,14 @@ def show(summary: RunSummary) -> None:
             say(note)
 
 
-# --- worlds on several processes, and a trace of the first question of the first device ---------
+# --- worlds on several processes, and a trace of the first device's first generation ------------
 
 MOST_LINES: Final = 50_000
 
 
 class FirstQuestion:
-    """A ``Tracer`` that hands on what is said until the first session of a device has ended; of
-    devices nothing but that session, and so many lines at most."""
+    """A ``Tracer`` that passes records on until the first session of a device has ended. Of the
+    device side it records only that session, and at most ``MOST_LINES`` records in all."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -368,7 +379,8 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A job, its name, and where its trace goes if anywhere; ``first``: its first question's."""
+    """A job with its name. If ``trace`` is set, its trace is written there: whole, or only its
+    first generation if ``first`` is True."""
 
     name: str
     job: Job
@@ -381,9 +393,10 @@ def default_processes() -> int:
 
 
 class Workers:
-    """Plays tasks, round after round, on the same processes and under one bar of progress. To be
-    entered once; leaving ends the processes, whatever they are at. Where there is no terminal a
-    line says every 10 s how far it is, and one what each round does."""
+    """Plays tasks, round after round, on the same processes and under one progress bar.
+
+    Enter it once, as a context manager; leaving it ends the processes at once. Without a terminal
+    it prints a line for each round, and one with the progress every 10 s."""
 
     def __init__(
         self, processes: int, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
@@ -412,11 +425,11 @@ class Workers:
     def play(
         self, tasks: Sequence[Task], doing: str = "", until_s: float = math.inf
     ) -> Iterator[tuple[int, WorldOutcome]]:
-        """Play ``tasks`` and yield the index of each and its outcome, as they come.
+        """Play ``tasks``, and yield the index and the outcome of each as it completes.
 
-        ``doing`` stands before the bar. Raises what ``world.run.play`` raises, ``Interrupted``,
-        ``ChildProcessError`` when a process died, and ``TimeoutError`` when the clock has reached
-        ``until_s``: then what was not complete is lost."""
+        ``doing`` is the label of the progress bar. Raises what ``world.run.play`` raises,
+        ``Interrupted``, ``ChildProcessError`` if a process died, and ``TimeoutError`` once the
+        clock has reached ``until_s``; tasks that were incomplete by then are lost."""
         self._doing, self._until_s = doing or "simulated", until_s
         self._total_s += sum(task.job.scenario.duration_s for task in tasks)
         self._bar.update(self._overall, total=self._total_s, description=self._doing)
@@ -431,7 +444,7 @@ class Workers:
             yield from self._play_there(tasks)
 
     def _completed(self, virtual_s: float) -> None:
-        """Show how far all tasks have come together. Raises ``TimeoutError``."""
+        """Show the progress of all tasks together. Raises ``TimeoutError``."""
         self._bar.update(self._overall, completed=virtual_s)
         now = self._clock()
         if now >= self._line_at:
@@ -446,7 +459,7 @@ class Workers:
 
     def _play_there(self, tasks: Sequence[Task]) -> Iterator[tuple[int, WorldOutcome]]:
         done_s = [0.0] * len(tasks)
-        # Drafts take longest: begun first, they leave the short worlds to even out the end.
+        # Arms that draft take longest. They begin first, and the short worlds fill the end evenly.
         order = sorted(enumerate(tasks), key=lambda numbered: not numbered[1].job.arm.drafts)
         left = len(tasks)
         for event in self._pool.work_on(order, _POLL_S):
@@ -456,7 +469,7 @@ class Workers:
                 yield event.index, event.outcome
             elif isinstance(event, TaskProgress):
                 done_s[event.index] = event.done
-            if left:  # A round that is complete is kept, however late it is.
+            if left:  # A complete round is kept, even after the deadline.
                 self._completed(self._done_s + sum(done_s))
         self._done_s += sum(task.job.scenario.duration_s for task in tasks)
 
@@ -483,5 +496,5 @@ def _progress(quiet: bool) -> Progress:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Signals unwind like Ctrl-C, so that the workers are ended with us."""
+    """Unwind like Ctrl-C on a signal, so that the workers end with this process."""
     raise Interrupted(number)

@@ -1,14 +1,14 @@
-"""``edgespec profile``: from the traces of both sides of a run to the laws of its times.
+"""``edgespec profile``: measures a real run and fits the laws of its times to both sides' traces.
 
-Theory of operation. Traces hold when each operation began and ended: a draft step from its
+Theory of operation. Traces record when each operation began and ended: a draft step from its
 ``StartStep`` to the next ``StepDone`` of the session, a pass from ``RunBatch`` to ``BatchDone``, a
-message from ``Transmit`` or ``SendTo`` to its arrival at the other side. Each becomes a sample of
-(rows, tokens cached, sessions, seconds); a law is fitted to the samples of a kind: first what a
-cached token costs, then a further session, then the median at each number of rows, then how the
-samples scatter around all of it.
+message from ``Transmit`` or ``SendTo`` to its arrival at the other side. Each operation becomes a
+sample of (rows, cached tokens, sessions, seconds). A law is fitted to the samples of each kind in
+four steps: the cost of a cached token, the cost of a further session, the median at each number of
+rows, and the scatter of the samples around the result.
 
-Both traces must be on one clock, as those of two processes on one Linux machine are
-(``time.monotonic`` is CLOCK_MONOTONIC, which counts from the machine's start): a message that
+Both traces must be on one clock, like those of two processes on one Linux machine
+(``time.monotonic`` is CLOCK_MONOTONIC, which counts from the machine's start). A message that
 arrives before it was sent is an error.
 """
 
@@ -49,17 +49,18 @@ from edgespec_sim.report.timeline import Line, read_lines
 
 QUANTILES = 21
 
-# The slowest hundredth is the machine's doing (other programs, paging), not the operation's.
+# The slowest hundredth is due to the machine (other programs, paging), not to the operation.
 _CLIP_PERCENT = 99
 
-# Above this, neighbouring numbers of rows share a median: each bin is a third wider than the last.
+# Above 8 rows, neighbouring numbers of rows share a median: each bin is a third wider than the
+# last.
 _EXACT_ROWS, _BIN_GROWTH = 8, 1.33
 _LEAST_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One operation."""
+    """One measured operation."""
 
     rows: int
     context_length: int
@@ -74,15 +75,17 @@ class Samples:
     draft_steps: list[Sample] = field(default_factory=list)
     passes: list[Sample] = field(default_factory=list)
     messages: list[Sample] = field(default_factory=list)
-    """Sent while no other session was open: those of a crowd wait for the one machine that plays
-    all devices. All of them, if there was always a crowd."""
+    """Messages sent while no other session was open. With several sessions, messages also wait for
+    the one machine that plays all devices. If there were always several, this holds all
+    messages."""
     turnarounds: list[Sample] = field(default_factory=list)
     connects: list[float] = field(default_factory=list)
-    """From wanting a stream to the verifier's having its first message."""
+    """Seconds from asking for a stream until the verifier has its first message."""
 
 
 def samples_of(device: Iterable[Line], verifier: Iterable[Line]) -> Samples:
-    """Raises ``ProfileError`` when the traces are not of one run on one clock."""
+    """Collect the operations of a run from its two traces. Raises ``ProfileError`` if they are not
+    of one run on one clock."""
     found = Samples()
     try:
         _verifier_side(verifier, found, _device_side(device, found))
@@ -105,7 +108,7 @@ def samples_of(device: Iterable[Line], verifier: Iterable[Line]) -> Samples:
 
 
 _Seen = dict[tuple[str, str, int], float]
-"""When a message was sent or arrived, by (session, kind, first node or position)."""
+"""Time at which a message was sent or arrived, by (session, kind, first node id or position)."""
 
 
 @dataclass(slots=True)
@@ -140,7 +143,7 @@ def _verifier_side(lines: Iterable[Line], found: Samples, device: _DeviceTimes) 
     crowded: list[Sample] = []
     live: set[int] = set()
     running: tuple[float, int, int, int] | None = None
-    ended_s: float | None = None  # when the pass ended that the last event was about
+    ended_s: float | None = None  # the end of the pass, if the last event was that end
     for line in lines:
         at_s, name = float(line["at_s"]), line["name"]
         if line["kind"] == "event":
@@ -151,7 +154,7 @@ def _verifier_side(lines: Iterable[Line], found: Samples, device: _DeviceTimes) 
                 requests = line["requests"]
                 rows = sum(len(one["feed"]) + len(one["tokens"]) for one in requests)
                 running = at_s, rows, sum(one["cache_length"] for one in requests), len(requests)
-                if ended_s is not None:  # work was waiting
+                if ended_s is not None:  # Work was waiting, so this is the turnaround.
                     found.turnarounds.append(Sample(1, 0, at_s - ended_s))
             case "BatchDone" if running is not None:
                 began_s, rows, cached, count = running
@@ -180,7 +183,7 @@ def _verifier_side(lines: Iterable[Line], found: Samples, device: _DeviceTimes) 
 
 
 def fit_law(samples: Sequence[Sample]) -> TimeLaw:
-    """The law of at least one sample."""
+    """Fit a time law to ``samples``, of which there must be at least one."""
     context_s = _slope_s(
         samples,
         lambda sample: (sample.rows, sample.sessions),
@@ -210,14 +213,15 @@ def fit_law(samples: Sequence[Sample]) -> TimeLaw:
 
 
 def _quantiles(values: Sequence[float], parts: int) -> Sequence[float]:
-    """The least, the values that cut the rest into equal parts, and the greatest."""
+    """Return the least value, the values that cut the rest into ``parts`` equal parts, and the
+    greatest."""
     found: list[float] = np.quantile(values, np.linspace(0.0, 1.0, parts + 1)).tolist()
     return found
 
 
 def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfile:
     message = fit_law(samples.messages)
-    # A pass starts in the very event that ends the one before: what lies between two passes is
+    # A pass starts in the very event that ends the previous one. The time between two passes is
     # then part of the pass, and this law is 0.
     turnaround = fit_law(samples.turnarounds) if samples.turnarounds else constant(0.0)
     connect_s = 0.0
@@ -235,8 +239,8 @@ def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfi
 
 
 def fit_errors(samples: Sequence[Sample], law: TimeLaw) -> tuple[float, float]:
-    """By how much the law misses the measured medians at each number of rows, as shares of them:
-    on average over the samples, and at most."""
+    """Return the error of the law against the measured medians at each number of rows, as shares of
+    them: the mean over the samples, and the greatest."""
     errors = []
     for group in _binned(samples):
         measured_s = median([sample.seconds for sample in group])
@@ -251,13 +255,14 @@ def _slope_s(
     more: Callable[[Sample], int],
     seconds: Callable[[Sample], float],
 ) -> float:
-    """Seconds for one more: the median slope between samples that are else alike (Theil and Sen),
-    at least 0; samples that differ in nothing say nothing of it."""
+    """Return the seconds that one unit of ``more`` adds: the median slope between samples that are
+    otherwise alike (Theil-Sen), and at least 0. Samples that do not differ in ``more`` are
+    skipped."""
     slopes: list[float] = []
     for group in _grouped(samples, alike):
         ordered = sorted(group, key=more)
         half = len(ordered) // 2
-        # Each with one of the other half: pairs far apart have the least noise in their slopes.
+        # Each is paired with one of the other half, since pairs far apart have the least noise.
         for low, high in zip(ordered[:half], ordered[len(ordered) - half :], strict=True):
             if (apart := more(high) - more(low)) > 0:
                 slopes.append((seconds(high) - seconds(low)) / apart)
@@ -265,7 +270,8 @@ def _slope_s(
 
 
 def _binned(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """By rows, neighbours together where rows are many; bins of a few samples join the next."""
+    """Group samples by rows. Large numbers of rows share a bin, and a bin with too few samples
+    joins the next."""
 
     def bin_of(sample: Sample) -> tuple[int, ...]:
         if sample.rows <= _EXACT_ROWS:
@@ -294,9 +300,9 @@ def _grouped(
 
 
 def _increasing(table: Sequence[tuple[float, float, int]]) -> tuple[tuple[float, float], ...]:
-    """More rows never take less time: neighbours that say so share their mean, weighted by their
-    samples (pooling of adjacent violators)."""
-    pools: list[list[float]] = []  # mean, weight, entries
+    """Make the table nondecreasing, since more rows never take less time. Neighbours in the wrong
+    order get their mean, weighted by their samples (pool adjacent violators)."""
+    pools: list[list[float]] = []  # [mean, weight, number of entries]
     for _, seconds, count in table:
         pools.append([seconds, count, 1])
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
@@ -314,18 +320,19 @@ def _expected_s(sample: Sample, law: TimeLaw) -> float:
 
 
 # --- the workloads whose traces a profile is fitted to -----------------------------------------
-# Steps and passes of every size that comes up: plain streaming (one row a pass), drafts of
-# several widths and lengths (rows in between), sessions side by side, and prompts from a line to
-# a page. One session drafts at a time, as on a device; those beside it only stream.
+# The workloads cover steps and passes of every size that occurs: plain streaming (one row per
+# pass), drafts of several widths and lengths (rows in between), sessions side by side, and prompts
+# from a line to a page. One session drafts at a time, as on a device; the others only stream.
 
 
 OpenAgent = Callable[[AgentOptions, bool], Agent]
-"""Makes an agent, which drafts or not, and whose trace is kept; the profiling closes it."""
+"""Makes an agent that drafts (True) or not, and whose trace is kept. The caller closes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Generations of one kind; the first of ``beside`` + 1 at a time drafts."""
+    """Generations of one kind. Of ``beside`` + 1 generations that run at once, the first one
+    drafts."""
 
     name: str
     options: AgentOptions
@@ -341,7 +348,7 @@ _PROMPT_LENGTHS = (8, 64, 128, 256, 384)
 
 
 def workloads(quick: bool) -> tuple[Workload, ...]:
-    """In order; the first one only warms up."""
+    """Return the workloads in order. The first one only warms up."""
     scale = 1 if quick else 3
     drafting = {
         "width 1": AgentOptions(WindowedPolicy(width=1), RunAhead.NEVER),
@@ -372,7 +379,7 @@ def workloads(quick: bool) -> tuple[Workload, ...]:
 
 
 def _worth(workload: Workload) -> float:
-    """How long it takes, in tokens of one session."""
+    """Return the expected duration of a workload, in tokens of one session."""
     return workload.repeats * (workload.tokens * (1 + workload.beside / 4) + 4)
 
 
@@ -383,8 +390,9 @@ async def run_workloads(
     open_agent: OpenAgent,
     progress: BenchProgress,
 ) -> None:
-    """Play them in order; prompts are cut from ``text``, which is repeated as often as needed.
-    Prompts that do not fit into the context are left out. Raises ``GenerationError``."""
+    """Play the workloads in order. Prompts are cut from ``text``, which is repeated as often as
+    needed. A workload whose prompt and output exceed ``context_length`` is left out. Raises
+    ``GenerationError``."""
     progress.expect(sum(map(_worth, plan)))
     for workload in plan:
         if workload.prompt_length + workload.tokens <= context_length:
@@ -399,11 +407,11 @@ async def _play(
 ) -> None:
     agents = [open_agent(workload.options, workload.drafts)]
     agents += [open_agent(_PLAIN, False) for _ in range(workload.beside)]
-    # The end token would make lengths a matter of the text.
+    # An end token would make the lengths depend on the text.
     sampling = SamplingParams(max_tokens=workload.tokens, ignore_eos=True)
 
     async def generate(number: int, agent: Agent) -> None:
-        start = 11 * (7 * repeat + number) % len(text)  # another beginning for each
+        start = 11 * (7 * repeat + number) % len(text)  # a different beginning for each
         prompt = tuple(islice(cycle(text), start, start + workload.prompt_length))
         async for _ in agent.generate(prompt, sampling):
             pass
@@ -418,21 +426,25 @@ async def _play(
 # --- the command ---------------------------------------------------------------------------------
 
 DEVICE_TRACE, VERIFIER_TRACE = "device.jsonl", "verifier.jsonl"
-_OUT = option("Where the profile goes", "--out", "-o", metavar="FILE")
+_OUT = option("File to write the profile to", "--out", "-o", metavar="FILE")
 
 
 def profile(
     out: Annotated[Path, _OUT] = Path("profile.json"),
-    model: Annotated[str, option("Target, as of a verifier", envvar="EDGESPEC_MODEL")] = "bundled",
-    draft: Annotated[str, option("Draft, as of a device", envvar="EDGESPEC_DRAFT")] = "bundled",
-    pass_ms: Annotated[float, option("Emulate a slower target: time of a pass; 0: as it is")] = 0.0,
-    draft_ms: Annotated[float, option("Emulate a slower draft: time of a step; 0: as it is")] = 0.0,
-    quick: Annotated[bool, option("Faster: less of everything", "--quick")] = False,
+    model: Annotated[str, option("Target, as for a verifier", envvar="EDGESPEC_MODEL")] = "bundled",
+    draft: Annotated[str, option("Draft, as for a device", envvar="EDGESPEC_DRAFT")] = "bundled",
+    pass_ms: Annotated[
+        float, option("Emulate a slower target with passes of this time; 0: off")
+    ] = 0.0,
+    draft_ms: Annotated[
+        float, option("Emulate a slower draft with steps of this time; 0: off")
+    ] = 0.0,
+    quick: Annotated[bool, option("Measure less, which is faster", "--quick")] = False,
 ) -> None:
-    """Measure draft steps, target passes and messages, and write what they cost as a profile.
+    """Measure the time of draft steps, target passes and messages, and write it as a profile.
 
-    Runs the real models over a real connection on this machine, under a minute for the bundled
-    pair. The simulator replays a profile on any number of devices, links and verifiers."""
+    Runs the real models over a real connection on this machine, in less than a minute for the
+    bundled pair. The simulator replays a profile on any number of devices, links and verifiers."""
     with reported():
         if out.is_dir():
             raise ConfigError(f"--out is {str(out)!r}, which is a folder, but must be a file")
@@ -441,7 +453,7 @@ def profile(
             AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms))
         )
         if drafter is None or draft == build.LOOKUP:
-            raise ConfigError(f"--draft is {draft!r}, but a profile needs one that drafts")
+            raise ConfigError(f"--draft is {draft!r}, but a profile needs a draft model")
         arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
         with temporary_folder() as traces:
             try:
@@ -476,7 +488,8 @@ async def _measure_costs(
 
 
 def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
-    """Fit, write and show. Raises ``ValueError``, ``OSError``."""
+    """Fit the profile, write it to ``out`` and print its figures. Raises ``ValueError`` and
+    ``OSError``."""
     samples = samples_of(read_lines([device]), read_lines([verifier]))
     found = fit_profile(samples, name, report.origin())
     write_output(out, found.to_json())
@@ -488,8 +501,8 @@ def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) 
         mean, worst = fit_errors(mine, law)
         typer.echo(
             f"{what}: {law.seconds(1) * 1e3:.2f} ms at one row and {law.context_s * 1e6:.2f} us for"
-            f" each cached token; misses the medians of {len(mine)} samples by {mean:.1%} on"
-            f" average, at worst by {worst:.1%}"
+            f" each cached token; differs from the medians of {len(mine)} samples by {mean:.1%} on"
+            f" average, by {worst:.1%} at worst"
         )
     typer.echo(
         f"a further session adds {passes.session_s * 1e3:.2f} ms to a pass; a message takes"

@@ -1,8 +1,8 @@
-"""From the texts of a bench to a match tape, for ``edgespec bench --record-tape`` and ``--theory``.
+"""Makes a match tape of a bench's outputs, for ``edgespec bench --record-tape`` and ``--theory``.
 
-The bench's target-only texts are the target's own, whatever the arms did, so they are recorded and
-not generated again: the draft walks along each of them once, and is asked for its guesses at every
-position.
+The outputs of the bench's target-only arm are the target's own, whatever the other arms did, so
+they are recorded and not generated again. The draft model runs along each of them once and proposes
+its candidates at every position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec_sim.token_sources.match_tape import Agreement, MatchTape, TapedGeneration, walk_along
 
-# As many guesses as any policy is likely to send; a walk costs the same for one.
+# More candidates than any policy is likely to send; the walk costs the same for one.
 TAPE_WIDTH = 8
 
 
@@ -34,9 +34,11 @@ async def record_tape(
     about: Mapping[str, str],
     recorder: TheoryRecorder | None = None,
 ) -> MatchTape:
-    """``texts[i]`` is what the target says to prompt i of the workload; empty ones are left out.
-    ``recorder`` compares both models along them. The drafter must not be used meanwhile. Raises
-    ``TapeError`` when no text is left."""
+    """Record the draft's agreement with the target along ``texts``; empty ones are left out.
+
+    ``texts[i]`` is the target's output for prompt i of the workload. ``recorder`` compares both
+    models' laws along them. The drafter must not be used meanwhile. Raises ``TapeError`` if no text
+    is left."""
 
     def walk(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> Agreement:
         drafter.begin(len(prompt), sampling)
@@ -58,7 +60,7 @@ async def record_tape(
     context_length = drafter.info.context_length
     for number, text in enumerate(texts):
         name, prompt = workload.names[number], workload.prompts[number]
-        # The walk ends where the draft's memory does, as the product's own drafting would.
+        # The walk ends at the draft's context length, as the product's own drafting would.
         tokens = tuple(text)[: max(0, context_length - len(prompt))]
         if not tokens:
             continue
@@ -71,7 +73,8 @@ async def record_tape(
 
 
 def tape_report(tape: MatchTape, rows: Sequence[Row]) -> str:
-    """One line: what was recorded, beside what the bench's own drafting saw of the same texts."""
+    """Describe in one line what was recorded, beside what the bench's own drafting saw of these
+    outputs."""
     positions = sum(len(generation.tokens) for generation in tape.generations)
     first, second = tape.acceptance(0), tape.acceptance(1) if tape.width > 1 else 0.0
     line = (

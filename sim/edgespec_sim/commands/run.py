@@ -1,4 +1,5 @@
-"""``edgespec-sim run``: one scenario, all arms, a report."""
+"""The commands of ``edgespec-sim`` that play scenarios and show results: ``run``, ``list``,
+``scenario``, ``report``, ``trace`` and ``sweep``."""
 
 from __future__ import annotations
 
@@ -47,15 +48,15 @@ def run(
     seeds: play.SeedsOption = None,
     max_seconds: play.TimeOption = play.SECONDS,
     out: Annotated[
-        Path | None, option("Write summary.json, trace.jsonl and report.html there", metavar="DIR")
+        Path | None, option("Write summary.json, trace.jsonl and report.html here", metavar="DIR")
     ] = None,
     settings: play.SettingsOption = None,
 ) -> None:
     """Play a scenario with every arm and compare them.
 
     The sessions, policies and schedulers are the product's own; only the clock is virtual. One seed
-    is no result: unless --seed or --seeds says otherwise, seeds are played until every speed-up is
-    known within 5 %, or the time is up.
+    is no result: without --seed or --seeds, seeds are played until every speed-up is known within 5
+    %, or the time is up.
 
     [bold]Examples[/]
 
@@ -109,8 +110,8 @@ def scenario(
 ) -> None:
     """Check a scenario and print every key of it, defaults too, as YAML.
 
-    What `run` would refuse is refused here, in the same words: names of traces, tapes, profiles and
-    policies too.
+    Everything that `run` would refuse is refused here with the same message, unknown names of
+    traces, tapes, profiles and policies included.
 
     edgespec-sim scenario household > mine.yaml"""
     with reported():
@@ -134,8 +135,9 @@ def report(
 ) -> None:
     """Write the report of a run: a page, tables, and a timeline for ui.perfetto.dev.
 
-    A trace is what --set trace=FILE wrote, of `edgespec generate`, `chat` or `verifier`. What a run
-    left is never replaced by less: a trace in a run's folder gets a folder of its own there.
+    A trace is a file that `edgespec generate`, `chat` or `verifier` wrote with --set trace=FILE.
+    The report of a trace never replaces the report of a run: a trace in a run's folder gets its own
+    folder there.
 
     [dim]edgespec-sim report runs/household[/]
 
@@ -147,12 +149,12 @@ def report(
 
 
 _SEED, _SECONDS = 1, 600.0
-"""Of a generated trace."""
+"""Seed and length in seconds of a generated trace."""
 
 
 _COLUMNS = option(
-    "Which columns of a table are what: of time_s, time_ms, time (a date), rtt_s, rtt_ms, rtt_us,"
-    " loss, loss_percent, up_mbps, down_mbps and the like; names or numbers of columns",
+    "Meaning of the columns of a table: time_s, time_ms, time (a date), rtt_s, rtt_ms, rtt_us,"
+    " loss, loss_percent, up_mbps, down_mbps and the like; columns are given by name or number",
     metavar="QUANTITY=COLUMN,...",
 )
 
@@ -169,9 +171,9 @@ def trace(
 ) -> None:
     """Show a trace of any known format: statistics, delay or capacity over time, outages.
 
-    Known are logs of ping (Linux, BusyBox, macOS, Windows) and fping, JSON of irtt and iperf3,
-    iperf3's text, mahimahi's packet files, tables of Starlink dishes, and plain tables. Any other
-    table is read with --columns, and becomes a plain one with --out.
+    Known formats are logs of ping (Linux, BusyBox, macOS, Windows) and fping, JSON of irtt and
+    iperf3, iperf3's text, mahimahi's packet files, tables of Starlink dishes, and plain tables. Any
+    other table is read with --columns; --out converts it to a plain one.
 
     edgespec-sim trace ride.ping.txt --out ride.csv
 
@@ -204,17 +206,17 @@ def _load(file: str, columns: str | None) -> NetworkTrace:
         return generate(kind, _SEED, _SECONDS)
     if not Path(file).is_file():
         kinds = ", ".join(f"generate:{kind}" for kind in KINDS)
-        raise ValueError(f"{file}: no such file; generated ones are {kinds}")
+        raise ValueError(f"{file}: no such file; generated traces are {kinds}")
     return read_trace(Path(file), named)
 
 
 def _short(value: float) -> str:
-    """Return a number with one decimal, or with more where it is small."""
+    """Format a number with one decimal, or with three digits if it is small."""
     return f"{value:.1f}" if value >= 10.0 else f"{value:.3g}"
 
 
 def _statistics(trace: NetworkTrace) -> Table:
-    """Return a table of what was measured: delays, capacities, losses and outages."""
+    """Return a table of the measured delays, capacities, losses and outages."""
     values = {"length s": f"{trace.duration_s:.0f}", "rows": str(len(trace.time_s))}
     if trace.rtt_s is not None:
         statistics = TraceStatistics.of(trace)
@@ -239,10 +241,10 @@ def _statistics(trace: NetworkTrace) -> Table:
     return table
 
 
-# ``edgespec-sim sweep``: a scenario over a grid of settings, on all cores, resumable.
+# ``edgespec-sim sweep`` plays a scenario over a grid of settings, on all cores, and can be resumed.
 #
-# Each point has a folder of its own with its summary; a sweep that is run again plays only the
-# points whose summary is missing or was made from other settings.
+# Each point has its own folder with its summary. A sweep that is run again plays only the points
+# whose summary is missing or was made with other settings.
 
 
 MAX_POINTS = 10_000
@@ -253,14 +255,15 @@ class GridPoint:
     varied: dict[str, Any]
     scenario: Scenario
     folder: Path
-    """Where its summary goes."""
+    """The folder of the point's summary."""
 
     @property
     def name(self) -> str:
         return ", ".join(f"{key}={value}" for key, value in self.varied.items())
 
     def done(self, ask: play.Ask) -> RunSummary | None:
-        """Its summary, if there is one of these very settings."""
+        """Read the point's summary. None if there is none, or if it was made with other
+        settings."""
         try:
             summary = read_summary(self.folder / SUMMARY)
         except SummaryError:
@@ -281,8 +284,8 @@ def sweep(
 ) -> None:
     """Play a scenario over a grid of settings; run it again to go on where it stopped.
 
-    Each point gets as many seeds as its speed-ups take to be known within 5 %; --max-seconds is for
-    each of them.
+    Each point gets as many seeds as are needed to know its speed-ups within 5 %; --max-seconds is
+    the limit for each point.
 
     edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt"""
     with reported():
@@ -291,7 +294,7 @@ def sweep(
         grid = _grid(scenario, vary, read_settings(settings or ()), out)
         finished = {index: done for index, one in enumerate(grid) if (done := one.done(ask))}
         if finished:
-            say(f"{len(finished)} of {len(grid)} points are there already")
+            say(f"{len(finished)} of {len(grid)} points exist already")
         missing = [index for index in range(len(grid)) if index not in finished]
         for index in missing:
             check(grid[index].scenario, folder)
@@ -318,7 +321,7 @@ def _grid(
         columns.append([yaml.safe_load(value) for value in values.split(",")])
     if (count := math.prod(map(len, columns))) > MAX_POINTS:
         raise ConfigError(
-            f"the values of --vary make a grid of {count} points, but at most {MAX_POINTS} go"
+            f"the values of --vary make a grid of {count} points, but the limit is {MAX_POINTS}"
         )
     points = []
     for number, combination in enumerate(itertools.product(*columns)):
@@ -331,7 +334,7 @@ def _grid(
 def _play(
     grid: Sequence[GridPoint], missing: Sequence[int], ask: play.Ask, folder: Path
 ) -> dict[int, RunSummary]:
-    """Each point's summary is written as soon as it has all its seeds."""
+    """Play the missing points. Each summary is written as soon as its point has all its seeds."""
     points = {play.Point(grid[one].name, grid[one].scenario, folder): one for one in missing}
     summaries: dict[int, RunSummary] = {}
 
@@ -348,7 +351,7 @@ def _play(
 def _write(point: GridPoint, summary: RunSummary) -> None:
     point.folder.mkdir(parents=True, exist_ok=True)
     (point.folder / "varied.json").write_text(json.dumps(point.varied), encoding="utf-8")
-    # In one go: a sweep that is stopped here must not find half a summary later.
+    # The summary is written in one step: a sweep stopped here must not find half of it later.
     unfinished = point.folder / f"{SUMMARY}.part"
     unfinished.write_text(summary.to_json(), encoding="utf-8")
     unfinished.replace(point.folder / SUMMARY)

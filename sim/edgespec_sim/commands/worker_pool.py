@@ -1,11 +1,11 @@
-"""A pool of processes that work on tasks, for worlds that are played on several cores.
+"""A pool of processes that work on tasks, for playing worlds on several cores.
 
-Theory of operation. Each process has a pipe of its own to the main process; there is no queue, lock
-or thread that two of them share, so a process that dies at any point holds up nobody else. The
-main process hands a task only to an idle worker. Every task has a ticket that is never used again,
-and every message carries the ticket of its task: a message about a task that nobody waits for any
-more is dropped. A worker whose pipe closes is dead, and ``work_on`` says so at once. A worker ends
-by itself when the main process is gone, because then its pipe breaks.
+Theory of operation. Each process has its own pipe to the main process. No queue, lock or thread is
+shared between two of them, so a process that dies at any point blocks no other. The main process
+sends a task only to an idle worker. Every task has a ticket that is never used again, and every
+message carries the ticket of its task, so messages about an abandoned task are recognised and
+dropped. A closed pipe means that the worker is dead, and ``work_on`` raises at once. A worker ends
+by itself when the main process is gone, because its pipe then breaks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any, Final, Generic, TypeVar
 _Task = TypeVar("_Task")
 _Outcome = TypeVar("_Outcome")
 Report = Callable[[float], None]
-"""Takes how far a task has come; its unit is the task's own."""
+"""Called with a task's progress, in a unit that the task chooses."""
 
 _PATIENCE_S: Final = 2.0
-"""Time that a worker has to end after SIGTERM, before it is killed. A worker has no handler for
-SIGTERM and holds nothing that another process waits for, so this is only for a stopped machine."""
+"""Seconds that a worker has to end after SIGTERM, before it is killed. A worker has no handler for
+SIGTERM and holds nothing that another process waits for, so only a stopped machine needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A task has come so far."""
+    """A report of a task's progress: ``done``, in the task's own unit."""
 
     index: int
     done: float
@@ -53,7 +53,7 @@ class Finished(Generic[_Outcome]):
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """No worker has said anything for a while."""
+    """No worker has sent anything for ``poll_s`` seconds."""
 
 
 @dataclass(slots=True)
@@ -61,15 +61,15 @@ class _Worker:
     process: SpawnProcess
     pipe: Connection
     ticket: int | None = None
-    """The task that it works on; None: it is idle."""
+    """Ticket of the task that the worker works on. None if it is idle."""
 
 
 class WorkerPool(Generic[_Task, _Outcome]):
     """Processes that call ``work(task, report)``.
 
-    ``work`` has to be a function of a module, as the processes import it anew, and tasks and
-    outcomes have to be picklable. ``start`` begins the processes and ``terminate`` ends them,
-    whatever they are at; both may be called again."""
+    ``work`` must be a function of a module, since the processes import it anew, and tasks and
+    outcomes must be picklable. ``start`` starts the processes and ``terminate`` ends them, whatever
+    they are doing; both may be called repeatedly."""
 
     def __init__(self, processes: int, work: Callable[[_Task, Report], _Outcome]) -> None:
         self._processes, self._work = processes, work
@@ -85,11 +85,11 @@ class WorkerPool(Generic[_Task, _Outcome]):
         return tuple(worker.process.pid for worker in self._workers)
 
     def start(self) -> None:
-        """Begin the processes, unless they run already. Raises ``OSError``."""
+        """Start the processes unless they are running already. Raises ``OSError``."""
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < self._processes:
-            # A signal between the start of a process and its place in the list would leave it
-            # behind, and one in its first milliseconds would end it with a traceback.
+            # A signal between the start of a process and its entry in the list would leave the
+            # process behind, and one in its first milliseconds would end it with a traceback.
             with _signals_held():
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
@@ -100,12 +100,12 @@ class WorkerPool(Generic[_Task, _Outcome]):
     def work_on(
         self, tasks: Sequence[tuple[int, _Task]], poll_s: float
     ) -> Iterator[Progress | Finished[_Outcome] | Quiet]:
-        """Work on ``tasks``, pairs of an index and a task, and begin them in this order.
+        """Work on ``tasks``, pairs of an index and a task, which begin in this order.
 
-        Yields what the workers report, and ``Quiet`` after each ``poll_s`` seconds without a
+        Yields the reports of the workers, and ``Quiet`` after each ``poll_s`` seconds without a
         report. Ends when all tasks are finished. Raises what ``work`` raised for a task, and
-        ``ChildProcessError`` when a worker has died. The generator may be dropped before its end:
-        workers finish what they are at, and nobody is told."""
+        ``ChildProcessError`` if a worker has died. The caller may drop the generator before its
+        end: the workers then finish their tasks and the results are ignored."""
         self.start()
         waiting = list(reversed(tasks))
         index_of: dict[int, int] = {}
@@ -130,7 +130,7 @@ class WorkerPool(Generic[_Task, _Outcome]):
                 if kind != "progress":
                     worker.ticket = None
                 if ticket not in index_of:
-                    continue  # The round of this task is over.
+                    continue  # The task belongs to a round that was abandoned.
                 if kind == "progress":
                     yield Progress(index_of[ticket], value)
                     continue
@@ -140,7 +140,7 @@ class WorkerPool(Generic[_Task, _Outcome]):
                 yield Finished(index, value)
 
     def terminate(self) -> None:
-        """End the processes at once. Those that do not end on SIGTERM are killed."""
+        """End the processes at once. A process that does not end on SIGTERM is killed."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.process.terminate()
@@ -160,14 +160,14 @@ def _died(worker: _Worker) -> ChildProcessError:
         with suppress(ValueError):
             why = signal.Signals(-code).name
         if code == -signal.SIGKILL:
-            why += ", for want of memory perhaps"
+            why += ", perhaps for lack of memory"
     return ChildProcessError(f"a process that played worlds has died ({why})")
 
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold back the signals that stop a command; they come when the block is over. A process that
-    is started in the block begins with them held back."""
+    """Hold back the signals that stop a command until the end of the block. A process that is
+    started in the block inherits the blocked signals."""
     if sys.platform == "win32":
         yield
         return
@@ -188,9 +188,9 @@ _STOPPING: Final = (signal.SIGINT, signal.SIGTERM) + (
 
 def _serve(pipe: Connection, work: Callable[[Any, Report], Any]) -> None:
     """Work on the tasks that come through ``pipe`` until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles Ctrl-C.
     if sys.platform != "win32":
-        # A signal to the group, such as that of `timeout`, is for the main process.
+        # A signal to the process group, such as that of `timeout`, is handled by the main process.
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     with suppress(EOFError, OSError):  # The main process is gone, or has closed the pipe.
@@ -207,7 +207,7 @@ def _serve(pipe: Connection, work: Callable[[Any, Report], Any]) -> None:
 
 
 class _Gone(BaseException):
-    """The main process is gone, so ``work`` is to end. It is no error of ``work``."""
+    """The main process is gone, so ``work`` must end. This is no error of ``work``."""
 
 
 def _report(pipe: Connection, ticket: int, done: float) -> None:
@@ -219,7 +219,7 @@ def _report(pipe: Connection, ticket: int, done: float) -> None:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return ``error``, or its text where it would not arrive as it is."""
+    """Return ``error``, or a ``RuntimeError`` with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,5 @@
-"""What a scenario says. Every section checks itself: the error names key, value and range."""
+"""The keys of a scenario. Every section checks itself; an error names the key, the value and the
+range."""
 
 from __future__ import annotations
 
@@ -27,21 +28,23 @@ _MINUTE_MS = 60_000.0
 
 @dataclass(frozen=True, slots=True)
 class BackhaulSection(Section):
-    """Between the base stations; each has one line to the others, for all that it sends."""
+    """The network between the base stations. Each station has one line for all its traffic to the
+    others."""
 
     rtt_ms: float = limited(4.0, 0.0, _MINUTE_MS)
-    """Between any two of them."""
+    """Round-trip time between any two stations."""
     mbps: float = limited(1000.0, 0.1, 1e6)
-    """Of each station's line, each way."""
+    """Capacity of each station's line, each way."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellHandoverSection(Section):
-    """A phone is attached to the cell that it hears best, and may use any verifier; what is not
-    its cell's own goes over the backhaul. A session that runs stays with its verifier."""
+    """Makes a phone use the cell with the strongest signal, and lets it use any verifier. Traffic
+    to the verifier of another cell crosses the backhaul. A running session stays with its
+    verifier."""
 
     gap_ms: float = limited(60.0, 0.0, _MINUTE_MS)
-    """Nothing passes on the air meanwhile."""
+    """Interruption of the radio link at a handover."""
     backhaul: BackhaulSection = field(default_factory=BackhaulSection)
 
 
@@ -55,7 +58,7 @@ FRAMING_BYTES = 84
 
 @dataclass(frozen=True, slots=True)
 class OutageSection(Section):
-    """Nothing passes for a while; messages wait."""
+    """An interruption during which nothing passes; messages wait for its end."""
 
     at_s: float = limited(0.0, 0.0, 1e6)
     for_s: float = limited(1.0, 0.001, 1e6)
@@ -63,45 +66,48 @@ class OutageSection(Section):
 
 @dataclass(frozen=True, slots=True)
 class HandoverSection(Section):
-    """The device moves to another cell again and again."""
+    """Periodic moves of the device to another cell."""
 
     every_s: float = limited(60.0, 0.1, 1e6)
-    """Mean time between two; the times scatter by a quarter."""
+    """Mean time between two handovers; the intervals scatter by a quarter."""
     gap_ms: float = limited(60.0, 0.0, _HOUR_MS)
-    """Nothing passes meanwhile. 3GPP TS 36.133 allows some 50 ms; measured tails reach seconds."""
+    """Interruption at each handover. 3GPP TS 36.133 allows about 50 ms; measured tails reach
+    seconds."""
     breaks: bool = False
-    """The address changes, so streams break and devices reconnect."""
+    """Whether a handover changes the address, so that streams break and devices reconnect."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSection:
-    """One hop. Delay comes from ``rtt_ms`` or from a ``trace``, both ways together."""
+    """One hop of a path. Its delay comes from ``rtt_ms``, from a ``trace``, or from both."""
 
     rtt_ms: float = limited(0.0, 0.0, _HOUR_MS)
-    """Propagation there and back; with a trace it comes on top (the path behind the trace), and
-    with one of capacity alone it is all there is."""
+    """Propagation delay, both ways together. It is added to the delay of a trace, as the path
+    behind the trace. With a trace that has only capacity it is the whole delay."""
     trace: str = ""
     """A trace file, or ``generate:KIND`` (wifi, lte, 5g, starlink, broadband, wan)."""
     trace_columns: str = ""
-    """Which columns of the trace file are what, as ``--columns`` of ``edgespec-sim trace`` says it:
-    ``time_s=NAME,rtt_ms=NAME``; empty: a known format."""
+    """Meaning of the trace file's columns, in the syntax of ``edgespec-sim trace --columns``:
+    ``time_s=NAME,rtt_ms=NAME``. Empty: the file has a known format."""
     trace_spread_s: float = limited(0.0, 0.0, 1e6)
-    """Device i enters the trace at i times this; 0: all see the same weather."""
+    """Offset between the devices' starts in the trace: device i starts at i times this. 0: all
+    devices see the same conditions at the same time."""
     jitter_ms: float = limited(0.0, 0.0, _HOUR_MS)
-    """Mean of an exponential extra delay each way; a trace's own instead, where there is one."""
+    """Mean of an exponential extra delay each way. A trace with delays has its own jitter
+    instead."""
     loss: float = limited(0.0, 0.0, 0.9)
-    """Share of packets lost, or what a trace says. A lost one is sent again and holds up what
-    follows. A device keeps one TCP connection for all its requests."""
+    """Share of packets lost; a trace with losses overrides it. A lost packet is sent again and
+    delays everything behind it. A device keeps one TCP connection for all its requests."""
     up_mbps: float = limited(math.inf, 1e-4, _MAX_MBPS)
     down_mbps: float = limited(math.inf, 1e-4, _MAX_MBPS)
-    """Capacity; a trace's own capacity columns, where it has them, take their place."""
+    """Capacity. The capacity columns of a trace, if it has them, replace it."""
     shared: bool = False
-    """All devices send through one queue, instead of one queue each."""
+    """Whether all devices send through one queue, instead of one queue each."""
     cross_up: float = limited(0.0, 0.0, 0.95)
     cross_down: float = limited(0.0, 0.0, 0.95)
-    """Share of the capacity that others use, in [0, 0.95]; needs a finite capacity."""
+    """Share of the capacity that other traffic uses, in [0, 0.95]. It needs a finite capacity."""
     framing_bytes: int = limited(FRAMING_BYTES, 0, 1500)
-    """What each message takes besides its payload."""
+    """Bytes that each message takes besides its payload."""
     outages: tuple[OutageSection, ...] = ()
     handover: HandoverSection | None = None
 
@@ -122,26 +128,28 @@ class LinkSection:
 
 @dataclass(frozen=True, slots=True)
 class RadioSection(Section):
-    """Mobile edge: devices move among the verifiers' base stations."""
+    """Mobile edge: devices move among the base stations of the verifiers."""
 
     area_m: float = limited(1000.0, 10.0, 1e5)
-    """Side of the square in which all is; the stations stand on a grid in it."""
+    """Side of the square that contains all devices and stations. The stations stand on a grid."""
     bandwidth_mhz: float = limited(10.0, 0.1, 1000.0)
-    """Of each base station, each way; its devices share the airtime. All use the same band."""
+    """Bandwidth of each base station, each way. Its devices share the airtime, and all stations use
+    the same band."""
     device_dbm: float = limited(20.0, -20.0, 40.0)
-    """What a device radiates while it sends, near or far; its amplifier draws more."""
+    """Power that a device radiates while it sends, at any distance. Its amplifier draws more."""
     load: float = limited(0.0, 0.0, 0.95)
-    """Share of every cell's airtime that others use, each way, in [0, 0.95]."""
+    """Share of every cell's airtime that other traffic uses, each way, in [0, 0.95]."""
     speed_m_per_s: float = limited(1.5, 0.0, 100.0)
-    """Random waypoint, each leg at half to one and a half times this; 0: nobody moves."""
+    """Mean speed of the random waypoint model: each leg has half to one and a half times this
+    speed. 0: no device moves."""
     handover: CellHandoverSection | None = None
-    """None: a phone is in the cell of the verifier that it uses."""
+    """Handover between cells. null: a phone is always in the cell of the verifier that it uses."""
 
 
 HOURS = 24
 MOST_PER_S = 10_000.0
 DRAIN_S = 60.0
-"""Of an open loop whose scenario does not say."""
+"""Default of ``drain_s`` with an open loop."""
 
 
 class ArrivalKind(Enum):
@@ -151,31 +159,34 @@ class ArrivalKind(Enum):
 
 
 class AtDevice(Enum):
-    """What becomes of a request whose device is busy."""
+    """Handling of a request whose device is busy."""
 
     OWN = "own"
-    """It waits there, behind those that came before it."""
+    """The request waits at its device, behind earlier ones."""
     FREE = "free"
-    """It takes the next free device of the same group, and waits for one if there is none."""
+    """The request goes to the next free device of the same group, and waits for one if there is
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalsSection:
-    """An open loop: requests come whether or not earlier ones have ended. Each comes at a device
-    that is drawn evenly; instants, devices, lengths and questions are the same for every arm."""
+    """An open loop: requests arrive whether or not earlier ones have ended. Each arrives at a
+    device drawn uniformly. Arrival times, devices, lengths and prompts are the same for every
+    arm."""
 
     kind: ArrivalKind = ArrivalKind.POISSON
     rate: float = 0.0
-    """poisson: requests a second, of all devices together."""
+    """poisson: requests per second of all devices together."""
     rates: tuple[float, ...] = limited((), 0.0, MOST_PER_S)
-    """diurnal: requests a second at 0 h, 1 h, ... 23 h; a line between, and the day begins anew."""
+    """diurnal: requests per second at 0 h, 1 h, ... 23 h, interpolated linearly; the day
+    repeats."""
     compress: float = limited(1.0, 1.0, 86_400.0)
-    """diurnal: seconds of the day that one second of the world stands for. Rates stay as they
-    are: 24 h in 24 minutes have a sixtieth of the requests."""
+    """diurnal: seconds of the day that pass in one second of the world. Rates are not changed, so a
+    day compressed into 24 minutes has a sixtieth of its requests."""
     file: str = ""
-    """recorded: CSV with ``time_s`` (or ``timestamp``), and lengths where it has them."""
+    """recorded: a CSV file with ``time_s`` (or ``timestamp``), and optionally the lengths."""
     speed: float = limited(1.0, 1e-3, 1e4)
-    """recorded: how many times faster it is played; the rate rises with it."""
+    """recorded: speed-up of the playback, which raises the rate by the same factor."""
     at: AtDevice = AtDevice.OWN
 
     def __post_init__(self) -> None:
@@ -195,26 +206,26 @@ class ArrivalsSection:
         if self.rates and len(self.rates) != HOURS:
             raise ValueError(f"rates has {len(self.rates)} numbers, but must have {HOURS}")
         if self.rates and not any(self.rates):
-            raise ValueError("rates are all 0, but one of them must be above it")
+            raise ValueError("rates are all 0, but at least one of them must be above 0")
 
     @property
     def about(self) -> str:
-        """For a reader: what comes, and where it waits."""
+        """Description of the arrivals for a report, and of where they wait."""
         if self.kind is ArrivalKind.POISSON:
             what = f"Poisson, {self.rate:g} requests/s"
         elif self.kind is ArrivalKind.DIURNAL:
             what = f"a day's curve, {min(self.rates):g} to {max(self.rates):g} requests/s"
         else:
-            faster = f", {self.speed:g} times as fast" if self.speed != 1.0 else ""
+            faster = f", played {self.speed:g} times as fast" if self.speed != 1.0 else ""
             what = f"recorded in {self.file}{faster}"
         where = {
-            AtDevice.OWN: "at its own device, and waits there",
-            AtDevice.FREE: "at a free device, and waits for one",
+            AtDevice.OWN: "at its own device, and waits there while that is busy",
+            AtDevice.FREE: "at a free device, or waits for one",
         }[self.at]
-        return f"{what}; each comes {where}"
+        return f"{what}; each arrives {where}"
 
     def rate_at(self, now_s: float) -> float:
-        """Requests a second (poisson and diurnal)."""
+        """Return the requests per second at a time (poisson and diurnal)."""
         if self.kind is ArrivalKind.POISSON:
             return self.rate
         hour = (now_s * self.compress / 3600.0) % HOURS
@@ -224,11 +235,12 @@ class ArrivalsSection:
 
     @property
     def most(self) -> float:
-        """The highest rate of all (poisson and diurnal)."""
+        """The highest rate at any time (poisson and diurnal)."""
         return max((self.rate, *self.rates))
 
     def divided(self, parts: int) -> ArrivalsSection:
-        """One of so many equal shares. Raises ``ValueError`` for recorded ones."""
+        """Return one of ``parts`` equal shares of the arrivals. Raises ``ValueError`` for recorded
+        ones."""
         if self.kind is ArrivalKind.RECORDED:
             raise ValueError(
                 f"shards is {parts}, but recorded arrivals are played in one world: shards 1"
@@ -239,15 +251,15 @@ class ArrivalsSection:
 
 @dataclass(frozen=True, slots=True)
 class SloSection(Section):
-    """Objectives of service: 95 % of the requests have to keep to each. A request attains them if
-    it ended well and keeps to both."""
+    """Service objectives: 95 % of the requests must meet each of them. A request attains them if it
+    ended well and met both."""
 
     ttft_p95_ms: float | None = limited(None, 0.1, 3_600_000.0)
     tpot_p95_ms: float | None = limited(None, 0.1, 3_600_000.0)
 
     @property
     def ttft_s(self) -> float:
-        """Infinite where there is none."""
+        """The objective in seconds, infinite if there is none."""
         return math.inf if self.ttft_p95_ms is None else self.ttft_p95_ms / 1e3
 
     @property
@@ -261,29 +273,31 @@ class SloSection(Section):
 
 @dataclass(frozen=True, slots=True)
 class ConditionSection(Section):
-    """What holds from ``at_s`` on. What is left out stays as the row before said, or is not known;
-    a device says as little about itself where it has no such sensor."""
+    """A device's conditions from ``at_s`` on. A value that is left out keeps its value from the row
+    before; one that no row gives is unknown, as on a device without such a sensor."""
 
     at_s: float = limited(MISSING, 0.0, 1e6)
     resident_mib: float | None = limited(None, 0.0, 1e6)
-    """What the agent's process holds beside the draft's keys and values."""
+    """Memory of the agent's process without the draft's keys and values."""
     slowdown: float | None = limited(None, 0.01, 100.0)
-    """How many times as long draft steps take, under every arm that drafts."""
+    """Factor on the duration of draft steps, for every arm that drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionsSection:
-    """A course of conditions, and the memory budget that the device's governor keeps. It governs
-    the arm ``edgespec``; the others draft as their papers say."""
+    """A course of conditions, and the memory budget that the device's memory guard keeps. The guard
+    acts in the arm ``edgespec``; the other arms draft as their papers describe."""
 
     course: tuple[ConditionSection, ...]
-    """Rows in order of time, the first of them at 0; the last one holds to the end."""
+    """Rows in order of time, beginning at 0; the last row holds until the end."""
     budget_mib: float | None = limited(None, 1.0, 1e6)
-    """What the process may hold; null: no budget. ``resident_mib`` of the course counts in it."""
+    """Memory budget of the process; null: no budget. ``resident_mib`` of the course counts in
+    it."""
     window: int = limited(4096, SMALLEST_WINDOW, 1 << 20)
-    """Tokens whose keys and values the draft holds at most, with a budget."""
+    """Most tokens whose keys and values the draft holds, if there is a budget."""
     token_kib: float = limited(112.0, 1e-3, 1e5)
-    """What those of one token take: 28 layers of 8 heads of 128 in float16, as Qwen3-0.6B has."""
+    """Size of one token's keys and values. The default is Qwen3-0.6B's: 28 layers of 8 heads of 128
+    in float16."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -291,7 +305,9 @@ class ConditionsSection:
             raise ValueError("course must begin with a row at_s 0")
         for before, after in itertools.pairwise(self.course):
             if after.at_s <= before.at_s:
-                raise ValueError(f"course has {after.at_s:g} s behind {before.at_s:g} s")
+                raise ValueError(
+                    f"course has {after.at_s:g} s after {before.at_s:g} s, but must increase"
+                )
 
 
 class TokensFrom(Enum):
@@ -302,56 +318,57 @@ class TokensFrom(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokensSection:
-    """How well drafts agree with the target, and where that is known from."""
+    """How well drafts agree with the target, and the source of that agreement."""
 
     source: TokensFrom = TokensFrom.PROCESS
     acceptance: float | None = limited(None, 0.01, 0.99)
-    """process: mean share of first guesses that are right; null: that of the tape."""
+    """process: mean share of first candidates that are right; null: the share of the tape."""
     tape: str = "bundled-greedy"
-    """tape: a file, or the name of a bundled one; process: what its shape is fitted to."""
+    """A file, or the name of a bundled tape. tape: it is replayed; process: its shape is fitted."""
     noise: float = limited(0.25, 0.0, 10.0)
-    """toy: how far the draft is from the target, in units of the target's sharpness."""
+    """toy: distance of the draft from the target, in units of the target's sharpness."""
     temperature: float = limited(0.0, 0.0, 100.0)
-    """toy only; a tape has its own."""
+    """toy: sampling temperature. A tape has its own."""
     lossy_threshold: float | None = limited(None, 0.0, 1.0)
-    """toy only: LOSSY. Tolerate drafts at least so likely, relative to the target's best token
-    (the rule ``dsd``); null: commit the target's own tokens and nothing else."""
+    """toy: a LOSSY rule (``dsd``) that also accepts drafts of at least this probability, relative
+    to the target's best token. null: commit exactly the target's own tokens."""
 
     def __post_init__(self) -> None:
         check_limits(self)
         if self.acceptance is not None and self.source is not TokensFrom.PROCESS:
             raise ValueError(
-                f"acceptance is {self.acceptance:g}, but only source: process takes one"
+                f"acceptance is {self.acceptance:g}, but only source: process has this key"
             )
         if self.lossy_threshold is not None and self.source is not TokensFrom.TOY:
             raise ValueError(
-                f"lossy_threshold is {self.lossy_threshold:g}, but only source: toy takes one,"
-                " as nothing else knows how likely a wrong token is"
+                f"lossy_threshold is {self.lossy_threshold:g}, but only source: toy has this key,"
+                " since the other sources have no probabilities of wrong tokens"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSection(Section):
-    """What each user does: ask, read, think, ask again."""
+    """The behaviour of each user: send a request, read, think, repeat."""
 
     prompt_tokens: int = limited(64, 0, 32_000)
-    """0: as the tape's own prompts; only with tokens from a tape."""
+    """Mean length of a prompt. 0: the prompts of the tape, only with tokens from a tape."""
     output_tokens: int = limited(128, 1, 32_000)
     length_spread: float = limited(0.0, 0.0, 3.0)
-    """Relative standard deviation of both lengths, log-normal; 0: all alike."""
+    """Relative standard deviation of both lengths, log-normal; 0: all equal."""
     think_s: float = limited(5.0, 0.0, 1e6)
-    """Mean pause between an answer and the next question, exponential."""
+    """Mean pause between an output and the user's next request, exponential."""
     requests: int = limited(0, 0, 1_000_000)
-    """Stop after so many; 0: go on until the world ends."""
+    """Number of requests after which a user stops; 0: continue until the world ends."""
     start_within_s: float = limited(1.0, 0.0, 1e6)
-    """First questions come evenly within this time."""
+    """First requests are spread evenly over this time."""
     start_thinking: bool = False
-    """First questions come after a pause like any other instead: near the long run at once."""
+    """Start the users in a thinking pause instead, so that the world begins near its steady
+    state."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSection(Section):
-    """A group of devices that are alike."""
+    """A group of equal devices."""
 
     count: int = limited(1, 1, MAX_DEVICES)
     path: tuple[str, ...] = ()
@@ -359,19 +376,19 @@ class DeviceSection(Section):
     draft: CostSection = field(default_factory=lambda: CostSection(ms=8.0))
     workload: WorkloadSection = field(default_factory=WorkloadSection)
     draft_w: float = limited(0.0, 0.0, 1000.0)
-    """Power while a draft step runs, in watts, above idle."""
+    """Power of a running draft step above idle, in watts."""
     policy: PolicyName = DEFAULT_POLICY
-    """By which the arm ``edgespec`` drafts."""
+    """Draft policy of the arm ``edgespec``."""
     radio_power: str = among("", ("", *RADIOS))
-    """lte or wifi: what the radio takes in each of its states. Without it, or
-    without ``draft_w``, no energy is reported."""
+    """lte or wifi: published power of the radio in each of its states. Without this key or
+    ``draft_w``, no energy is reported."""
     conditions: ConditionsSection | None = None
-    """Other programs and memory over time; null: they are not looked at."""
+    """Other programs and memory over time; null: conditions are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A world and what to compare in it."""
+    """A world and the arms to compare in it."""
 
     name: str
     devices: Mapping[str, DeviceSection]
@@ -382,33 +399,34 @@ class Scenario:
     about: str = ""
     duration_s: float = limited(60.0, 0.1, 1e6)
     warm_up_s: float = 0.0
-    """Requests that are asked before do not count; nor those after ``duration_s``."""
+    """Start of the window in which requests count. Requests sent before it, or after
+    ``duration_s``, do not count."""
     drain_s: float | None = limited(None, 0.0, 1e5)
-    """How long after ``duration_s`` requests that count may take to end, under the same load;
-    null: 60 with ``arrivals``, else 0, and then the world's end cuts them off."""
+    """Time after ``duration_s`` in which requests that count may still end, under the same load.
+    null: 60 with ``arrivals``, else 0, so that the world's end cuts them off."""
     arrivals: ArrivalsSection | None = None
-    """An open loop in place of users who think; null: a closed one."""
+    """An open loop in place of users who think; null: a closed loop."""
     slo: SloSection = field(default_factory=SloSection)
     tokens: TokensSection = field(default_factory=TokensSection)
     arms: tuple[Arm, ...] = tuple(Arm)
-    """All of them: those of a server's draft only where a verifier has one."""
+    """Arms to compare. Default: all, those with a server's draft only if a verifier has one."""
     gamma: int | None = limited(None, 1, 32)
-    """Draft length of the arm ``vanilla``; null: the best one by its own estimates."""
+    """Draft length of the arm ``vanilla``; null: the best length by its own estimates."""
     association: Association = Association.LOWEST_DELAY
-    """Of a verifier for each request: listed, lowest-delay or rendezvous."""
+    """How a verifier is chosen for each request: listed, lowest-delay or rendezvous."""
     radio: RadioSection | None = None
     shards: int = limited(1, 1, 1024)
-    """Worlds apart from one another that devices and verifiers are dealt out to."""
+    """Number of separate worlds that devices and verifiers are divided among."""
     message_ms: float = limited(0.3, 0.0, 1000.0)
-    """One way, besides the link: codec, event loops, sockets (docs/measurements.md)."""
+    """One-way time of a message besides the link: codec, event loops, sockets
+    (docs/measurements.md)."""
     lease_s: float = limited(30.0, 0.0, 86_400.0)
     connect_trips: int = limited(3, 0, 10)
-    """Round trips that a new connection takes before its first request: one each for TCP, TLS 1.3
-    and the settings of HTTP/2, so 2 without TLS. Requests on a connection that is there pay
-    nothing for it."""
+    """Round trips of a new connection before its first request: one each for TCP, TLS 1.3 and the
+    settings of HTTP/2, so 2 without TLS. A request on an existing connection does not pay them."""
     connected: bool = False
-    """Whether devices have their connections when the world begins, as agents have that run for a
-    while; false: each device connects once, when it first asks a verifier."""
+    """Whether devices are connected when the world begins, like agents that have run for a while.
+    false: each device connects once, when it first uses a verifier."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -443,24 +461,25 @@ class Scenario:
                 raise ValueError(f"verifiers.{kind}: {error}") from None
 
     def memory_sum(self, kind: str) -> MemorySum | None:
-        """Return what the memory of a verifier of that kind holds, in sessions of the mean length;
-        None where nothing says what machine it is. Raises ``ValueError`` if not one fits."""
+        """Return how the memory of a verifier of that kind is divided, for sessions of the mean
+        length. None if its machine is unknown. Raises ``ValueError`` if not even one session
+        fits."""
         return memory_sum(self.verifiers[kind], self.session_tokens)
 
     def most_sessions(self, kind: str) -> int:
-        """Return how many sessions a verifier of that kind takes at a time."""
+        """Return the most sessions that a verifier of that kind runs at a time."""
         section, memory = self.verifiers[kind], self.memory_sum(kind)
         if memory is None:
             return section.max_sessions or SESSIONS_UNKNOWN
         return min(section.max_sessions or memory.sessions, memory.sessions)
 
     def memory_note(self, kind: str) -> str:
-        """Say how many sessions a verifier of that kind takes at a time, and why so many."""
+        """Describe how many sessions a verifier of that kind runs at a time, and the reason."""
         section, memory = self.verifiers[kind], self.memory_sum(kind)
         takes = f"verifier {kind} takes {self.most_sessions(kind)} sessions at a time"
         if memory is None:
             why = "as max_sessions says" if section.max_sessions else "the daemon's default"
-            return f"Memory: {takes} ({why}; its memory is not known)."
+            return f"Memory: {takes} ({why}; its memory is unknown)."
         room = f"memory has room for {memory.sessions}: {memory.about}"
         if section.max_sessions and section.max_sessions < memory.sessions:
             return f"Memory: {takes}, as max_sessions says; its {room}."
@@ -471,8 +490,8 @@ class Scenario:
 
     @property
     def session_tokens(self) -> float:
-        """Tokens of a whole request of the group with the longest ones, in the mean. A log-normal
-        spread of a length leaves its median where it is and moves its mean."""
+        """Mean tokens of a whole request, in the group with the longest requests. The log-normal
+        spread of a length keeps its median and raises its mean, hence the root."""
         return max(
             (one.workload.prompt_tokens + one.workload.output_tokens)
             * math.sqrt(1.0 + one.workload.length_spread**2)
@@ -481,7 +500,7 @@ class Scenario:
 
     @property
     def window_s(self) -> float:
-        """How long requests count that are asked in it."""
+        """Length of the window in which requests are sent that count."""
         return self.duration_s - self.warm_up_s
 
     @property
@@ -495,11 +514,11 @@ class Scenario:
         return sum(section.count for section in self.devices.values())
 
     def verifier_name(self, kind: str, number: int) -> str:
-        """Of the verifier of that kind and number (from 0)."""
+        """Return the name of a verifier from its kind and number (from 0)."""
         return kind if self.verifiers[kind].count == 1 else f"{kind}-{number + 1}"
 
     def device_name(self, group: str, number: int) -> str:
-        """Of the device of that group and number (from 0)."""
+        """Return the name of a device from its group and number (from 0)."""
         return group if self.devices[group].count == 1 else f"{group}-{number + 1}"
 
     def _check_server_drafts(self) -> None:
@@ -510,7 +529,7 @@ class Scenario:
             if self.tokens.source is not TokensFrom.PROCESS:
                 raise ValueError(
                     f"verifiers.{name}.server_draft.acceptance is {draft.acceptance:g}, but only"
-                    f" tokens.source: process takes one, and it is {self.tokens.source.value}"
+                    f" tokens.source: process has this key, and it is {self.tokens.source.value}"
                 )
         if any(section.server_draft is not None for section in self.verifiers.values()):
             return
@@ -527,18 +546,19 @@ class Scenario:
             if section.workload.requests:
                 raise ValueError(
                     f"devices.{name}.workload.requests is {section.workload.requests}, but with"
-                    " arrivals the requests come from there: 0"
+                    " arrivals the requests come from there, so it must be 0"
                 )
 
     def _check_ways(self) -> None:
-        """Behind stations. With handover a stream's paths are made anew at each change of cell, and
-        what was under way on a TCP connection or a trace would be without one."""
+        """Check the links between the stations and the verifiers. With handover, a stream's paths
+        are built anew at each change of cell. The state of a TCP connection or a trace would be
+        lost then."""
         for name, section in self.verifiers.items():
             for link in section.path:
                 if self.links[link].loss or self.links[link].trace:
                     raise ValueError(
-                        f"radio.handover: verifiers.{name} lies behind {link!r}, but with handover"
-                        " such a link has no loss and no trace"
+                        f"radio.handover: the path of verifiers.{name} has link {link!r}, but with"
+                        " handover such a link must have no loss and no trace"
                     )
 
     def _check_names(self) -> None:
@@ -559,19 +579,19 @@ class Scenario:
             for name, section in self.devices.items():
                 if section.path:
                     raise ValueError(
-                        f"devices.{name}.path names links, but with radio the air is the first hop"
-                        " and what lies behind a base station belongs to verifiers"
+                        f"devices.{name}.path names links, but with radio the air is the first hop;"
+                        " links behind a base station belong to the verifiers' paths"
                     )
             if self.radio.handover is not None:
                 self._check_ways()
 
 
-# In a checkout the scenarios lie beside the package, in an installation within it.
+# In a checkout the scenarios lie beside the package, in an installation inside it.
 _FOLDERS = (Path(__file__).parents[1] / "scenarios", Path(__file__).parents[2] / "scenarios")
 
 
 def bundled_scenarios() -> dict[str, Path]:
-    """Files of the scenarios that come with the simulator, by name."""
+    """Return the files of the scenarios that come with the simulator, by name."""
     return {
         path.stem: path
         for folder in _FOLDERS
@@ -581,7 +601,8 @@ def bundled_scenarios() -> dict[str, Path]:
 
 
 def scenario_path(name: str) -> Path:
-    """Raises ``ConfigError`` that names the bundled scenarios."""
+    """Return the file of a scenario, given as a path or a bundled name. Raises ``ConfigError`` that
+    lists the bundled scenarios."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return path
@@ -592,5 +613,6 @@ def scenario_path(name: str) -> Path:
 
 
 def load_scenario(name: str, overrides: Mapping[str, object] | None = None) -> Scenario:
-    """Raises ``ConfigError``: what is wrong, where, and what would be right."""
+    """Load a scenario with ``overrides`` of its keys. Raises ``ConfigError`` that names what is
+    wrong, where, and what would be right."""
     return load_config(Scenario, scenario_path(name), overrides)

@@ -1,4 +1,4 @@
-"""What a scenario says of its verifiers: how long their passes take, on what, at which power."""
+"""A scenario's verifiers: the time of their passes, their machines, memory and power."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec_sim.cost_profile import TimeLaw, read_profile
 from edgespec_sim.links.network_trace import file_named
 
-# --- watts -------------------------------------------------------------------------------------
-# What a verifier's GPU draws while a pass runs and while it waits, each figure with its source.
+# --- power -------------------------------------------------------------------------------------
+# Power of a verifier's GPU while a pass runs and while it waits, each figure with its source.
 #
-# Busy is the data sheet's most, and so an upper bound: a pass that is bound by memory draws less
-# (517 of 700 W were published for an H200 that decodes a batch of 128). Data sheets say nothing of
-# idle boards; where no measurement was found that could be cited there is none here, and idle
-# energy is not reported. Host, fans and power supply are in none of them.
+# Busy power is the data sheet's maximum, and so an upper bound: a pass that is bound by memory
+# draws less (517 of 700 W were published for an H200 that decodes a batch of 128). Data sheets do
+# not give the power of idle boards. Without a citable measurement there is no value here, and idle
+# energy is not reported. Host, fans and power supply are not included.
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPower:
-    """In watts, of one board."""
+    """Power of one board, in watts."""
 
     busy_w: float
     idle_w: float | None
-    """Powered, its memory refreshed, no kernel running."""
+    """Power of a board that is on, its memory refreshed, with no kernel running."""
 
 
 GPU_POWERS: Final = {
@@ -48,23 +48,23 @@ _NOT_KNOWN: Final = GpuPower(0.0, None)
 
 @dataclass(frozen=True, slots=True)
 class RadioPower:
-    """Powers in watts, above a radio that is off."""
+    """Power of a radio in its states, in watts above a radio that is off."""
 
     connected_w: float
     connected_s: float
-    """After a packet."""
+    """Seconds in the connected state after a packet."""
     tail_w: float
     tail_s: float
-    """After ``connected_s``."""
+    """Seconds in the tail state after ``connected_s``."""
     idle_w: float
     promotion_s: float = 0.0
     promotion_w: float = 0.0
     up_j_per_bit: float = 0.0
     down_j_per_bit: float = 0.0
-    """Beyond ``connected_w``."""
+    """Energy per bit, beyond ``connected_w``, for each direction."""
 
     def gap_j(self, gap_s: float) -> float:
-        """Between two packets, or after the last one."""
+        """Return the joules of a gap between two packets, or after the last one."""
         connected_s = min(gap_s, self.connected_s)
         tail_s = min(gap_s - connected_s, self.tail_s)
         idle_s = gap_s - connected_s - tail_s
@@ -82,7 +82,7 @@ RADIOS: Final = {
 
 
 class RadioMeter:
-    """Adds up what one radio took; idle at first. Times must not decrease."""
+    """Adds up the energy of one radio, which is idle at first. Times must not decrease."""
 
     def __init__(self, power: RadioPower) -> None:
         self._power = power
@@ -99,7 +99,7 @@ class RadioMeter:
         self._packet_s = now_s
 
     def take(self, now_s: float) -> float:
-        """Joules since the last call."""
+        """Return the joules since the last call."""
         self._settle(now_s)
         taken_j, self._taken_j = self._taken_j, 0.0
         return taken_j
@@ -120,20 +120,21 @@ _MINUTE_MS = 60_000.0
 
 @dataclass(frozen=True, slots=True)
 class CostSection:
-    """Time of a draft step or a pass: given, from a profile, or from a machine's data sheet."""
+    """Time of a draft step or a pass: given, from a profile, or computed from a machine's data
+    sheet."""
 
     ms: float | None = limited(None, 0.0, _MINUTE_MS)
-    """A step or pass of one row."""
+    """Milliseconds of a step or pass of one row."""
     row_ms: float = limited(0.0, 0.0, _MINUTE_MS)
-    """More for each further row."""
+    """Milliseconds that each further row adds."""
     context_us: float = limited(0.0, 0.0, 1e6)
-    """More for each cached token."""
+    """Microseconds that each cached token adds."""
     jitter: float = limited(0.0, 0.0, 2.0)
-    """Relative standard deviation, log-normal."""
+    """Relative standard deviation of the time, log-normal."""
     profile: str = ""
-    """A file of ``edgespec profile``."""
+    """A file that ``edgespec profile`` wrote."""
     roofline: str = ""
-    """MODEL@MACHINE: computed from data sheets, not measured."""
+    """MODEL@MACHINE: the times are computed from data sheets, not measured."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -146,25 +147,27 @@ class CostSection:
 
 @dataclass(frozen=True, slots=True)
 class StagesSection:
-    """A target whose layers lie on several nodes, one behind another (decentralized)."""
+    """A target whose layers are spread over a chain of nodes (decentralized)."""
 
     nodes: int = limited(4, 1, 128)
     link_ms: float = limited(10.0, 0.0, _MINUTE_MS)
-    """One way, between two neighbouring nodes; the last answers to the first for free, as the
-    last one samples and the first one only needs the tokens (they travel with the next pass)."""
+    """One-way delay between two neighbouring nodes. The way from the last node to the first costs
+    nothing: the last one samples, and the first one only needs the tokens, which travel with the
+    next pass."""
     slots: int = limited(1, 1, 128)
-    """Passes under way at once; sessions are divided among them."""
+    """Passes in progress at once; sessions are divided among them."""
     link_mbps: float = limited(math.inf, 1e-3, 1e6)
-    """Of each link between two neighbours; passes go through it one after another."""
+    """Capacity of each link between two neighbours; passes go through it one after another."""
     hidden_bytes: int = limited(8192, 1, 1 << 24)
-    """What a row takes there: 4096 activations of two bytes in an 8 B model."""
+    """Bytes of a row on such a link: 4096 activations of two bytes in an 8 B model."""
     lost_at_s: tuple[float, ...] = limited((), 0.0, 1e6)
-    """A node is gone then: passes under way fail, its layers' part of every cache is lost, and
-    devices resume with what they hold."""
+    """Times at which a node is lost. Passes in progress fail, its layers' part of every cache is
+    gone, and devices resume with their committed tokens."""
     spares: int = limited(0, 0, 128)
-    """Nodes that wait with the weights; without one left, the others take over the layers."""
+    """Idle nodes with the weights loaded. When none is left, the other nodes take over the
+    layers."""
     reroute_s: float = limited(2.0, 0.0, 1e6)
-    """Until the way around a lost node stands. The others keep their weights meanwhile."""
+    """Seconds until a lost node is replaced. The other nodes keep their weights meanwhile."""
     jitter_ms: float = limited(0.0, 0.0, _MINUTE_MS)
     """Mean of an exponential extra delay of each pass on each link."""
 
@@ -177,7 +180,7 @@ class StagesSection:
             )
 
     def hop_s(self, rows: int) -> float:
-        """What a link adds at least to a pass that has it alone."""
+        """Return the least time that a link adds to a pass which has it to itself."""
         return self.link_ms / 1e3 + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
 
 
@@ -186,12 +189,12 @@ class ServerDraftSection(Section):
     """The verifier's own draft model, packed over its sessions, on the machine of its passes."""
 
     ms: float = limited(2.5, 0.0, _MINUTE_MS)
-    """A step of one row."""
+    """Milliseconds of a step of one row."""
     row_ms: float = limited(0.0, 0.0, _MINUTE_MS)
-    """More for each further row."""
+    """Milliseconds that each further row adds."""
     acceptance: float | None = limited(None, 0.01, 0.99)
-    """process: mean share of its guesses that are right, at places of its own; null: it is the
-    devices' draft, and errs where they do."""
+    """process: mean share of its candidates that are right, with errors independent of the
+    devices'. null: it is the devices' draft model, with the same errors."""
 
     def step_s(self, rows: int) -> float:
         return (self.ms + self.row_ms * (rows - 1)) / 1e3
@@ -202,32 +205,35 @@ class VerifierSection(Section):
     count: int = limited(1, 1, 10_000)
     pass_time: CostSection = field(default_factory=lambda: CostSection(ms=25.0))
     path: tuple[str, ...] = ()
-    """Links behind the devices' own: the way to this verifier's site."""
+    """Links behind the devices' own links, on the way to this verifier's site."""
     stages: StagesSection | None = None
     server_draft: ServerDraftSection | None = None
-    """null: it does not draft, and the arms ``server-draft`` and ``both`` are not played."""
+    """Draft model of the verifier. null: none, and the arms ``server-draft`` and ``both`` are
+    skipped."""
     machine: str = ""
-    """MODEL@MACHINE: whose memory it has; without it that of ``pass_time.roofline``, if any."""
+    """MODEL@MACHINE whose memory the verifier has. Empty: that of ``pass_time.roofline``, if
+    any."""
     max_sessions: int | None = limited(None, 1, MAX_DEVICES)
-    """At most so many sessions at a time; null: as many as its memory holds, and 64 where a
-    scenario does not say what machine it is."""
+    """Most sessions at a time. null: as many as the memory holds, or 64 if the scenario does not
+    name a machine."""
     max_rows_per_pass: int = limited(1024, 1, 1 << 20)
     gpu_power: str = among("", ("", *GPU_POWERS))
-    """h200, h100, a100-80g or l4: published powers of each machine."""
+    """h200, h100, a100-80g or l4: published power of each of the verifier's machines."""
     busy_w: float = limited(0.0, 0.0, 1e6)
-    """Of each machine while a pass runs, in place of that; the data sheet's most is an upper bound.
-    Fans and the host are not in it. 0: not known, and not reported."""
+    """Power of each machine while a pass runs, in place of ``gpu_power``'s. The data sheet's
+    maximum is an upper bound, and fans and host are not included. 0: unknown, and not reported."""
     idle_w: float | None = limited(None, 0.0, 1e6)
-    """While it is powered and no pass runs. null: as ``gpu_power`` has it, else not known."""
+    """Power of each machine that is on while no pass runs. null: that of ``gpu_power``, else
+    unknown."""
 
     @property
     def power_busy_w(self) -> float:
-        """Of a machine while a pass runs; 0: not known."""
+        """Power of a machine while a pass runs; 0: unknown."""
         return self.busy_w or GPU_POWERS.get(self.gpu_power, _NOT_KNOWN).busy_w
 
     @property
     def power_idle_w(self) -> float | None:
-        """Of a machine between passes; None: not known."""
+        """Power of a machine between passes; None: unknown."""
         known_w = GPU_POWERS.get(self.gpu_power, _NOT_KNOWN).idle_w
         return known_w if self.idle_w is None else self.idle_w
 
@@ -240,20 +246,21 @@ _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class Machine:
     bytes_per_s: float
     flops: float
-    """Dense, in the precision of the model's products."""
+    """Dense throughput in the precision of the model's products."""
     overhead_s: float
-    """Launches, sampling, scheduling: a pass takes at least this beyond the work itself."""
+    """Seconds for launches, sampling and scheduling, which every pass takes beyond the work
+    itself."""
     memory_bytes: float | None
-    """Of the data sheet; None: it is not a fixed one."""
+    """Memory by the data sheet. None if the machine has no fixed amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     parameters: float
     weight_bytes: float
-    """Of one parameter."""
+    """Bytes of one parameter."""
     context_bytes: float
-    """Keys and values of one cached token, over all layers."""
+    """Bytes of keys and values of one cached token, over all layers."""
 
 
 # Vendors' data sheets: memory bandwidth, dense throughput (bf16 where weights are 16 or 8 bit).
@@ -277,7 +284,8 @@ MODELS: Final = {
 
 
 def model_and_machine(key: str, name: str) -> tuple[Model, Machine]:
-    """Return what MODEL@MACHINE names, the value of ``key``. Raises ``ValueError``."""
+    """Return the model and machine of MODEL@MACHINE, the value of ``key``. Raises
+    ``ValueError``."""
     model_name, _, machine_name = name.partition("@")
     if model_name not in MODELS or machine_name not in MACHINES:
         raise ValueError(
@@ -288,8 +296,8 @@ def model_and_machine(key: str, name: str) -> tuple[Model, Machine]:
 
 
 def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
-    """The law of MODEL@MACHINE, ``share`` of whose layers lie on this machine. Raises
-    ``ValueError`` that names what is known."""
+    """Return the law of MODEL@MACHINE for a machine that holds ``share`` of the layers. Raises
+    ``ValueError`` that lists the known names."""
     model, machine = model_and_machine("roofline", name)
     read_s = share * model.parameters * model.weight_bytes / machine.bytes_per_s
     row_s = share * 2.0 * model.parameters / machine.flops
@@ -304,9 +312,9 @@ def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
 
 _USABLE: Final = 0.9
 """Share of the memory for weights and caches. The rest is for activations, the runtime and
-fragmentation (vLLM's default for the same share, ``gpu_memory_utilization``, is 0.9 as well)."""
+fragmentation. vLLM's default for the same share, ``gpu_memory_utilization``, is 0.9 as well."""
 SESSIONS_UNKNOWN: Final = 64
-"""Sessions of a verifier of which nothing says what it holds; that of the daemon's default."""
+"""Sessions of a verifier whose memory is unknown; the same as the daemon's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,21 +324,21 @@ class MemorySum:
     model: str
     machine: str
     machines: int
-    """Over which the layers are spread."""
+    """Number of machines that the layers are spread over."""
     memory_bytes: float
-    """Of all machines together."""
+    """Memory of all machines together."""
     weights_bytes: float
     session_tokens: float
     session_bytes: float
 
     @property
     def sessions(self) -> int:
-        """Sessions that fit; 0 or less: not even one does."""
+        """Number of sessions that fit; 0 or less if not even one does."""
         return int((_USABLE * self.memory_bytes - self.weights_bytes) / self.session_bytes)
 
     @property
     def about(self) -> str:
-        """The whole sum, for a reader."""
+        """The calculation in words, for a reader."""
         many = f"{self.machines} x {self.machine}" if self.machines > 1 else self.machine
         return (
             f"of the {self.memory_bytes / 1e9:.0f} GB of {many} at most {_USABLE:.0%} are used, the"
@@ -340,9 +348,9 @@ class MemorySum:
 
 
 def memory_sum(section: VerifierSection, session_tokens: float) -> MemorySum | None:
-    """Return the sum for sessions of so many cached tokens; None where nothing says what machine it
-    is, or the machine's memory is not known. Raises ``ValueError`` for an unknown machine, and if
-    not a single session fits."""
+    """Return the calculation for sessions of ``session_tokens`` cached tokens. None if no machine
+    is named or its memory is unknown. Raises ``ValueError`` for an unknown machine, and if not a
+    single session fits."""
     key, name = "machine", section.machine
     if not name:
         key, name = "pass_time.roofline", section.pass_time.roofline
@@ -376,8 +384,9 @@ class Operation(Enum):
 
 
 def law_of(section: CostSection, operation: Operation, folder: Path, share: float = 1.0) -> TimeLaw:
-    """``folder`` is where relative file names start, ``share`` that of the layers a node holds.
-    Raises ``ProfileError`` or ``ValueError``."""
+    """Return the time law that ``section`` describes. ``folder`` is the base of relative file
+    names, ``share`` the share of the layers that a node holds. Raises ``ProfileError`` or
+    ``ValueError``."""
     if section.profile:
         profile = read_profile(file_named(section.profile, folder))
         law = profile.draft_step if operation is Operation.DRAFT_STEP else profile.target_pass
@@ -393,7 +402,7 @@ def law_of(section: CostSection, operation: Operation, folder: Path, share: floa
 
 
 def measured(section: CostSection) -> str:
-    """What a report has to say of where these times come from."""
+    """Describe the source of these times for a report."""
     if section.profile:
         return f"measured (profile {section.profile})"
     if section.roofline:
@@ -409,7 +418,8 @@ def _scaled(law: TimeLaw, share: float) -> TimeLaw:
 
 
 def _log_normal(deviation: float) -> tuple[float, ...]:
-    """Quantiles of a log-normal ratio of mean 1 with this relative standard deviation."""
+    """Return the quantiles of a log-normal ratio with mean 1 and relative standard deviation
+    ``deviation``."""
     sigma = math.sqrt(math.log1p(deviation * deviation))
     normal = statistics.NormalDist(-sigma * sigma / 2.0, sigma)
     shares = ((index + 0.5) / _SPREAD_POINTS for index in range(_SPREAD_POINTS))
