@@ -1,8 +1,8 @@
-"""What came out of a run, one summary an arm: the file that reports and sweeps read.
+"""The results of a run, one summary per arm: the file that reports and sweeps read.
 
-Theory of operation. A simulated run and a real one leave the same two things: a trace
-(``trace.py``) and a summary. Times are in seconds; distributions are kept as a few quantiles over
-requests, so that a city's summary is as small as a laptop's. What was not measured is None.
+Theory of operation. Simulated and real runs leave the same two things: a trace (``trace.py``) and a
+summary. Times are in seconds. Distributions are kept as a few quantiles over requests, so the
+summary of a city is as small as that of a laptop. A value that was not measured is None.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from edgespec_sim.replication import quantile
 
 FORMAT: Final = "edgespec-run"
 LOSSY: Final = "LOSSY"
-"""Beside every figure of an arm whose output is not the target's own."""
+"""Label beside every figure of an arm whose output is not the target's own."""
 WARNING: Final = "Warning: "
-"""A note that begins so is about something that is hardly meant; commands print it."""
+"""Prefix of notes about settings that are probably not intended. Commands print these notes."""
 VERSION: Final = 3
 MAX_SUMMARY_BYTES: Final = 1 << 28
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 class SummaryError(ValueError):
-    """A summary cannot be read; the message names the file and what is wrong."""
+    """A summary cannot be read. The message names the file and what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution: its mean, its size and ``QUANTILES``."""
+    """A distribution: its size, its mean and its ``QUANTILES``."""
 
     count: int
     mean: float
@@ -50,7 +50,8 @@ class Spread:
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
-    """None of nothing. Quantiles by linear interpolation."""
+    """Return the distribution of ``values``, with quantiles by linear interpolation. None if
+    empty."""
     if not values:
         return None
     ordered = sorted(values)
@@ -66,62 +67,63 @@ class GroupSummary:
     """The requests of one arm, or of one group of devices in it."""
 
     requests: int
-    """Completed."""
+    """Number of completed requests."""
     failed: int
     tokens: int
-    """Delivered before the end token."""
+    """Tokens delivered, without the end token."""
     ttft_s: Spread | None
-    """Over requests: from asking to the first token."""
+    """Over requests: time from sending the request to the first token."""
     tpot_s: Spread | None
-    """Over requests of two tokens or more: (last - first) / (tokens - 1)."""
+    """Over requests of at least two tokens: (last - first) / (tokens - 1)."""
     itl_s: Spread | None
-    """Over gaps between deliveries: tokens that come together are one delivery, without a gap."""
+    """Over gaps between deliveries. Tokens that arrive together are one delivery, without a gap."""
     tokens_per_second: float
-    """Of all requests together, per second of the run."""
+    """Tokens of all requests together, per second of the run."""
     tokens_per_pass: float
     acceptance: float | None
-    """Share of positions whose token was the draft's first choice; None without drafts."""
+    """Share of positions whose token was the draft's first candidate. None without drafts."""
     wasted_per_token: float
-    """Nodes sent that were not committed by being verified."""
+    """Nodes sent that verification did not commit."""
     up_bytes_per_token: float
     down_bytes_per_token: float
     reconnects: int
     energy_j_per_token: float | None = None
-    """Of the device: drafting, and its radio in every state; None where a part is not known."""
+    """Energy of the device: drafting, and its radio in every state. None if a part is unknown."""
     handovers: int = 0
-    """Changes of cell while a request ran."""
+    """Changes of cell during a request."""
     memory_tightened: int = 0
-    """Restrictions of a draft by its memory budget while a request ran, and their ends."""
+    """How often the memory budget restricted the draft during a request, and lifted a
+    restriction."""
     memory_loosened: int = 0
     mismatches: int | None = None
-    """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
+    """Tokens that differ from the target's own stream. None if not compared (relaxed rules)."""
     unfinished: int = 0
-    """Asked, and not over when the run was."""
+    """Requests that had not ended at the end of the run."""
     verifier_j_per_token: float | None = None
-    """Of the verifiers' passes, by rows in them; None where powers are not known."""
+    """Energy of the verifiers' passes, divided by rows. None if the power is unknown."""
     verifier_idle_j_per_token: float | None = None
-    """Of idle powered verifiers, by what passes took for these requests; None as above."""
+    """Energy of idle verifiers that are on, divided by pass time. None if the power is unknown."""
     guessed: int = 0
-    """Nodes that devices sent, and how many were accepted."""
+    """Nodes that devices sent, and how many of them were accepted."""
     accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """What the requests of an arm came to beside objectives. Intervals are of 95 %, by pairs."""
+    """How the requests of an arm met the objectives. Intervals are 95 % intervals over clusters."""
 
     asked: int
-    """Requests that were judged: all that count and were not cut off by the run's end."""
+    """Requests that were judged: all that count and were not cut off by the end of the run."""
     share: float
-    """Of them, those that ended well and kept to every objective."""
+    """Share of the judged requests that ended well and met every objective."""
     share_interval: tuple[float, float]
     goodput: float
-    """Such requests a second."""
+    """Such requests per second."""
     ttft_p95_interval: tuple[float, float] | None
-    """Seconds."""
+    """95 % interval of the p95 of TTFT, in seconds. None without requests."""
     tpot_p95_interval: tuple[float, float] | None
     slo_ttft_s: float | None = None
-    """The objectives for 95 % of the requests; None: there is none."""
+    """The objectives for the p95; None if there is none."""
     slo_tpot_s: float | None = None
 
 
@@ -129,43 +131,44 @@ class Attainment:
 class VerifierSummary:
     name: str
     utilisation: float
-    """Share of the run in which a pass ran, or a step of its own draft model."""
+    """Share of the run in which a pass or a step of the verifier's own draft model ran."""
     passes: int
     rows_per_pass: float
     sessions_per_pass: float
     queue_s: Spread | None
-    """From the arrival of drafts to the start of the pass that takes them."""
+    """Time from the arrival of drafts to the start of the pass that verifies them."""
     energy_j: float | None = None
-    """While passes ran, at the power that the scenario names; None without one."""
+    """Energy while passes ran, at the power that the scenario names. None without a power."""
     idle_j: float | None = None
-    """While it was powered and no pass ran; None where that power is not known."""
+    """Energy while the verifier was on and no pass ran. None if that power is unknown."""
     idle_s: float | None = None
-    """How long that was, of all its machines; None as ``idle_j``."""
+    """Duration of that state, summed over all its machines. None like ``idle_j``."""
     busy_s: float = 0.0
-    """In which passes and draft steps ran, of all its machines and seeds."""
+    """Time in passes and draft steps, summed over all its machines and seeds."""
     draft_s: float = 0.0
-    """Of it, in steps of its own draft model."""
+    """The part of ``busy_s`` in steps of its own draft model."""
     guessed: int = 0
-    """Nodes of that model in passes, and how many were accepted."""
+    """Nodes of its own draft model in passes, and how many of them were accepted."""
     accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The mean time per token over the run, in ms, in equal steps from 0."""
+    """The mean time per token over the run, in ms, in equal time steps from 0."""
 
     step_s: float
     values: tuple[float | None, ...]
-    """None where there was nothing to measure."""
+    """None in a step without a measurement."""
     low: tuple[float | None, ...] = ()
     high: tuple[float | None, ...] = ()
-    """The 95 % interval over several seeds; empty for one."""
+    """The 95 % interval over several seeds. Empty with one seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLoad:
-    """How busy one link, or the air of one cell, was each way: a share of the run, warm-up included
-    and what comes behind its end not, the mean over its queues, other people's traffic included."""
+    """Share of the run in which a link, or the air of one cell, was busy each way. The warm-up is
+    included, the time after the end is not. It is the mean over the link's queues, with other
+    traffic included."""
 
     name: str
     up: float
@@ -174,7 +177,7 @@ class LinkLoad:
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """One request, for tables; only the first some hundred of a run are kept."""
+    """One request, for tables. Only the first few hundred of a run are kept."""
 
     device: str
     verifier: str
@@ -185,54 +188,54 @@ class RequestRow:
     tokens_per_pass: float
     acceptance: float | None
     failed: str = ""
-    """Why; empty if it did not."""
+    """The reason of the failure. Empty if the request did not fail."""
     verifier_j: float | None = None
-    """Of the verifiers' passes, by its rows; None where powers are not known."""
+    """Energy of the verifiers' passes, by the request's rows. None if the power is unknown."""
     verifier_idle_j: float | None = None
-    """Its part of what verifiers drew between passes; None as above."""
+    """The request's part of the energy between passes. None if the power is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
     arm: str
     label: str
-    """What the arm is; names its relaxation if its output is not the target's own."""
+    """Description of the arm. It names the relaxed rule if the output is not the target's own."""
     all: GroupSummary
     groups: dict[str, GroupSummary]
-    """By group of devices; empty when there is only one."""
+    """Summaries by group of devices. Empty if there is only one group."""
     verifiers: tuple[VerifierSummary, ...]
     pace: Pace | None = None
     rows: tuple[RequestRow, ...] = ()
     speedup: float | None = None
-    """Mean TPOT of ``target-only`` in the same run over this one's."""
+    """Mean TPOT of ``target-only`` in the same run divided by this arm's."""
     speedup_interval: tuple[float, float] | None = None
-    """Its 95 % interval; None of a single world, or where it was not computed."""
+    """The 95 % interval of ``speedup``. None with a single world, or if it was not computed."""
     gain: float | None = None
-    """Mean TPOT of ``RunSummary.alone`` over this one's; None where it was not computed."""
+    """Mean TPOT of ``RunSummary.alone`` divided by this arm's. None if it was not computed."""
     gain_interval: tuple[float, float] | None = None
-    """The 95 % interval of ``gain``; None as for ``speedup_interval``."""
+    """The 95 % interval of ``gain``. None like ``speedup_interval``."""
     attainment: Attainment | None = None
     """None without objectives and arrivals."""
     tpot_interval: tuple[float, float] | None = None
-    """The 95 % interval of the mean TPOT, seconds; None as for ``speedup_interval``."""
+    """The 95 % interval of the mean TPOT in seconds. None like ``speedup_interval``."""
     links: tuple[LinkLoad, ...] = ()
-    """Those whose capacity is known."""
+    """Links whose capacity is known."""
     lossy: bool = False
-    """A relaxed rule: its output is not the target's own."""
+    """Whether a relaxed rule made the output differ from the target's own."""
 
     @property
     def name(self) -> str:
-        """As it is shown, with ``LOSSY`` beside it where it is."""
+        """The displayed name, with ``LOSSY`` if the arm is lossy."""
         return f"{self.arm} {LOSSY}" if self.lossy else self.arm
 
     @property
     def target_ms_per_token(self) -> float:
-        """Milliseconds of the verifiers' machines in passes, for each delivered token."""
+        """Milliseconds of the verifiers' machines in passes, per delivered token."""
         return self._ms_per_token(sum(one.busy_s - one.draft_s for one in self.verifiers))
 
     @property
     def draft_ms_per_token(self) -> float:
-        """The same in steps of the verifiers' own draft models."""
+        """Milliseconds of the verifiers' machines in steps of their own draft models, per token."""
         return self._ms_per_token(sum(one.draft_s for one in self.verifiers))
 
     def _ms_per_token(self, seconds: float) -> float:
@@ -243,28 +246,28 @@ class ArmSummary:
 class RunSummary:
     name: str
     about: str
-    """What the scenario is, in a sentence or two."""
+    """Description of the scenario, in a sentence or two."""
     tokens_from: str
-    """The source of tokens: models, a tape, a process."""
+    """Source of the tokens: models, a tape, a process."""
     seed: int | None
     simulated: bool
     duration_s: float
     arms: tuple[ArmSummary, ...]
     settings: dict[str, Any] = field(default_factory=dict)
-    """The scenario as it was run, plain data."""
+    """The scenario with all its settings, as plain data."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know: relaxed rules, costs that were not measured, ..."""
+    """Notes that a reader needs: relaxed rules, costs that were not measured, ..."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Versions, machine, command."""
+    """Versions, machine and command."""
     seeds: int = 1
-    """How many were played, ``seed`` the first of them."""
+    """Number of seeds that were played; ``seed`` is the first of them."""
     alone: str = ""
     """The fastest arm that needs no device: plain streaming, or a server that drafts by itself.
-    Empty where no such arm was run."""
+    Empty if no such arm was run."""
 
     @property
     def marked_name(self) -> str:
-        """For titles: says first that an arm is lossy."""
+        """Name for titles, which begins with the lossy arms if there are any."""
         lossy = [arm.arm for arm in self.arms if arm.lossy]
         return f"{LOSSY} ({', '.join(lossy)}): {self.name}" if lossy else self.name
 
@@ -274,7 +277,7 @@ class RunSummary:
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Raises ``SummaryError``."""
+    """Read a summary from a file. Raises ``SummaryError``."""
     try:
         data = json.loads(read_text(path, MAX_SUMMARY_BYTES))
         if data.pop("format") != FORMAT or data.pop("version") != VERSION:

@@ -166,7 +166,7 @@ class Stream:
         if not isinstance(message, m.Open):
             self.up_bytes += size_bytes
         if self._radio is not None:
-            self._radio.packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
+            self._radio.add_packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
         if self._watch is not None:
             self._watch.up.sent(message, self._queue.now, size_bytes)
         self._up.send(size_bytes, lambda: self._arrive_up(message))
@@ -190,7 +190,7 @@ class Stream:
             self._watch.arrived_down(message, self._queue.now)
         if self._radio is not None:
             size_bytes = message_bytes(message) + FRAMING_BYTES
-            self._radio.packet(self._queue.now, down_bytes=size_bytes)
+            self._radio.add_packet(self._queue.now, down_bytes=size_bytes)
         if self.open:
             self.to_device(message)
 

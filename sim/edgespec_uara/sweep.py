@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.core.protocol.checks import among, limited
-from edgespec_sim.replication import Interval, quantile_interval, student
+from edgespec_sim.replication import Interval, quantile_interval, student_t
 from edgespec_sim.report.document import Document, Figure, write_page
 from edgespec_sim.report.plots import axis, layout
 from edgespec_sim.report.tables import table as html_table
@@ -71,7 +71,7 @@ def median_of_worlds(ours: Floats, theirs: Floats) -> Interval:
 
 
 def by_student(value: float, parts: Floats) -> Interval:
-    half = student(len(parts) - 1) * float(parts.std(ddof=1)) / math.sqrt(len(parts))
+    half = student_t(len(parts) - 1) * float(parts.std(ddof=1)) / math.sqrt(len(parts))
     return Interval(value, value - half, value + half)
 
 

@@ -20,9 +20,15 @@ import pytest
 
 from edgespec_sim.report import document
 from edgespec_sim.report.document import write_page
-from edgespec_sim.report.page import first_question, first_questions, headline, render, report_on
-from edgespec_sim.report.plots import lanes_plot, pace_plot, sessions_of
-from edgespec_sim.report.sweep_page import answer, render_sweep, sweep_csv, winner
+from edgespec_sim.report.page import (
+    first_generation_path,
+    first_generation_paths,
+    headline,
+    render,
+    report_on,
+)
+from edgespec_sim.report.plots import first_sessions, lanes_plot, pace_plot
+from edgespec_sim.report.sweep_page import find_winner, render_sweep, summarise_wins, sweep_csv
 from edgespec_sim.report.timeline import Timeline, build_timeline, read_lines
 from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
 from tests.present import present
@@ -97,7 +103,7 @@ def test_the_headline_names_the_best_arm_and_whose_it_is() -> None:
     assert "edgespec (ours) takes 71.3 ms, 0.59×" in told
     beaten = headline(replace(run, arms=run.arms[:2]))
     assert beaten.startswith("Nothing here is faster than target-only streaming: 42.1 ms")
-    assert headline(replace(run, arms=run.arms[4:])).startswith("edgespec: 18.2 ms a token")
+    assert headline(replace(run, arms=run.arms[4:])).startswith("edgespec: 18.2 ms per token")
     silent = replace(run.arms[0], all=replace(run.arms[0].all, tpot_s=None))
     assert "no time per token" in headline(replace(run, arms=(silent,)))
 
@@ -127,13 +133,16 @@ def test_what_the_server_does_alone_is_not_a_devices_gain() -> None:
         "both (ours) is 1.01× as fast as server-draft, the best without a device"
         " (95 % interval 0.99 to 1.03: perhaps chance): 10.0 ms"
     )
-    assert told.endswith("Over target-only streaming it is 2.49×.")
+    assert told.endswith("Relative to target-only streaming it is 2.49×.")
     assert "perhaps chance" not in headline(both_ends(1.1, (1.05, 1.15)))
-    assert "nobody knows how sure" in headline(both_ends(1.1, None))
+    assert "certainty is unknown" in headline(both_ends(1.1, None))
     slower = headline(both_ends(0.9, (0.88, 0.92)))
     assert slower.startswith("Nothing here is faster than server-draft, which needs no device")
-    swept = answer([({"rtt_ms": rtt}, both_ends(1.012, (0.99, 1.03))) for rtt in (2, 50)])
-    assert "Against the fastest arm that needs no device ours goes from 1.01× (0.99–1.03)" in swept
+    swept = summarise_wins([({"rtt_ms": rtt}, both_ends(1.012, (0.99, 1.03))) for rtt in (2, 50)])
+    assert (
+        "Relative to the fastest arm that needs no device, ours ranges from 1.01× (0.99–1.03)"
+        in swept
+    )
 
 
 def test_whatever_a_name_holds_is_only_text() -> None:
@@ -193,7 +202,7 @@ def test_csv_is_what_a_csv_reader_reads() -> None:
 
 
 def test_one_question_is_drawn_for_each_arm_from_its_asking() -> None:
-    sessions = {arm: next(iter(sessions_of(one).values())) for arm, one in asked_alike().items()}
+    sessions = {arm: next(iter(first_sessions(one).values())) for arm, one in asked_alike().items()}
     figure = present(lanes_plot(sessions, "The same question"))
     names = [trace["name"] for trace in figure.data]
     assert names == ["target-only: pass", "target-only: stall", "edgespec: draft", "edgespec: pass"]
@@ -213,25 +222,25 @@ def certainly(run: RunSummary, low: float, high: float) -> RunSummary:
 
 def test_who_wins_and_how_sure_that_is() -> None:
     run = five_arms()
-    unsure, certain = present(winner(run)), present(winner(certainly(run, 1.2, 3.0)))
-    assert (unsure.arm.arm, unsure.sure, certain.sure) == ("edgespec", False, True)
+    unsure, certain = present(find_winner(run)), present(find_winner(certainly(run, 1.2, 3.0)))
+    assert (unsure.arm.arm, unsure.is_certain, certain.is_certain) == ("edgespec", False, True)
     slow = replace(run, arms=run.arms[:2])
-    base, surely = present(winner(slow)), present(winner(certainly(slow, 0.5, 0.7)))
-    assert (base.arm.arm, base.sure, surely.sure) == ("target-only", False, True)
-    assert winner(replace(run, arms=run.arms[:1])) is None
+    base, surely = present(find_winner(slow)), present(find_winner(certainly(slow, 0.5, 0.7)))
+    assert (base.arm.arm, base.is_certain, surely.is_certain) == ("target-only", False, True)
+    assert find_winner(replace(run, arms=run.arms[:1])) is None
     above_one = [replace(arm, speedup_interval=(1.2, 3.0)) for arm in run.arms[1:]]
-    close = present(winner(replace(run, arms=(run.arms[0], *above_one))))
-    assert not close.sure, "faster than target-only for sure, but perhaps not than the others"
+    close = present(find_winner(replace(run, arms=(run.arms[0], *above_one))))
+    assert not close.is_certain, "faster than target-only for sure, but perhaps not than the others"
 
 
 def test_a_sweep_says_which_arm_wins_where() -> None:
     points = [(varied, certainly(run, 1.2, 3.0)) for varied, run in made_up_sweep()]
     points[0] = (points[0][0], replace(points[0][1], arms=points[0][1].arms[:2]))
-    told = answer(points)
-    assert told.startswith("edgespec (ours) is fastest at 5 of 6 points (5 of them surely)")
+    told = summarise_wins(points)
+    assert told.startswith("edgespec (ours) is fastest at 5 of 6 points (5 with certainty)")
     assert "target-only is fastest at 1 of 6" in told
     html = render_sweep(points, "household")
-    assert "Asked: which way of decoding is fastest where, over rtt_ms and devices?" in html
+    assert "Question: which way of decoding is fastest where, over rtt_ms and devices?" in html
     assert html.count(">yes<") == 5
     assert html.count(">?<") == 1
 
@@ -252,7 +261,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         report_on([tmp_path / "trace.jsonl"])
     for name in "abc":
         (tmp_path / name).touch()
-    with pytest.raises(document.ReportError, match="3 traces, but a report is on 2"):
+    with pytest.raises(document.ReportError, match="3 traces given, but a report takes at most 2"):
         report_on([tmp_path / name for name in "abc"])
 
 
@@ -292,11 +301,11 @@ def test_a_summary_keeps_what_is_drawn(tmp_path: Path) -> None:
     assert read_summary(tmp_path / "summary.json") == pictured()
     report_on([tmp_path])
     assert (tmp_path / "report.html").stat().st_size < 1.5e6
-    assert first_questions(tmp_path) == {}
-    place = first_question(tmp_path, "vanilla")
+    assert first_generation_paths(tmp_path) == {}
+    place = first_generation_path(tmp_path, "vanilla")
     place.parent.mkdir()
     place.touch()
-    assert first_questions(tmp_path) == {"vanilla": place}
+    assert first_generation_paths(tmp_path) == {"vanilla": place}
 
 
 # --- in a real browser ----------------------------------------------------------------------------

@@ -30,14 +30,14 @@ from edgespec_sim.report.page import report_on
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import (
     Lane,
-    Line,
     Span,
     Timeline,
+    TraceLine,
     TraceLineError,
+    assign_rows,
     build_timeline,
     perfetto_json,
     read_lines,
-    rows_apart,
 )
 from edgespec_sim.run_summary import GroupSummary
 from edgespec_sim.sessions import message_bytes
@@ -59,7 +59,7 @@ class RealRun:
     verifier: Path
 
     @property
-    def both(self) -> list[Line]:
+    def both(self) -> list[TraceLine]:
         return list(read_lines([self.device, self.verifier]))
 
 
@@ -109,8 +109,8 @@ def test_a_device_alone_is_summed_up_with_a_note(real: RealRun) -> None:
     device = summarise(read_lines([real.device]))
     assert device.arms[0].all.tpot_s == whole.tpot_s
     assert device.arms[0].verifiers == ()
-    assert "load is not known" in device.notes[0]
-    with pytest.raises(ValueError, match="no device's trace"):
+    assert "load is unknown" in device.notes[0]
+    with pytest.raises(ValueError, match="no request of a device"):
         summarise(read_lines([real.verifier]))
 
 
@@ -134,7 +134,7 @@ def test_every_lane_holds_what_it_is_defined_by(real: RealRun) -> None:
     assert {"connected", "finished"} <= {mark.name for mark in timeline.marks}
 
 
-def _with_ending(lines: list[Line]) -> Iterator[tuple[Line, bool]]:
+def _with_ending(lines: list[TraceLine]) -> Iterator[tuple[TraceLine, bool]]:
     """Each line, and whether its device session was over by then: such steps are not counted."""
     over: set[str] = set()
     for line in lines:
@@ -237,13 +237,13 @@ def test_a_line_that_breaks_its_promise_is_told_in_words(
             if line["side"] == side and line["name"] == name:
                 line[field] = value
         (tmp_path / path.name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(TraceLineError, match="a line lacks what its name promises"):
+    with pytest.raises(TraceLineError, match="a line lacks a field of its kind"):
         report_on([tmp_path / real.device.name, tmp_path / real.verifier.name], tmp_path / "out")
 
 
 def _by_lane(timeline: Timeline) -> dict[Lane, list[Span]]:
     lanes: dict[Lane, list[Span]] = {}
-    for _, span in rows_apart(timeline.spans):
+    for _, span in assign_rows(timeline.spans):
         assert span.start_s <= span.end_s
         lanes.setdefault(span.lane, []).append(span)
     return lanes
@@ -366,11 +366,11 @@ def test_the_command_line_hides_tokens_unless_told_not_to(
 OPEN = {"name": "Open", "session_id": "a", "model": "", "vocabulary": "", "prompt": [1, 2, 3]}
 
 
-def line(at_s: float, name: str, **fields: Any) -> Line:
+def line(at_s: float, name: str, **fields: Any) -> TraceLine:
     return {"at_s": at_s, "side": "device", "session": "a", "kind": "", "name": name, **fields}
 
 
-def commit(at_s: float, position: int, tokens: list[int], **more: Any) -> list[Line]:
+def commit(at_s: float, position: int, tokens: list[int], **more: Any) -> list[TraceLine]:
     """The event and the delivery of tokens that were not held before."""
     numbers = ("accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us")
     fields = {**dict.fromkeys(numbers, 0), "verify_us": 9, "finish": None, **more}
@@ -382,7 +382,7 @@ def commit(at_s: float, position: int, tokens: list[int], **more: Any) -> list[L
     ]
 
 
-def request(*lines: Line) -> GroupSummary:
+def request(*lines: TraceLine) -> GroupSummary:
     begin = [
         line(0.0, "Start"),
         line(0.0, "Connect"),
@@ -392,7 +392,7 @@ def request(*lines: Line) -> GroupSummary:
     return summarise([*begin, *lines]).arms[0].all
 
 
-def counters(at_s: float, **counted: int) -> Line:
+def counters(at_s: float, **counted: int) -> TraceLine:
     return line(at_s, "DraftCounters", **{**asdict(DraftCounters()), **counted})
 
 
@@ -439,19 +439,19 @@ def test_a_failed_request_says_why() -> None:
     assert [row.failed for row in arm.rows] == ["gave up"]
 
 
-def verifier(at_s: float, name: str, **fields: Any) -> Line:
+def verifier(at_s: float, name: str, **fields: Any) -> TraceLine:
     return {"at_s": at_s, "side": "verifier", "session": "v", "kind": "", "name": name, **fields}
 
 
-def draft(first: int, size: int) -> Line:
+def draft(first: int, size: int) -> TraceLine:
     return {"name": "Draft", "first_node_id": first, "tokens": [5] * size, "parents": [0] * size}
 
 
-def opened(at_s: float, stream: int) -> Line:
+def opened(at_s: float, stream: int) -> TraceLine:
     return verifier(at_s, "StreamOpened", stream=stream, request={"session_id": "a"})
 
 
-def spans(lines: list[Line], lane: Lane) -> list[tuple[float, float]]:
+def spans(lines: list[TraceLine], lane: Lane) -> list[tuple[float, float]]:
     origin = line(0.0, "Connected")  # a mark at 0, or times would be from the first span on
     timeline = build_timeline([origin, *lines], one_clock=True)
     return [(span.start_s, span.end_s) for span in timeline.spans if span.lane is lane]

@@ -28,22 +28,29 @@ from edgespec_sim.commands.plan_capacity import (
     GPUS,
     CapacityQuestion,
     Meets,
-    Observed,
+    Observation,
     Planner,
     Search,
-    judged,
-    why_never,
+    explain_never,
+    judge,
 )
 from edgespec_sim.commands.plan_link import (
     FLAGS,
-    LEAST_GAIN,
+    MIN_GAIN,
     SCENARIO,
     LinkAdvice,
     advise,
     link_settings,
 )
-from edgespec_sim.commands.play import Ask, Point, Task, Workers, play_seeds, summary_of
-from edgespec_sim.replication import Total
+from edgespec_sim.commands.play import (
+    ScenarioPoint,
+    SeedPlan,
+    Task,
+    Workers,
+    play_seeds,
+    summary_of,
+)
+from edgespec_sim.replication import TpotTotal
 from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.verifiers import MACHINES, roofline_law
@@ -78,25 +85,25 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_link, "link_settings", lambda *link: link_settings(*link) | brief)
 
 
-def observed(verifiers: int, tpot_ms: float, half_ms: float = 0.01) -> Observed:
+def observed(verifiers: int, tpot_ms: float, half_ms: float = 0.01) -> Observation:
     triple = (tpot_ms / 1e3, (tpot_ms - half_ms) / 1e3, (tpot_ms + half_ms) / 1e3)
     if tpot_ms <= 30.0:
         meets = Meets.YES if tpot_ms + half_ms <= 30.0 else Meets.LIKELY
     else:
         meets = Meets.NO if tpot_ms - half_ms > 30.0 else Meets.UNLIKELY
-    return Observed(verifiers, verifiers, 1, 100, 0, (0.1, 0.1, 0.1), triple, 0.5, meets)
+    return Observation(verifiers, verifiers, 1, 100, 0, (0.1, 0.1, 0.1), triple, 0.5, meets)
 
 
 @pytest.mark.parametrize("proposal_ms", [100.0, 300.0, 900.0])
 @pytest.mark.parametrize("truth_ms", [20.0, 100.0, 170.0, 299.0, 301.0, 890.0])
 def test_events_have_the_last_word(truth_ms: float, proposal_ms: float) -> None:
     """Small worlds say ``proposal_ms`` over the number of verifiers, events ``truth_ms``."""
-    search = Search(Arm.TARGET_ONLY, first=4, most=200)
-    while (number := search.to_propose()) is not None:
+    search = Search(Arm.TARGET_ONLY, first=4, max_verifiers=200)
+    while (number := search.next_proposal()) is not None:
         search.proposed[number] = proposal_ms / number <= 30.0
     assert len(search.proposed) <= 8
     for _ in range(20):
-        new = [one for one in search.wanted() if one not in search.observed]
+        new = [one for one in search.numbers_to_play() if one not in search.observed]
         if not new:
             break
         for number in new:
@@ -108,12 +115,12 @@ def test_events_have_the_last_word(truth_ms: float, proposal_ms: float) -> None:
 
 
 def test_a_number_that_nothing_meets_is_never_taken() -> None:
-    search = Search(Arm.TARGET_ONLY, first=4, most=100)
-    while (number := search.to_propose()) is not None:
+    search = Search(Arm.TARGET_ONLY, first=4, max_verifiers=100)
+    while (number := search.next_proposal()) is not None:
         search.proposed[number] = False
-        if number == search.most:
-            search.alone = observed(number, 50.0)
-    assert (search.never, search.wanted()) == (True, [])
+        if number == search.max_verifiers:
+            search.uncontended = observed(number, 50.0)
+    assert (search.never_meets, search.numbers_to_play()) == (True, [])
 
 
 def question(pass_ms: float = 20.0, **slo: float) -> CapacityQuestion:
@@ -193,7 +200,7 @@ def test_without_time_the_answer_says_what_was_not_played(
     plan_capacity._show(asked, planner, "h200")
     said = capsys.readouterr().out
     assert "target-only: 1 H200 not simulated at length: the time was up" in said
-    assert "on 1 H200 (small worlds propose it, no events were played)" in said
+    assert "on 1 H200 (proposed by small worlds, not simulated at length)" in said
 
     def late(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
         if until_s < math.inf:
@@ -207,14 +214,14 @@ def test_without_time_the_answer_says_what_was_not_played(
 
 def test_what_forbids_an_objective_is_named() -> None:
     asked = question(tpot_p95_ms=10.0, ttft_p95_ms=5.0)
-    world = asked.world(asked.most, 4.0, 20.0)
+    world = asked.make_world(asked.max_verifiers, 4.0, 20.0)
     job = Job(replace(world, arms=asked.arms), Arm.TARGET_ONLY, 0, 1, FOLDER, checks=False)
-    alone = judged(asked.slo, asked.most, world, [play(job)])
+    alone = judge(asked.slo, asked.max_verifiers, world, [play(job)])
     assert alone.meets is Meets.NO
-    why = why_never(asked, Arm.TARGET_ONLY, alone)
+    why = explain_never(asked, Arm.TARGET_ONLY, alone)
     assert "a pass 20.0 ms" in why
-    assert "asking takes a round trip" in why
-    crowded = why_never(replace(asked, rate=500.0), Arm.TARGET_ONLY, alone)
+    assert "sending a request takes a round trip" in why
+    crowded = explain_never(replace(asked, rate=500.0), Arm.TARGET_ONLY, alone)
     assert "verifiers are too few for this load" in crowded
 
 
@@ -226,14 +233,14 @@ def test_what_events_say_goes_before_a_mere_proposal() -> None:
     plain.proposed = {2: True, 1: False}
     ours.proposed = {1: True}
     plain.observed = {2: observed(2, 20.0), 1: observed(1, 40.0)}
-    assert (planner.best, ours.unplayed, plan_capacity.saved_verifiers(planner)) == (
+    assert (planner.best, ours.unplayed, plan_capacity.count_saved_verifiers(planner)) == (
         plain,
         [1],
         None,
     )
     ours.observed = {1: observed(1, 20.0)}
     saved = (Arm.TARGET_ONLY, 1)
-    assert (planner.best, ours.unplayed, plan_capacity.saved_verifiers(planner)) == (
+    assert (planner.best, ours.unplayed, plan_capacity.count_saved_verifiers(planner)) == (
         ours,
         [],
         saved,
@@ -275,17 +282,17 @@ def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
         )
         scenario = replace(scenario, verifiers={"gpu": gpu})
         around = Surrounding(token_source(scenario, 1, FOLDER), FOLDER)
-        assert scenario.most_sessions("gpu") == admitted
+        assert scenario.session_limit("gpu") == admitted
         assert f"memory has room for {hand}" in scenario.memory_note("gpu")
         assert f"takes {admitted} sessions at a time" in scenario.memory_note("gpu")
         site = World(scenario, Arm.TARGET_ONLY, "1", around).sites[0]
         assert site._servers[0].engine.engine_limits.max_sessions == admitted
     spread = replace(scenario.verifiers["gpu"], stages=sc.StagesSection(nodes=2), max_sessions=None)
-    assert replace(scenario, verifiers={"gpu": spread}).most_sessions("gpu") == int(
+    assert replace(scenario, verifiers={"gpu": spread}).session_limit("gpu") == int(
         (0.9 * 160e9 - 8.03e9 * 2) / (2 * 32 * 8 * 128 * 2 * 1000.0)
     )
     unknown = sc.VerifierSection(pass_time=sc.CostSection(ms=20.0))
-    assert replace(scenario, verifiers={"gpu": unknown}).most_sessions("gpu") == 64
+    assert replace(scenario, verifiers={"gpu": unknown}).session_limit("gpu") == 64
     small = sc.VerifierSection(pass_time=sc.CostSection(roofline="llama-3.1-70b-fp8@rtx-4090"))
     with pytest.raises(ValueError, match=r"verifiers\.gpu: rtx-4090 has no room .* take 71 GB"):
         replace(scenario, verifiers={"gpu": small})
@@ -452,15 +459,15 @@ def test_a_run_of_the_world_that_is_named_says_the_same(tmp_path: Path) -> None:
         name: arm.speedup for name, arm in run.items()
     }
     fastest = max(run, key=lambda name: run[name].speedup or 0.0)
-    assert found["take"] == fastest or found["gain"] < LEAST_GAIN
+    assert found["take"] == fastest or found["gain"] < MIN_GAIN
 
 
 @cache
 def _summary() -> RunSummary:
     scenario = sc.load_scenario(SCENARIO, link_settings(5.0, 8.0, 25.0, 0.8))
-    point = Point("link", replace(scenario, duration_s=5.0), Path())
-    play_seeds([point], ask := Ask(1, 1), 1, quiet=True)
-    return summary_of(point, ask)
+    point = ScenarioPoint("link", replace(scenario, duration_s=5.0), Path())
+    play_seeds([point], seed_plan := SeedPlan(1, 1), 1, quiet=True)
+    return summary_of(point, seed_plan)
 
 
 def advice(**arms: tuple[tuple[float, ...], float]) -> LinkAdvice:
@@ -472,17 +479,17 @@ def advice(**arms: tuple[tuple[float, ...], float]) -> LinkAdvice:
         value = sum(base["target-only"][0]) / sum(seconds)
         whole = replace(arm.all, wasted_per_token=wasted)
         summaries.append(replace(arm, arm=name, all=whole, speedup=value))
-    totals = {Arm(name): [Total(one, 1) for one in mine[0]] for name, mine in base.items()}
+    totals = {Arm(name): [TpotTotal(one, 1) for one in mine[0]] for name, mine in base.items()}
     return advise(replace(_summary(), arms=tuple(summaries)), totals, 8.0, 25.0)
 
 
 def test_of_arms_that_take_as_long_the_one_with_fewer_wasted_nodes_is_taken() -> None:
     """What is quicker by chance alone is no reason to send more."""
     noisy = advice(edgespec=((0.010, 0.013, 0.010), 3.0), pearl=((0.011, 0.012, 0.0105), 0.2))
-    assert noisy.take is Arm.PEARL
+    assert noisy.arm is Arm.PEARL
     assert "edgespec (2.27) is not faster by more than chance, and sends 3.00" in noisy.reason
     clear = advice(edgespec=((0.010, 0.0101, 0.010), 3.0), pearl=((0.012, 0.0121, 0.012), 0.2))
-    assert clear.take is Arm.EDGESPEC
+    assert clear.arm is Arm.EDGESPEC
     assert "chance" not in clear.reason
 
 
@@ -506,9 +513,9 @@ def test_a_device_is_compared_with_the_server_alone(
     found = advice(
         **{"target-only": (plain, 0.0), "server-draft": (alone, 0.0), "both": (both, 0.4)}
     )
-    assert (found.take, found.alone, found.sure) == (take, Arm.SERVER_DRAFT, sure)
+    assert (found.arm, found.baseline, found.is_sure) == (take, Arm.SERVER_DRAFT, sure)
     assert found.gain == pytest.approx(gain, rel=0.01)
-    assert ("one seed only" in found.how_sure) == (sure is None)
+    assert ("one seed only" in found.certainty) == (sure is None)
     assert re.search("needs no device|adds little|beyond chance", found.reason)
 
 

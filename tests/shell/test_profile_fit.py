@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec_sim.commands.profile import fit_errors, fit_profile, samples_of
+from edgespec_sim.commands.profile import collect_samples, fit_errors, fit_profile
 from edgespec_sim.cost_profile import ProfileError, read_profile
-from edgespec_sim.report.timeline import Line
+from edgespec_sim.report.timeline import TraceLine
 from tests.tables import tabled
 
 DRAFT_S, DRAFT_ROW_S, DRAFT_CONTEXT_S = 4e-3, 5e-4, 2e-6
@@ -28,8 +28,8 @@ class Traces:
     """Both sides of made-up sessions, operation by operation."""
 
     def __init__(self, seed: int = 1) -> None:
-        self.device: list[Line] = []
-        self.verifier: list[Line] = []
+        self.device: list[TraceLine] = []
+        self.verifier: list[TraceLine] = []
         self.now_s = 100.0
         self._dice = np.random.default_rng(seed)
         self._count = 0
@@ -37,7 +37,9 @@ class Traces:
     def scattered(self, seconds: float) -> float:
         return float(seconds * self._dice.lognormal(0.0, SCATTER))
 
-    def note(self, lines: list[Line], kind: str, name: str, session: str, **values: Any) -> None:
+    def note(
+        self, lines: list[TraceLine], kind: str, name: str, session: str, **values: Any
+    ) -> None:
         at_s = round(self.now_s, 6)
         lines.append({"at_s": at_s, "session": session, "kind": kind, "name": name, **values})
 
@@ -100,7 +102,7 @@ def traces() -> Traces:
 
 def test_planted_laws_are_recovered() -> None:
     made = traces()
-    samples = samples_of(made.device, made.verifier)
+    samples = collect_samples(made.device, made.verifier)
     assert len(samples.draft_steps) == len(samples.passes) == 900
     assert len(samples.messages) == 1800
     found = fit_profile(samples, "planted", {})
@@ -123,21 +125,21 @@ def test_planted_laws_are_recovered() -> None:
         assert 0.0 <= mean <= worst < 0.05
 
 
-def shifted(lines: Sequence[Line], by_s: float) -> list[Line]:
+def shifted(lines: Sequence[TraceLine], by_s: float) -> list[TraceLine]:
     return [{**line, "at_s": line["at_s"] + by_s} for line in lines]
 
 
 def test_traces_of_two_clocks_are_refused() -> None:
     made = traces()
     with pytest.raises(ProfileError, match="not on one clock"):
-        samples_of(made.device, shifted(made.verifier, -1.0))
+        collect_samples(made.device, shifted(made.verifier, -1.0))
 
 
 def test_a_line_that_lacks_something_is_refused() -> None:
     made = traces()
     made.note(made.device, "action", "StartStep", "s0")
     with pytest.raises(ProfileError, match="lacks something: 'feed'"):
-        samples_of(made.device, made.verifier)
+        collect_samples(made.device, made.verifier)
 
 
 @tabled
@@ -146,7 +148,7 @@ def test_a_profile_that_is_none_is_named(
 ) -> None:
     """A time that is no number would stop the simulator's clock."""
     made = traces()
-    found = fit_profile(samples_of(made.device, made.verifier), "planted", {})
+    found = fit_profile(collect_samples(made.device, made.verifier), "planted", {})
     path = tmp_path / "p.json"
     path.write_text(json.dumps(json.loads(found.to_json()) | {field: value}))
     with pytest.raises(ProfileError, match=rf"p\.json: .*{why}"):

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from edgespec_sim.commands import play as player
 from edgespec_sim.commands.main import app
-from edgespec_sim.commands.play import Ask, Point, Workers, play_seeds
-from edgespec_sim.replication import FIRST
+from edgespec_sim.commands.play import ScenarioPoint, SeedPlan, Workers, play_seeds
+from edgespec_sim.replication import MIN_SEEDS
 from edgespec_sim.run_summary import read_summary
 from edgespec_sim.scenario.sections import load_scenario
 from tests.present import present
@@ -76,7 +76,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     points[0].unlink()
     (points[1].parent / "summary.json.part").write_text("{", encoding="utf-8")
     text = sim(*arguments)
-    assert "1 of 2 points are there already" in text
+    assert "1 of 2 points exist already" in text
     assert points[0].is_file()
     assert points[1].stat().st_mtime_ns == before
     rows = (out / "sweep.csv").read_text(encoding="utf-8").splitlines()
@@ -108,10 +108,10 @@ def test_the_page_of_the_simulator_names_every_command() -> None:
 def test_a_run_plays_seeds_until_the_speed_up_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ask, "of", lambda *given: Ask(1, None, 0.6, 3600.0))
+    monkeypatch.setattr(SeedPlan, "from_options", lambda *given: SeedPlan(1, None, 0.6, 3600.0))
     said = sim("run", "single-device", "--out", str(tmp_path), *TWO_ARMS)
     summary = read_summary(tmp_path / "summary.json")
-    assert summary.seeds >= FIRST
+    assert summary.seeds >= MIN_SEEDS
     ours = summary.arms[1]
     low, high = present(ours.speedup_interval)
     assert ours.speedup is not None
@@ -138,22 +138,22 @@ def test_time_is_a_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Workers, "play", slow)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     scenario = load_scenario("single-device", BRIEF)
-    point = Point("one", scenario, Path())
-    play_seeds([point], Ask(1, None, 0.0001, 25.0), 1, quiet=True)
+    point = ScenarioPoint("one", scenario, Path())
+    play_seeds([point], SeedPlan(1, None, 0.0001, 25.0), 1, quiet=True)
     assert point.seeds == 2
-    assert "as 25 s of time were the limit" in point.said[0]
-    alone = Point("one", scenario, Path())
+    assert "as 25 s of time were the limit" in point.notes[0]
+    alone = ScenarioPoint("one", scenario, Path())
     clock[0] = 0.0
-    play_seeds([alone], Ask(1, None, 0.05, 5.0), 1, quiet=True)
+    play_seeds([alone], SeedPlan(1, None, 0.05, 5.0), 1, quiet=True)
     assert alone.seeds == 1
-    assert "nobody knows how sure they are" in alone.said[0]
+    assert "their certainty is unknown" in alone.notes[0]
 
 
 def test_a_world_too_short_for_a_request_says_so() -> None:
     short = load_scenario("single-device", {**BRIEF, "duration_s": 0.3})
-    point = Point("one", short, Path())
-    play_seeds([point], Ask(1, 2), 1, quiet=True)
-    assert "no complete request" in point.said[0]
+    point = ScenarioPoint("one", short, Path())
+    play_seeds([point], SeedPlan(1, 2), 1, quiet=True)
+    assert "no complete request" in point.notes[0]
 
 
 def test_seeds_are_added_up_one_by_one(tmp_path: Path) -> None:

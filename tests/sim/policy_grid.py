@@ -19,13 +19,13 @@ from typing import Any, Final
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.commands.plan_link import SCENARIO, link_settings
-from edgespec_sim.replication import Total, speedup
+from edgespec_sim.replication import TpotTotal, speedup
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
 from edgespec_sim.world import run
 
 LIMIT: Final = 1.03
 FIRST_SEEDS: Final = 4
-MOST_SEEDS: Final = 64
+MAX_SEEDS: Final = 64
 FAR: Final = 1.4
 """A rival that is this many times slower than the default in the first world is not played in the
 others."""
@@ -86,7 +86,7 @@ class Verdict:
         return self.high <= LIMIT or self.low > LIMIT
 
 
-Played = dict[Arm, Total]
+Played = dict[Arm, TpotTotal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def judge(cell: Cell, worlds: Sequence[Played]) -> Verdict:
 def play_grid(
     cells: Sequence[Cell],
     play_all: Callable[[Sequence[World]], Iterator[Played]],
-    most_seeds: int = MOST_SEEDS,
+    most_seeds: int = MAX_SEEDS,
 ) -> list[Verdict]:
     """Play every cell with as many seeds as it takes to decide it; return a verdict for each.
 

@@ -19,7 +19,7 @@ LUCK, SCATTER = 0.15, 0.1
 """Deviation of a world's difficulty and of its requests, in logarithms."""
 
 
-def world(dice: random.Random) -> tuple[replication.Total, replication.Total]:
+def world(dice: random.Random) -> tuple[replication.TpotTotal, replication.TpotTotal]:
     """One seed: both arms feel its difficulty, and complete different numbers of requests."""
     luck = dice.gauss(0.0, LUCK)
     base_s, arm_s = BASE_S * math.exp(luck / 2), ARM_S * math.exp(luck)
@@ -27,14 +27,16 @@ def world(dice: random.Random) -> tuple[replication.Total, replication.Total]:
     for mean_s in (base_s, arm_s):
         count = dice.randint(20, 40)
         times_s = [mean_s * math.exp(dice.gauss(0.0, SCATTER)) for _ in range(count)]
-        totals.append(replication.Total(sum(times_s), count))
+        totals.append(replication.TpotTotal(sum(times_s), count))
     return totals[0], totals[1]
 
 
 TRUTH = BASE_S * math.exp((LUCK / 2) ** 2 / 2) / (ARM_S * math.exp(LUCK**2 / 2))
 
 
-def interval(worlds: list[tuple[replication.Total, replication.Total]]) -> replication.Interval:
+def interval(
+    worlds: list[tuple[replication.TpotTotal, replication.TpotTotal]],
+) -> replication.Interval:
     _, found = replication.speedup([base for base, _ in worlds], [arm for _, arm in worlds])
     return present(found)
 
@@ -54,9 +56,9 @@ def test_looking_before_deciding_costs_little() -> None:
     """Seeds are added until the interval is narrow: at least 90 of 100 hold, and it is narrow."""
     dice, held = random.Random(1), 0
     for _ in range(200):
-        worlds = [world(dice) for _ in range(replication.FIRST)]
+        worlds = [world(dice) for _ in range(replication.MIN_SEEDS)]
         while (
-            wanted := replication.seeds_wanted(len(worlds), interval(worlds).half_width, 0.05)
+            wanted := replication.count_seeds_needed(len(worlds), interval(worlds).half_width, 0.05)
         ) > len(worlds):
             worlds += [world(dice) for _ in range(wanted - len(worlds))]
         assert interval(worlds).half_width <= 0.05
@@ -65,21 +67,24 @@ def test_looking_before_deciding_costs_little() -> None:
 
 
 def test_the_t_is_the_textbooks() -> None:
-    assert replication.student(2) == pytest.approx(4.3027, rel=1e-4)
+    assert replication.student_t(2) == pytest.approx(4.3027, rel=1e-4)
 
 
 def test_more_seeds_are_asked_for_until_it_is_narrow_or_enough() -> None:
-    assert replication.seeds_wanted(1, None, 0.05) == replication.FIRST
-    assert replication.seeds_wanted(replication.FIRST, 0.04, 0.05) == replication.FIRST
-    assert replication.seeds_wanted(replication.FIRST, 0.10, 0.05) == 4 * replication.FIRST, (
-        "at most four times as many at once"
+    assert replication.count_seeds_needed(1, None, 0.05) == replication.MIN_SEEDS
+    assert (
+        replication.count_seeds_needed(replication.MIN_SEEDS, 0.04, 0.05) == replication.MIN_SEEDS
     )
-    assert replication.seeds_wanted(20, 0.06, 0.05) == math.ceil(1.1 * 20 * 1.44)
-    assert replication.seeds_wanted(20, None, 0.05) == 20, (
+    assert (
+        replication.count_seeds_needed(replication.MIN_SEEDS, 0.10, 0.05)
+        == 4 * replication.MIN_SEEDS
+    ), "at most four times as many at once"
+    assert replication.count_seeds_needed(20, 0.06, 0.05) == math.ceil(1.1 * 20 * 1.44)
+    assert replication.count_seeds_needed(20, None, 0.05) == 20, (
         "nothing can be compared, so nothing is waited for"
     )
-    assert replication.seeds_wanted(200, 0.5, 0.05) == replication.MOST_SEEDS
-    assert replication.seeds_wanted(replication.MOST_SEEDS, 0.5, 0.05) == replication.MOST_SEEDS
+    assert replication.count_seeds_needed(200, 0.5, 0.05) == replication.MAX_SEEDS
+    assert replication.count_seeds_needed(replication.MAX_SEEDS, 0.5, 0.05) == replication.MAX_SEEDS
 
 
 def studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:

@@ -44,8 +44,8 @@ from edgespec_sim.scenario.verifiers import (
     Operation,
     RadioMeter,
     RadioPower,
+    describe_cost_source,
     law_of,
-    measured,
     roofline_law,
 )
 from edgespec_sim.token_sources.source import ToySource
@@ -259,7 +259,7 @@ def test_given_times_grow_with_rows_and_context() -> None:
     assert law.seconds(1) == pytest.approx(0.025)
     assert law.seconds(11) == pytest.approx(0.030)
     assert law.seconds(1, 1000) == pytest.approx(0.027)
-    assert measured(section) == "assumed (25 ms)"
+    assert describe_cost_source(section) == "assumed (25 ms)"
 
 
 def test_a_relative_spread_keeps_the_mean() -> None:
@@ -487,11 +487,11 @@ def test_a_meter_integrates_the_states(name: str) -> None:
     packets_s = [time_s for time_s in packets_s if not 5.0 < time_s < 18.0]
     meter, taken_j = RadioMeter(power), 0.0
     for time_s in packets_s:
-        meter.packet(time_s)
-        taken_j += meter.take(time_s + 0.0001)
-    taken_j += meter.take(40.0)
+        meter.add_packet(time_s)
+        taken_j += meter.collect_j(time_s + 0.0001)
+    taken_j += meter.collect_j(40.0)
     assert taken_j == pytest.approx(stepped_j(power, packets_s, 40.0), rel=2e-3)
-    assert meter.take(40.0) == 0.0
+    assert meter.collect_j(40.0) == 0.0
 
 
 # --- layers on several nodes, and the relaxed rule that goes with them ----------------------------

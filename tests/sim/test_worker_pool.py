@@ -106,7 +106,7 @@ def test_every_task_is_worked_on_once(pool: Pool, count: int) -> None:
 
 
 def test_a_process_that_dies_at_a_task_is_noticed(pool: Pool) -> None:
-    with pytest.raises(ChildProcessError, match=r"has died .SIGKILL, for want of memory perhaps"):
+    with pytest.raises(ChildProcessError, match=r"has died .SIGKILL, perhaps for lack of memory"):
         finished(pool.work_on([(0, ("say", "a")), (1, ("die", "")), (2, ("say", "b"))], 0.01))
 
 

@@ -80,11 +80,11 @@ def memory(
         except ValueError as error:
             text = str(error).replace("memory_budget is", "--memory-budget is", 1)
             raise ConfigError(text) from None
-        variants, question = _measured(section, references)
-        _answer(variants, question, as_json)
+        variants, question = _measure_memory(section, references)
+        _show_answer(variants, question, as_json)
 
 
-def _measured(
+def _measure_memory(
     section: DraftSection, references: list[str]
 ) -> tuple[tuple[DraftVariant, ...], MemoryQuestion]:
     """Return the draft variants to choose from, and the question for the memory plan. All drafts of
@@ -103,13 +103,15 @@ def _measured(
     return variants, replace(question, runtime_bytes=question.runtime_bytes + _SPREAD_BYTES)
 
 
-def _answer(variants: tuple[DraftVariant, ...], question: MemoryQuestion, as_json: bool) -> None:
+def _show_answer(
+    variants: tuple[DraftVariant, ...], question: MemoryQuestion, as_json: bool
+) -> None:
     from edgespec.core.device.memory import plan_memory, unbounded
 
     plan = plan_memory(variants, question)
     changes = plan.traded(unbounded(variants, question))
     if as_json:
-        typer.echo(json.dumps(_plain_memory(plan, changes), indent=2))
+        typer.echo(json.dumps(_memory_as_json(plan, changes), indent=2))
     else:
         _show_memory(plan, changes)
 
@@ -135,7 +137,7 @@ def _show_memory(plan: MemoryPlan, changes: tuple[str, ...]) -> None:
     console.print("traded: " + ("; ".join(changes) if changes else "nothing"))
 
 
-def _plain_memory(plan: MemoryPlan, changes: tuple[str, ...]) -> dict[str, Any]:
+def _memory_as_json(plan: MemoryPlan, changes: tuple[str, ...]) -> dict[str, Any]:
     return {
         "draft": plan.variant.name,
         "bits": plan.variant.bits,

@@ -35,7 +35,7 @@ from edgespec_sim.commands.play import Task, Workers, default_processes, named_a
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import LOSSY
 from edgespec_sim.scenario import sections
-from edgespec_sim.scenario.verifiers import MODELS, Operation, law_of, measured
+from edgespec_sim.scenario.verifiers import MODELS, Operation, describe_cost_source, law_of
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.meters import RequestRecord
 from edgespec_sim.world.network import Network
@@ -44,7 +44,7 @@ from edgespec_sim.world.run import Job, check, clusters, is_lossy, p95
 _ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC, Arm.SERVER_DRAFT, Arm.BOTH)
 """The arms to compare. The last two apply only where the verifiers draft."""
 _MODEL: Final = "llama-3.1-70b-fp8"
-MOST_VERIFIERS: Final = 10_000
+MAX_VERIFIERS: Final = 10_000
 # An open loop gets enough devices that a request hardly ever finds its device busy.
 _DEVICES_A_RATE, _LEAST_DEVICES = 60.0, 64
 # Lengths of the warm-up and of the measured window (least, most), in durations of one request. The
@@ -55,8 +55,8 @@ _FIRST_SESSIONS: Final = 16.0
 """Sessions per verifier at which the search begins."""
 _SMALL, _LARGE = (12.0, 60.0), (64.0, 600.0)
 """Sessions that run at once in a world, and session-seconds in its measured window."""
-Triple = tuple[float, float, float]
-Play = Callable[[str, Sequence[Job], float], list[WorldOutcome]]
+Estimate = tuple[float, float, float]
+PlayWorlds = Callable[[str, Sequence[Job], float], list[WorldOutcome]]
 """Called with a description, the worlds to play and a deadline on the monotonic clock. Returns the
 outcomes in the order of the worlds. Raises ``TimeoutError``."""
 
@@ -84,7 +84,7 @@ GPUS: Final = {
 variants."""
 
 
-def model_and_gpu(named: str) -> tuple[str, str]:
+def parse_model_and_gpu(named: str) -> tuple[str, str]:
     """Split ``h100`` or ``llama-3.1-8b-bf16@h100`` into model and GPU. Without a model it is
     ``_MODEL``.
 
@@ -100,7 +100,7 @@ def model_and_gpu(named: str) -> tuple[str, str]:
 # --- the question ---------------------------------------------------------------------------
 
 
-def dealt(weights: dict[str, float], size: int) -> dict[str, int]:
+def apportion(weights: dict[str, float], size: int) -> dict[str, int]:
     """Divide ``size`` devices in the proportion of ``weights``, by the method of largest
     remainders. Groups without a device are left out."""
     total = sum(weights.values())
@@ -129,7 +129,7 @@ class CapacityQuestion:
 
     def __post_init__(self) -> None:
         scenario = self.scenario
-        if not self.slo.given:
+        if not self.slo.has_objectives:
             raise ValueError("no objective is given: a plan needs --ttft-p95 or --tpot-p95")
         if len(scenario.verifiers) != 1:
             kinds = ", ".join(scenario.verifiers)
@@ -156,7 +156,7 @@ class CapacityQuestion:
         )
 
     @property
-    def active(self) -> float:
+    def active_sessions(self) -> float:
         """Estimated number of sessions that run at once on all verifiers together."""
         if self.rate is not None:
             return self.rate * self.cycle_s
@@ -164,13 +164,17 @@ class CapacityQuestion:
         return self.scenario.device_count * self.cycle_s / (self.cycle_s + think_s)
 
     @property
-    def most(self) -> int:
+    def max_verifiers(self) -> int:
         """A number of verifiers at which requests hardly ever share one."""
         return max(
-            1, min(MOST_VERIFIERS, math.ceil(max(self.scenario.device_count, 4.0 * self.active)))
+            1,
+            min(
+                MAX_VERIFIERS,
+                math.ceil(max(self.scenario.device_count, 4.0 * self.active_sessions)),
+            ),
         )
 
-    def world(self, number: int, sessions: float, session_seconds: float) -> sections.Scenario:
+    def make_world(self, number: int, sessions: float, session_seconds: float) -> sections.Scenario:
         """Return the world that stands for ``number`` verifiers.
 
         It holds as many of them as serve ``sessions`` sessions at once, with their part of the
@@ -178,7 +182,7 @@ class CapacityQuestion:
         measured window lasts ``session_seconds`` divided by the sessions that run at once, within
         limits. Raises ``ValueError`` if that takes too many devices."""
         scenario, arrivals = self.scenario, None
-        each = max(self.active / number, 1e-3)
+        each = max(self.active_sessions / number, 1e-3)
         played = max(1, min(number, math.ceil(sessions / each)))
         part = played / number
         if self.rate is None:
@@ -211,7 +215,7 @@ class CapacityQuestion:
                     count=count,
                     workload=replace(scenario.devices[name].workload, start_thinking=True),
                 )
-                for name, count in dealt(weights, count).items()
+                for name, count in apportion(weights, count).items()
             },
             verifiers={self.kind: replace(scenario.verifiers[self.kind], count=played)},
         )
@@ -229,16 +233,16 @@ class Meets(Enum):
     NO = "no"
 
     @property
-    def by_value(self) -> bool:
+    def is_met(self) -> bool:
         return self in (Meets.YES, Meets.LIKELY)
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         return self in (Meets.YES, Meets.NO)
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Observation:
     """The results of one arm on one number of verifiers. A triple is a value and the
     ends of its 95 % interval, in seconds."""
 
@@ -249,26 +253,28 @@ class Observed:
     requests: int
     unfinished: int
     """Requests that had no second token when the world ended."""
-    ttft_p95_s: Triple
-    tpot_p95_s: Triple
+    ttft_p95_s: Estimate
+    tpot_p95_s: Estimate
     utilisation: float
     meets: Meets
 
 
-def judged(
+def judge(
     slo: sections.SloSection,
     number: int,
     scenario: sections.Scenario,
     outcomes: Sequence[WorldOutcome],
-) -> Observed:
+) -> Observation:
     """Compare ``outcomes`` with the objectives. They come from worlds of ``scenario``, which stands
     for ``number`` verifiers."""
     groups = clusters(scenario, outcomes)
-    never = math.inf  # the time of a request that never got a first token
-    ttft = p95(groups, lambda one: never if one.ttft_s is None else one.ttft_s) or (math.inf,) * 3
+    endless_s = math.inf  # the time of a request that never got a first token
+    ttft = (
+        p95(groups, lambda one: endless_s if one.ttft_s is None else one.ttft_s) or (math.inf,) * 3
+    )
     tpot = p95(groups, _tpot_s) or (math.inf,) * 3
     busy = [one.utilisation for outcome in outcomes for one in outcome.verifiers]
-    return Observed(
+    return Observation(
         verifiers=number,
         played=len(outcomes[0].verifiers),
         seeds=len(outcomes),
@@ -277,7 +283,7 @@ def judged(
         ttft_p95_s=ttft,
         tpot_p95_s=tpot,
         utilisation=sum(busy) / len(busy),
-        meets=_meets((ttft, slo.ttft_s), (tpot, slo.tpot_s)),
+        meets=_compare_with_objectives((ttft, slo.ttft_s), (tpot, slo.tpot_s)),
     )
 
 
@@ -289,13 +295,13 @@ def _tpot_s(one: RequestRecord) -> float | None:
     return one.pace_s
 
 
-def _meets(*pairs: tuple[Triple, float]) -> Meets:
+def _compare_with_objectives(*pairs: tuple[Estimate, float]) -> Meets:
     """Compare pairs of a triple (value and interval) and its objective."""
-    if all(triple[2] <= limit for triple, limit in pairs):
+    if all(estimate[2] <= limit for estimate, limit in pairs):
         return Meets.YES
-    if any(triple[1] > limit for triple, limit in pairs):
+    if any(estimate[1] > limit for estimate, limit in pairs):
         return Meets.NO
-    within = all(triple[0] <= limit for triple, limit in pairs)
+    within = all(estimate[0] <= limit for estimate, limit in pairs)
     return Meets.LIKELY if within else Meets.UNLIKELY
 
 
@@ -310,25 +316,25 @@ class Search:
     arm: Arm
     first: int
     """The number that the search begins with."""
-    most: int
+    max_verifiers: int
     proposed: dict[int, bool] = field(default_factory=dict)
     """Results of small worlds: whether a number of verifiers met the objectives."""
-    observed: dict[int, Observed] = field(default_factory=dict)
-    alone: Observed | None = None
-    """The observation on ``most`` verifiers, where a request has a verifier to itself."""
+    observed: dict[int, Observation] = field(default_factory=dict)
+    uncontended: Observation | None = None
+    """The observation on ``max_verifiers`` verifiers, where a request has a verifier to itself."""
 
     @property
-    def never(self) -> bool:
-        return self.alone is not None and self.alone.meets is Meets.NO
+    def never_meets(self) -> bool:
+        return self.uncontended is not None and self.uncontended.meets is Meets.NO
 
-    def to_propose(self) -> int | None:
+    def next_proposal(self) -> int | None:
         """Return the number for the next small world. None once the proposal is complete, or if not
-        even ``most`` verifiers meet the objectives."""
+        even ``max_verifiers`` verifiers meet the objectives."""
         if not self.proposed:
             return self.first
         low, high = self._bracket()
         if high is None:
-            return None if low == self.most else min(2 * low, self.most)
+            return None if low == self.max_verifiers else min(2 * low, self.max_verifiers)
         if low == 0:
             return high // 2 if high > 1 else None
         return (low + high) // 2 if high > 1.2 * low + 1 else None
@@ -341,9 +347,9 @@ class Search:
     def candidate(self) -> int:
         """The least number that meets the objectives, as far as the worlds played so far show."""
         first = self._bracket()[1] or self.first
-        low = max((n for n, one in self.observed.items() if not one.meets.by_value), default=0)
+        low = max((n for n, one in self.observed.items() if not one.meets.is_met), default=0)
         high = min(
-            (n for n, one in self.observed.items() if one.meets.by_value and n > low), default=None
+            (n for n, one in self.observed.items() if one.meets.is_met and n > low), default=None
         )
         if high is None:
             return first if low < first else low + max(1, low - first + 1)
@@ -352,18 +358,20 @@ class Search:
             return (low + high) // 2 if low else max(1, high - step)
         return high
 
-    def wanted(self) -> list[int]:
+    def numbers_to_play(self) -> list[int]:
         """Return the numbers of verifiers to play, or to play with one more seed. Empty once all is
         decided."""
-        if self.never:
+        if self.never_meets:
             return []
         near = [one for one in (self.candidate, self.candidate - 1) if one >= 1]
-        return self.unplayed[::-1] or [one for one in near if not self.observed[one].meets.decided]
+        return self.unplayed[::-1] or [
+            one for one in near if not self.observed[one].meets.is_decided
+        ]
 
     @property
     def unplayed(self) -> list[int]:
         """The candidate and one less, without those that a large world was played for."""
-        near = () if self.never else (self.candidate - 1, self.candidate)
+        near = () if self.never_meets else (self.candidate - 1, self.candidate)
         return [one for one in near if one >= 1 and one not in self.observed]
 
     @property
@@ -380,53 +388,57 @@ class Planner:
     """Answers one question. ``play`` plays worlds, and ``at_once`` is how many it plays in
     parallel."""
 
-    def __init__(self, question: CapacityQuestion, play: Play, at_once: int = 1) -> None:
+    def __init__(self, question: CapacityQuestion, play: PlayWorlds, at_once: int = 1) -> None:
         self._question, self._play, self._at_once = question, play, at_once
-        first = min(question.most, max(1, round(question.active / _FIRST_SESSIONS)))
-        self.searches = [Search(arm, first, question.most) for arm in question.arms]
+        first = min(
+            question.max_verifiers, max(1, round(question.active_sessions / _FIRST_SESSIONS))
+        )
+        self.searches = [Search(arm, first, question.max_verifiers) for arm in question.arms]
         self._worlds: dict[tuple[Arm, int], list[WorldOutcome]] = {}
 
     def search(self, until_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
         """Run the search of every arm. All proposals are made, whatever time they take; no large
         world is started after ``until_s`` on the clock ``now_s``."""
-        while asked := [(s, n) for s in self.searches if (n := s.to_propose()) is not None]:
-            self._propose(asked)
+        while proposals := [(s, n) for s in self.searches if (n := s.next_proposal()) is not None]:
+            self._propose(proposals)
         rounds, round_s = 0, 0.0
-        while wanted := [(s, n) for s in self.searches for n in s.wanted()]:
+        while wanted := [(s, n) for s in self.searches for n in s.numbers_to_play()]:
             began_s = now_s()
             if rounds == _MOST_ROUNDS or began_s + round_s > until_s:
                 return
             try:
-                self._events(wanted, until_s)
+                self._play_events(wanted, until_s)
             except TimeoutError:
                 # Only the quick worlds of this round have finished, and to use them would be a
                 # bias.
                 return
             rounds, round_s = rounds + 1, now_s() - began_s
 
-    def _propose(self, asked: Sequence[tuple[Search, int]]) -> None:
+    def _propose(self, proposals: Sequence[tuple[Search, int]]) -> None:
         question = self._question
-        worlds = [question.world(number, *_SMALL) for _, number in asked]
+        worlds = [question.make_world(number, *_SMALL) for _, number in proposals]
         jobs = [
-            self._job(search.arm, world, 1)
-            for (search, _), world in zip(asked, worlds, strict=True)
+            self._make_job(search.arm, world, 1)
+            for (search, _), world in zip(proposals, worlds, strict=True)
         ]
         outcomes = self._play("small worlds", jobs, math.inf)
-        for (search, number), world, outcome in zip(asked, worlds, outcomes, strict=True):
-            found = judged(question.slo, number, world, [outcome])
-            search.proposed[number] = found.meets.by_value
-            if number == search.most:  # A mere value excludes nothing; only an interval does.
-                search.alone = found
+        for (search, number), world, outcome in zip(proposals, worlds, outcomes, strict=True):
+            found = judge(question.slo, number, world, [outcome])
+            search.proposed[number] = found.meets.is_met
+            if (
+                number == search.max_verifiers
+            ):  # A mere value excludes nothing; only an interval does.
+                search.uncontended = found
                 search.proposed[number] = found.meets is not Meets.NO
 
-    def _events(self, wanted: Sequence[tuple[Search, int]], until_s: float) -> None:
+    def _play_events(self, wanted: Sequence[tuple[Search, int]], until_s: float) -> None:
         question = self._question
         seeds = max(1, self._at_once // len(wanted))
-        worlds = {number: question.world(number, *_LARGE) for _, number in wanted}
+        worlds = {number: question.make_world(number, *_LARGE) for _, number in wanted}
         keys = [(search.arm, number) for search, number in wanted for _ in range(seeds)]
         done = {key: len(self._worlds.get(key, ())) for key in keys}
         jobs = [
-            self._job(arm, worlds[number], 1 + done[arm, number] + index % seeds)
+            self._make_job(arm, worlds[number], 1 + done[arm, number] + index % seeds)
             for index, (arm, number) in enumerate(keys)
         ]
         named = " and ".join(map(str, sorted(worlds)))
@@ -435,9 +447,9 @@ class Planner:
             self._worlds.setdefault(key, []).append(outcome)
         for search, number in wanted:
             mine = self._worlds[search.arm, number]
-            search.observed[number] = judged(question.slo, number, worlds[number], mine)
+            search.observed[number] = judge(question.slo, number, worlds[number], mine)
 
-    def _job(self, arm: Arm, world: sections.Scenario, seed: int) -> Job:
+    def _make_job(self, arm: Arm, world: sections.Scenario, seed: int) -> Job:
         return Job(replace(world, arms=(arm,)), arm, 0, seed, self._question.folder, checks=False)
 
     @property
@@ -450,21 +462,21 @@ class Planner:
             tpot_s = math.inf if mine is None else mine.tpot_p95_s[0]
             return mine is None, one.candidate, tpot_s
 
-        return min([one for one in self.searches if not one.never], key=cost, default=None)
+        return min([one for one in self.searches if not one.never_meets], key=cost, default=None)
 
 
 # --- the explanation of an objective that no number of verifiers meets -------------------------
 
 
-def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
+def explain_never(question: CapacityQuestion, arm: Arm, uncontended: Observation) -> str:
     """Explain why ``arm`` misses an objective on any number of verifiers.
 
-    ``alone`` was observed on enough verifiers that hardly two requests meet. More verifiers
+    ``uncontended`` was observed on enough verifiers that hardly two requests meet. More verifiers
     shorten none of the links, draft steps and passes that such a request waits for."""
-    if question.active > alone.verifiers:
-        each = question.active / alone.verifiers
+    if question.active_sessions > uncontended.verifiers:
+        each = question.active_sessions / uncontended.verifiers
         return (
-            f"even {alone.verifiers} verifiers are too few for this load: each would have"
+            f"even {uncontended.verifiers} verifiers are too few for this load: each would have"
             f" {each:.0f} requests at once"
         )
     scenario, slo, folder = question.scenario, question.slo, question.folder
@@ -481,14 +493,14 @@ def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
         f"{what} p95 has an objective of {_ms(limit_s)}, but is {_ms(found[0])} for requests that"
         f" have a verifier to themselves{why}"
         for what, found, limit_s, why in (
-            ("TPOT", alone.tpot_p95_s, slo.tpot_s, ""),
-            ("TTFT", alone.ttft_p95_s, slo.ttft_s, f": {prefill}"),
+            ("TPOT", uncontended.tpot_p95_s, slo.tpot_s, ""),
+            ("TTFT", uncontended.ttft_p95_s, slo.ttft_s, f": {prefill}"),
         )
         if found[0] > limit_s
     ]
     drafting = f", a draft step {_ms(step_s)}" if arm.drafts else ""
     parts.append(f"a round trip is {_ms(rtt_s)}{drafting}, a pass {_ms(law.seconds(1))}")
-    return "; ".join(parts) + f" ({measured(passes)})"
+    return "; ".join(parts) + f" ({describe_cost_source(passes)})"
 
 
 def _ms(time_s: float) -> str:
@@ -547,9 +559,9 @@ def capacity(
     with reported():
         began_s = time.monotonic()
         with named_as_typed(_OPTIONS):
-            model, named = model_and_gpu(gpu)
+            model, named = parse_model_and_gpu(gpu)
             given = read_settings(settings or ())
-            asked = scenario_for(scenario, given, users, model, named)
+            asked = load_planned_scenario(scenario, given, users, model, named)
             drafting = any(one.server_draft is not None for one in asked.verifiers.values())
             arms = tuple(arm for arm in _ARMS if drafting or not arm.on_server)
             question = CapacityQuestion(
@@ -574,13 +586,13 @@ def capacity(
             planner = Planner(question, play, cores)
             planner.search(began_s + max_seconds)
     if as_json:
-        typer.echo(json.dumps(_plain(question, planner, GPUS[named]), indent=2))
+        typer.echo(json.dumps(_answer_as_json(question, planner, GPUS[named]), indent=2))
     else:
         _show(question, planner, named)
         say(f"answered in {time.monotonic() - began_s:.0f} s")
 
 
-def scenario_for(
+def load_planned_scenario(
     name: str, settings: dict[str, object], users: int | None, model: str, gpu: str
 ) -> sections.Scenario:
     """Load a scenario and replace its number of users and its verifier's model and GPU. Raises
@@ -588,7 +600,7 @@ def scenario_for(
     loaded = sections.load_scenario(name, settings)
     devices = dict(loaded.devices)
     if users is not None:
-        counts = dealt({group: float(one.count) for group, one in devices.items()}, users)
+        counts = apportion({group: float(one.count) for group, one in devices.items()}, users)
         if users > sections.MAX_DEVICES:
             raise ValueError(f"users is {users}, but must be at most {sections.MAX_DEVICES}")
         devices = {group: replace(devices[group], count=count) for group, count in counts.items()}
@@ -620,17 +632,17 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
             taken = search is best and number == search.candidate
             part = "" if one.played == number else f" at {one.played} of them"
             table.add_row(
-                *(_named(question, search.arm), str(number)),
-                *(_triple(one.ttft_p95_s, 0), _triple(one.tpot_p95_s, 1)),
+                *(_arm_name(question, search.arm), str(number)),
+                *(_format_estimate(one.ttft_p95_s, 0), _format_estimate(one.tpot_p95_s, 1)),
                 *(f"{one.utilisation:.0%}", f"{number * price:.2f}", f"{one.requests}{part}"),
                 style="bold" if taken else None,
             )
     console.print(table)
     console.print("all of them simulated; in brackets: 95 % intervals", style="dim")
     for search in planner.searches:
-        name = _named(question, search.arm)
-        if search.alone is not None and search.never:
-            why = why_never(question, search.arm, search.alone)
+        name = _arm_name(question, search.arm)
+        if search.uncontended is not None and search.never_meets:
+            why = explain_never(question, search.arm, search.uncontended)
             console.print(f"\n{name}: {why}", soft_wrap=True)
         elif search.unplayed:
             late = (
@@ -647,10 +659,10 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
     if best.candidate in best.unplayed:
         sure = "proposed by small worlds, not simulated at length"
     console.print(
-        f"\n[bold]take:[/] {_named(question, best.arm)} on {best.candidate} {gpu.upper()} ({sure}),"
-        f" ${best.candidate * price:.2f} an hour"
+        f"\n[bold]take:[/] {_arm_name(question, best.arm)} on {best.candidate} {gpu.upper()}"
+        f" ({sure}), ${best.candidate * price:.2f} an hour"
     )
-    if (saved := saved_verifiers(planner)) is not None:
+    if (saved := count_saved_verifiers(planner)) is not None:
         than, count = saved
         if than is Arm.TARGET_ONLY:
             named = "plain streaming"
@@ -668,12 +680,12 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
 
 def _show_assumptions(question: CapacityQuestion, console: Console) -> None:
     """Print the pass times that the answer rests on, and how many sessions fit a GPU's memory."""
-    passes = measured(question.scenario.verifiers[question.kind].pass_time)
+    passes = describe_cost_source(question.scenario.verifiers[question.kind].pass_time)
     console.print(f"passes: {passes}", style="dim", soft_wrap=True)
     console.print(question.scenario.memory_note(question.kind), style="dim", soft_wrap=True)
 
 
-def saved_verifiers(planner: Planner) -> tuple[Arm, int] | None:
+def count_saved_verifiers(planner: Planner) -> tuple[Arm, int] | None:
     """Return the arm that the best arm is compared with, and how many verifiers it saves.
 
     The comparison is with the arm that needs the fewest verifiers among those without a device, or
@@ -685,7 +697,7 @@ def saved_verifiers(planner: Planner) -> tuple[Arm, int] | None:
     others = [
         one
         for one in planner.searches
-        if not one.arm.drafts and one is not best and not one.never and not one.unplayed
+        if not one.arm.drafts and one is not best and not one.never_meets and not one.unplayed
     ]
     if not others:
         return None
@@ -693,18 +705,18 @@ def saved_verifiers(planner: Planner) -> tuple[Arm, int] | None:
     return least.arm, least.candidate - best.candidate
 
 
-def _named(question: CapacityQuestion, arm: Arm) -> str:
+def _arm_name(question: CapacityQuestion, arm: Arm) -> str:
     return f"{arm.value} {LOSSY}" if is_lossy(question.scenario, arm) else arm.value
 
 
-def _triple(found: Triple, digits: int) -> str:
+def _format_estimate(found: Estimate, digits: int) -> str:
     value, low, high = ("never" if math.isinf(one) else f"{1e3 * one:.{digits}f}" for one in found)
     return f"{value} ({low}-{high})"
 
 
-def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:
+def _answer_as_json(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:
     """Return the answer as a JSON object. JSON has no infinity, so "never" is null."""
-    best, saved = planner.best, saved_verifiers(planner)
+    best, saved = planner.best, count_saved_verifiers(planner)
     return {
         "users": question.scenario.device_count if question.rate is None else None,
         "rate": question.rate,
@@ -722,19 +734,21 @@ def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, 
         "arms": [
             {
                 "arm": one.arm.value,
-                "verifiers": None if one.never else one.candidate,
+                "verifiers": None if one.never_meets else one.candidate,
                 "lossy": is_lossy(question.scenario, one.arm),
-                "confirmed": not one.never and not one.unplayed,
+                "confirmed": not one.never_meets and not one.unplayed,
                 "not_played": one.unplayed,
-                "why": why_never(question, one.arm, one.alone) if one.never and one.alone else "",
-                "events": [_plain_observed(one.observed[n]) for n in sorted(one.observed)],
+                "why": explain_never(question, one.arm, one.uncontended)
+                if one.never_meets and one.uncontended
+                else "",
+                "events": [_observation_as_json(one.observed[n]) for n in sorted(one.observed)],
             }
             for one in planner.searches
         ],
     }
 
 
-def _plain_observed(one: Observed) -> dict[str, Any]:
+def _observation_as_json(one: Observation) -> dict[str, Any]:
     plain = asdict(one) | {"utilisation": round(one.utilisation, 4), "meets": one.meets.value}
     for name in ("ttft_p95", "tpot_p95"):
         ends_s = plain.pop(f"{name}_s")

@@ -21,15 +21,15 @@ from edgespec.bench.arms import Arm
 from edgespec.cli.options import option
 from edgespec.cli.running import reported
 from edgespec_sim.commands import play
-from edgespec_sim.replication import Total, speedup
+from edgespec_sim.replication import TpotTotal, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
 from edgespec_sim.world.run import fastest_alone
 
 SCENARIO: Final = "single-device"
-LEAST_GAIN: Final = 1.03
+MIN_GAIN: Final = 1.03
 """Least ratio of speeds at which drafting on a device is worth its effort."""
-_AS_GOOD: Final = 1.02
+_EQUAL_RATIO: Final = 1.02
 """Ratio of speeds up to which two arms count as equally fast on one seed, whose spread is
 unknown."""
 _SECONDS: Final = 30.0
@@ -78,131 +78,140 @@ def link_settings(
 class LinkAdvice:
     """The advised arm, the reason, and how certain the advice is."""
 
-    take: Arm
+    arm: Arm
     reason: str
-    alone: Arm
+    baseline: Arm
     """The fastest arm that needs no device."""
     gain: float
-    """Time per token of ``alone`` divided by that of ``take``. If ``alone`` itself is advised, the
-    divisor is the fastest arm with a device."""
+    """Time per token of ``baseline`` divided by that of ``arm``. If ``baseline`` itself is advised,
+    the divisor is the fastest arm with a device."""
     gain_interval: tuple[float, float] | None
     """The 95 % interval of ``gain``. None with one seed."""
-    sure: bool | None
+    is_sure: bool | None
     """Whether the interval decides between a device and none. None with one seed, which cannot
     decide."""
 
     @property
-    def how_sure(self) -> str:
-        """``sure`` in words, printed after the arm."""
-        if self.sure is None:
+    def certainty(self) -> str:
+        """``is_sure`` in words, printed after the arm."""
+        if self.is_sure is None:
             return "one seed only, so the certainty is unknown: use --seeds or --max-seconds"
-            return "sure" if self.sure else "not sure: the interval below includes the opposite"
+        return "sure" if self.is_sure else "not sure: the interval below includes the opposite"
 
 
 def advise(
-    summary: RunSummary, totals: Mapping[Arm, Sequence[Total]], draft_ms: float, pass_ms: float
+    summary: RunSummary, totals: Mapping[Arm, Sequence[TpotTotal]], draft_ms: float, pass_ms: float
 ) -> LinkAdvice:
     """Choose an arm. ``totals`` holds the times per token of each arm, one entry per world.
 
     Raises ``ValueError`` if no request ended without a device because the worlds were too short."""
     arms = {Arm(arm.arm): arm for arm in summary.arms if arm.speedup is not None}
-    alone = fastest_alone({arm: totals[arm] for arm in arms})
-    if alone is None:
+    baseline = fastest_alone({arm: totals[arm] for arm in arms})
+    if baseline is None:
         raise ValueError(
             f"no request ended within {summary.duration_s:g} virtual s: the round trip is too long"
             " for this duration; play longer worlds with edgespec-sim run and --set duration_s=..."
         )
     fastest = max(arms, key=lambda arm: arms[arm].speedup or 0.0)
-    equal = [arm for arm in arms if _takes_as_long(totals[fastest], totals[arm])]
-    most_ms = LEAST_GAIN * min(gpu_ms(arms[arm]) for arm in equal)
-    cheap = [arm for arm in equal if gpu_ms(arms[arm]) <= most_ms]
+    equal = [arm for arm in arms if _is_equally_fast(totals[fastest], totals[arm])]
+    most_ms = MIN_GAIN * min(gpu_ms_per_token(arms[arm]) for arm in equal)
+    cheap = [arm for arm in equal if gpu_ms_per_token(arms[arm]) <= most_ms]
     take = min(cheap, key=lambda arm: (arms[arm].all.wasted_per_token, arm is not fastest))
     # A device that is hardly faster than the server alone may still take work off the GPU.
-    saves_gpu = LEAST_GAIN * gpu_ms(arms[take]) <= gpu_ms(arms[alone])
-    if not take.drafts or (_gain(totals, alone, take)[0] < LEAST_GAIN and not saves_gpu):
+    saves_gpu = MIN_GAIN * gpu_ms_per_token(arms[take]) <= gpu_ms_per_token(arms[baseline])
+    if not take.drafts or (_gain(totals, baseline, take)[0] < MIN_GAIN and not saves_gpu):
         others = [arm for arm in arms if arm.drafts]
-        rival = max(others, key=lambda arm: arms[arm].speedup or 0.0, default=alone)
-        gain, ends = _gain(totals, alone, rival)
-        sure = None if ends is None else ends[1] < LEAST_GAIN
-        reason = _why_not(arms, alone, rival, (gain, ends), draft_ms, pass_ms)
-        return LinkAdvice(alone, reason, alone, gain, ends, sure)
-    gain, ends = _gain(totals, alone, take)
+        rival = max(others, key=lambda arm: arms[arm].speedup or 0.0, default=baseline)
+        gain, ends = _gain(totals, baseline, rival)
+        sure = None if ends is None else ends[1] < MIN_GAIN
+        reason = _explain_no_device(arms, baseline, rival, (gain, ends), draft_ms, pass_ms)
+        return LinkAdvice(baseline, reason, baseline, gain, ends, sure)
+    gain, ends = _gain(totals, baseline, take)
     sure = None if ends is None else ends[0] > 1.0
-    return LinkAdvice(take, _why(arms, take, fastest, alone, (gain, ends)), alone, gain, ends, sure)
+    return LinkAdvice(
+        take,
+        _explain_device(arms, take, fastest, baseline, (gain, ends)),
+        baseline,
+        gain,
+        ends,
+        sure,
+    )
 
 
 _Gain = tuple[float, tuple[float, float] | None]
 
 
-def _gain(totals: Mapping[Arm, Sequence[Total]], alone: Arm, arm: Arm) -> _Gain:
-    """Return how many times as fast ``arm`` is as ``alone``, and the 95 % interval."""
-    value, interval = speedup(totals[alone], totals[arm])
+def _gain(totals: Mapping[Arm, Sequence[TpotTotal]], baseline: Arm, arm: Arm) -> _Gain:
+    """Return how many times as fast ``arm`` is as ``baseline``, and the 95 % interval."""
+    value, interval = speedup(totals[baseline], totals[arm])
     assert value is not None, "both have a time per token"
     return value, None if interval is None else (interval.low, interval.high)
 
 
-def _times(gain: _Gain) -> str:
+def _format_gain(gain: _Gain) -> str:
     value, ends = gain
     interval = "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
     return f"{value:.2f} times{interval}"
 
 
-def gpu_ms(arm: ArmSummary) -> float:
-    """Milliseconds of the verifier's GPU per token, in passes and draft steps."""
+def gpu_ms_per_token(arm: ArmSummary) -> float:
+    """Return the milliseconds of the verifier's GPU per token, in passes and draft steps."""
     return arm.target_ms_per_token + arm.draft_ms_per_token
 
 
-def _takes_as_long(fastest: Sequence[Total], arm: Sequence[Total]) -> bool:
+def _is_equally_fast(fastest: Sequence[TpotTotal], arm: Sequence[TpotTotal]) -> bool:
     value, interval = speedup(fastest, arm)
     if interval is not None and interval.low < interval.high:
         return interval.high >= 1.0
-    return value is not None and value * _AS_GOOD >= 1.0
+    return value is not None and value * _EQUAL_RATIO >= 1.0
 
 
-def _named(alone: Arm) -> str:
-    if alone is Arm.TARGET_ONLY:
+def _baseline_name(baseline: Arm) -> str:
+    if baseline is Arm.TARGET_ONLY:
         return "plain streaming"
-    return f"{alone.value}, the fastest way that needs no device"
+    return f"{baseline.value}, the fastest way that needs no device"
 
 
-def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm, alone: Arm, gain: _Gain) -> str:
-    mine = arms[take]
-    said = f"{take.value} is {_times(gain)} as fast as {_named(alone)}."
-    if alone is not Arm.TARGET_ONLY:
-        said += f" It is {mine.speedup:.2f} times as fast as plain streaming."
+def _explain_device(
+    arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm, baseline: Arm, gain: _Gain
+) -> str:
+    advised = arms[take]
+    text = f"{take.value} is {_format_gain(gain)} as fast as {_baseline_name(baseline)}."
+    if baseline is not Arm.TARGET_ONLY:
+        text += f" It is {advised.speedup:.2f} times as fast as plain streaming."
     if take is fastest:
-        return said
+        return text
     other = arms[fastest]
-    if gpu_ms(other) > LEAST_GAIN * gpu_ms(mine):
+    if gpu_ms_per_token(other) > MIN_GAIN * gpu_ms_per_token(advised):
         return (
-            f"{said} {fastest.value} ({other.speedup:.2f}) is not faster by more than chance, and"
-            f" takes {gpu_ms(other):.1f} ms of the GPU a token, not {gpu_ms(mine):.1f}."
+            f"{text} {fastest.value} ({other.speedup:.2f}) is not faster by more than chance, and"
+            f" takes {gpu_ms_per_token(other):.1f} ms of the GPU per token instead of"
+            f" {gpu_ms_per_token(advised):.1f}."
         )
-    more, fewer = (one.all.wasted_per_token for one in (other, mine))
+    more, fewer = (one.all.wasted_per_token for one in (other, advised))
     return (
-        f"{said} {fastest.value} ({other.speedup:.2f}) is not faster by more than chance, and sends"
-        f" {more:.2f} nodes a token in vain, not {fewer:.2f}."
+        f"{text} {fastest.value} ({other.speedup:.2f}) is not faster by more than chance, and sends"
+        f" {more:.2f} rejected nodes per token instead of {fewer:.2f}."
     )
 
 
-def _why_not(
+def _explain_no_device(
     arms: Mapping[Arm, ArmSummary],
-    alone: Arm,
+    baseline: Arm,
     rival: Arm,
     gain: _Gain,
     draft_ms: float,
     pass_ms: float,
 ) -> str:
-    if alone is Arm.TARGET_ONLY:
-        why = f"the fastest arm, {rival.value}, is only {_times(gain)} as fast"
+    if baseline is Arm.TARGET_ONLY:
+        why = f"the fastest arm, {rival.value}, is only {_format_gain(gain)} as fast"
         if draft_ms >= pass_ms:
             why = f"a draft step ({draft_ms:g} ms) takes no less than a pass ({pass_ms:g} ms)"
         return f"Drafting does not pay here, because {why}."
-    said = (
-        f"{alone.value} is {arms[alone].speedup:.2f} times as fast as plain streaming, and a device"
-    )
-    said += " adds little" if gain[0] < LEAST_GAIN else " device adds nothing beyond chance"
-    return f"{said}: the best arm with one, {rival.value}, is {_times(gain)} as fast as that."
+    text = f"{baseline.value} is {arms[baseline].speedup:.2f} times as fast as plain streaming,"
+    text += " and a device"
+    text += " adds little" if gain[0] < MIN_GAIN else " adds nothing beyond chance"
+    return f"{text}: the best arm with one, {rival.value}, is {_format_gain(gain)} as fast as that."
 
 
 # --- the command ----------------------------------------------------------------------------
@@ -233,40 +242,40 @@ def link(
         settings = link_settings(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
         with play.named_as_typed(_OPTIONS):
             scenario = load_scenario(SCENARIO, settings)
-        ask = play.Ask(1, seeds, seconds=max_seconds)
-        point = play.Point("link", scenario, scenario_path(SCENARIO).parent)
-        play.play_seeds([point], ask, play.default_processes(), quiet=as_json)
+        seed_plan = play.SeedPlan(1, seeds, seconds=max_seconds)
+        point = play.ScenarioPoint("link", scenario, scenario_path(SCENARIO).parent)
+        play.play_seeds([point], seed_plan, play.default_processes(), quiet=as_json)
         worlds = {arm: [o for one, o in point.outcomes if one is arm] for arm in scenario.arms}
-        totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
-        summary = play.summary_of(point, ask)
-        found = advise(summary, totals, draft_ms, pass_ms)
-    sets = " ".join(f"--set {key}={_plain_value(value)}" for key, value in settings.items())
-    same = f"edgespec-sim run {SCENARIO} {sets}"
+        totals = {arm: [one.meters.tpot for one in advised] for arm, advised in worlds.items()}
+        summary = play.summary_of(point, seed_plan)
+        advice = advise(summary, totals, draft_ms, pass_ms)
+    sets = " ".join(f"--set {key}={_yaml_value(value)}" for key, value in settings.items())
+    command = f"edgespec-sim run {SCENARIO} {sets}"
     if as_json:
-        typer.echo(json.dumps(_plain(summary, found, same), indent=2))
+        typer.echo(json.dumps(_advice_as_json(summary, advice, command), indent=2))
     else:
-        _show(summary, found)
-        typer.echo(f"the same world: {same}")
+        _show(summary, advice)
+        typer.echo(f"the same world: {command}")
 
 
-def _plain_value(value: float | bool) -> str:
+def _yaml_value(value: float | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
 
 
-def _show(summary: RunSummary, found: LinkAdvice) -> None:
+def _show(summary: RunSummary, advice: LinkAdvice) -> None:
     play.show(summary)
-    flags = FLAGS[found.take]
-    typer.echo(f"take: {found.take.value} ({found.how_sure})\n{found.reason}")
+    flags = FLAGS[advice.arm]
+    typer.echo(f"take: {advice.arm.value} ({advice.certainty})\n{advice.reason}")
     typer.echo(f"flags: {flags}" if flags else "flags: none, it is the default")
-    if found.take.on_server:
+    if advice.arm.on_server:
         typer.echo("on the server: edgespec verifier --draft DRAFT")
-    shown = [f"{arm.arm} {gpu_ms(arm):.1f}" for arm in summary.arms]
+    shown = [f"{arm.arm} {gpu_ms_per_token(arm):.1f}" for arm in summary.arms]
     typer.echo(f"GPU, ms a token: {', '.join(shown)}")
 
 
-def _plain(summary: RunSummary, found: LinkAdvice, same: str) -> dict[str, Any]:
+def _advice_as_json(summary: RunSummary, advice: LinkAdvice, command: str) -> dict[str, Any]:
     return {
-        "run": same,
+        "run": command,
         "settings": summary.settings["yaml"],
         "source": summary.tokens_from,
         "seeds": summary.seeds,
@@ -278,15 +287,15 @@ def _plain(summary: RunSummary, found: LinkAdvice, same: str) -> dict[str, Any]:
                 "tokens_per_pass": arm.all.tokens_per_pass,
                 "wasted_per_token": arm.all.wasted_per_token,
                 "up_bytes_per_token": arm.all.up_bytes_per_token,
-                "gpu_ms_per_token": gpu_ms(arm),
+                "gpu_ms_per_token": gpu_ms_per_token(arm),
             }
             for arm in summary.arms
         },
-        "take": found.take.value,
-        "sure": found.sure,
-        "over": found.alone.value,
-        "gain": found.gain,
-        "gain_interval": found.gain_interval,
-        "flags": FLAGS[found.take],
-        "reason": found.reason,
+        "take": advice.arm.value,
+        "sure": advice.is_sure,
+        "over": advice.baseline.value,
+        "gain": advice.gain,
+        "gain_interval": advice.gain_interval,
+        "flags": FLAGS[advice.arm],
+        "reason": advice.reason,
     }

@@ -1,12 +1,12 @@
 """Plays scenarios on several cores, seed after seed, with progress. ``run``, ``sweep`` and the
 plans share it.
 
-Points (one scenario each) are played in rounds: one seed, then ``replication.FIRST`` seeds, then as
-many as the spread of the results requires, all points side by side. The number of seeds depends on
-the results and not on the number of processes. Only if the time limit is reached does the machine's
-speed matter, and then the summary mentions it. Progress is a bar on a terminal, and an occasional
-line elsewhere. Ctrl-C and SIGTERM end the workers at once; the caller keeps what was complete by
-then.
+Points (one scenario each) are played in rounds: one seed, then ``replication.MIN_SEEDS`` seeds,
+then as many as the spread of the results requires, all points side by side. The number of seeds
+depends on the results and not on the number of processes. Only if the time limit is reached does
+the machine's speed matter, and then the summary mentions it. Progress is a bar on a terminal, and
+an occasional line elsewhere. Ctrl-C and SIGTERM end the workers at once; the caller keeps what was
+complete by then.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.commands.worker_pool import Finished, WorkerPool
 from edgespec_sim.commands.worker_pool import Progress as TaskProgress
-from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
+from edgespec_sim.replication import MAX_SEEDS, TARGET_HALF_WIDTH, count_seeds_needed
 from edgespec_sim.report import tables
-from edgespec_sim.report.page import first_question, first_questions
+from edgespec_sim.report.page import first_generation_path, first_generation_paths
 from edgespec_sim.run_summary import LOSSY, WARNING, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
@@ -73,7 +73,7 @@ def named_as_typed(options: Mapping[str, str]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SeedPlan:
     """The seeds to play: ``count`` of them from ``first`` on, or as many as needed if it is None.
 
     ``within`` is the half-width that the speed-ups' intervals should reach, ``seconds`` the time
@@ -81,17 +81,17 @@ class Ask:
 
     first: int
     count: int | None
-    within: float = WITHIN
+    within: float = TARGET_HALF_WIDTH
     seconds: float = SECONDS
 
     @classmethod
-    def of(cls, seed: int | None, seeds: int | None, seconds: float) -> Ask:
+    def from_options(cls, seed: int | None, seeds: int | None, seconds: float) -> SeedPlan:
         count = 1 if seed is not None and seeds is None else seeds
         return cls(1 if seed is None else seed, count, seconds=seconds)
 
 
 @dataclass(slots=True, eq=False)
-class Point:
+class ScenarioPoint:
     """One scenario and the outcomes of its seeds so far. The first seed's trace is written to
     ``trace``."""
 
@@ -102,139 +102,143 @@ class Point:
     outcomes: list[tuple[Arm, WorldOutcome]] = field(default_factory=list)
     """Outcomes of all jobs, seed after seed."""
     seeds: int = 0
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """Remarks on the seeds that a reader of the summary needs."""
 
 
 def play_seeds(
-    points: Sequence[Point],
-    ask: Ask,
+    points: Sequence[ScenarioPoint],
+    seed_plan: SeedPlan,
     processes: int,
-    on_done: Callable[[Point], None] = lambda point: None,
+    on_done: Callable[[ScenarioPoint], None] = lambda point: None,
     *,
     quiet: bool = False,
 ) -> None:
     """Play the seeds of every point. ``on_done`` is called with each point that has all its
     seeds."""
     began_s = time.monotonic()
-    limit_s = ask.seconds * len(points)
-    left = list(points)
+    limit_s = seed_plan.seconds * len(points)
+    remaining = list(points)
     played = 0
     with Workers(processes, quiet=quiet) as workers:
-        while left:
+        while remaining:
             spent_s = time.monotonic() - began_s
             seed_s = spent_s / played if played else 0.0
-            going: list[tuple[Point, int]] = []
-            for point in left:
-                more = _more(point, ask)
-                if more and ask.count is None and point.seeds:
-                    room = (limit_s - spent_s) / len(left)
-                    more = min(more, int(room / max(seed_s, 1e-9)))
-                if more:
-                    going.append((point, more))
+            playing: list[tuple[ScenarioPoint, int]] = []
+            for point in remaining:
+                new_seeds = _count_new_seeds(point, seed_plan)
+                if new_seeds and seed_plan.count is None and point.seeds:
+                    room = (limit_s - spent_s) / len(remaining)
+                    new_seeds = min(new_seeds, int(room / max(seed_s, 1e-9)))
+                if new_seeds:
+                    playing.append((point, new_seeds))
                 else:
-                    _finish(point, ask, limit_s)
+                    _note_certainty(point, seed_plan, limit_s)
                     on_done(point)
-            left = [point for point, _ in going]
-            played += sum(more for _, more in going)
-            _round(workers, going, ask)
+            remaining = [point for point, _ in playing]
+            played += sum(new_seeds for _, new_seeds in playing)
+            _play_round(workers, playing, seed_plan)
 
 
-def _more(point: Point, ask: Ask) -> int:
+def _count_new_seeds(point: ScenarioPoint, seed_plan: SeedPlan) -> int:
     """Return how many seeds to play next. The first seed is played alone, to measure its
     duration."""
-    if ask.count is not None:
-        return ask.count - point.seeds
+    if seed_plan.count is not None:
+        return seed_plan.count - point.seeds
     if not point.seeds:
         return 1
-    return seeds_wanted(point.seeds, widest(point.outcomes), ask.within) - point.seeds
+    return count_seeds_needed(point.seeds, widest(point.outcomes), seed_plan.within) - point.seeds
 
 
-def _round(workers: Workers, going: Sequence[tuple[Point, int]], ask: Ask) -> None:
+def _play_round(
+    workers: Workers, playing: Sequence[tuple[ScenarioPoint, int]], seed_plan: SeedPlan
+) -> None:
     tasks: list[Task] = []
-    owners: list[tuple[Point, Job]] = []
-    for point, more in going:
-        for seed in range(ask.first + point.seeds, ask.first + point.seeds + more):
+    owners: list[tuple[ScenarioPoint, Job]] = []
+    for point, new_seeds in playing:
+        for seed in range(seed_plan.first + point.seeds, seed_plan.first + point.seeds + new_seeds):
             for job in jobs_of(point.scenario, seed, point.folder):
-                tasks.append(_task(point, job, ask))
+                tasks.append(_make_task(point, job, seed_plan))
                 owners.append((point, job))
     if not tasks:
         return
-    outcomes = dict(workers.play(tasks, _doing(going)))
+    outcomes = dict(workers.play(tasks, _describe_round(playing)))
     for index, (point, job) in enumerate(owners):
         point.outcomes.append((job.arm, outcomes[index]))
-    for point, more in going:
-        point.seeds += more
+    for point, new_seeds in playing:
+        point.seeds += new_seeds
 
 
-def _doing(going: Sequence[tuple[Point, int]]) -> str:
-    if len(going) > 1:
-        return f"{len(going)} points"
-    ((point, more),) = going
-    seeds = point.seeds + more
+def _describe_round(playing: Sequence[tuple[ScenarioPoint, int]]) -> str:
+    if len(playing) > 1:
+        return f"{len(playing)} points"
+    ((point, new_seeds),) = playing
+    seeds = point.seeds + new_seeds
     return "" if seeds == 1 else f"{point.name}: {seeds} seeds"
 
 
-def _task(point: Point, job: Job, ask: Ask) -> Task:
+def _make_task(point: ScenarioPoint, job: Job, seed_plan: SeedPlan) -> Task:
     """Make the task of one job. Only the first seed's first shard writes traces: the whole trace
     for edgespec's arm (or the last arm, if edgespec's is missing), the first generation only for
     the other arms."""
     name = f"{point.name}: {job.arm.value}"
-    if point.trace is None or job.shard or job.seed != ask.first:
+    if point.trace is None or job.shard or job.seed != seed_plan.first:
         return Task(name, job)
     arms = point.scenario.arms
     shown = next((arm for arm in (Arm.BOTH, Arm.EDGESPEC) if arm in arms), arms[-1])
     if job.arm is shown:
         return Task(name, job, point.trace)
-    return Task(name, job, first_question(point.trace.parent, job.arm.value), first=True)
+    return Task(name, job, first_generation_path(point.trace.parent, job.arm.value), first=True)
 
 
-def _finish(point: Point, ask: Ask, limit_s: float) -> None:
-    last = ask.first + point.seeds - 1
-    found = widest(point.outcomes)
-    which = f"seed {ask.first}" if point.seeds == 1 else f"seeds {ask.first} to {last}"
-    if found is None and point.seeds > 1:
-        point.said = (f"Some speed-ups are missing: an arm has no complete request in {which}.",)
+def _note_certainty(point: ScenarioPoint, seed_plan: SeedPlan, limit_s: float) -> None:
+    last = seed_plan.first + point.seeds - 1
+    width = widest(point.outcomes)
+    which = f"seed {seed_plan.first}" if point.seeds == 1 else f"seeds {seed_plan.first} to {last}"
+    if width is None and point.seeds > 1:
+        point.notes = (f"Some speed-ups are missing: an arm has no complete request in {which}.",)
         return
-    if found is None:
-        sure = f"Speed-ups come from {which} alone, so their certainty is unknown"
-        point.said = (f"{sure}; --seeds N or --max-seconds S plays more.",)
+    if width is None:
+        certainty = f"Speed-ups come from {which} alone, so their certainty is unknown"
+        point.notes = (f"{certainty}; --seeds N or --max-seconds S plays more.",)
         return
-    if found == 0.0:
+    if width == 0.0:
         return
-    sure = f"Speed-ups are ratios of mean TPOTs over {which}, with 95 % intervals (delta method)"
-    if ask.count is not None or found <= ask.within:
-        point.said = (f"{sure}, the widest of them +/- {found:.1%}.",)
+    certainty = (
+        f"Speed-ups are ratios of mean TPOTs over {which}, with 95 % intervals (delta method)"
+    )
+    if seed_plan.count is not None or width <= seed_plan.within:
+        point.notes = (f"{certainty}, the widest of them +/- {width:.1%}.",)
         return
-    why = f"{MOST_SEEDS} seeds" if point.seeds >= MOST_SEEDS else f"{limit_s:.0f} s of time"
-    point.said = (
-        f"{sure}. The widest is +/- {found:.1%} and not +/- {ask.within:.0%},"
-        f" as {why} were the limit.",
+    limit = f"{MAX_SEEDS} seeds" if point.seeds >= MAX_SEEDS else f"{limit_s:.0f} s of time"
+    point.notes = (
+        f"{certainty}. The widest is +/- {width:.1%} and not +/- {seed_plan.within:.0%},"
+        f" as {limit} were the limit.",
     )
 
 
 def simulate(
-    scenario: Scenario, ask: Ask, folder: Path, processes: int, trace: Path | None
+    scenario: Scenario, seed_plan: SeedPlan, folder: Path, processes: int, trace: Path | None
 ) -> RunSummary:
-    """Play all arms of a scenario on the seeds that ``ask`` describes. ``trace`` gets the trace of
-    the first devices of one arm."""
+    """Play all arms of a scenario on the seeds that ``seed_plan`` describes. ``trace`` gets the
+    trace of the first devices of one arm."""
     check(scenario, folder)
     if trace is not None:
         # Traces of an earlier run with other arms would be taken for ours.
-        for old in first_questions(trace.parent).values():
+        for old in first_generation_paths(trace.parent).values():
             old.unlink()
-        first_question(trace.parent, "").parent.mkdir(parents=True, exist_ok=True)
-    point = Point(scenario.name, scenario, folder, trace)
-    play_seeds([point], ask, processes)
-    return summary_of(point, ask)
+        first_generation_path(trace.parent, "").parent.mkdir(parents=True, exist_ok=True)
+    point = ScenarioPoint(scenario.name, scenario, folder, trace)
+    play_seeds([point], seed_plan, processes)
+    return summary_of(point, seed_plan)
 
 
-def summary_of(point: Point, ask: Ask) -> RunSummary:
-    seeds = range(ask.first, ask.first + point.seeds)
+def summary_of(point: ScenarioPoint, seed_plan: SeedPlan) -> RunSummary:
+    seeds = range(seed_plan.first, seed_plan.first + point.seeds)
     summary = summarise(
-        point.scenario, seeds, point.folder, point.outcomes, environment(), point.said
+        point.scenario, seeds, point.folder, point.outcomes, environment(), point.notes
     )
-    return replace(summary, settings={**summary.settings, "ask": asdict(ask)})
+    return replace(summary, settings={**summary.settings, "ask": asdict(seed_plan)})
 
 
 def environment() -> dict[str, str]:
@@ -299,17 +303,17 @@ def service_table(summary: RunSummary) -> Table | None:
         "attained: share of the requests that ended and met every objective; goodput: such"
         " requests per second; TTFT is counted from arrival"
     )
-    for arm, found in judged:
-        low, high = found.share_interval
+    for arm, attained in judged:
+        low, high = attained.share_interval
         table.add_row(
             arm.name,
             tables.quantile_ms(arm.all.ttft_s, 0.5),
-            _p95(arm.all.ttft_s, found.ttft_p95_interval),
+            _p95(arm.all.ttft_s, attained.ttft_p95_interval),
             tables.quantile_ms(arm.all.tpot_s, 0.5),
-            _p95(arm.all.tpot_s, found.tpot_p95_interval),
-            f"{100 * found.share:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
-            f"{found.goodput:.2f}",
-            str(found.asked),
+            _p95(arm.all.tpot_s, attained.tpot_p95_interval),
+            f"{100 * attained.share:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
+            f"{attained.goodput:.2f}",
+            str(attained.asked),
             str(arm.all.unfinished),
         )
     return table
@@ -325,22 +329,22 @@ def _p95(spread: Spread | None, ends: tuple[float, float] | None) -> str:
     return f"{1e3 * spread.p95:.1f} ({1e3 * ends[0]:.1f}–{1e3 * ends[1]:.1f})"
 
 
-def output() -> Console:
+def make_console() -> Console:
     """Return the console for tables: as wide as the terminal, or wide enough without one."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def show(summary: RunSummary) -> None:
-    output().print(arms_table(summary))
+    make_console().print(arms_table(summary))
     service = service_table(summary)
     if service is not None:
-        output().print(service)
+        make_console().print(service)
     drafts = tables.drafts_rows(summary)
     if drafts:
         table = Table(*tables.DRAFTS_HEADER, box=box.SIMPLE, padding=(0, 1, 0, 0))
         for row in drafts:
             table.add_row(*row)
-        output().print(table)
+        make_console().print(table)
     for index, note in enumerate(summary.notes):
         is_memory = note.startswith("Memory: ") and "memory has room" in note
         if note.startswith((LOSSY, WARNING)) or is_memory or (index == 0 and "peed-ups" in note):
@@ -349,29 +353,29 @@ def show(summary: RunSummary) -> None:
 
 # --- worlds on several processes, and a trace of the first device's first generation ------------
 
-MOST_LINES: Final = 50_000
+MAX_TRACE_LINES: Final = 50_000
 
 
-class FirstQuestion:
+class FirstGenerationTracer:
     """A ``Tracer`` that passes records on until the first session of a device has ended. Of the
-    device side it records only that session, and at most ``MOST_LINES`` records in all."""
+    device side it records only that session, and at most ``MAX_TRACE_LINES`` records in all."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._session: str | None = None
-        self._left = MOST_LINES
+        self._remaining = MAX_TRACE_LINES
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
-        if self._left <= 0:
+        if self._remaining <= 0:
             return
         if side == "device":
             self._session = self._session or session
             if session != self._session:
                 return
-        self._left -= 1
+        self._remaining -= 1
         self._tracer.record(at_s, side, session, kind, item)
         if side == "device" and isinstance(item, Finish | Fail):
-            self._left = 0
+            self._remaining = 0
 
 
 _POLL_S = 0.1
@@ -406,13 +410,13 @@ class Workers:
         self._lines_every_s = 10.0 if self._bar.disable and not quiet else math.inf
         self._line_at = math.inf
         self._doing, self._until_s = "", math.inf
-        self._around = ExitStack()
-        self._pool: WorkerPool[Task, WorldOutcome] = WorkerPool(processes, _played)
+        self._exit_stack = ExitStack()
+        self._pool: WorkerPool[Task, WorldOutcome] = WorkerPool(processes, _play_task)
         self._total_s = self._done_s = 0.0
 
     def __enter__(self) -> Workers:
-        self._around.enter_context(self._bar)
-        self._around.enter_context(answered_by(_stop))
+        self._exit_stack.enter_context(self._bar)
+        self._exit_stack.enter_context(answered_by(_raise_interrupted))
         self._overall = self._bar.add_task("simulated", total=0.0)
         return self
 
@@ -420,7 +424,7 @@ class Workers:
         try:
             self._pool.terminate()
         finally:
-            self._around.close()
+            self._exit_stack.close()
 
     def play(
         self, tasks: Sequence[Task], doing: str = "", until_s: float = math.inf
@@ -434,51 +438,54 @@ class Workers:
         self._total_s += sum(task.job.scenario.duration_s for task in tasks)
         self._bar.update(self._overall, total=self._total_s, description=self._doing)
         if self._lines_every_s < math.inf:
-            self._say(self._done_s)
+            self._print_progress(self._done_s)
         if self._processes == 1 or (len(tasks) == 1 and not self._pool.is_running):
             for index, task in enumerate(tasks):
                 self._bar.update(self._overall, description=doing or task.name)
-                yield index, _played(task, lambda now_s: self._completed(self._done_s + now_s))
+                yield (
+                    index,
+                    _play_task(task, lambda now_s: self._show_completed(self._done_s + now_s)),
+                )
                 self._done_s += task.job.scenario.duration_s
         else:
-            yield from self._play_there(tasks)
+            yield from self._play_on_processes(tasks)
 
-    def _completed(self, virtual_s: float) -> None:
+    def _show_completed(self, virtual_s: float) -> None:
         """Show the progress of all tasks together. Raises ``TimeoutError``."""
         self._bar.update(self._overall, completed=virtual_s)
         now = self._clock()
         if now >= self._line_at:
-            self._say(virtual_s)
+            self._print_progress(virtual_s)
         if now >= self._until_s:
             self._pool.terminate()
             raise TimeoutError(f"the time is up: {self._doing}")
 
-    def _say(self, virtual_s: float) -> None:
+    def _print_progress(self, virtual_s: float) -> None:
         self._line_at = self._clock() + self._lines_every_s
         say(f"{self._doing}: {virtual_s:.0f} of {self._total_s:.0f} virtual s")
 
-    def _play_there(self, tasks: Sequence[Task]) -> Iterator[tuple[int, WorldOutcome]]:
+    def _play_on_processes(self, tasks: Sequence[Task]) -> Iterator[tuple[int, WorldOutcome]]:
         done_s = [0.0] * len(tasks)
         # Arms that draft take longest. They begin first, and the short worlds fill the end evenly.
         order = sorted(enumerate(tasks), key=lambda numbered: not numbered[1].job.arm.drafts)
-        left = len(tasks)
+        remaining = len(tasks)
         for event in self._pool.work_on(order, _POLL_S):
             if isinstance(event, Finished):
-                left -= 1
+                remaining -= 1
                 done_s[event.index] = tasks[event.index].job.scenario.duration_s
                 yield event.index, event.outcome
             elif isinstance(event, TaskProgress):
                 done_s[event.index] = event.done
-            if left:  # A complete round is kept, even after the deadline.
-                self._completed(self._done_s + sum(done_s))
+            if remaining:  # A complete round is kept, even after the deadline.
+                self._show_completed(self._done_s + sum(done_s))
         self._done_s += sum(task.job.scenario.duration_s for task in tasks)
 
 
-def _played(task: Task, told: Callable[[float], None]) -> WorldOutcome:
+def _play_task(task: Task, report: Callable[[float], None]) -> WorldOutcome:
     if task.trace is None:
-        return play(task.job, None, told)
+        return play(task.job, None, report)
     with TraceFile(task.trace) as tracer:
-        return play(task.job, FirstQuestion(tracer) if task.first else tracer, told)
+        return play(task.job, FirstGenerationTracer(tracer) if task.first else tracer, report)
 
 
 def _progress(quiet: bool) -> Progress:
@@ -495,6 +502,6 @@ def _progress(quiet: bool) -> Progress:
     )
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _raise_interrupted(number: int, frame: FrameType | None) -> None:
     """Unwind like Ctrl-C on a signal, so that the workers end with this process."""
     raise Interrupted(number)

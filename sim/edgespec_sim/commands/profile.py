@@ -45,7 +45,7 @@ from edgespec.device import build
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.cost_profile import CostProfile, ProfileError, TimeLaw, constant
-from edgespec_sim.report.timeline import Line, read_lines
+from edgespec_sim.report.timeline import TraceLine, read_lines
 
 QUANTILES = 21
 
@@ -83,12 +83,12 @@ class Samples:
     """Seconds from asking for a stream until the verifier has its first message."""
 
 
-def samples_of(device: Iterable[Line], verifier: Iterable[Line]) -> Samples:
+def collect_samples(device: Iterable[TraceLine], verifier: Iterable[TraceLine]) -> Samples:
     """Collect the operations of a run from its two traces. Raises ``ProfileError`` if they are not
     of one run on one clock."""
     found = Samples()
     try:
-        _verifier_side(verifier, found, _device_side(device, found))
+        _read_verifier_trace(verifier, found, _read_device_trace(device, found))
     except (KeyError, TypeError) as error:
         raise ProfileError(f"a line of the traces lacks something: {error}") from error
     for what, samples in (
@@ -107,18 +107,18 @@ def samples_of(device: Iterable[Line], verifier: Iterable[Line]) -> Samples:
     return found
 
 
-_Seen = dict[tuple[str, str, int], float]
+_MessageTimes = dict[tuple[str, str, int], float]
 """Time at which a message was sent or arrived, by (session, kind, first node id or position)."""
 
 
 @dataclass(slots=True)
 class _DeviceTimes:
-    sent: _Seen = field(default_factory=dict)
-    arrived: _Seen = field(default_factory=dict)
+    sent: _MessageTimes = field(default_factory=dict)
+    arrived: _MessageTimes = field(default_factory=dict)
     connecting: dict[str, float] = field(default_factory=dict)
 
 
-def _device_side(lines: Iterable[Line], found: Samples) -> _DeviceTimes:
+def _read_device_trace(lines: Iterable[TraceLine], found: Samples) -> _DeviceTimes:
     times = _DeviceTimes()
     steps: dict[str, tuple[float, int, int]] = {}
     for line in lines:
@@ -138,7 +138,7 @@ def _device_side(lines: Iterable[Line], found: Samples) -> _DeviceTimes:
     return times
 
 
-def _verifier_side(lines: Iterable[Line], found: Samples, device: _DeviceTimes) -> None:
+def _read_verifier_trace(lines: Iterable[TraceLine], found: Samples, device: _DeviceTimes) -> None:
     sessions: dict[int, str] = {}
     crowded: list[Sample] = []
     live: set[int] = set()
@@ -198,11 +198,11 @@ def fit_law(samples: Sequence[Sample]) -> TimeLaw:
         samples, lambda sample: (sample.rows,), lambda sample: sample.sessions, without_context_s
     )
     table = []
-    for group in _binned(samples):
+    for group in _bin_by_rows(samples):
         rows = median([sample.rows for sample in group])
         plain = [without_context_s(one) - session_s * (one.sessions - 1) for one in group]
         table.append((rows, max(0.0, median(plain)), len(group)))
-    law = TimeLaw(_increasing(table), context_s, session_s=session_s)
+    law = TimeLaw(_make_nondecreasing(table), context_s, session_s=session_s)
     ratios = [
         one.seconds / expected_s if (expected_s := _expected_s(one, law)) else 1.0
         for one in samples
@@ -242,7 +242,7 @@ def fit_errors(samples: Sequence[Sample], law: TimeLaw) -> tuple[float, float]:
     """Return the error of the law against the measured medians at each number of rows, as shares of
     them: the mean over the samples, and the greatest."""
     errors = []
-    for group in _binned(samples):
+    for group in _bin_by_rows(samples):
         measured_s = median([sample.seconds for sample in group])
         fitted_s = median([_expected_s(sample, law) for sample in group])
         errors += [abs(fitted_s / measured_s - 1) if measured_s else 0.0] * len(group)
@@ -259,7 +259,7 @@ def _slope_s(
     otherwise alike (Theil-Sen), and at least 0. Samples that do not differ in ``more`` are
     skipped."""
     slopes: list[float] = []
-    for group in _grouped(samples, alike):
+    for group in _group_by(samples, alike):
         ordered = sorted(group, key=more)
         half = len(ordered) // 2
         # Each is paired with one of the other half, since pairs far apart have the least noise.
@@ -269,7 +269,7 @@ def _slope_s(
     return max(0.0, median(slopes)) if len(slopes) >= _LEAST_SAMPLES else 0.0
 
 
-def _binned(samples: Sequence[Sample]) -> list[list[Sample]]:
+def _bin_by_rows(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Group samples by rows. Large numbers of rows share a bin, and a bin with too few samples
     joins the next."""
 
@@ -279,7 +279,7 @@ def _binned(samples: Sequence[Sample]) -> list[list[Sample]]:
         return (_EXACT_ROWS + 1 + int(math.log(sample.rows / _EXACT_ROWS) / math.log(_BIN_GROWTH)),)
 
     bins: list[list[Sample]] = []
-    for group in _grouped(samples, bin_of):
+    for group in _group_by(samples, bin_of):
         if bins and len(bins[-1]) < _LEAST_SAMPLES:
             bins[-1].extend(group)
         else:
@@ -290,7 +290,7 @@ def _binned(samples: Sequence[Sample]) -> list[list[Sample]]:
     return bins
 
 
-def _grouped(
+def _group_by(
     samples: Sequence[Sample], key: Callable[[Sample], tuple[int, ...]]
 ) -> Iterator[list[Sample]]:
     groups: dict[tuple[int, ...], list[Sample]] = {}
@@ -299,7 +299,9 @@ def _grouped(
     yield from (groups[value] for value in sorted(groups))
 
 
-def _increasing(table: Sequence[tuple[float, float, int]]) -> tuple[tuple[float, float], ...]:
+def _make_nondecreasing(
+    table: Sequence[tuple[float, float, int]],
+) -> tuple[tuple[float, float], ...]:
     """Make the table nondecreasing, since more rows never take less time. Neighbours in the wrong
     order get their mean, weighted by their samples (pool adjacent violators)."""
     pools: list[list[float]] = []  # [mean, weight, number of entries]
@@ -331,13 +333,13 @@ OpenAgent = Callable[[AgentOptions, bool], Agent]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Generations of one kind. Of ``beside`` + 1 generations that run at once, the first one
-    drafts."""
+    """Generations of one kind. Of ``streaming_beside`` + 1 generations that run at once, the first
+    one drafts."""
 
     name: str
     options: AgentOptions
     drafts: bool = True
-    beside: int = 0
+    streaming_beside: int = 0
     prompt_length: int = 32
     tokens: int = 48
     repeats: int = 1
@@ -347,7 +349,7 @@ _PLAIN = AgentOptions(run_ahead=RunAhead.ALWAYS)
 _PROMPT_LENGTHS = (8, 64, 128, 256, 384)
 
 
-def workloads(quick: bool) -> tuple[Workload, ...]:
+def make_workloads(quick: bool) -> tuple[Workload, ...]:
     """Return the workloads in order. The first one only warms up."""
     scale = 1 if quick else 3
     drafting = {
@@ -362,7 +364,12 @@ def workloads(quick: bool) -> tuple[Workload, ...]:
         Workload("plain streaming", _PLAIN, drafts=False, repeats=2 * scale),
         *(Workload(f"drafting, {name}", one, repeats=scale) for name, one in drafting.items()),
         *(
-            Workload(f"{count} sessions at once", AgentOptions(), beside=count - 1, repeats=scale)
+            Workload(
+                f"{count} sessions at once",
+                AgentOptions(),
+                streaming_beside=count - 1,
+                repeats=scale,
+            )
             for count in (2, 4, 8, 16)
         ),
         *(
@@ -378,9 +385,9 @@ def workloads(quick: bool) -> tuple[Workload, ...]:
     )
 
 
-def _worth(workload: Workload) -> float:
+def _expected_tokens(workload: Workload) -> float:
     """Return the expected duration of a workload, in tokens of one session."""
-    return workload.repeats * (workload.tokens * (1 + workload.beside / 4) + 4)
+    return workload.repeats * (workload.tokens * (1 + workload.streaming_beside / 4) + 4)
 
 
 async def run_workloads(
@@ -393,20 +400,20 @@ async def run_workloads(
     """Play the workloads in order. Prompts are cut from ``text``, which is repeated as often as
     needed. A workload whose prompt and output exceed ``context_length`` is left out. Raises
     ``GenerationError``."""
-    progress.expect(sum(map(_worth, plan)))
+    progress.expect(sum(map(_expected_tokens, plan)))
     for workload in plan:
         if workload.prompt_length + workload.tokens <= context_length:
             progress.say(f"profile: {workload.name}")
             for repeat in range(workload.repeats):
                 await _play(workload, repeat, text, open_agent)
-        progress.done(workload.name, _worth(workload))
+        progress.done(workload.name, _expected_tokens(workload))
 
 
 async def _play(
     workload: Workload, repeat: int, text: Sequence[int], open_agent: OpenAgent
 ) -> None:
     agents = [open_agent(workload.options, workload.drafts)]
-    agents += [open_agent(_PLAIN, False) for _ in range(workload.beside)]
+    agents += [open_agent(_PLAIN, False) for _ in range(workload.streaming_beside)]
     # An end token would make the lengths depend on the text.
     sampling = SamplingParams(max_tokens=workload.tokens, ignore_eos=True)
 
@@ -461,7 +468,7 @@ def profile(
             finally:
                 drafter.close()
             name = f"{draft} drafting for {model}"
-            _write(traces / DEVICE_TRACE, traces / VERIFIER_TRACE, out, name, stderr)
+            _fit_and_write(traces / DEVICE_TRACE, traces / VERIFIER_TRACE, out, name, stderr)
 
 
 async def _measure_costs(
@@ -472,7 +479,7 @@ async def _measure_costs(
     )
     text = [token for prompt in DEFAULT_PROMPTS for token in tokenizer.encode(prompt.text)]
     arguments = [*arguments, PLAIN_STREAMING, f"--set=trace={traces / VERIFIER_TRACE}"]
-    plan = workloads(quick)
+    plan = make_workloads(quick)
     with BenchProgress(stderr) as progress, TraceFile(traces / DEVICE_TRACE) as tracer:
         async with verifier_process(arguments) as (address, _):
 
@@ -487,10 +494,10 @@ async def _measure_costs(
             await run_workloads(plan, text, fits, open_agent, progress)
 
 
-def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
+def _fit_and_write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
     """Fit the profile, write it to ``out`` and print its figures. Raises ``ValueError`` and
     ``OSError``."""
-    samples = samples_of(read_lines([device]), read_lines([verifier]))
+    samples = collect_samples(read_lines([device]), read_lines([verifier]))
     found = fit_profile(samples, name, report.origin())
     write_output(out, found.to_json())
     steps, passes = found.draft_step, found.target_pass

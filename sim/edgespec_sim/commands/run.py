@@ -77,12 +77,12 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
         trace = None if out is None else out / TRACE
-        ask = play.Ask.of(seed, seeds, max_seconds)
-        summary = play.simulate(loaded, ask, path.parent, play.default_processes(), trace)
+        seed_plan = play.SeedPlan.from_options(seed, seeds, max_seconds)
+        summary = play.simulate(loaded, seed_plan, path.parent, play.default_processes(), trace)
         took_s = time.monotonic() - started_s
         virtual_s = loaded.duration_s * len(loaded.arms) * summary.seeds
         play.show(summary)
-        play.output().print(headline(summary), highlight=False)
+        play.make_console().print(headline(summary), highlight=False)
         times = virtual_s / took_s
         say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({times:.1f} times real time)")
         if out is not None:
@@ -101,7 +101,7 @@ def list_scenarios() -> None:
             table.add_row(
                 name, f"{scenario.device_count:,}", str(verifiers), scenario.about.strip()
             )
-        play.output().print(table)
+        play.make_console().print(table)
 
 
 def scenario(
@@ -181,9 +181,9 @@ def trace(
 
     edgespec-sim trace generate:starlink"""
     with reported():
-        found = _load(file, columns)
-        console = play.output()
-        console.print(_statistics(found))
+        found = _load_trace(file, columns)
+        console = play.make_console()
+        console.print(_statistics_table(found))
         console.print(rtt_line(found, width=min(console.width, 120) - 2))
         for remark in found.remarks:
             say(f"note: {remark}")
@@ -194,7 +194,7 @@ def trace(
             say(f"wrote {out}: {len(found.time_s)} rows, {found.duration_s:.0f} s")
 
 
-def _load(file: str, columns: str | None) -> NetworkTrace:
+def _load_trace(file: str, columns: str | None) -> NetworkTrace:
     named = None
     if columns is not None:
         try:
@@ -210,25 +210,25 @@ def _load(file: str, columns: str | None) -> NetworkTrace:
     return read_trace(Path(file), named)
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     """Format a number with one decimal, or with three digits if it is small."""
     return f"{value:.1f}" if value >= 10.0 else f"{value:.3g}"
 
 
-def _statistics(trace: NetworkTrace) -> Table:
+def _statistics_table(trace: NetworkTrace) -> Table:
     """Return a table of the measured delays, capacities, losses and outages."""
     values = {"length s": f"{trace.duration_s:.0f}", "rows": str(len(trace.time_s))}
     if trace.rtt_s is not None:
         statistics = TraceStatistics.of(trace)
         values |= {
-            "median ms": _short(1e3 * statistics.rtt_median_s),
-            "p95 ms": _short(1e3 * statistics.rtt_p95_s),
-            "p99 ms": _short(1e3 * statistics.rtt_p99_s),
+            "median ms": _format_number(1e3 * statistics.rtt_median_s),
+            "p95 ms": _format_number(1e3 * statistics.rtt_p95_s),
+            "p99 ms": _format_number(1e3 * statistics.rtt_p99_s),
             "autocorrelation 1 s": f"{statistics.autocorrelation:.2f}",
         }
     for way, column in (("up", trace.up_bits_per_s), ("down", trace.down_bits_per_s)):
         if column is not None:
-            values[f"{way} Mbit/s, median"] = _short(1e-6 * median_capacity(trace, column))
+            values[f"{way} Mbit/s, median"] = _format_number(1e-6 * median_capacity(trace, column))
     if trace.loss is not None:
         values["loss %"] = f"{100 * mean_loss(trace):.2f}"
     values |= {
@@ -261,7 +261,7 @@ class GridPoint:
     def name(self) -> str:
         return ", ".join(f"{key}={value}" for key, value in self.varied.items())
 
-    def done(self, ask: play.Ask) -> RunSummary | None:
+    def finished_summary(self, seed_plan: play.SeedPlan) -> RunSummary | None:
         """Read the point's summary. None if there is none, or if it was made with other
         settings."""
         try:
@@ -269,7 +269,7 @@ class GridPoint:
         except SummaryError:
             return None
         same = summary.settings.get("yaml") == dump_config(self.scenario)
-        return summary if same and summary.settings.get("ask") == asdict(ask) else None
+        return summary if same and summary.settings.get("ask") == asdict(seed_plan) else None
 
 
 def sweep(
@@ -290,16 +290,20 @@ def sweep(
     edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt"""
     with reported():
         folder = scenario_path(scenario).parent
-        ask = play.Ask.of(None, seeds, max_seconds)
-        grid = _grid(scenario, vary, read_settings(settings or ()), out)
-        finished = {index: done for index, one in enumerate(grid) if (done := one.done(ask))}
+        seed_plan = play.SeedPlan.from_options(None, seeds, max_seconds)
+        grid = _make_grid(scenario, vary, read_settings(settings or ()), out)
+        finished = {
+            index: done
+            for index, one in enumerate(grid)
+            if (done := one.finished_summary(seed_plan))
+        }
         if finished:
             say(f"{len(finished)} of {len(grid)} points exist already")
         missing = [index for index in range(len(grid)) if index not in finished]
         for index in missing:
             check(grid[index].scenario, folder)
         if missing:
-            finished |= _play(grid, missing, ask, folder)
+            finished |= _play_points(grid, missing, seed_plan, folder)
         pairs = [(grid[index].varied, finished[index]) for index in sorted(finished)]
         write_page(out / "sweep.html", render_sweep(pairs, grid[0].scenario.name))
         (out / "sweep.csv").write_text(sweep_csv(pairs), encoding="utf-8", newline="")
@@ -308,7 +312,7 @@ def sweep(
         play.show(pairs[-1][1])
 
 
-def _grid(
+def _make_grid(
     name: str, vary: Sequence[str], settings: dict[str, object], out: Path
 ) -> list[GridPoint]:
     keys: list[str] = []
@@ -331,24 +335,26 @@ def _grid(
     return points
 
 
-def _play(
-    grid: Sequence[GridPoint], missing: Sequence[int], ask: play.Ask, folder: Path
+def _play_points(
+    grid: Sequence[GridPoint], missing: Sequence[int], seed_plan: play.SeedPlan, folder: Path
 ) -> dict[int, RunSummary]:
     """Play the missing points. Each summary is written as soon as its point has all its seeds."""
-    points = {play.Point(grid[one].name, grid[one].scenario, folder): one for one in missing}
+    points = {
+        play.ScenarioPoint(grid[one].name, grid[one].scenario, folder): one for one in missing
+    }
     summaries: dict[int, RunSummary] = {}
 
-    def finish(done: play.Point) -> None:
+    def finish(done: play.ScenarioPoint) -> None:
         index = points[done]
-        summaries[index] = play.summary_of(done, ask)
+        summaries[index] = play.summary_of(done, seed_plan)
         done.outcomes.clear()
-        _write(grid[index], summaries[index])
+        _write_point(grid[index], summaries[index])
 
-    play.play_seeds(list(points), ask, play.default_processes(), finish)
+    play.play_seeds(list(points), seed_plan, play.default_processes(), finish)
     return summaries
 
 
-def _write(point: GridPoint, summary: RunSummary) -> None:
+def _write_point(point: GridPoint, summary: RunSummary) -> None:
     point.folder.mkdir(parents=True, exist_ok=True)
     (point.folder / "varied.json").write_text(json.dumps(point.varied), encoding="utf-8")
     # The summary is written in one step: a sweep stopped here must not find half of it later.

@@ -30,7 +30,7 @@ _Outcome = TypeVar("_Outcome")
 Report = Callable[[float], None]
 """Called with a task's progress, in a unit that the task chooses."""
 
-_PATIENCE_S: Final = 2.0
+_TERMINATE_TIMEOUT_S: Final = 2.0
 """Seconds that a worker has to end after SIGTERM, before it is killed. A worker has no handler for
 SIGTERM and holds nothing that another process waits for, so only a stopped machine needs them."""
 
@@ -90,7 +90,7 @@ class WorkerPool(Generic[_Task, _Outcome]):
         while len(self._workers) < self._processes:
             # A signal between the start of a process and its entry in the list would leave the
             # process behind, and one in its first milliseconds would end it with a traceback.
-            with _signals_held():
+            with _hold_signals():
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
                 process.start()
@@ -118,7 +118,7 @@ class WorkerPool(Generic[_Task, _Outcome]):
                     try:
                         worker.pipe.send((worker.ticket, task))
                     except OSError:
-                        raise _died(worker) from None
+                        raise _death_error(worker) from None
             ready = connection.wait([worker.pipe for worker in self._workers], poll_s)
             if not ready:
                 yield Quiet()
@@ -126,7 +126,7 @@ class WorkerPool(Generic[_Task, _Outcome]):
                 try:
                     ticket, kind, value = worker.pipe.recv()
                 except (EOFError, OSError):
-                    raise _died(worker) from None
+                    raise _death_error(worker) from None
                 if kind != "progress":
                     worker.ticket = None
                 if ticket not in index_of:
@@ -146,14 +146,14 @@ class WorkerPool(Generic[_Task, _Outcome]):
             worker.process.terminate()
             worker.pipe.close()
         for worker in workers:
-            worker.process.join(_PATIENCE_S)
+            worker.process.join(_TERMINATE_TIMEOUT_S)
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
 
 
-def _died(worker: _Worker) -> ChildProcessError:
-    worker.process.join(_PATIENCE_S)
+def _death_error(worker: _Worker) -> ChildProcessError:
+    worker.process.join(_TERMINATE_TIMEOUT_S)
     code = worker.process.exitcode
     why = f"exit status {code}"
     if code is not None and code < 0:
@@ -165,20 +165,20 @@ def _died(worker: _Worker) -> ChildProcessError:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def _hold_signals() -> Iterator[None]:
     """Hold back the signals that stop a command until the end of the block. A process that is
     started in the block inherits the blocked signals."""
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_STOPPING: Final = (signal.SIGINT, signal.SIGTERM) + (
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM) + (
     () if sys.platform == "win32" else (signal.SIGHUP,)
 )
 
@@ -192,33 +192,33 @@ def _serve(pipe: Connection, work: Callable[[Any, Report], Any]) -> None:
     if sys.platform != "win32":
         # A signal to the process group, such as that of `timeout`, is handled by the main process.
         os.setpgid(0, 0)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     with suppress(EOFError, OSError):  # The main process is gone, or has closed the pipe.
         while True:
             ticket, task = pipe.recv()
             try:
                 outcome = work(task, partial(_report, pipe, ticket))
-                answer = ForkingPickler.dumps((ticket, "finished", outcome))
-            except _Gone:
+                reply = ForkingPickler.dumps((ticket, "finished", outcome))
+            except _MainProcessGone:
                 return
             except Exception as error:
-                answer = ForkingPickler.dumps((ticket, "failed", _picklable(error)))
-            pipe.send_bytes(answer)
+                reply = ForkingPickler.dumps((ticket, "failed", _make_picklable(error)))
+            pipe.send_bytes(reply)
 
 
-class _Gone(BaseException):
+class _MainProcessGone(BaseException):
     """The main process is gone, so ``work`` must end. This is no error of ``work``."""
 
 
 def _report(pipe: Connection, ticket: int, done: float) -> None:
-    """Send how far the task has come. Raises ``_Gone``."""
+    """Send how far the task has come. Raises ``_MainProcessGone``."""
     try:
         pipe.send((ticket, "progress", done))
     except OSError:
-        raise _Gone from None
+        raise _MainProcessGone from None
 
 
-def _picklable(error: Exception) -> Exception:
+def _make_picklable(error: Exception) -> Exception:
     """Return ``error``, or a ``RuntimeError`` with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -1,1 +1,1 @@
-"""What a run looked like: a page, tables and a timeline, of simulated and real runs alike."""
+"""Reports of simulated and real runs: a page, tables and a timeline."""

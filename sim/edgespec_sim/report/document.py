@@ -1,9 +1,9 @@
-"""An HTML page with its styles, scripts and data inside; it asks nothing of any network.
+"""An HTML page that contains its styles, scripts and data, and loads nothing from a network.
 
 Figures are plain data for plotly.js (``{"data": [...], "layout": {...}}``), which lies beside the
-pages, once a folder. A page without figures needs no file but itself, and one that has lost its
-neighbour says so in place of each plot. The page follows the reader's light or dark scheme, and
-prints in the light one.
+pages, one copy per folder. A page without figures needs no other file. A page whose copy of
+plotly.js is missing shows a message in place of each plot. The page follows the reader's light or
+dark scheme, and prints in the light one.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from typing import Any, Final
 
 from edgespec_sim import run_summary as rs
 
-# How the pages look, and the few lines of script that draw their plots. Colours are variables, so
-# that the plots can read those of the scheme in force.
+# The style of the pages, and the script that draws their plots. Colours are variables, so that the
+# plots can read those of the active scheme.
 _STYLE, _SCRIPT = (
     "\n" + Path(__file__).with_name(name).read_text(encoding="utf-8")
     for name in ("page.css", "page.js")
 )
 LIBRARY: Final = "plotly.min.js"
-"""The file beside a page."""
+"""Name of the plotly.js file beside a page."""
 _SOURCE: Final = f'<script id="plotly" src="{LIBRARY}"></script>\n'
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot and what it says, for those who do not see it."""
+    """A plot with a description for readers who cannot see it."""
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     caption: str
-    """Below the plot."""
+    """Text below the plot."""
     label: str
-    """What is plotted, read out in place of the plot."""
+    """Text that a screen reader reads in place of the plot."""
 
 
 class ReportError(ValueError):
-    """A report cannot be written; the message says what is missing or in the way."""
+    """A report cannot be written. The message says what is missing or in the way."""
 
 
 class Document:
-    """Collects the page from top to bottom; ``html`` gives it whole."""
+    """Collects a page from top to bottom; ``html`` returns the whole page."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -56,7 +56,7 @@ class Document:
         self._figures: list[Figure] = []
 
     def add(self, html: str) -> None:
-        """Trusted HTML: what comes from outside must have been escaped."""
+        """Add trusted HTML; text from outside must have been escaped."""
         self._body.append(html)
 
     def heading(self, text: str, level: int = 2) -> None:
@@ -71,13 +71,13 @@ class Document:
             self.add("<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>")
 
     def folded(self, summary: str, text: str) -> None:
-        """Long plain text behind a line to click."""
+        """Add long plain text that a click unfolds."""
         shown = f"<summary>{escape(summary)}</summary><pre>{escape(text)}</pre>"
         self.add(f"<details>{shown}</details>")
 
     @contextmanager
     def fold(self, heading: str) -> Iterator[None]:
-        """What is added within stands behind a line to click."""
+        """Put everything that is added inside the block behind a heading that a click unfolds."""
         self.add(f'<details class="part"><summary><h2>{escape(heading)}</h2></summary>')
         yield
         self.add("</details>")
@@ -109,15 +109,15 @@ class Document:
         if not self._figures:
             return ""
         plots = [{"data": figure.data, "layout": figure.layout} for figure in self._figures]
-        # "<" would let a name end the script; JSON may spell any character by its number.
+        # "<" would let a name end the script; JSON may write any character by its number.
         data = json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         return f"{_SOURCE}<script>const FIGURES = {data};\n{_SCRIPT}</script>\n"
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write a page, and the library that its figures need beside it.
+    """Write a page, and beside it the library that its figures need.
 
-    Raises ``OSError``, and ``ReportError`` if there are figures and plotly is missing."""
+    Raises ``OSError``, and ``ReportError`` if there are figures and plotly is not installed."""
     if _SOURCE in html:
         library = _library()
         beside = path.parent / LIBRARY
@@ -134,14 +134,14 @@ def _library() -> str:
     return str(get_plotlyjs())
 
 
-# --- a run's arms and requests as CSV (RFC 4180), one line each, in base units -----------------
-# Column names are those of ``run_summary.py``; what was not measured is empty.
+# --- a run's arms and requests as CSV (RFC 4180), one row each, in base units ------------------
+# Columns are named after the fields of ``run_summary.py``. Cells without a measurement are empty.
 
 Cell = str | int | float | bool | None
 
 
 def arms_csv(run: rs.RunSummary) -> str:
-    """Arms, and below each its groups; ``group`` is empty for the whole arm."""
+    """Return the arms as CSV, each followed by its groups; ``group`` is empty for the whole arm."""
     rows = []
     for arm in run.arms:
         rows.append({**arm_cells(arm), "group": "", **group_cells(arm.all)})
@@ -151,13 +151,13 @@ def arms_csv(run: rs.RunSummary) -> str:
 
 
 def requests_csv(run: rs.RunSummary) -> str:
-    """The requests that were kept, of all arms."""
+    """Return the requests of all arms that the summary kept, as CSV."""
     rows = [{"arm": arm.arm, **asdict(row)} for arm in run.arms for row in arm.rows]
     return csv_text(rows, ("arm", *(field.name for field in fields(rs.RequestRow))))
 
 
 def csv_text(rows: Sequence[Mapping[str, Cell]], header: Sequence[str] = ()) -> str:
-    """A header of all keys in order of appearance, after those of ``header``."""
+    """Return CSV with the columns of ``header``, then all other keys in order of appearance."""
     names = list(dict.fromkeys([*header, *(key for row in rows for key in row)]))
     out = io.StringIO(newline="")
     writer = csv.DictWriter(out, names, restval="")

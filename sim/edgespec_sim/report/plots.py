@@ -1,8 +1,8 @@
 """The plots of a run, as plain data for plotly.js.
 
-Arms keep one colour throughout a page: grey for target-only, orange for ours, the others in turn
-from a palette that colour-blind readers can tell apart (Okabe and Ito 2008). Names are escaped and
-shortened, because plotly reads tags in them.
+Each arm keeps one colour throughout a page: grey for target-only, orange for edgespec's own, and
+the others in order from a palette that colour-blind readers can distinguish (Okabe and Ito 2008).
+Names are escaped and shortened, because plotly interprets tags in them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 from edgespec.bench.arms import Arm
 from edgespec_sim.report.document import Figure
 from edgespec_sim.report.tables import duration, is_ours
-from edgespec_sim.report.timeline import Lane, Mark, Span, Timeline, rows_apart
+from edgespec_sim.report.timeline import Lane, Mark, Span, Timeline, assign_rows
 from edgespec_sim.run_summary import ArmSummary, Pace, RunSummary
 
 BASE_COLOR: Final = "#8a929c"
@@ -38,15 +38,16 @@ def colors(arms: Sequence[str]) -> dict[str, str]:
 
 
 def label(name: str) -> str:
-    """A name as plotly may be given it; axes and legends cannot break a line."""
+    """Escape and shorten a name for plotly; axes and legends cannot break a line."""
     return escape(name if len(name) <= 28 else name[:27] + "…")
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:
-    """What all plots share, unless ``more`` says otherwise; axes are ``xaxis`` and ``yaxis``."""
+    """Return the layout that all plots share, updated by ``more``; the axes are ``xaxis`` and
+    ``yaxis``."""
     return {
         "height": height,
-        # Above: the legend, and over it the buttons.
+        # The top margin holds the legend, and above it the buttons.
         "margin": {"l": 12, "r": 16, "t": 54, "b": 22},
         "font": {"size": 13},
         "hovermode": "closest",
@@ -56,12 +57,12 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    shown = {"text": title, "font": {"size": 13}}  # as wide as a phone's plot is, at most
+    shown = {"text": title, "font": {"size": 13}}  # at most as wide as the plot on a phone
     return {"title": shown, "automargin": True, "zeroline": False, **more}
 
 
 def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: str) -> Any:
-    """A filled area between two lines, without an entry in the legend."""
+    """Return a filled area between two lines, without an entry in the legend."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -75,15 +76,17 @@ def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: 
     }
 
 
-# --- the time per token over the run, a band an arm --------------------------------------------
+# --- the time per token over the run, with a band for each arm ---------------------------------
 
 _TALLEST: Final = 3.0
-"""Times the slowest arm's mean; an outage would make all else flat."""
+"""Upper end of the scale, as a multiple of the slowest arm's mean. An outage would flatten the
+rest."""
 
 
 def pace_plot(run: RunSummary) -> Figure | None:
-    """None unless the arms have that series, at several points."""
-    lines = [(arm, found) for arm in run.arms if (found := _pace(arm)) is not None]
+    """Plot the time per token over the run. None unless an arm has that series with several
+    points."""
+    lines = [(arm, found) for arm in run.arms if (found := _pace_series(arm)) is not None]
     if not lines:
         return None
     paint = colors([arm.arm for arm in run.arms])
@@ -103,27 +106,27 @@ def pace_plot(run: RunSummary) -> Figure | None:
         yaxis=axis("time per token, ms", range=[0, top]),
         showlegend=True,
     )
-    said = ", ".join(
-        f"{arm.name} {1e3 * arm.all.tpot_s.mean:.3g} ms in the mean"
+    means = ", ".join(
+        f"{arm.name} {1e3 * arm.all.tpot_s.mean:.3g} ms on average"
         for arm, _ in lines
         if arm.all.tpot_s is not None
     )
-    label_ = f"Time per token over the run by arm: {said}"
+    label_ = f"Time per token over the run by arm: {means}"
     return Figure(data, shape, _caption(run, cut=cut), label_)
 
 
 def _caption(run: RunSummary, *, cut: bool) -> str:
     text = (
-        "Mean time per token over the run, of the tokens that came in each step, tokens of one "
-        "delivery sharing the time since the one before; target-only streaming in grey."
+        "Mean time per token over the run, over the tokens that arrived in each step; the tokens of"
+        " one delivery share the time since the previous one; target-only streaming in grey."
     )
     if run.seeds > 1:
         text += f" Bands: 95 % intervals over {run.seeds:,} seeds."
     return f"{text} Higher peaks are cut off." if cut else text
 
 
-def _pace(arm: ArmSummary) -> Pace | None:
-    """The series, unless it has fewer than two points."""
+def _pace_series(arm: ArmSummary) -> Pace | None:
+    """Return the arm's series, or None if it has fewer than two points."""
     found = arm.pace
     return None if found is None or sum(v is not None for v in found.values) < 2 else found
 
@@ -148,7 +151,7 @@ def _pace_line(arm: ArmSummary, series: Pace, color: str, duration_s: float) -> 
     base = arm.arm == Arm.TARGET_ONLY.value
     return {
         "type": "scatter",
-        "mode": "lines+markers",  # or a step with tokens between two without would not show
+        "mode": "lines+markers",  # A step between two empty steps shows only as a marker.
         "marker": {"size": 4},
         "name": label(arm.name),
         "x": [_middle(series, step) for step in range(len(series.values))],
@@ -158,11 +161,11 @@ def _pace_line(arm: ArmSummary, series: Pace, color: str, duration_s: float) -> 
     }
 
 
-# --- lanes beneath each other: the same question by each arm, or sessions of a trace ------------
+# --- lanes below each other: the same generation by each arm, or the sessions of a trace --------
 
 SESSIONS_DRAWN: Final = 3
 _SPANS_MAX: Final = 500
-"""Of an arm or a session."""
+"""Most spans drawn of an arm or a session."""
 _WINDOW_S: Final = 1.2
 _LANE: Final = 17
 _NAME: Final = 22
@@ -181,17 +184,17 @@ _MARK_COLOR: Final = "#cc3377"
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """One session's spans with their rows, and its marks, from 0."""
+    """One session's spans with their rows, and its marks. Times start at 0."""
 
     spans: list[tuple[int, Span]]
     marks: list[Mark]
 
 
-def sessions_of(timeline: Timeline) -> dict[str, Lanes]:
-    """The first sessions whose device is in the trace, or the first ones without any."""
+def first_sessions(timeline: Timeline) -> dict[str, Lanes]:
+    """Return the first sessions whose device is in the trace, or the first of all if none is."""
     known = {s.session for s in timeline.spans if s.lane in (Lane.DRAFT, Lane.STALL)}
     names = [name for name in timeline.sessions if name in known or not known][:SESSIONS_DRAWN]
-    placed = list(rows_apart(timeline.spans))
+    placed = list(assign_rows(timeline.spans))
     found = {}
     for name in names:
         own = [(row, span) for row, span in placed if span.session == name]
@@ -208,15 +211,16 @@ def sessions_of(timeline: Timeline) -> dict[str, Lanes]:
     return found
 
 
-def lanes_plot(asked: Mapping[str, Lanes], what: str) -> Figure | None:
-    """``asked``: by arm or session; ``what`` begins the caption. None of nothing."""
-    if not asked:
+def lanes_plot(lanes_by_name: Mapping[str, Lanes], what: str) -> Figure | None:
+    """Plot lanes by arm or session; ``what`` begins the caption. None if there is nothing to
+    plot."""
+    if not lanes_by_name:
         return None
     data: list[dict[str, Any]] = []
     ticks: list[tuple[float, str]] = []
     names: list[tuple[float, str]] = []
     y = 0.0
-    for name, one in asked.items():
+    for name, one in lanes_by_name.items():
         names.append((y, name))
         data += _marks(one, y + _NAME / 2)
         y += _NAME
@@ -226,11 +230,11 @@ def lanes_plot(asked: Mapping[str, Lanes], what: str) -> Figure | None:
                 ticks.append((y + _LANE / 2, lane.value))
                 data.append(_lane_bars(name, lane, own, y))
                 y += _LANE
-    ends = {name: max(span.end_s for _, span in one.spans) for name, one in asked.items()}
+    ends = {name: max(span.end_s for _, span in one.spans) for name, one in lanes_by_name.items()}
     shape = layout(
         round(y) + 110,
         xaxis=axis(
-            "seconds since the question was asked", range=[0, min(_WINDOW_S, max(ends.values()))]
+            "seconds since the request was sent", range=[0, min(_WINDOW_S, max(ends.values()))]
         ),
         yaxis=axis(
             range=[y, 0],
@@ -243,14 +247,14 @@ def lanes_plot(asked: Mapping[str, Lanes], what: str) -> Figure | None:
         barmode="overlay",
         bargap=0,
         showlegend=False,
-        annotations=[_name(at, name) for at, name in names],
+        annotations=[_name_annotation(at, name) for at, name in names],
         margin={"l": 12, "r": 16, "t": 34, "b": 22},
     )
     took = ", ".join(f"{name} {duration(end_s)}" for name, end_s in ends.items())
     caption = (
-        f"{what}: draft steps, drafts on their way, their wait for a pass, passes, commits on their"
-        " way back, and stalls; marks are corrections, lost links and ends. Drag across the plot to"
-        f" see a part, double-click to see it whole. Drawn: {took}."
+        f"{what}: draft steps, drafts on the uplink, their wait for a pass, passes, commits on the"
+        " downlink, and stalls; marks are corrections, lost links and ends. Drag across the plot to"
+        f" zoom, double-click to reset. Drawn: {took}."
     )
     return Figure(data, shape, caption, f"{what}; drawn: {took}")
 
@@ -285,19 +289,19 @@ def _lane_bars(name: str, lane: Lane, own: list[tuple[int, Span]], top: float) -
         "y": [round(top + height * (row + 0.5), 2) for row, _ in placed],
         "width": height * 0.94,
         "marker": {"color": _LANE_COLORS[lane], "line": {"width": 0.4, "color": _EDGE}},
-        "text": [_told(span) for _, span in placed],
+        "text": [_describe_span(span) for _, span in placed],
         "textposition": "none",
         "hovertemplate": f"{label(name)}, {lane.value}: %{{text}}<extra></extra>",
     }
 
 
-def _told(span: Span) -> str:
+def _describe_span(span: Span) -> str:
     args = "".join(f"<br>{label(key)}: {label(str(value))}" for key, value in span.args.items())
     took = f"{1e3 * (span.end_s - span.start_s):.3g} ms at {span.start_s:.4g} s"
     return f"{label(span.name)}, {took}{args}"
 
 
-def _name(at: float, name: str) -> dict[str, Any]:
+def _name_annotation(at: float, name: str) -> dict[str, Any]:
     return {
         "text": f"<b>{label(name)}</b>",
         "xref": "paper",

@@ -1,7 +1,7 @@
-"""A trace added up, the devices' lines and perhaps the verifiers', as a ``RunSummary`` of one arm.
+"""Computes a ``RunSummary`` with one arm from a trace of devices, and of verifiers if there is one.
 
-Device lines say what the user felt, verifier lines what the verifier was busy with. Clocks of two
-machines are never compared here: each duration is taken on one clock.
+The devices' lines give what the user experienced, the verifiers' lines their load. Clocks of two
+machines are never compared here: each duration is measured on one clock.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from typing import Final
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Received
 from edgespec_sim import run_summary as rs
-from edgespec_sim.report.timeline import DEVICE, Line
+from edgespec_sim.report.timeline import DEVICE, TraceLine
 from edgespec_sim.sessions import message_bytes
 from edgespec_sim.world.meters import Meters, RequestRecord, ratio
 
-# --- what one device session's lines add up to, request by request -----------------------------
+# --- the totals of one device session, request by request --------------------------------------
 
 UNFINISHED = "the trace ends before the request does"
 
 
 class DeviceTally:
-    """Feed it one session's lines in order; generations that follow each other are kept apart.
-    Times are on the device's clock. Counters are the device's own, from the line behind the end; of
-    a trace that ends before, tokens alone."""
+    """Adds up one session's lines, which ``read`` takes in order, for each of its generations.
+
+    Times are on the device's clock. Counters are the device's own, from the line that follows the
+    end of a generation. If the trace ends before that line, only tokens are counted."""
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
         self.gaps_s: list[float] = []
-        """Between deliveries."""
+        """Times between deliveries."""
         self.longest_s = 0.0
-        """From a request's start to its last line."""
+        """Longest time from a request's start to its last line."""
         self._first_s = self._last_s = 0.0
-        """Of the deliveries of the last request."""
+        """Times of the first and the latest delivery of the last request."""
         self._streaming = False
         self._ends = False
 
-    def read(self, line: Line) -> None:
+    def read(self, line: TraceLine) -> None:
         name, at_s = line["name"], line["at_s"]
         if name == "Start":
             self.records.append(RequestRecord("", line["session"], "", at_s, failed=UNFINISHED))
             self._streaming = self._ends = False
         if not self.records:
-            return  # the trace begins in the middle
+            return  # The trace begins in the middle of a generation.
         record = self.records[-1]
         if name == "DraftCounters":
             known = {one.name: line[one.name] for one in fields(DraftCounters)}
@@ -71,9 +72,9 @@ class DeviceTally:
                 record.complete, record.tpot_s = True, record.pace_s
                 record.failed = "" if name == "Finish" else str(line["why"]) or "failed"
 
-    def _deliver(self, record: RequestRecord, line: Line) -> None:
+    def _deliver(self, record: RequestRecord, line: TraceLine) -> None:
         record.counters.committed += len(line["tokens"])
-        # What a stop id ended ends with that id, which the user is not shown.
+        # If a stop id ended the output, that id is its last token, and the user does not see it.
         count = len(line["tokens"]) - self._ends
         if not count:
             return
@@ -88,25 +89,25 @@ class DeviceTally:
             record.pace_s = (at_s - self._first_s) / (record.tokens - 1)
 
 
-_SIZED: Final[dict[str, tuple[type[Draft | Received | Commit], str]]] = {
+_SIZED_MESSAGES: Final[dict[str, tuple[type[Draft | Received | Commit], str]]] = {
     "Draft": (Draft, "first_node_id parents tokens base_position base_hash"),
     "Received": (Received, "position echo"),
     "Commit": (Commit, "position tokens accepted stale queue_us verify_us rows echo held_us"),
 }
 
 
-def _payload_bytes(message: Line) -> int:
-    """0 for those that travel once a stream, whose size says more about the prompt than about the
-    way of decoding. A commit's reason to finish is left out."""
-    kind, names = _SIZED.get(message["name"], (None, ""))
+def _payload_bytes(message: TraceLine) -> int:
+    """Return a message's size. It is 0 for messages sent once per stream, whose size depends on the
+    prompt rather than on the way of decoding. A commit's finish reason is left out."""
+    kind, names = _SIZED_MESSAGES.get(message["name"], (None, ""))
     return 0 if kind is None else message_bytes(kind(**{n: message[n] for n in names.split()}))
 
 
-# --- what one verifier's lines add up to -------------------------------------------------------
+# --- the totals of one verifier ----------------------------------------------------------------
 
 
 class VerifierTally:
-    """Feed it one verifier's lines in order."""
+    """Adds up one verifier's lines, which ``read`` takes in order."""
 
     def __init__(self) -> None:
         self.first_s: float | None = None
@@ -119,7 +120,7 @@ class VerifierTally:
         self.sessions: set[str] = set()
         self._begun_s: float | None = None
 
-    def read(self, line: Line) -> None:
+    def read(self, line: TraceLine) -> None:
         at_s = line["at_s"]
         self.first_s = at_s if self.first_s is None else self.first_s
         self.last_s = at_s
@@ -141,11 +142,12 @@ class VerifierTally:
                     self.queues_s.append(line["message"]["queue_us"] / 1e6)
 
 
-_NO_VERIFIER: Final = "Only devices' traces were given: the verifiers' load is not known."
+_NO_VERIFIER: Final = "Only devices' traces were given, so the verifiers' load is unknown."
 
 
-def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
-    """``name``: of the run and its arm. Raises ``ValueError`` without a request."""
+def summarise(lines: Iterable[TraceLine], name: str = "run") -> rs.RunSummary:
+    """Summarise a trace; ``name`` is the name of the run and of its arm. Raises ``ValueError`` if
+    the trace has no request."""
     devices: dict[str, DeviceTally] = defaultdict(DeviceTally)
     verifiers: dict[str, VerifierTally] = defaultdict(VerifierTally)
     first_s, last_s = math.inf, -math.inf
@@ -157,9 +159,9 @@ def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
             verifiers[line["session"]].read(line)
     records = [one for tally in devices.values() for one in tally.records]
     if not records:
-        raise ValueError("no device's trace, or none with a request: no Start is in it")
+        raise ValueError("the trace has no request of a device: it contains no Start")
     duration_s = last_s - first_s
-    if verifiers:  # devices may be on machines with clocks of their own; verifiers share one
+    if verifiers:  # Each device may have its own clock; all verifiers share one.
         seen_s = [at_s for one in verifiers.values() for at_s in (one.first_s or 0.0, one.last_s)]
         longest_s = max(one.longest_s for one in devices.values())
         duration_s = max(max(seen_s) - min(seen_s), longest_s)
@@ -175,12 +177,14 @@ def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
         label="as traced",
         all=replace(meters.whole(), mismatches=None, unfinished=0),
         groups={},
-        verifiers=tuple(_load(of, tally, duration_s) for of, tally in verifiers.items()),
+        verifiers=tuple(
+            _verifier_summary(of, tally, duration_s) for of, tally in verifiers.items()
+        ),
         rows=meters.rows(),
     )
     return rs.RunSummary(
         name=name,
-        about="Summed up from the trace of a run.",
+        about="Computed from the trace of a run.",
         tokens_from="the trace",
         seed=None,
         simulated=False,
@@ -190,7 +194,7 @@ def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
     )
 
 
-def _load(name: str, tally: VerifierTally, duration_s: float) -> rs.VerifierSummary:
+def _verifier_summary(name: str, tally: VerifierTally, duration_s: float) -> rs.VerifierSummary:
     return rs.VerifierSummary(
         name=name or "verifier",
         utilisation=ratio(tally.busy_s, duration_s),

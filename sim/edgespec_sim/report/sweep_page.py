@@ -1,7 +1,7 @@
-"""Many runs of one scenario side by side: each metric against what was varied.
+"""The page of a sweep: each metric against the varied settings, for runs of one scenario.
 
-The first varied setting is the x axis, one line an arm; every combination of the others has a panel
-of its own, and the panels of a metric share their scale. Bands are 95 % intervals.
+The first varied setting is the x axis, with one line per arm. Every combination of the other
+settings has its own panel, and the panels of a metric share their scale. Bands are 95 % intervals.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from edgespec_sim.report.document import Document, Figure, arm_cells, csv_text, 
 from edgespec_sim.report.plots import axis, band, colors, label, layout
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 
-# An arm wins a point with the lowest mean time per token. The win is sure if the 95 % interval of
-# its speed-up lies above 1 and above those of all others, or for target-only if those of all
-# others lie below 1. All arms have the same dice, so intervals that overlap may still hide a sure
-# win.
+# The arm with the lowest mean time per token wins a point. The win is certain if the 95 % interval
+# of its speed-up lies above 1 and above the intervals of all others, or for target-only if all
+# other intervals lie below 1. All arms have the same random numbers, so a win may be certain
+# although intervals overlap.
 
 
 _BASE: Final = Arm.TARGET_ONLY.value
@@ -27,14 +27,14 @@ _BASE: Final = Arm.TARGET_ONLY.value
 
 @dataclass(frozen=True, slots=True)
 class Win:
-    """Of one point."""
+    """The winner of one point."""
 
     arm: ArmSummary
-    sure: bool
+    is_certain: bool
 
 
-def winner(run: RunSummary) -> Win | None:
-    """None where no arm has a time per token, or there is but one arm."""
+def find_winner(run: RunSummary) -> Win | None:
+    """Return the winner. None if fewer than two arms have a time per token."""
     timed = [(arm.all.tpot_s.mean, arm) for arm in run.arms if arm.all.tpot_s is not None]
     if len(timed) < 2:
         return None
@@ -43,22 +43,22 @@ def winner(run: RunSummary) -> Win | None:
     least = 1.0
     if best.arm != _BASE:
         if best.speedup_interval is None or best.speedup_interval[0] <= 1.0:
-            return Win(best, sure=False)
+            return Win(best, is_certain=False)
         least = best.speedup_interval[0]
     return Win(best, all(ends is not None and ends[1] < least for ends in others))
 
 
-def answer(points: Points) -> str:
-    """Who wins how often, and from where to where our speed-up goes; in plain text."""
-    wins = [(varied, win) for varied, run in points if (win := winner(run)) is not None]
+def summarise_wins(points: Points) -> str:
+    """Summarise how often each arm wins, and the range of our speed-up, in plain text."""
+    wins = [(varied, win) for varied, run in points if (win := find_winner(run)) is not None]
     if not wins:
-        return "No point has two arms with a time per token, so nothing is compared."
+        return "No point has two arms with a time per token, so there is no comparison."
     counts: dict[str, list[bool]] = {}
     for _, win in wins:
-        counts.setdefault(win.arm.name, []).append(win.sure)
+        counts.setdefault(win.arm.name, []).append(win.is_certain)
     parts = [
         f"{arm}{' (ours)' if tables.is_ours(arm) else ''} is fastest at {len(sures)} of"
-        f" {len(wins)} points ({sum(sures)} of them surely)"
+        f" {len(wins)} points ({sum(sures)} with certainty)"
         for arm, sures in sorted(counts.items(), key=lambda pair: -len(pair[1]))
     ]
     over_plain = all(run.alone in ("", _BASE) for _, run in points)
@@ -66,12 +66,12 @@ def answer(points: Points) -> str:
         (value, ends, varied, arm)
         for varied, run in points
         for arm in run.arms
-        for value, ends in [_compared(arm, over_plain)]
+        for value, ends in [_find_speedup(arm, over_plain)]
         if tables.is_ours(arm.arm) and value is not None
     ]
-    told = "; ".join(parts) + "."
+    text = "; ".join(parts) + "."
     if not ours:
-        return told
+        return text
     least, most = min(ours, key=lambda one: one[0]), max(ours, key=lambda one: one[0])
     shown = [
         tables.times(value)
@@ -81,14 +81,16 @@ def answer(points: Points) -> str:
         for value, ends, varied, _ in (least, most)
     ]
     known = least[1] is not None and most[1] is not None
-    sure = "95 % intervals" if known else "nobody knows how sure that is: play more seeds"
+    sure = "95 % intervals" if known else "the certainty is unknown: play more seeds"
     lossy = " (LOSSY)" if least[3].lossy or most[3].lossy else ""
     base = "target-only" if over_plain else "the fastest arm that needs no device"
-    return f"{told} Against {base} ours{lossy} goes from {shown[0]} to {shown[1]} ({sure})."
+    return f"{text} Relative to {base}, ours{lossy} ranges from {shown[0]} to {shown[1]} ({sure})."
 
 
-def _compared(arm: ArmSummary, over_plain: bool) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the arm's ratio to what it is compared with, and the 95 % interval."""
+def _find_speedup(
+    arm: ArmSummary, over_plain: bool
+) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the arm's speed-up over its baseline, and the 95 % interval."""
     if over_plain:
         return arm.speedup, arm.speedup_interval
     return arm.gain, arm.gain_interval
@@ -127,16 +129,16 @@ _METRICS: Final = (
 
 
 def render_sweep(points: Points, title: str = "sweep") -> str:
-    """One HTML file; ``points``, at least one, pair what was varied (the same keys in each) with
-    its run."""
+    """Return one HTML file. ``points``, at least one, pair the varied settings (the same keys in
+    each) with the run."""
     keys = list(points[0][0])
     lossy = "LOSSY: " if any(arm.lossy for _, run in points for arm in run.arms) else ""
     page = Document(f"{lossy}{title}: sweep")
     over = " and ".join(keys) or "its one point"
-    asked = f"Asked: which way of decoding is fastest where, over {over}?"
+    asked = f"Question: which way of decoding is fastest where, over {over}?"
     page.paragraph(f"{points[0][1].about} {asked}".strip(), "asked")
-    page.paragraph(answer(points), "headline")
-    page.paragraph(_extent(points, keys), "facts")
+    page.paragraph(summarise_wins(points), "headline")
+    page.paragraph(_describe_points(points, keys), "facts")
     for metric in _METRICS:
         if panels := _panels(points, keys, metric):
             page.heading(metric.name)
@@ -146,7 +148,7 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
             page.add("</div>")
     notes = list(dict.fromkeys(note for _, run in points for note in run.notes))
     if notes:
-        page.heading("What to know")
+        page.heading("Notes")
         page.items(notes)
     page.heading("All points")
     page.add(_table(points, keys))
@@ -154,10 +156,10 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
 
 
 def sweep_csv(points: Points) -> str:
-    """One line a point and arm, as in ``arms_csv``; what was varied comes first."""
+    """Return one row per point and arm, as in ``arms_csv``; the varied settings come first."""
     rows = [
         {
-            **{key: _plain(value) for key, value in varied.items()},
+            **{key: _make_cell(value) for key, value in varied.items()},
             "seeds": run.seeds,
             **arm_cells(arm),
             **group_cells(arm.all),
@@ -168,14 +170,14 @@ def sweep_csv(points: Points) -> str:
     return csv_text(rows)
 
 
-def _plain(value: Any) -> str | int | float | bool | None:
+def _make_cell(value: Any) -> str | int | float | bool | None:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _extent(points: Points, keys: Sequence[str]) -> str:
+def _describe_points(points: Points, keys: Sequence[str]) -> str:
     parts = []
     for key in keys:
-        values = list(dict.fromkeys(_plain(varied[key]) for varied, _ in points))
+        values = list(dict.fromkeys(_make_cell(varied[key]) for varied, _ in points))
         shown = ", ".join(map(str, values[:12])) + (" ..." if len(values) > 12 else "")
         parts.append(f"{key}: {shown}")
     kind = "simulated in virtual time" if points[0][1].simulated else "measured"
@@ -186,7 +188,7 @@ def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure
     known = [v for _, run in points for arm in run.arms if (v := metric.value(arm)) is not None]
     by_panel: dict[str, list[tuple[Varied, RunSummary]]] = {}
     for varied, run in points if known else ():
-        rest = ", ".join(f"{key} = {_plain(varied[key])}" for key in keys[1:])
+        rest = ", ".join(f"{key} = {_make_cell(varied[key])}" for key in keys[1:])
         by_panel.setdefault(rest, []).append((varied, run))
     x_key = keys[0] if keys else ""
     return [
@@ -198,7 +200,7 @@ def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure
 def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -> Figure:
     arms = list(dict.fromkeys(arm.name for _, run in points for arm in run.arms))
     paint = colors(arms)
-    xs: list[Any] = [_plain(varied[x_key]) if x_key else 0 for varied, _ in points]
+    xs: list[Any] = [_make_cell(varied[x_key]) if x_key else 0 for varied, _ in points]
     if _numeric(xs):
         places = sorted(range(len(xs)), key=xs.__getitem__)
         points, xs = [points[place] for place in places], [xs[place] for place in places]
@@ -233,13 +235,13 @@ def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -
         xaxis=axis(label(x_key), **_scale(xs)),
         yaxis=axis(metric.unit, range=[0, top]),
         showlegend=True,
-        # Below, because a narrow panel has no room for it beside the buttons.
+        # It stands below, because a narrow panel has no room for it beside the buttons.
         legend={"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top"},
         margin={"l": 12, "r": 16, "t": 40, "b": 12},
     )
     where = f" ({rest})" if rest else ""
     bands = " Bands: 95 % intervals." if any("fill" in trace for trace in data) else ""
-    what = f"{metric.name} against {x_key}{where}, a line an arm"
+    what = f"{metric.name} against {x_key}{where}, one line per arm"
     return Figure(data, shape, f"{metric.name}{where}.{bands}", what)
 
 
@@ -263,8 +265,8 @@ def _table(points: Points, keys: Sequence[str]) -> str:
     header = (first or "run", *others, "arm", "TPOT mean ms", "p95 ms", "TTFT p50 ms", "speed-up")
     rows = []
     for varied, run in points:
-        values = [str(_plain(varied[key])) for key in keys] or [run.name]
-        win = winner(run)
+        values = [str(_make_cell(varied[key])) for key in keys] or [run.name]
+        win = find_winner(run)
         for arm in run.arms:
             rows.append(
                 (
@@ -274,7 +276,7 @@ def _table(points: Points, keys: Sequence[str]) -> str:
                     tables.quantile_ms(arm.all.tpot_s, 0.95),
                     tables.quantile_ms(arm.all.ttft_s, 0.5),
                     tables.speedup(arm),
-                    "" if win is None or win.arm is not arm else "yes" if win.sure else "?",
+                    "" if win is None or win.arm is not arm else "yes" if win.is_certain else "?",
                     tables.number(arm.all.tokens_per_pass),
                     tables.percent(arm.all.acceptance),
                     tables.count(arm.all.failed),
@@ -282,7 +284,7 @@ def _table(points: Points, keys: Sequence[str]) -> str:
             )
     more = ("fastest", "tokens / pass", "acceptance", "failed")
     caption = (
-        "Every point of the sweep. Fastest: of the arms of the point; a question mark: the 95 %"
-        " intervals do not say so surely."
+        "Every point of the sweep. Fastest: among the arms of the point; with a question mark if"
+        " the 95 % intervals do not make it certain."
     )
     return tables.table(caption, (*header, *more), rows, 1 + len(others), range(1, 1 + len(others)))

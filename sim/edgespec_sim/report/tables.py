@@ -1,5 +1,5 @@
-"""The tables of a page, and numbers as a reader wants them: few digits, a dash for what was not
-measured. Every cell is escaped here; a row of ours is marked."""
+"""The tables of a page, and the format of numbers: few digits, and a dash for a missing
+measurement. Every cell is escaped here, and rows of edgespec's own arms are marked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSING: Final = "–"
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, thousands apart."""
+    """Format a number with three significant digits and separators between thousands."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
@@ -35,12 +35,12 @@ def mean_ms(spread: Spread | None) -> str:
 
 
 def quantile_ms(spread: Spread | None, share: float) -> str:
-    """``share``: one of ``QUANTILES``."""
+    """Format a quantile in milliseconds; ``share`` is one of ``QUANTILES``."""
     return milliseconds(None if spread is None else spread.quantiles[QUANTILES.index(share)])
 
 
 def percent(share: float | None) -> str:
-    """A share as percent, the unit included."""
+    """Format a share as percent, with the unit."""
     if share is None or not math.isfinite(share):
         return MISSING
     shown = 100 * share
@@ -48,14 +48,14 @@ def percent(share: float | None) -> str:
 
 
 def times(factor: float | None) -> str:
-    """A speed-up: 2.31×."""
+    """Format a speed-up: 2.31×."""
     if factor is None or not math.isfinite(factor):
         return MISSING
     return f"{factor:.2f}×" if factor < 100 else f"{factor:,.0f}×"
 
 
 def speedup(arm: ArmSummary) -> str:
-    """With its interval, if that is known: 1.45× (1.38–1.53)."""
+    """Format a speed-up with its interval, if there is one: 1.45× (1.38–1.53)."""
     if arm.speedup_interval is None:
         return times(arm.speedup)
     low, high = arm.speedup_interval
@@ -63,7 +63,7 @@ def speedup(arm: ArmSummary) -> str:
 
 
 def seeds_played(run: RunSummary) -> str:
-    """Which were played: "seed 3", "seeds 1 to 24"; empty where there is none."""
+    """Describe the seeds: "seed 3", "seeds 1 to 24"; empty if there are none."""
     if run.seed is None:
         return ""
     return (
@@ -76,7 +76,8 @@ def count(value: int | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For prose: ms below a second, s below two minutes, else minutes or hours."""
+    """Format a duration for prose: ms below a second, s below two minutes, else minutes or
+    hours."""
     if seconds < 1:
         return f"{milliseconds(seconds)} ms"
     if seconds < 120:
@@ -88,7 +89,7 @@ ROWS_SHOWN = 50
 
 
 def is_ours(arm: str) -> bool:
-    """The arm the product runs by default, and its variants (``edgespec, width 3``)."""
+    """Whether the arm is the product's default or one of its variants (``edgespec, width 3``)."""
     return arm.startswith((Arm.EDGESPEC.value, Arm.BOTH.value))
 
 
@@ -99,8 +100,9 @@ def table(
     arm: int = 0,
     texts: Sequence[int] = (),
 ) -> str:
-    """``rows`` start with their name; ``texts`` are further columns of words, and ``arm`` is the
-    column of arms, by which rows of ours are marked. Empty without rows."""
+    """Return a table as HTML, or an empty string without rows. Each row begins with its name.
+    ``texts`` are further columns of words, and ``arm`` is the column of arms, which marks our
+    rows."""
     if not rows:
         return ""
     words = {*texts, arm} - {0}
@@ -143,14 +145,15 @@ _WORK: Final[_Columns] = {
 }
 _ENERGIES: Final[dict[str, Callable[[ArmSummary], float | None]]] = {
     "device J": lambda arm: arm.all.energy_j_per_token,
-    # While passes ran; then while verifiers were powered and idle, even if they served nobody.
-    "GPU J, at most": lambda arm: _a_token(arm, [one.energy_j for one in arm.verifiers]),
-    "GPU idle J": lambda arm: _a_token(arm, [one.idle_j for one in arm.verifiers]),
+    # Energy while passes ran; then while verifiers were on and idle, with or without sessions.
+    "GPU J, at most": lambda arm: _per_token(arm, [one.energy_j for one in arm.verifiers]),
+    "GPU idle J": lambda arm: _per_token(arm, [one.idle_j for one in arm.verifiers]),
 }
 
 
 def arm_columns(run: RunSummary) -> dict[str, Callable[[ArmSummary], str]]:
-    """What a table of arms can say, by column; of energy, what anything is known of."""
+    """Return the possible columns of a table of arms. Columns of energy without any value are left
+    out."""
 
     def whole(of: Callable[[GroupSummary], str]) -> Callable[[ArmSummary], str]:
         return lambda arm: of(arm.all)
@@ -173,22 +176,22 @@ def arm_columns(run: RunSummary) -> dict[str, Callable[[ArmSummary], str]]:
 
 def arms_table(run: RunSummary) -> str:
     columns = arm_columns(run)
-    rows = [(_named(arm), *(of(arm) for of in columns.values())) for arm in run.arms]
+    rows = [(_labelled_name(arm), *(of(arm) for of in columns.values())) for arm in run.arms]
     caption = (
-        "Arms side by side, ours marked. Speed-up: mean TPOT of target-only over the arm's, in "
-        "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not "
-        "the target's own."
+        "Arms side by side, ours marked. Speed-up: mean TPOT of target-only divided by the arm's,"
+        " with its 95 % interval in brackets. Bytes and energy are per token; differ: tokens that"
+        " are not the target's own."
     )
     return table(caption, ("arm", *columns), rows)
 
 
-def _a_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
+def _per_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
     if not arm.all.tokens or not known or None in known:
         return None
     return sum(energy_j or 0.0 for energy_j in known) / arm.all.tokens
 
 
-def _named(arm: ArmSummary) -> str:
+def _labelled_name(arm: ArmSummary) -> str:
     ours = " (ours)" if is_ours(arm.arm) else ""
     return f"{arm.name}{ours}\n{arm.label}"
 
@@ -203,8 +206,8 @@ def requests_ended_table(run: RunSummary) -> str:
         "ITL p99 ms": lambda group: quantile_ms(group.itl_s, 0.99),
     }
     caption = (
-        "How the requests ended, and the gaps between deliveries (ITL): tokens that come together "
-        "are one delivery, without gaps within it."
+        "How the requests ended, and the gaps between deliveries (ITL): tokens that arrive"
+        " together are one delivery, without gaps between them."
     )
     if any(arm.all.handovers for arm in run.arms):
         columns["handovers"] = lambda group: count(group.handovers)
@@ -212,13 +215,15 @@ def requests_ended_table(run: RunSummary) -> str:
     if any(arm.all.memory_tightened or arm.all.memory_loosened for arm in run.arms):
         columns["memory less"] = lambda group: count(group.memory_tightened)
         columns["memory more"] = lambda group: count(group.memory_loosened)
-        caption += " Memory: what the draft may hold, by its budget."
+        caption += (
+            " Memory: how often the memory budget reduced the draft's cache, and restored it."
+        )
     rows = [(arm.name, *(of(arm.all) for of in columns.values())) for arm in run.arms]
     return table(caption, ("arm", *columns), rows)
 
 
 def groups_table(run: RunSummary) -> str:
-    """Empty when no arm has groups."""
+    """Return a table of the groups of devices. Empty if no arm has groups."""
     header = ("group", "arm", "completed", "failed", *_TIMES, *_WORK)
     names = list(dict.fromkeys(name for arm in run.arms for name in arm.groups))
     rows = []
@@ -232,7 +237,7 @@ def groups_table(run: RunSummary) -> str:
 
 
 def verifiers_table(run: RunSummary) -> str:
-    """Empty when no verifier was seen. The busiest of each arm come first."""
+    """Return a table of the verifiers, the busiest of each arm first. Empty if there are none."""
     header = (
         *("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass"),
         *("queue p50 ms", "queue p95 ms"),
@@ -247,10 +252,10 @@ def verifiers_table(run: RunSummary) -> str:
             queue_s = None if arm.all.acceptance is None else one.queue_s
             queue = quantile_ms(queue_s, 0.5), quantile_ms(queue_s, 0.95)
             rows.append((one.name, arm.name, *load, *sizes, *queue))
-    more = f" {left:,} less busy ones are left out." if left else ""
+    more = f" {left:,} less busy verifiers are left out." if left else ""
     caption = (
-        "Verifiers; the queue is from a draft's arrival to its pass, so there is none without "
-        f"drafts.{more}"
+        "Verifiers; the queue is the time from a draft's arrival to its pass, so it is empty"
+        f" without drafts.{more}"
     )
     return table(caption, header, rows, arm=1)
 
@@ -267,7 +272,8 @@ DRAFTS_HEADER: Final = (
 
 
 def drafts_rows(run: RunSummary) -> list[tuple[str, ...]]:
-    """Who guessed how much, and what a token took of verifiers; none if none drafted."""
+    """Return each arm's nodes on devices and servers, and the verifiers' time per token. Empty if
+    no verifier drafted."""
     if not any(arm.draft_ms_per_token for arm in run.arms):
         return []
     rows = []
@@ -284,23 +290,23 @@ def drafts_rows(run: RunSummary) -> list[tuple[str, ...]]:
 
 
 def drafts_table(run: RunSummary) -> str:
-    """Empty where no verifier drafted."""
+    """Return ``drafts_rows`` as a table. Empty if no verifier drafted."""
     caption = (
-        "Who drafted: nodes that went into passes or to the verifier, and their accepted share; "
-        "milliseconds of the verifiers' machines in draft steps and in passes."
+        "Nodes drafted by devices and by servers, and their accepted share; milliseconds of the "
+        "verifiers' machines in draft steps and in passes."
     )
     return table(caption, DRAFTS_HEADER, drafts_rows(run))
 
 
 def links_table(run: RunSummary) -> str:
-    """Empty where no link's capacity is known."""
+    """Return a table of the links. Empty if no link has a known capacity."""
     rows = [
         (one.name, arm.name, percent(one.up), percent(one.down))
         for arm in run.arms
         for one in sorted(arm.links, key=lambda one: -max(one.up, one.down))[:ROWS_SHOWN]
     ]
     caption = (
-        "Share of the run for which messages occupied each link (its airtime, with radio), with"
-        " the share that others take; the busiest first, links without a limit left out."
+        "Share of the run in which each link was busy (its airtime, with radio), other traffic"
+        " included; the busiest first, links without a limit left out."
     )
     return table(caption, ("link", "arm", "busy up", "busy down"), rows, arm=1)

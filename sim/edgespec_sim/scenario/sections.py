@@ -16,8 +16,8 @@ from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
 from edgespec.core.protocol.checks import Section, among, bounded, check_limits, limited
+from edgespec_sim.scenario.verifiers import DEFAULT_SESSIONS, RADIOS, MemorySum, memory_sum
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
-from edgespec_sim.scenario.verifiers import RADIOS, SESSIONS_UNKNOWN, MemorySum, memory_sum
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
 from edgespec_sim.scenario.verifiers import ServerDraftSection as ServerDraftSection
 from edgespec_sim.scenario.verifiers import StagesSection as StagesSection
@@ -147,7 +147,7 @@ class RadioSection(Section):
 
 
 HOURS = 24
-MOST_PER_S = 10_000.0
+MAX_RATE_PER_S = 10_000.0
 DRAIN_S = 60.0
 """Default of ``drain_s`` with an open loop."""
 
@@ -177,7 +177,7 @@ class ArrivalsSection:
     kind: ArrivalKind = ArrivalKind.POISSON
     rate: float = 0.0
     """poisson: requests per second of all devices together."""
-    rates: tuple[float, ...] = limited((), 0.0, MOST_PER_S)
+    rates: tuple[float, ...] = limited((), 0.0, MAX_RATE_PER_S)
     """diurnal: requests per second at 0 h, 1 h, ... 23 h, interpolated linearly; the day
     repeats."""
     compress: float = limited(1.0, 1.0, 86_400.0)
@@ -202,7 +202,7 @@ class ArrivalsSection:
                 verb = "is missing" if name == wanted else "is given"
                 raise ValueError(f"{name} {verb}, but {self.kind.value} arrivals take {wanted}")
         if self.kind is ArrivalKind.POISSON:
-            bounded("rate", self.rate, 0.0, MOST_PER_S, open_low=True)
+            bounded("rate", self.rate, 0.0, MAX_RATE_PER_S, open_low=True)
         if self.rates and len(self.rates) != HOURS:
             raise ValueError(f"rates has {len(self.rates)} numbers, but must have {HOURS}")
         if self.rates and not any(self.rates):
@@ -234,11 +234,11 @@ class ArrivalsSection:
         return (1.0 - share) * self.rates[low] + share * self.rates[(low + 1) % HOURS]
 
     @property
-    def most(self) -> float:
+    def highest_rate(self) -> float:
         """The highest rate at any time (poisson and diurnal)."""
         return max((self.rate, *self.rates))
 
-    def divided(self, parts: int) -> ArrivalsSection:
+    def divide(self, parts: int) -> ArrivalsSection:
         """Return one of ``parts`` equal shares of the arrivals. Raises ``ValueError`` for recorded
         ones."""
         if self.kind is ArrivalKind.RECORDED:
@@ -267,7 +267,7 @@ class SloSection(Section):
         return math.inf if self.tpot_p95_ms is None else self.tpot_p95_ms / 1e3
 
     @property
-    def given(self) -> bool:
+    def has_objectives(self) -> bool:
         return self.ttft_p95_ms is not None or self.tpot_p95_ms is not None
 
 
@@ -466,17 +466,17 @@ class Scenario:
         fits."""
         return memory_sum(self.verifiers[kind], self.session_tokens)
 
-    def most_sessions(self, kind: str) -> int:
+    def session_limit(self, kind: str) -> int:
         """Return the most sessions that a verifier of that kind runs at a time."""
         section, memory = self.verifiers[kind], self.memory_sum(kind)
         if memory is None:
-            return section.max_sessions or SESSIONS_UNKNOWN
+            return section.max_sessions or DEFAULT_SESSIONS
         return min(section.max_sessions or memory.sessions, memory.sessions)
 
     def memory_note(self, kind: str) -> str:
         """Describe how many sessions a verifier of that kind runs at a time, and the reason."""
         section, memory = self.verifiers[kind], self.memory_sum(kind)
-        takes = f"verifier {kind} takes {self.most_sessions(kind)} sessions at a time"
+        takes = f"verifier {kind} takes {self.session_limit(kind)} sessions at a time"
         if memory is None:
             why = "as max_sessions says" if section.max_sessions else "the daemon's default"
             return f"Memory: {takes} ({why}; its memory is unknown)."
@@ -504,7 +504,7 @@ class Scenario:
         return self.duration_s - self.warm_up_s
 
     @property
-    def longest_drain_s(self) -> float:
+    def drain_limit_s(self) -> float:
         if self.drain_s is not None:
             return self.drain_s
         return DRAIN_S if self.arrivals is not None else 0.0
@@ -541,7 +541,7 @@ class Scenario:
 
     def _check_arrivals(self, arrivals: ArrivalsSection) -> None:
         if self.shards > 1:
-            arrivals.divided(self.shards)
+            arrivals.divide(self.shards)
         for name, section in self.devices.items():
             if section.workload.requests:
                 raise ValueError(
@@ -549,7 +549,7 @@ class Scenario:
                     " arrivals the requests come from there, so it must be 0"
                 )
 
-    def _check_ways(self) -> None:
+    def _check_links_behind_stations(self) -> None:
         """Check the links between the stations and the verifiers. With handover, a stream's paths
         are built anew at each change of cell. The state of a TCP connection or a trace would be
         lost then."""
@@ -583,7 +583,7 @@ class Scenario:
                         " links behind a base station belong to the verifiers' paths"
                     )
             if self.radio.handover is not None:
-                self._check_ways()
+                self._check_links_behind_stations()
 
 
 # In a checkout the scenarios lie beside the package, in an installation inside it.

@@ -43,7 +43,7 @@ GPU_POWERS: Final = {
     # NVIDIA L4 data sheet.
     "l4": GpuPower(72.0, None),
 }
-_NOT_KNOWN: Final = GpuPower(0.0, None)
+_UNKNOWN_POWER: Final = GpuPower(0.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RadioMeter:
         self._settled_s = 0.0
         self._taken_j = 0.0
 
-    def packet(self, now_s: float, up_bytes: int = 0, down_bytes: int = 0) -> None:
+    def add_packet(self, now_s: float, up_bytes: int = 0, down_bytes: int = 0) -> None:
         self._settle(now_s)
         power, before_s = self._power, self._packet_s
         if before_s is None or now_s - before_s > power.connected_s + power.tail_s:
@@ -98,7 +98,7 @@ class RadioMeter:
         self._taken_j += 8 * (power.up_j_per_bit * up_bytes + power.down_j_per_bit * down_bytes)
         self._packet_s = now_s
 
-    def take(self, now_s: float) -> float:
+    def collect_j(self, now_s: float) -> float:
         """Return the joules since the last call."""
         self._settle(now_s)
         taken_j, self._taken_j = self._taken_j, 0.0
@@ -229,12 +229,12 @@ class VerifierSection(Section):
     @property
     def power_busy_w(self) -> float:
         """Power of a machine while a pass runs; 0: unknown."""
-        return self.busy_w or GPU_POWERS.get(self.gpu_power, _NOT_KNOWN).busy_w
+        return self.busy_w or GPU_POWERS.get(self.gpu_power, _UNKNOWN_POWER).busy_w
 
     @property
     def power_idle_w(self) -> float | None:
         """Power of a machine between passes; None: unknown."""
-        known_w = GPU_POWERS.get(self.gpu_power, _NOT_KNOWN).idle_w
+        known_w = GPU_POWERS.get(self.gpu_power, _UNKNOWN_POWER).idle_w
         return known_w if self.idle_w is None else self.idle_w
 
 
@@ -313,7 +313,7 @@ def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
 _USABLE: Final = 0.9
 """Share of the memory for weights and caches. The rest is for activations, the runtime and
 fragmentation. vLLM's default for the same share, ``gpu_memory_utilization``, is 0.9 as well."""
-SESSIONS_UNKNOWN: Final = 64
+DEFAULT_SESSIONS: Final = 64
 """Sessions of a verifier whose memory is unknown; the same as the daemon's default."""
 
 
@@ -401,7 +401,7 @@ def law_of(section: CostSection, operation: Operation, folder: Path, share: floa
     return replace(law, spread=_log_normal(section.jitter)) if section.jitter else law
 
 
-def measured(section: CostSection) -> str:
+def describe_cost_source(section: CostSection) -> str:
     """Describe the source of these times for a report."""
     if section.profile:
         return f"measured (profile {section.profile})"

@@ -125,7 +125,7 @@ def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival,
     """All that come up to the end of the longest drain. Raises ``TraceError``."""
     section = scenario.arrivals
     assert section is not None
-    until_s = scenario.duration_s + scenario.longest_drain_s
+    until_s = scenario.duration_s + scenario.drain_limit_s
     groups = [group for group, devices in scenario.devices.items() for _ in range(devices.count)]
     dice = random.Random(f"{seed}/arrivals")
     arrivals = []
@@ -152,10 +152,10 @@ def _times(
         return
     at_s = 0.0
     while True:
-        at_s += dice.expovariate(section.most)
+        at_s += dice.expovariate(section.highest_rate)
         if at_s > until_s:
             return
-        if section.rate_at(at_s) >= dice.random() * section.most:
+        if section.rate_at(at_s) >= dice.random() * section.highest_rate:
             yield at_s, None, None
 
 

@@ -176,7 +176,7 @@ class World:
 
     def _drain(self) -> None:
         """Under the same load, until the requests that count have ended, or for so long."""
-        drain_s = self.scenario.longest_drain_s
+        drain_s = self.scenario.drain_limit_s
         for step in range(1, _DRAIN_STEPS + 1):
             waiting = self.reception.waiting if self.reception is not None else []
             begun_s = [user.asked_s for user in self.users if user.device is not None]
@@ -243,7 +243,7 @@ def shard_of(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
         shards=1,
-        arrivals=None if arrivals is None else arrivals.divided(shards),
+        arrivals=None if arrivals is None else arrivals.divide(shards),
         devices={
             name: replace(section, count=section.count // shards)
             for name, section in scenario.devices.items()

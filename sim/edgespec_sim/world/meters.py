@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from edgespec.core.device.events import DraftCounters
-from edgespec_sim.replication import Total, ratio_interval
+from edgespec_sim.replication import TpotTotal, ratio_interval
 from edgespec_sim.run_summary import GroupSummary, Pace, RequestRow, Spread, spread_of
 
 MAX_ROWS = 500
@@ -99,10 +99,10 @@ class Meters:
         self.seeds += other.seeds
 
     @property
-    def tpot(self) -> Total:
+    def tpot(self) -> TpotTotal:
         """Of the requests that have one."""
         times_s = _known(one.tpot_s for one in self.records)
-        return Total(sum(times_s), len(times_s))
+        return TpotTotal(sum(times_s), len(times_s))
 
     @property
     def changed(self) -> tuple[int, int]:

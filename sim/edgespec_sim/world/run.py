@@ -24,7 +24,7 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim import replication
 from edgespec_sim import run_summary as rs
 from edgespec_sim.scenario import sections
-from edgespec_sim.scenario.verifiers import measured
+from edgespec_sim.scenario.verifiers import describe_cost_source
 from edgespec_sim.token_sources import source as sources
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
@@ -38,11 +38,11 @@ from edgespec_sim.world.site import Surrounding
 def notes_of(scenario: sections.Scenario) -> tuple[str, ...]:
     """Where times and energies come from."""
     notes = [
-        f"Draft steps of {name}: {measured(section.draft)}."
+        f"Draft steps of {name}: {describe_cost_source(section.draft)}."
         for name, section in scenario.devices.items()
     ]
     notes += [
-        f"Passes of {name}: {measured(section.pass_time)}."
+        f"Passes of {name}: {describe_cost_source(section.pass_time)}."
         for name, section in scenario.verifiers.items()
     ]
     notes += map(scenario.memory_note, scenario.verifiers)
@@ -126,10 +126,10 @@ def attainment(
 ) -> rs.Attainment | None:
     """Of one arm, whose worlds these are; None where neither objectives nor arrivals are given."""
     slo = scenario.slo
-    if scenario.arrivals is None and not slo.given:
+    if scenario.arrivals is None and not slo.has_objectives:
         return None
     groups = clusters(scenario, outcomes)
-    drains = scenario.longest_drain_s > 0.0  # so each of them had time to end
+    drains = scenario.drain_limit_s > 0.0  # so each of them had time to end
     judged = [[one for one in group if drains or one.complete or one.failed] for group in groups]
     good = [(sum(attains(one, slo) for one in group), len(group)) for group in judged]
     share, ends = replication.share_interval(good)
@@ -180,13 +180,13 @@ def service_notes(scenario: sections.Scenario, arms: Sequence[rs.ArmSummary]) ->
     notes = []
     if scenario.arrivals is not None:
         notes.append(f"Open loop: {scenario.arrivals.about}. TTFT is from arrival.")
-    if scenario.warm_up_s or scenario.longest_drain_s:
+    if scenario.warm_up_s or scenario.drain_limit_s:
         notes.append(
             f"Requests that were asked from {scenario.warm_up_s:g} to {scenario.duration_s:g} s"
-            f" count; they had up to {scenario.longest_drain_s:g} s more to end."
+            f" count; they had up to {scenario.drain_limit_s:g} s more to end."
         )
     for one in arms:
-        if scenario.longest_drain_s and one.all.unfinished:
+        if scenario.drain_limit_s and one.all.unfinished:
             notes.append(
                 f"{one.arm}: {one.all.unfinished} requests were not over by then; they have missed"
                 " their objectives, and stand in no percentile that they have no time for."
@@ -354,7 +354,7 @@ def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]], over: Arm) -> dict[A
     return {**found, over: (found[over][0], None)}
 
 
-def fastest_alone(totals: Mapping[Arm, Sequence[replication.Total]]) -> Arm | None:
+def fastest_alone(totals: Mapping[Arm, Sequence[replication.TpotTotal]]) -> Arm | None:
     """Return the fastest of the arms that need no device, plain streaming among equals; None where
     none of them has a time per token. ``totals``: each arm's, world by world."""
 

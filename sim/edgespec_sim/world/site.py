@@ -137,7 +137,7 @@ class Site:
     ) -> None:
         self.section = section = scenario.verifiers[kind]
         self.name = name = scenario.verifier_name(kind, number)
-        self._most_sessions = scenario.most_sessions(kind)
+        self._most_sessions = scenario.session_limit(kind)
         self.starts = 0
         """How often its process has begun. Connections do not outlive a process."""
         self._queue, self._limits, self._tracer = queue, limits, tracer

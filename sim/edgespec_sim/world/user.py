@@ -394,13 +394,13 @@ class User:
         section = self._section
         self.drafting_s += device.drafting_s
         drafting_j = section.draft_w * device.drafting_s
-        return drafting_j + (0.0 if self.radio is None else self.radio.take(self._queue.now))
+        return drafting_j + (0.0 if self.radio is None else self.radio.collect_j(self._queue.now))
 
     def _settle_radio(self) -> None:
         """What the radio took since the last answer: its tail, and idling."""
         if self.radio is None or self._last is None:
             return
-        self._last.energy_j += self.radio.take(self._queue.now)
+        self._last.energy_j += self.radio.collect_j(self._queue.now)
 
     def _mismatches(self, device: SimulatedDevice) -> int:
         """Tokens that are not the target's own: of its text, or under a relaxed rule, where one
