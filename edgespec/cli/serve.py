@@ -105,7 +105,7 @@ async def _serve(
             endpoint.tokenizer, endpoint.sampling = tokenizer, _sampling(taken)
             held[0] = taken
 
-    endpoint.prepare = take_texts
+    endpoint.load_target_texts = take_texts
     status = StatusSource(agent, tuple(map(build.with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listeners, config.endpoint)
     stop = running.Stopping()
@@ -122,8 +122,9 @@ async def _serve(
         await running.first_of(stop.asked.wait(), server.died.wait())
         if server.died.is_set():
             raise SetupError("the HTTP server ended by itself")
-        going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
-        running.say(f"stopping{going_on if endpoint.active and not stop.hurried else ''}")
+        count, drain_s = endpoint.running_count, endpoint.settings.drain_s
+        going_on = f": {count} requests may go on for {drain_s:g} s"
+        running.say(f"stopping{going_on if count and not stop.hurried else ''}")
     finally:
         try:
             await server.stop(0.0 if stop.hurried else None)

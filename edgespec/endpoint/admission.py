@@ -31,7 +31,7 @@ _QUEUE_SHARE: Final = 0.75
 """Largest share of the queue that one client may fill, if clients share the endpoint."""
 
 
-def client_of(scope: Mapping[str, Any]) -> str:
+def client_address(scope: Mapping[str, Any]) -> str:
     """Return the name of the client behind an ASGI connection: its address without the port."""
     host = str((scope.get("client") or ("",))[0])
     try:
@@ -46,7 +46,7 @@ def client_of(scope: Mapping[str, Any]) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingRequest:
     client: str
     tokens: int
     number: int
@@ -79,16 +79,16 @@ class Admission:
         unread_within_s: float = 5.0,
     ) -> None:
         self.capacity, self._max_waiting = capacity, max_waiting
-        self._most_of_client = capacity if most_of_client is None else most_of_client
-        is_shared = self._most_of_client < capacity
-        self._most_waiting_of_client = (
+        self._max_of_client = capacity if most_of_client is None else most_of_client
+        is_shared = self._max_of_client < capacity
+        self._max_waiting_of_client = (
             max(1, int(_QUEUE_SHARE * max_waiting)) if is_shared else max_waiting
         )
         self._max_waiting_tokens, self._within_s = max_waiting_tokens, within_s
         self._unread_within_s = unread_within_s
         self._running: Counter[str] = Counter()
         """Generations that hold a slot, by client."""
-        self._queue: list[_Waiting] = []
+        self._queue: list[_WaitingRequest] = []
         self._arrivals = 0
         self._writes: dict[asyncio.Timeout, float] = {}
         """Writes that wait for their client to read, with the times at which they began."""
@@ -118,53 +118,55 @@ class Admission:
             self._running[client] += 1
             return
         if not begun:
-            self.check(tokens)
+            self.check_queue(tokens)
         try:
             async with asyncio.timeout(self._within_s):
-                await self._granted(client, tokens)
+                await self._wait_for_slot(client, tokens)
         except TimeoutError:
-            why = f"no turn came within {self._within_s:g} s (endpoint.queue_within_s)"
-            raise _queue_full(f"{why}: {self._load}") from None
+            why = f"no slot became free within {self._within_s:g} s (endpoint.queue_within_s)"
+            raise _queue_full(f"{why}: {self._describe_load}") from None
 
     def leave(self) -> None:
         """Give back the slot of a generation of the current client that has ended."""
-        self._give_back(current_client.get())
+        self._release(current_client.get())
 
-    def check(self, tokens: int = 0) -> None:
+    def check_queue(self, tokens: int = 0) -> None:
         """Raise ``ApiError`` 429 if a request of the current client with a prompt of this many
         tokens would have to wait and the queue is full. The endpoint calls this before it spends
         work on a request."""
         client = current_client.get()
         if self._has_room(client):
             return
-        own = sum(one.client == client for one in self._queue)
+        of_client = sum(one.client == client for one in self._queue)
         held, most = sum(one.tokens for one in self._queue), self._max_waiting_tokens
         if self.waiting >= self._max_waiting:
-            raise _queue_full(f"{self._load}, of at most {self.capacity} and {self._max_waiting}")
-        if own >= self._most_waiting_of_client:
-            share = f"{own} of them this client's, of at most {self._most_waiting_of_client}"
-            raise _queue_full(f"{self._load}, {share}")
+            raise _queue_full(
+                f"{self._describe_load}, of at most {self.capacity} and {self._max_waiting}"
+            )
+        if of_client >= self._max_waiting_of_client:
+            share = f"{of_client} of them this client's, of at most {self._max_waiting_of_client}"
+            raise _queue_full(f"{self._describe_load}, {share}")
         if self.waiting and held + tokens > most:
             why = f"prompts of {held} tokens wait, and {tokens} more are above the limit of {most}"
             raise _queue_full(f"{why} (endpoint.max_queue_tokens)")
 
     def _has_room(self, client: str) -> bool:
         """Return whether a generation of this client may run at once."""
-        mine = (self._running[client], self._arrivals)
-        others = (self._place(one) for one in self._candidates())
+        rank = (self._running[client], self._arrivals)
+        others = (self._rank(one) for one in self._first_in_line())
         return (
             self._is_within_share(client)
             and self.running < self.capacity
             and not any(one.client == client for one in self._queue)
-            and all(mine < other for other in others)
+            and all(rank < other for other in others)
         )
 
     @property
-    def _load(self) -> str:
-        return f"{self.running} texts run and {self.waiting} requests wait"
+    def _describe_load(self) -> str:
+        return f"{self.running} generations run and {self.waiting} requests wait"
 
     @contextmanager
-    def unread(self, limit: asyncio.Timeout) -> Iterator[None]:
+    def watch_write(self, limit: asyncio.Timeout) -> Iterator[None]:
         """Mark a write of a running generation. If another request waits and the client reads
         nothing for too long, ``limit`` expires early."""
         self._writes[limit] = asyncio.get_running_loop().time()
@@ -181,51 +183,51 @@ class Admission:
                 one.granted.set_exception(why)
         self._queue.clear()
 
-    async def _granted(self, client: str, tokens: int) -> None:
+    async def _wait_for_slot(self, client: str, tokens: int) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        one = _Waiting(client, tokens, self._arrivals, granted)
+        one = _WaitingRequest(client, tokens, self._arrivals, granted)
         self._arrivals += 1
         self._queue.append(one)
-        self._watch_writes()
+        self._expire_stalled_writes()
         try:
             await granted
         except asyncio.CancelledError:
             if one in self._queue:
                 self._queue.remove(one)
-                self._grant()
+                self._grant_slots()
             elif granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._give_back(client)
+                self._release(client)
             raise
 
-    def _give_back(self, client: str) -> None:
+    def _release(self, client: str) -> None:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        self._grant()
+        self._grant_slots()
 
-    def _grant(self) -> None:
+    def _grant_slots(self) -> None:
         """Give free slots to waiting requests."""
         self._queue = [one for one in self._queue if not one.granted.cancelled()]
-        while self.running < self.capacity and (candidates := self._candidates()):
-            one = min(candidates, key=self._place)
+        while self.running < self.capacity and (candidates := self._first_in_line()):
+            one = min(candidates, key=self._rank)
             self._queue.remove(one)
             self._running[one.client] += 1
             one.granted.set_result(None)
 
-    def _candidates(self) -> list[_Waiting]:
+    def _first_in_line(self) -> list[_WaitingRequest]:
         """Return the first waiting request of each client that is below its share."""
-        first: dict[str, _Waiting] = {}
+        first: dict[str, _WaitingRequest] = {}
         for one in self._queue:
             first.setdefault(one.client, one)
         return [one for one in first.values() if self._is_within_share(one.client)]
 
-    def _place(self, one: _Waiting) -> tuple[int, int]:
+    def _rank(self, one: _WaitingRequest) -> tuple[int, int]:
         return self._running[one.client], one.number
 
     def _is_within_share(self, client: str) -> bool:
-        return self._running[client] < self._most_of_client
+        return self._running[client] < self._max_of_client
 
-    def _watch_writes(self) -> None:
+    def _expire_stalled_writes(self) -> None:
         """Expire the writes that have not moved for too long. Runs while requests wait."""
         if self._timer is not None:
             self._timer.cancel()
@@ -241,7 +243,7 @@ class Admission:
             else:
                 del self._writes[limit]
                 limit.reschedule(now)
-        self._timer = loop.call_later(next_s, self._watch_writes)
+        self._timer = loop.call_later(next_s, self._expire_stalled_writes)
 
 
 def _queue_full(why: str) -> ApiError:

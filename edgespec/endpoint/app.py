@@ -39,22 +39,22 @@ from edgespec.config.device import EndpointSection
 from edgespec.device.agent import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint import service
-from edgespec.endpoint.admission import client_of, current_client
-from edgespec.endpoint.answer import KEEP_ALIVE
+from edgespec.endpoint.admission import client_address, current_client
 from edgespec.endpoint.bodies import Body
+from edgespec.endpoint.choices import KEEP_ALIVE
 from edgespec.endpoint.request_json import (
     ApiError,
     nested_too_deep,
-    no_such_model,
     unavailable,
+    unknown_model_error,
 )
 from edgespec.endpoint.server import (
     HEALTH,
     Guard,
     error_response,
     foreign_origin,
+    has_key,
     origin_pattern,
-    shows_key,
     too_large,
 )
 from edgespec.telemetry import agent_status
@@ -66,7 +66,7 @@ _GONE, _CUT, _DONE = "gone", "cut", "200"
 REQUEST_ID: Final = "X-Request-Id"
 IGNORED: Final = "X-Edgespec-Ignored"
 _REQUEST_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_PLACES: Final = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models"
+_KNOWN_PATHS: Final = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models"
 _EVENTS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -74,49 +74,49 @@ _EVENTS: Final = (
 )
 _UNREAD: Final = "edgespec.unread"
 """Key of an ASGI scope: true until the request's body has been read to its end."""
-_MOST_NAMES: Final = 16
-_LONGEST_NAME: Final = 40
+_MAX_IGNORED_NAMES: Final = 16
+_MAX_NAME_LENGTH: Final = 40
 _ASSETS: Final = Path(__file__).parent / "status"
 _PAGE_HEADERS: Final = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_WITHOUT_EVENTS: Final = 1 << 62
+_AFTER_ALL_EVENTS: Final = 1 << 62
 
 _log = logging.getLogger(__name__)
 
-Prepare = Callable[[Mapping[str, Any]], Awaitable[service.Answer]]
+Prepare = Callable[[Mapping[str, Any]], Awaitable[service.PreparedRequest]]
 
 
 def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) -> ASGIApp:
     """Return the application with all routes, guarded. With ``status`` it serves the status page
     and the agent's metrics too."""
-    places, post = _Places(endpoint, status), ["POST"]
-    api: list[tuple[str, Any, list[str] | None]] = [
-        ("/chat/completions", _Generation(endpoint, endpoint.chat), post),
-        ("/completions", _Generation(endpoint, endpoint.completion), post),
-        ("/responses", _Generation(endpoint, endpoint.response), post),
-        ("/models", places.models, None),
-        ("/models/", places.models, None),
-        ("/models/{name:path}", places.model, None),
-        ("/tokenize", places.tokenize, post),
-        ("/detokenize", places.detokenize, post),
+    handlers, post_only = _Handlers(endpoint, status), ["POST"]
+    api_routes: list[tuple[str, Any, list[str] | None]] = [
+        ("/chat/completions", _GenerationRoute(endpoint, endpoint.prepare_chat), post_only),
+        ("/completions", _GenerationRoute(endpoint, endpoint.prepare_completion), post_only),
+        ("/responses", _GenerationRoute(endpoint, endpoint.prepare_response), post_only),
+        ("/models", handlers.models, None),
+        ("/models/", handlers.models, None),
+        ("/models/{name:path}", handlers.model, None),
+        ("/tokenize", handlers.tokenize, post_only),
+        ("/detokenize", handlers.detokenize, post_only),
     ]
     routes: list[BaseRoute] = [
         # A client whose base URL lacks the /v1 finds the same paths.
         *(
-            Route(base + path, place, methods=methods)
-            for path, place, methods in api
+            Route(base + path, handler, methods=methods)
+            for path, handler, methods in api_routes
             for base in ("/v1", "")
         ),
-        Route(HEALTH, places.health),
-        Route("/metrics", places.metrics),
-        Route("/version", places.version),
+        Route(HEALTH, handlers.health),
+        Route("/metrics", handlers.metrics),
+        Route("/version", handlers.version),
         *(() if status is None else status_routes(status)),
     ]
     kinds: tuple[type[Exception], ...] = (ApiError, HTTPException, Exception)
-    app: ASGIApp = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _told))
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _handle_error))
     settings = endpoint.settings
     app = Guard(app, endpoint.key, settings)
     return _WithRequestId(_with_cors(app, settings))
@@ -172,118 +172,128 @@ class _WithRequestId:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get(REQUEST_ID, "") if scope["type"] == "http" else ""
-        name = given if _REQUEST_NAME.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        request_id.set(name)
+        requested_id = Headers(scope=scope).get(REQUEST_ID, "") if scope["type"] == "http" else ""
+        identity = (
+            requested_id
+            if _REQUEST_NAME.fullmatch(requested_id)
+            else f"req_{secrets.token_hex(12)}"
+        )
+        request_id.set(identity)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = name
+                MutableHeaders(scope=message)[REQUEST_ID] = identity
             await send(message)
 
         await self._app(scope, receive, named)
 
 
-class _Generation:
+class _GenerationRoute:
     """An ASGI application for one path. ``prepare`` makes a request with its choices from JSON."""
 
     def __init__(self, endpoint: service.Endpoint, prepare: Prepare) -> None:
         self._endpoint, self._prepare = endpoint, prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcome, began_s = _GONE, time.monotonic()
+        outcome, received_at_s = _GONE, time.monotonic()
         try:
-            async with _body_of(scope, receive, self._endpoint) as body:
+            async with _received_body(scope, receive, self._endpoint) as body:
                 work = asyncio.create_task(self._serve(body, scope, receive, send))
-                gone = asyncio.create_task(_gone(receive))
+                disconnected = asyncio.create_task(_wait_for_disconnect(receive))
                 try:
-                    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
                     outcome = work.result() if work.done() else _GONE
                 finally:
-                    for task in (work, gone):
+                    for task in (work, disconnected):
                         task.cancel()
-                    await asyncio.gather(work, gone, return_exceptions=True)
+                    await asyncio.gather(work, disconnected, return_exceptions=True)
         except ApiError as error:
             outcome = await _refuse(error, scope, receive, send)
         except _ClientGoneError:
             outcome = _GONE
         finally:
             self._endpoint.counts.requests[scope["path"], outcome] += 1
-            took_s = time.monotonic() - began_s
+            took_s = time.monotonic() - received_at_s
             _log.info("%s: %s after %.3f s", scope["path"], outcome, took_s)
 
     async def _serve(self, body: Body, scope: Scope, receive: Receive, send: Send) -> str:
         """Serve a request and return its outcome. Every error becomes a response if one can still
         be written."""
-        writer: _Writer | None = None
+        writer: _ResponseWriter | None = None
         try:
-            answer = await _prepared(self._endpoint, body, self._prepare)
-            settings, streams = self._endpoint.settings, answer.request.stream
-            writer = _Writer(send, self._endpoint, answer)
-            async with self._endpoint.running(answer) as run:
-                while not run.over:
-                    news = await run.next(settings.keep_alive_s if streams else None)
-                    said = self._add(answer, news) if news else KEEP_ALIVE
+            prepared = await _prepare_from_body(self._endpoint, body, self._prepare)
+            settings, streams = self._endpoint.settings, prepared.request.stream
+            writer = _ResponseWriter(send, self._endpoint, prepared)
+            async with self._endpoint.run_generations(prepared) as run:
+                while not run.is_finished:
+                    chunks = await run.next(settings.keep_alive_s if streams else None)
+                    events = self._add_chunks(prepared, chunks) if chunks else KEEP_ALIVE
                     if streams:
-                        await writer.write(said)
+                        await writer.write(events)
             # The last event is written after everything else: as soon as a response is complete,
             # the server reports the client as disconnected, and this task is cancelled.
             if streams:
-                ending = answer.envelope.ending(answer.choices, answer.usage())
+                ending = prepared.envelope.ending(prepared.choices, prepared.usage())
                 await writer.write(ending, more=False)
             else:
-                whole = answer.envelope.whole(answer.choices, answer.usage())
+                whole = prepared.envelope.whole(prepared.choices, prepared.usage())
                 await JSONResponse(whole, headers=writer.headers)(scope, receive, send)
             return _DONE
         except _ClientGoneError:
             return _GONE
         except Exception as error:
-            told = _told_of(error)
-            if writer is None or not writer.begun:
-                return await _refuse(told, scope, receive, send)
+            api_error = _api_error(error)
+            if writer is None or not writer.has_begun:
+                return await _refuse(api_error, scope, receive, send)
             with contextlib.suppress(_ClientGoneError):
-                await writer.write(writer.answer.envelope.failed(told), more=False)
+                await writer.write(writer.prepared.envelope.failed(api_error), more=False)
             return _CUT
 
-    def _add(self, answer: service.Answer, news: list[tuple[int, Chunk]]) -> bytes:
+    def _add_chunks(
+        self, prepared: service.PreparedRequest, chunks: list[tuple[int, Chunk]]
+    ) -> bytes:
         """Add chunks to their choices and return the server-sent events for them."""
-        envelope, said = answer.envelope, []
-        for index, chunk in news:
-            choice = answer.choices[index]
+        envelope, events = prepared.envelope, []
+        for index, chunk in chunks:
+            choice = prepared.choices[index]
             if chunk.tokens:
-                self._endpoint.note_first(answer)
+                self._endpoint.record_first_token(prepared)
             delta = choice.add(chunk)
-            if not answer.request.stream:
+            if not prepared.request.stream:
                 continue
             if delta.parts or delta.scores:
-                said.append(envelope.delta(choice, delta))
+                events.append(envelope.delta(choice, delta))
             if choice.finish is not None:
-                said.append(envelope.closing(choice))
-        return b"".join(said)
+                events.append(envelope.closing(choice))
+        return b"".join(events)
 
 
 class _ClientGoneError(Exception):
     """The client has disconnected or does not read any more."""
 
 
-class _Writer:
+class _ResponseWriter:
     """Writer of a response, as a stream of events or whole. Raises ``_ClientGoneError`` if a write
     takes longer than ``write_within_s``, or than ``unread_within_s`` while another request
     waits."""
 
-    def __init__(self, send: Send, endpoint: service.Endpoint, answer: service.Answer) -> None:
-        self._send, self._endpoint, self.answer = send, endpoint, answer
-        self.begun = False
-        self._opening = answer.envelope.opening(answer.choices) if answer.request.stream else b""
+    def __init__(
+        self, send: Send, endpoint: service.Endpoint, prepared: service.PreparedRequest
+    ) -> None:
+        self._send, self._endpoint, self.prepared = send, endpoint, prepared
+        self.has_begun = False
+        self._opening = (
+            prepared.envelope.opening(prepared.choices) if prepared.request.stream else b""
+        )
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response. They are complete only after generation has begun."""
-        if not (names := self.answer.ignored[:_MOST_NAMES]):
+        if not (names := self.prepared.ignored_fields[:_MAX_IGNORED_NAMES]):
             return {}
-        safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
+        safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_MAX_NAME_LENGTH]) for name in names]
         # The names are the client's words, which are never logged.
-        _log.info("ignored %d fields of a request", len(self.answer.ignored))
+        _log.info("ignored %d fields of a request", len(self.prepared.ignored_fields))
         return {IGNORED: ", ".join(safe)}
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
@@ -292,11 +302,13 @@ class _Writer:
         try:
             limit = asyncio.timeout(self._endpoint.settings.write_within_s)
             async with limit:
-                with self._endpoint.admission.unread(limit):
-                    if not self.begun:
-                        self.begun = True
-                        own = [(n.lower().encode(), v.encode()) for n, v in self.headers.items()]
-                        headers = [*_EVENTS, *own]
+                with self._endpoint.admission.watch_write(limit):
+                    if not self.has_begun:
+                        self.has_begun = True
+                        extra_headers = [
+                            (n.lower().encode(), v.encode()) for n, v in self.headers.items()
+                        ]
+                        headers = [*_EVENTS, *extra_headers]
                         start = {"type": "http.response.start", "status": 200, "headers": headers}
                         await self._send(start)
                         data = self._opening + data
@@ -317,28 +329,32 @@ def _if_unread(scope: Scope) -> dict[str, str]:
     return {"Connection": "close"} if scope.get(_UNREAD) else {}
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-_Made = TypeVar("_Made")
+_Prepared = TypeVar("_Prepared")
 
 
-async def _prepared(
-    endpoint: service.Endpoint, body: Body, prepare: Callable[[Mapping[str, Any]], Awaitable[_Made]]
-) -> _Made:
+async def _prepare_from_body(
+    endpoint: service.Endpoint,
+    body: Body,
+    prepare: Callable[[Mapping[str, Any]], Awaitable[_Prepared]],
+) -> _Prepared:
     """Return what ``prepare`` makes of the JSON in ``body``, whose memory is released then. Raises
     ``ApiError``, also if preparing takes too long."""
-    async with endpoint.preparing():
-        async with endpoint.one_large if body.is_large else contextlib.nullcontext():
-            made = await prepare(await endpoint.read(endpoint.read_json, body.whole()))
+    async with endpoint.prepare_within_limit():
+        async with endpoint.large_body_lock if body.is_large else contextlib.nullcontext():
+            prepared = await prepare(
+                await endpoint.run_reader(endpoint.read_json, body.take_content())
+            )
     body.close()
-    return made
+    return prepared
 
 
 @contextlib.asynccontextmanager
-async def _body_of(
+async def _received_body(
     scope: Scope, receive: Receive, endpoint: service.Endpoint
 ) -> AsyncIterator[Body]:
     """Read a request's body, which occupies memory until the block ends or the body is closed.
@@ -346,14 +362,14 @@ async def _body_of(
     No byte of it is read if the endpoint is stopping, the queue is full, or there is no memory for
     it. Raises ``_ClientGoneError``, and ``ApiError`` also for a body that is too large or too
     slow."""
-    current_client.set(client_of(scope))
+    current_client.set(client_address(scope))
     scope[_UNREAD] = True
-    if endpoint.stopping:
-        raise service.stopping()
-    endpoint.admission.check()
+    if endpoint.is_stopping:
+        raise service.stopping_error()
+    endpoint.admission.check_queue()
     settings = endpoint.settings
-    within_s, limit_bytes, more = settings.body_within_s, settings.max_body_bytes, True
-    limit = asyncio.timeout(within_s)
+    limit_s, limit_bytes, has_more = settings.body_within_s, settings.max_body_bytes, True
+    limit = asyncio.timeout(limit_s)
     announced = int(Headers(scope=scope).get("content-length", "0"))  # checked by the guard
 
     def drop() -> None:
@@ -363,18 +379,18 @@ async def _body_of(
     try:
         try:
             async with limit:
-                while more:
+                while has_more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientGoneError
-                    more = message.get("more_body", False)
+                    has_more = message.get("more_body", False)
                     data = message.get("body", b"")
                     if body.held_bytes + len(data) > limit_bytes:
                         raise too_large(limit_bytes, f"more than {limit_bytes}")
                     body.add(data)
-                body.is_coming = scope[_UNREAD] = False
+                body.is_receiving = scope[_UNREAD] = False
         except TimeoutError:
-            why = f"the request did not arrive within {within_s:g} s"
+            why = f"the request did not arrive within {limit_s:g} s"
             if body.was_dropped:
                 why = "the request stopped arriving, and another one needed its room"
             raise ApiError(408, why) from None
@@ -389,16 +405,16 @@ def status_routes(status: StatusSource) -> list[Route]:
     page, policy = rendered_page()
     headers = {**_PAGE_HEADERS, "Content-Security-Policy": policy}
 
-    async def show(request: Request) -> Response:
+    async def serve_page(request: Request) -> Response:
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
-    async def numbers(request: Request) -> Response:
+    async def serve_numbers(request: Request) -> Response:
         status.looked_upon()
         after = request.query_params.get("after", "0")
-        number = int(after) if re.fullmatch("[0-9]{1,15}", after) else 0
-        return JSONResponse(status.snapshot(number).as_json(), headers=_PAGE_HEADERS)
+        after_event = int(after) if re.fullmatch("[0-9]{1,15}", after) else 0
+        return JSONResponse(status.snapshot(after_event).as_json(), headers=_PAGE_HEADERS)
 
-    return [Route("/", show), Route("/status.json", numbers)]
+    return [Route("/", serve_page), Route("/status.json", serve_numbers)]
 
 
 def rendered_page() -> tuple[bytes, str]:
@@ -420,12 +436,12 @@ def _csp_digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-class _Places:
+class _Handlers:
     def __init__(self, endpoint: service.Endpoint, status: StatusSource | None) -> None:
         self._endpoint, self._status = endpoint, status
-        tables = [Table(service.METRICS_PREFIX, service.METRICS, endpoint.counted)]
+        tables = [Table(service.METRICS_PREFIX, service.METRICS, endpoint.with_model_series)]
         if status is not None:
-            snapshot = partial(status.snapshot, _WITHOUT_EVENTS)
+            snapshot = partial(status.snapshot, _AFTER_ALL_EVENTS)
             tables.append(Table(agent_status.METRICS_PREFIX, agent_status.AGENT_METRICS, snapshot))
         self._registry = registry_of(*tables)
 
@@ -434,16 +450,16 @@ class _Places:
         without the API key gets nothing more."""
         endpoint = self._endpoint
         usual = "ok" if endpoint.verifiers.ready else "waiting"
-        found: dict[str, Any] = {"status": "stopping" if endpoint.stopping else usual}
-        if not endpoint.key or shows_key(request.headers, endpoint.key):
-            found |= {
+        reply: dict[str, Any] = {"status": "stopping" if endpoint.is_stopping else usual}
+        if not endpoint.key or has_key(request.headers, endpoint.key):
+            reply |= {
                 "version": __version__,
                 "model": endpoint.models.name,
                 "verifiers": plain(endpoint.verifiers.statuses),
                 "texts_running": endpoint.admission.running,
                 "requests_waiting": endpoint.admission.waiting,
             }
-        return JSONResponse(found, status_code=503 if endpoint.stopping else 200)
+        return JSONResponse(reply, status_code=503 if endpoint.is_stopping else 200)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -457,21 +473,23 @@ class _Places:
     async def tokenize(self, request: Request) -> Response:
         """Tokenize a text, as vLLM's server does. The text may also stand in ``content``, as for
         llama.cpp's."""
-        tokens, most = await self._answered(request, self._endpoint.tokenize)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": most})
+        tokens, context_length = await self._with_body(request, self._endpoint.tokenize)
+        return JSONResponse(
+            {"tokens": tokens, "count": len(tokens), "max_model_len": context_length}
+        )
 
     async def detokenize(self, request: Request) -> Response:
-        text = await self._answered(request, self._endpoint.detokenize)
+        text = await self._with_body(request, self._endpoint.detokenize)
         return JSONResponse({"prompt": text, "content": text})
 
-    async def _answered(
-        self, request: Request, prepare: Callable[[Mapping[str, Any]], Awaitable[_Made]]
-    ) -> _Made:
+    async def _with_body(
+        self, request: Request, prepare: Callable[[Mapping[str, Any]], Awaitable[_Prepared]]
+    ) -> _Prepared:
         """Read the request's JSON, under the same limits as for a generation, and return what
         ``prepare`` makes of it."""
         try:
-            async with _body_of(request.scope, request.receive, self._endpoint) as body:
-                return await _prepared(self._endpoint, body, prepare)
+            async with _received_body(request.scope, request.receive, self._endpoint) as body:
+                return await _prepare_from_body(self._endpoint, body, prepare)
         except _ClientGoneError:
             raise ApiError(400, "the request was not sent to its end") from None
 
@@ -483,7 +501,7 @@ class _Places:
         name, usual = request.path_params["name"], self._endpoint.models.name
         chosen = await self._endpoint.choose_model(name)
         if chosen.served is None and name not in (usual, service.ALIAS):
-            raise no_such_model(name, (usual,))
+            raise unknown_model_error(name, (usual,))
         return JSONResponse(self._model(chosen.served))
 
     def _model(self, served: service.ServedModel | None) -> dict[str, Any]:
@@ -492,26 +510,27 @@ class _Places:
         return {
             "id": self._endpoint.models.name if served is None else served.name,
             "object": "model",
-            "created": self._endpoint.started,
+            "created": self._endpoint.created_at_s,
             "owned_by": "edgespec",
             "parent": None if served is None else served.parent,
             "max_model_len": None if served is None else served.context_length,
         }
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        what = f"{request.method} {request.url.path[:200]}"
+        requested = f"{request.method} {request.url.path[:200]}"
         why = {
-            404: f"there is no {what} here; there are {_PLACES}",
-            405: f"{request.url.path[:200]} does not take {request.method}; there are {_PLACES}",
+            404: f"there is no {requested} here; there are {_KNOWN_PATHS}",
+            405: f"{request.url.path[:200]} does not take {request.method};"
+            f" there are {_KNOWN_PATHS}",
         }
-        found = ApiError(error.status_code, why.get(error.status_code, error.detail))
-        return error_response(found, error.headers)
-    return error_response(_told_of(error), _if_unread(request.scope))
+        response_error = ApiError(error.status_code, why.get(error.status_code, error.detail))
+        return error_response(response_error, error.headers)
+    return error_response(_api_error(error), _if_unread(request.scope))
 
 
-def _told_of(error: Exception) -> ApiError:
+def _api_error(error: Exception) -> ApiError:
     """Return the error to send for an exception. Failures of the endpoint itself are logged."""
     if isinstance(error, ApiError):
         return error

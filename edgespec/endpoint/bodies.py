@@ -34,10 +34,10 @@ class Body:
         self._room, self.client, self._drop = room, client, drop
         self.content = bytearray()
         self.held_bytes = 0
-        self.is_coming = True
+        self.is_receiving = True
         """Whether more bytes are expected. Only such a body is dropped to make room for another."""
         self.was_dropped = False
-        self.moved_s = room.now()
+        self.received_at_s = room.now()
 
     @property
     def is_large(self) -> bool:
@@ -45,13 +45,13 @@ class Body:
 
     def add(self, data: bytes) -> None:
         """Append received bytes. Raises ``ApiError`` 503 if there is no room for them."""
-        self._room.take(self, len(data))
+        self._room.occupy(self, len(data))
         self.content += data
 
-    def whole(self) -> bytes:
+    def take_content(self) -> bytes:
         """Return all bytes and drop the copy here. The memory counts as occupied until
         ``close``."""
-        self.is_coming = False
+        self.is_receiving = False
         content, self.content = bytes(self.content), bytearray()
         return content
 
@@ -63,23 +63,23 @@ class Body:
 
     def close(self) -> None:
         """Release the memory. A second call does nothing."""
-        self.is_coming = False
+        self.is_receiving = False
         self.content = bytearray()
-        self._room.give_back(self)
+        self._room.release(self)
 
 
 class BodyRoom:
-    """Memory for bodies, ``most_bytes`` in all. Unless ``shared_by_clients``, one client may occupy
+    """Memory for bodies, ``max_bytes`` in all. Unless ``shared_by_clients``, one client may occupy
     everything."""
 
     def __init__(
         self,
-        most_bytes: int,
+        max_bytes: int,
         *,
         shared_by_clients: bool,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.most_bytes, self._shared, self.now = most_bytes, shared_by_clients, now
+        self.max_bytes, self._is_shared, self.now = max_bytes, shared_by_clients, now
         self.held_bytes = 0
         self._bodies: set[Body] = set()
 
@@ -94,58 +94,58 @@ class BodyRoom:
         self._bodies.add(body)
         return body
 
-    def take(self, body: Body, size_bytes: int) -> None:
+    def occupy(self, body: Body, size_bytes: int) -> None:
         """Occupy memory for further bytes of ``body``. Raises ``ApiError`` 503 if there is none."""
-        body.moved_s = self.now()
+        body.received_at_s = self.now()
         self._make_room(body, size_bytes)
         body.held_bytes += size_bytes
         self.held_bytes += size_bytes
 
-    def give_back(self, body: Body) -> None:
+    def release(self, body: Body) -> None:
         if body in self._bodies:
             self._bodies.remove(body)
             self.held_bytes -= body.held_bytes
             body.held_bytes = 0
 
     def _make_room(self, body: Body, size_bytes: int) -> None:
-        while (why := self._why_not(body, size_bytes)) is not None:
+        while (refusal := self._find_refusal(body, size_bytes)) is not None:
             stalled = [
                 one
-                for one in self._of(why.client)
-                if one is not body and one.is_coming and one.held_bytes
-                if self.now() - one.moved_s >= STALLED_S
+                for one in self._bodies_of(refusal.client)
+                if one is not body and one.is_receiving and one.held_bytes
+                if self.now() - one.received_at_s >= STALLED_S
             ]
             if not stalled:
-                raise ApiError(503, why.text, code="bodies_full", retry_after_s=_RETRY_AFTER_S)
-            min(stalled, key=lambda one: one.moved_s).drop()
+                raise ApiError(503, refusal.text, code="bodies_full", retry_after_s=_RETRY_AFTER_S)
+            min(stalled, key=lambda one: one.received_at_s).drop()
 
-    def _why_not(self, body: Body, size_bytes: int) -> _NoRoom | None:
+    def _find_refusal(self, body: Body, size_bytes: int) -> _Refusal | None:
         """Return why ``body`` cannot grow by this much, or None if it can."""
         is_large = body.held_bytes + size_bytes > SMALL_BYTES
-        share = int(_SHARE * self.most_bytes)
-        limit = share if is_large else self.most_bytes
+        share = int(_SHARE * self.max_bytes)
+        limit = share if is_large else self.max_bytes
         if self.held_bytes + size_bytes > limit:
             why = (
                 f"the requests that are being read hold {self.held_bytes} bytes of the {limit}"
                 f" that {'large ' if is_large else ''}bodies may hold: try again"
             )
-            return _NoRoom(why, None)
-        own = sum(one.held_bytes for one in self._of(body.client))
-        if self._shared and own + size_bytes > share:
+            return _Refusal(why, None)
+        of_client = sum(one.held_bytes for one in self._bodies_of(body.client))
+        if self._is_shared and of_client + size_bytes > share:
             why = (
-                f"the requests of this client that are being read hold {own} bytes of the"
+                f"the requests of this client that are being read hold {of_client} bytes of the"
                 f" {share} that one client may hold: try again"
             )
-            return _NoRoom(why, body.client)
+            return _Refusal(why, body.client)
         return None
 
-    def _of(self, client: str | None) -> list[Body]:
+    def _bodies_of(self, client: str | None) -> list[Body]:
         """Return the bodies of this client, or of all clients if it is None."""
         return [one for one in self._bodies if client in (None, one.client)]
 
 
 @dataclass(frozen=True, slots=True)
-class _NoRoom:
+class _Refusal:
     text: str
     client: str | None
     """The client whose own bodies fill its share. None: the bodies of all clients fill the

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from edgespec.endpoint.request_json import compact
+from edgespec.endpoint.request_json import compact_json
 from edgespec.endpoint.tool_calls import CLOSE, OPEN, ToolFormat, ends_in_thought, tool_format
 from edgespec.models.call_history import object_or_text
 from edgespec.models.text_worker import TextWorkerError
@@ -26,9 +26,9 @@ from edgespec.models.tokenizer import ChatTemplate, ChatTemplateError
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
-_BETWEEN: Final = "\n\n"
+_SEPARATOR: Final = "\n\n"
 """Separator between texts that are joined into one message."""
-_SHORT_ID: Final = 9
+_SHORT_ID_LENGTH: Final = 9
 """Length of a call id that the templates of Mistral accept."""
 _PREAMBLE: Final = f"""\
 # Tools
@@ -58,15 +58,15 @@ class ChatPrompt:
 
 def call_format(template: ChatTemplate) -> ToolFormat:
     """Return the format in which a model with this template should write its calls."""
-    return _own_format(template) or ToolFormat.HERMES
+    return _template_format(template) or ToolFormat.HERMES
 
 
-def writes_tools(template: ChatTemplate) -> bool:
+def template_writes_tools(template: ChatTemplate) -> bool:
     """Return whether the template itself presents tools to the model, in a format known here."""
-    return _own_format(template) is not None
+    return _template_format(template) is not None
 
 
-def _own_format(template: ChatTemplate) -> ToolFormat | None:
+def _template_format(template: ChatTemplate) -> ToolFormat | None:
     return tool_format(template.source) if template.knows_tools else None
 
 
@@ -82,17 +82,19 @@ def write_chat_prompt(
     """Return the prompt of ``messages`` with ``tools``, which may be empty. The other arguments are
     those of ``ChatTemplate.render``. Raises ``ChatTemplateError`` if the template refuses the
     messages in every form."""
-    own = writes_tools(template)
-    given = tools if own and tools else None
-    if (tools and not own) or (_has_calls(messages) and not _shows_calls(template)):
-        messages = [*_with_calls_as_text(messages)]
-    preamble = "" if own or not tools else _PREAMBLE % "\n".join(map(_described, tools))
-    refused: ChatTemplateError | None = None
-    for turns in _forms(messages, preamble):
+    has_own_tools = template_writes_tools(template)
+    template_tools = tools if has_own_tools and tools else None
+    if (tools and not has_own_tools) or (_has_calls(messages) and not _shows_calls(template)):
+        messages = [*_write_calls_as_text(messages)]
+    preamble = (
+        "" if has_own_tools or not tools else _PREAMBLE % "\n".join(map(_describe_tool, tools))
+    )
+    first_refusal: ChatTemplateError | None = None
+    for form in _message_forms(messages, preamble):
         try:
             text = template.render(
-                turns,
-                tools=given,
+                form,
+                tools=template_tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 variables=variables,
@@ -100,24 +102,24 @@ def write_chat_prompt(
         except ChatTemplateError as error:
             if isinstance(error.__cause__, TextWorkerError):
                 raise  # another form would take as long
-            refused = refused or error
+            first_refusal = first_refusal or error
             continue
         if preamble in text:
             return ChatPrompt(text, ends_in_thought(text))
-    if refused is None:  # the template drops system messages and changes those of users
-        refused = ChatTemplateError("the chat template leaves out the text about the tools")
-    raise refused
+    if first_refusal is None:  # the template drops system messages and changes those of users
+        first_refusal = ChatTemplateError("the chat template leaves out the text about the tools")
+    raise first_refusal
 
 
-def _forms(messages: Messages, preamble: str) -> Iterator[list[dict[str, Any]]]:
+def _message_forms(messages: Messages, preamble: str) -> Iterator[list[dict[str, Any]]]:
     """Yield the forms of a conversation to try, without duplicates: as it is, with messages joined,
     and with the system message moved into the first user message."""
-    tried = list[list[dict[str, Any]]]()
+    seen = list[list[dict[str, Any]]]()
     plain = _with_preamble([dict(one) for one in messages], preamble)
-    joined = _with_short_ids(_joined(plain))
-    for form in (plain, joined, _joined(_without_system(joined))):
-        if form and form not in tried:
-            tried.append(form)
+    joined = _with_short_ids(_join_neighbours(plain))
+    for form in (plain, joined, _join_neighbours(_move_system_to_user(joined))):
+        if form and form not in seen:
+            seen.append(form)
             yield form
 
 
@@ -126,50 +128,50 @@ def _with_preamble(messages: list[dict[str, Any]], preamble: str) -> list[dict[s
         return messages
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": preamble}, *messages]
-    first = {**messages[0], "content": _join(messages[0]["content"], preamble)}
+    first = {**messages[0], "content": _join_texts(messages[0]["content"], preamble)}
     return [first, *messages[1:]]
 
 
-def _joined(messages: Messages) -> list[dict[str, Any]]:
+def _join_neighbours(messages: Messages) -> list[dict[str, Any]]:
     """Return the messages with one system message at the front and with neighbours of one role
     joined. Results of tools stay separate messages."""
     system = [one["content"] for one in messages if one["role"] == "system"]
-    found = [{"role": "system", "content": _join(*system)}] if any(system) else []
+    joined = [{"role": "system", "content": _join_texts(*system)}] if any(system) else []
     for message in messages:
         if message["role"] == "system":
             continue
-        last = found[-1] if found else {"role": ""}
+        last = joined[-1] if joined else {"role": ""}
         if message["role"] != last["role"] or message["role"] == "tool":
-            found.append(dict(message))
+            joined.append(dict(message))
             continue
-        both = {**last, **message, "content": _join(last["content"], message["content"])}
+        merged = {**last, **message, "content": _join_texts(last["content"], message["content"])}
         if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            both["tool_calls"] = calls
-        found[-1] = both
-    return found
+            merged["tool_calls"] = calls
+        joined[-1] = merged
+    return joined
 
 
 def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with call ids that Mistral's templates accept: nine letters and digits.
     Equal ids stay equal."""
-    found = list[dict[str, Any]]()
+    shortened = list[dict[str, Any]]()
     for message in messages:
         short = dict(message)
         if "tool_call_id" in short:
             short["tool_call_id"] = _short_id(short["tool_call_id"])
         if calls := short.get("tool_calls"):
             short["tool_calls"] = [{**one, "id": _short_id(one.get("id", ""))} for one in calls]
-        found.append(short)
-    return found
+        shortened.append(short)
+    return shortened
 
 
 def _short_id(identity: str) -> str:
-    if len(identity) == _SHORT_ID and identity.isalnum():
+    if len(identity) == _SHORT_ID_LENGTH and identity.isalnum():
         return identity
-    return hashlib.sha256(identity.encode()).hexdigest()[:_SHORT_ID]
+    return hashlib.sha256(identity.encode()).hexdigest()[:_SHORT_ID_LENGTH]
 
 
-def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _move_system_to_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with the text of the system message in front of the first user
     message."""
     if not messages or messages[0]["role"] != "system":
@@ -177,12 +179,12 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**messages[0], "role": "user"}, *messages[1:]]
 
 
-def _join(*texts: str | None) -> str:
-    return _BETWEEN.join(text for text in texts if text)
+def _join_texts(*texts: str | None) -> str:
+    return _SEPARATOR.join(text for text in texts if text)
 
 
-def _described(tool: Mapping[str, Any]) -> str:
-    return compact(tool["function"])
+def _describe_tool(tool: Mapping[str, Any]) -> str:
+    return compact_json(tool["function"])
 
 
 def _has_calls(messages: Messages) -> bool:
@@ -190,10 +192,10 @@ def _has_calls(messages: Messages) -> bool:
 
 
 def _shows_calls(template: ChatTemplate) -> bool:
-    return writes_tools(template) or template.call_form.is_shown
+    return template_writes_tools(template) or template.call_form.is_shown
 
 
-def _with_calls_as_text(messages: Messages) -> Iterator[dict[str, Any]]:
+def _write_calls_as_text(messages: Messages) -> Iterator[dict[str, Any]]:
     """Yield the messages with calls and results as text. Results that follow each other become one
     user message."""
     results = list[str]()
@@ -218,5 +220,5 @@ def _call_text(function: Mapping[str, Any]) -> str:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         arguments = object_or_text(arguments)
-    call = compact({"name": function["name"], "arguments": arguments})
+    call = compact_json({"name": function["name"], "arguments": arguments})
     return f"{OPEN}\n{call}\n{CLOSE}"

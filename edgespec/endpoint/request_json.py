@@ -28,7 +28,7 @@ _TYPES: Final = {
 }
 # Status and error code for each fault of a verifier. All other faults mean that no verifier is
 # available now.
-_FAULTS: Final[Mapping[FaultCode | None, tuple[int, str]]] = {
+_ERRORS_BY_FAULT: Final[Mapping[FaultCode | None, tuple[int, str]]] = {
     FaultCode.CONTEXT_TOO_LONG: (400, "context_length_exceeded"),
     FaultCode.INVALID: (400, "invalid_request"),
     FaultCode.UNKNOWN_MODEL: (404, "model_not_found"),
@@ -36,8 +36,8 @@ _FAULTS: Final[Mapping[FaultCode | None, tuple[int, str]]] = {
     FaultCode.UNAUTHENTICATED: (503, "verifier_refused_key"),
     FaultCode.VOCABULARY_MISMATCH: (503, "verifier_does_not_fit"),
 }
-_MOST_NAMED: Final = 16
-VERIFIER_BACK_S: Final = 5
+_MAX_NAMES_SHOWN: Final = 16
+VERIFIER_RETRY_S: Final = 5
 """Seconds after which a client should try again when no verifier is available."""
 
 
@@ -57,7 +57,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
+    def with_sent_names(self, names: Mapping[str, str]) -> ApiError:
         """Return this error with field names as the client sent them. ``names`` maps our names, or
         beginnings of longer names such as ``messages[2]``, to the sent ones."""
         param = None if self.param is None else _sent_name(self.param, names)
@@ -75,19 +75,19 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
-            "message": _encodable(self.message),
+            "message": _escape_surrogates(self.message),
             "type": _TYPES.get(self.status, usual),
-            "param": None if self.param is None else _encodable(self.param),
+            "param": None if self.param is None else _escape_surrogates(self.param),
             "code": self.code,
         }
         return {"error": error}
 
     @property
     def headers(self) -> Mapping[str, str]:
-        found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
-            found["WWW-Authenticate"] = 'Bearer realm="edgespec"'
-        return found
+            headers["WWW-Authenticate"] = 'Bearer realm="edgespec"'
+        return headers
 
 
 def _sent_name(name: str, names: Mapping[str, str]) -> str:
@@ -102,16 +102,16 @@ def _sent_name(name: str, names: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
+def errors_with_sent_names(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the fields in each ``ApiError`` that leaves the block to the names that the client
     sent."""
     try:
         yield
     except ApiError as error:
-        raise error.renamed(names) from None
+        raise error.with_sent_names(names) from None
 
 
-def _encodable(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     """Return ``text`` with unpaired surrogates, which a request may contain, written as escapes."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
@@ -121,20 +121,20 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def unavailable(message: str, code: str = "verifier_unavailable") -> ApiError:
-    return ApiError(503, message, code=code, retry_after_s=VERIFIER_BACK_S)
+    return ApiError(503, message, code=code, retry_after_s=VERIFIER_RETRY_S)
 
 
-def no_such_model(name: str, known: Sequence[str]) -> ApiError:
-    shown = ", ".join(map(repr, known[:_MOST_NAMED]))
-    if more := known[_MOST_NAMED:]:
-        shown += f" and {len(more)} more"
-    there = f"this is {shown}" if len(known) == 1 else f"there are {shown}"
+def unknown_model_error(name: str, known: Sequence[str]) -> ApiError:
+    shown_value = ", ".join(map(repr, known[:_MAX_NAMES_SHOWN]))
+    if hidden := known[_MAX_NAMES_SHOWN:]:
+        shown_value += f" and {len(hidden)} more"
+    there = f"this is {shown_value}" if len(known) == 1 else f"there are {shown_value}"
     why = f"the model {name[:200]!r} does not exist here; {there}"
     return ApiError(404, why, param="model", code="model_not_found")
 
 
-def from_generation(error: GenerationError) -> ApiError:
-    status, code = _FAULTS.get(error.code, (503, "verifier_unavailable"))
+def generation_error(error: GenerationError) -> ApiError:
+    status, code = _ERRORS_BY_FAULT.get(error.code, (503, "verifier_unavailable"))
     if status == 503:
         return unavailable(str(error), code)
     param = "model" if error.code is FaultCode.UNKNOWN_MODEL else None
@@ -149,11 +149,11 @@ A chat of 4,096 messages has 20,482."""
 def read_object(body: bytes) -> Mapping[str, Any]:
     """Return the JSON object in a body. Raises ``ApiError`` that says where the body is
     malformed."""
-    if (values := _values(body)) > MAX_VALUES:
+    if (values := _count_values(body)) > MAX_VALUES:
         why = f"the request has {values} lists, objects and texts, but at most {MAX_VALUES}"
         raise ApiError(400, why, code="too_many_values")
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError:
         raise ApiError(400, "the request is not UTF-8", code="invalid_json") from None
     except ValueError as error:
@@ -161,21 +161,21 @@ def read_object(body: bytes) -> Mapping[str, Any]:
     except RecursionError:
         raise nested_too_deep() from None
     if not isinstance(value, dict):
-        found = type(value).__name__
-        raise ApiError(400, f"the request is a JSON {found}, not an object", code="invalid_json")
+        kind = type(value).__name__
+        raise ApiError(400, f"the request is a JSON {kind}, not an object", code="invalid_json")
     return value
 
 
-def check_members(body: bytes, most: int) -> None:
+def check_members(body: bytes, max_members: int) -> None:
     """Raise ``ApiError`` if the lists and objects in a body have more than ``most`` members.
 
     Counting commas takes a thousandth of the time of parsing, so it does not delay other
     requests."""
-    if body.count(b",") < most:
+    if body.count(b",") < max_members:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now a quote begins or ends a text
-    if (members := b"".join(plain.split(b'"')[::2]).count(b",") + 1) > most:
-        why = f"the request has {members} values, but at most {most}"
+    if (members := b"".join(plain.split(b'"')[::2]).count(b",") + 1) > max_members:
+        why = f"the request has {members} values, but at most {max_members}"
         raise ApiError(400, why, code="too_many_values")
 
 
@@ -184,7 +184,7 @@ def nested_too_deep() -> ApiError:
     return ApiError(400, "the request is nested too deep", code="invalid_json")
 
 
-def _values(body: bytes) -> int:
+def _count_values(body: bytes) -> int:
     """Return the number of lists, objects and texts, or any number beyond the limit. The cheap
     upper bound is returned if it is within the limit; the exact scan leaves out what stands inside
     texts."""
@@ -198,14 +198,18 @@ def _values(body: bytes) -> int:
     return texts + outside.count(b"[") + outside.count(b"{")
 
 
-def _no_number(word: str) -> None:
+def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-_SHOWN = 80
+_SHOWN_CHARACTERS = 80
 _shortened = reprlib.Repr()
-_shortened.maxlevel, _shortened.maxlist, _shortened.maxdict = 6, _SHOWN, _SHOWN
-_shortened.maxstring = _shortened.maxlong = 4 * _SHOWN
+_shortened.maxlevel, _shortened.maxlist, _shortened.maxdict = (
+    6,
+    _SHOWN_CHARACTERS,
+    _SHOWN_CHARACTERS,
+)
+_shortened.maxstring = _shortened.maxlong = 4 * _SHOWN_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,21 +230,21 @@ class Fields:
         return self.data.get(field)
 
     def text(self, field: str) -> str | None:
-        value = self._of(field, str, "text")
+        value = self._typed(field, str, "text")
         return None if value is None else encodable(self.name(field), value)
 
     def flag(self, field: str, absent: bool = False) -> bool:
-        value = self._of(field, bool, "true or false")
+        value = self._typed(field, bool, "true or false")
         return absent if value is None else bool(value)
 
     def number(self, field: str, low: float, high: float) -> float | None:
-        value = self._of(field, int | float, "a number")
+        value = self._typed(field, int | float, "a number")
         if value is not None and not low <= value <= high:
             raise self.wrong(field, value, f"in [{low:g}, {high:g}]")
         return None if value is None else float(value)
 
     def whole(self, field: str, low: int, high: int) -> int | None:
-        value = self._of(field, int | float, "a whole number")
+        value = self._typed(field, int | float, "a whole number")
         if value is None:
             return None
         if isinstance(value, float) and not value.is_integer():
@@ -251,7 +255,7 @@ class Fields:
 
     def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...]:
         """Return a list of objects, with at most ``most`` of them; empty if the field is absent."""
-        value = self._of(field, list, "a list of objects") or ()
+        value = self._typed(field, list, "a list of objects") or ()
         if most is not None and len(value) > most:
             raise self.error(field, f"holds {len(value)} objects, but at most {most}")
         return tuple(self._section(f"{field}[{place}]", one) for place, one in enumerate(value))
@@ -259,12 +263,12 @@ class Fields:
     def texts(self, field: str, most: int) -> tuple[str, ...]:
         """Return a text as a tuple of one, or a list of at most ``most`` texts; empty if absent."""
         value = self.data.get(field)
-        given = [value] if isinstance(value, str) else [] if value is None else value
-        if isinstance(given, list) and len(given) > most:
-            raise self.error(field, f"holds {len(given)} texts, but at most {most}")
-        if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        texts = [value] if isinstance(value, str) else [] if value is None else value
+        if isinstance(texts, list) and len(texts) > most:
+            raise self.error(field, f"holds {len(texts)} texts, but at most {most}")
+        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
             raise self.wrong(field, value, "text, or a list of texts")
-        return tuple(encodable(self.name(field), one) for one in given)
+        return tuple(encodable(self.name(field), one) for one in texts)
 
     def token_ids(self, field: str, most: int) -> tuple[int, ...]:
         value = self.data.get(field)
@@ -272,11 +276,11 @@ class Fields:
             raise self.wrong(field, value, f"a list of at most {most} token ids")
         for one in value:
             if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_TOKEN_ID:
-                why = f"holds {shown(one)}, but token ids are in [0, {MAX_TOKEN_ID}]"
+                why = f"holds {shown_value(one)}, but token ids are in [0, {MAX_TOKEN_ID}]"
                 raise self.error(field, why)
         return tuple(value)
 
-    def _of(self, field: str, kind: Any, wanted: str) -> Any:
+    def _typed(self, field: str, kind: Any, wanted: str) -> Any:
         value = self.data.get(field)
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if value is not None and not fits:
@@ -289,7 +293,7 @@ class Fields:
         return self._section(field, {} if value is None else value)
 
     def wrong(self, field: str, value: object, wanted: str) -> ApiError:
-        return self.error(field, f"is {shown(value)}, but must be {wanted}")
+        return self.error(field, f"is {shown_value(value)}, but must be {wanted}")
 
     def error(self, field: str, why: str, code: str | None = None) -> ApiError:
         """Return an ``ApiError`` whose message is the field's name followed by ``why``."""
@@ -309,13 +313,13 @@ def encodable(name: str, text: str) -> str:
     return text
 
 
-def compact(value: object) -> str:
+def compact_json(value: object) -> str:
     """Return the JSON of a value, without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def shown(value: object) -> str:
+def shown_value(value: object) -> str:
     """Return a value as it is shown in an error, shortened. Only the shown part is converted to
     text."""
     text = _shortened.repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

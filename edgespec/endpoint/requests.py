@@ -27,7 +27,14 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.core.verifier.relaxed_rules import full_name
-from edgespec.endpoint.request_json import Fields, compact, encodable, invalid, renaming, shown
+from edgespec.endpoint.request_json import (
+    Fields,
+    compact_json,
+    encodable,
+    errors_with_sent_names,
+    invalid,
+    shown_value,
+)
 from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.tokenizer import MAX_MESSAGES
 
@@ -52,7 +59,7 @@ IGNORED: Final = frozenset(
 )
 """Parameters that are accepted without effect, because they only identify, file or accelerate a
 request. The output is the same, so they are not reported as ignored."""
-_NEUTRAL: Final[tuple[tuple[tuple[Any, ...], str], ...]] = (
+_UNSUPPORTED_BY_NEUTRAL_VALUE: Final[tuple[tuple[tuple[Any, ...], str], ...]] = (
     ((), "audio chat_template truncate_prompt_tokens web_search_options allowed_token_ids"),
     ((), "guided_whitespace_pattern structural_tag thinking_token_budget negative_prompt"),
     ((True,), "skip_special_tokens spaces_between_special_tokens do_sample"),
@@ -69,36 +76,38 @@ _NEUTRAL: Final[tuple[tuple[tuple[Any, ...], str], ...]] = (
     (("none", "auto"), "function_call"),
     (("",), "suffix"),
 )
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    name: values for values, names in _NEUTRAL for name in names.split()
+UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    name: values for values, names in _UNSUPPORTED_BY_NEUTRAL_VALUE for name in names.split()
 }
 """Parameters that are refused because they would change the output. Null and the values listed here
 mean that they are not used."""
 
 
-def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, tuple[str, ...]]:
+def known_fields(
+    data: Mapping[str, Any], known_names: frozenset[str]
+) -> tuple[Fields, tuple[str, ...]]:
     """Return the known fields of a request under their names here, and the names of unknown fields.
     Raises ``ApiError`` for the first parameter that would change the output and is not supported,
     and for two parameters that contradict each other.
     """
-    given, unknown = _Spelled(), []
+    sent, unknown = _SentFields(), []
     for name, value in data.items():
         if value is None or name in IGNORED:
             continue
-        if name in known:
-            given.add(name, name, value)
-        elif name in NEUTRAL:
-            if not _is_neutral(value, NEUTRAL[name]):
-                why = f"{name} is {shown(value)}, but {name} is not supported"
+        if name in known_names:
+            sent.add(name, name, value)
+        elif name in UNSUPPORTED:
+            if not _is_neutral_value(value, UNSUPPORTED[name]):
+                why = f"{name} is {shown_value(value)}, but {name} is not supported"
                 raise invalid(name, why, "unsupported_parameter")
-        elif not _renamed(name, value, given):
+        elif not _add_renamed(name, value, sent):
             unknown.append(name)
-    fields = Fields(given.fields, spelling=given.spelling)
+    fields = Fields(sent.fields, spelling=sent.spelling)
     _check_penalty_window(fields, data)
     return fields, tuple(one for one in unknown if one != _PENALTY_WINDOW)
 
 
-def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
+def _is_neutral_value(value: Any, neutral: Sequence[Any]) -> bool:
     # 1 == True in Python, but not in JSON.
     return any(value == one and type(value) in (type(one), float) for one in neutral)
 
@@ -116,37 +125,38 @@ def _check_penalty_window(fields: Fields, data: Mapping[str, Any]) -> None:
     usual = SamplingParams()
     for name in _PENALTIES:
         if fields.raw(name) not in (None, getattr(usual, name)):
-            why = f"{_PENALTY_WINDOW} is {shown(window)}, but {name} looks at the whole text (-1)"
+            sent = shown_value(window)
+            why = f"{_PENALTY_WINDOW} is {sent}, but {name} looks at the whole text (-1)"
             raise invalid(_PENALTY_WINDOW, why, "unsupported_parameter")
 
 
-class _Spelled:
+class _SentFields:
     """Fields under our names, each with the name under which the client sent it."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
         self.spelling: dict[str, str] = {}
 
-    def add(self, ours: str, spelling: str, value: Any) -> None:
+    def add(self, name: str, spelling: str, value: Any) -> None:
         """Add a field. Raises ``ApiError`` if it was added under another name with another
         value."""
-        held = self.fields.get(ours)
-        if held is None or _asks_for_nothing(ours, held) or held == value:
-            self.fields[ours], self.spelling[ours] = value, spelling
-        elif not _asks_for_nothing(ours, value):
-            first = self.spelling[ours]
+        earlier = self.fields.get(name)
+        if earlier is None or _is_default(name, earlier) or earlier == value:
+            self.fields[name], self.spelling[name] = value, spelling
+        elif not _is_default(name, value):
+            first = self.spelling[name]
             raise invalid(spelling, f"{first} and {spelling} are both given, and contradict")
 
 
-def _asks_for_nothing(name: str, value: Any) -> bool:
+def _is_default(name: str, value: Any) -> bool:
     return name == "response_format" and value == {"type": "text"}
 
 
-def _renamed(name: str, value: Any, given: _Spelled) -> bool:
+def _add_renamed(name: str, value: Any, given: _SentFields) -> bool:
     """Add a field that another server calls by another name to ``given``. Return whether ``name``
     is such a name. Raises ``ApiError``."""
-    if name in _OTHERS:
-        ours, convert = _OTHERS[name]
+    if name in _OTHER_SERVERS:
+        ours, convert = _OTHER_SERVERS[name]
         converted = value if convert is None else convert(name, value)
         if converted is not None:
             given.add(ours, name, converted)
@@ -154,56 +164,60 @@ def _renamed(name: str, value: Any, given: _Spelled) -> bool:
         for inner, one in Fields({name: value}).section(name).data.items():
             if one is None or one is False:
                 continue
-            if not _renamed(f"guided_{inner}", one, given):
+            if not _add_renamed(f"guided_{inner}", one, given):
                 raise invalid(name, f"{name}.{inner} is not supported", "unsupported_parameter")
     else:
         return False
     return True
 
 
-def names_sent(data: Mapping[str, Any]) -> dict[str, str]:
+def names_of_other_servers(data: Mapping[str, Any]) -> dict[str, str]:
     """Return the other servers' names of fields that a request contains, by our names."""
-    found = dict[str, str]()
+    sent_names = dict[str, str]()
     for name in data:
-        if name in _OTHERS:
-            found.setdefault(_OTHERS[name][0], name)
+        if name in _OTHER_SERVERS:
+            sent_names.setdefault(_OTHER_SERVERS[name][0], name)
     inner = data.get("structured_outputs")
     for name in inner if isinstance(inner, dict) else ():
-        if f"guided_{name}" in _OTHERS:
-            sent = found[f"guided_{name}"] = f"structured_outputs.{name}"
-            found.setdefault(_OTHERS[f"guided_{name}"][0], sent)
-    return {ours: sent for ours, sent in found.items() if data.get(ours) is None}
+        if f"guided_{name}" in _OTHER_SERVERS:
+            sent_name = sent_names[f"guided_{name}"] = f"structured_outputs.{name}"
+            sent_names.setdefault(_OTHER_SERVERS[f"guided_{name}"][0], sent_name)
+    return {ours: sent_name for ours, sent_name in sent_names.items() if data.get(ours) is None}
 
 
-def _held_to_schema(name: str, value: Any) -> dict[str, Any]:
+def _schema_format(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise invalid(name, f"{name} is {shown(value)}, but must be a JSON schema") from None
+            raise invalid(
+                name, f"{name} is {shown_value(value)}, but must be a JSON schema"
+            ) from None
     return {"type": "json_schema", "json_schema": {"schema": value}}
 
 
-def _any_object(name: str, value: Any) -> dict[str, Any] | None:
+def _object_format(name: str, value: Any) -> dict[str, Any] | None:
     return {"type": "json_object"} if Fields({name: value}).flag(name) else None
 
 
-def _one_of(name: str, value: Any) -> str:
-    given = Fields({name: value}).texts(name, MAX_CHOICE_TEXTS)
-    if not any(given):
-        raise invalid(name, f"{name} is {shown(value)}, but must hold a text that is not empty")
-    return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in given)
+def _choice_regex(name: str, value: Any) -> str:
+    choices = Fields({name: value}).texts(name, MAX_CHOICE_TEXTS)
+    if not any(choices):
+        raise invalid(
+            name, f"{name} is {shown_value(value)}, but must hold a text that is not empty"
+        )
+    return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in choices)
 
 
-_OTHERS: Final[Mapping[str, tuple[str, Callable[[str, Any], Any] | None]]] = {
+_OTHER_SERVERS: Final[Mapping[str, tuple[str, Callable[[str, Any], Any] | None]]] = {
     "repeat_penalty": ("repetition_penalty", None),
     "n_predict": ("max_tokens", None),
     "guided_regex": ("regex", None),
     "guided_grammar": ("grammar", None),
-    "guided_choice": ("regex", _one_of),
-    "guided_json": ("response_format", _held_to_schema),
-    "guided_json_object": ("response_format", _any_object),
-    "json_schema": ("response_format", _held_to_schema),
+    "guided_choice": ("regex", _choice_regex),
+    "guided_json": ("response_format", _schema_format),
+    "guided_json_object": ("response_format", _object_format),
+    "json_schema": ("response_format", _schema_format),
 }
 """Parameters of other servers: our name, and the conversion of the value."""
 MAX_CHOICE_TEXTS: Final = 1024
@@ -212,19 +226,19 @@ too."""
 MAX_TOOLS: Final = 128
 MAX_CHOICES: Final = 128
 """The largest ``n``, as in OpenAI's API."""
-MAX_TEXTS: Final = 1024
+MAX_GENERATIONS: Final = 1024
 """Limit on the generations of one request, over all of its prompts. They wait for slots one by
 one."""
 # A random seed survives JavaScript, whose numbers hold 53 bits.
 _SEED_BITS: Final = 48
 TEMPLATE_VARIABLES: Final = ("reasoning_effort", "verbosity")
 """Parameters of a chat that are variables of its template."""
-_LARGEST_WHOLE: Final = (1 << 64) - 1
-_FREE_CHOICES: Final = (None, "auto", "none")
+_LARGEST_INTEGER: Final = (1 << 64) - 1
+_UNFORCED_CHOICES: Final = (None, "auto", "none")
 """Values of ``tool_choice`` that force no call."""
 _ROLES: Final = {"developer": "system", "function": "tool"}
 _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-_LONGEST_TOOL_NAME: Final = 256
+_MAX_TOOL_NAME: Final = 256
 CUSTOM_INPUT: Final = "input"
 """The one argument of the function that stands for a custom tool."""
 _FORMATS: Final = ("text", "json_object", "json_schema")
@@ -233,7 +247,7 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CalledAs:
+class ClientTool:
     """The names by which a client calls a tool, where the model sees another name."""
 
     name: str
@@ -243,7 +257,7 @@ class CalledAs:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerationRequest:
     """A request for generations, parsed. If ``max_tokens`` is None, the one in ``sampling`` is not
     meant."""
 
@@ -255,7 +269,7 @@ class Request:
     include_usage: bool
     conversation: str
     """Hash that identifies the conversation; empty: not known."""
-    ignored: tuple[str, ...]
+    ignored_fields: tuple[str, ...]
     """Names of parameters that have no effect here."""
     rule: str
     """Rule by which drafts are accepted; empty: as the device is configured."""
@@ -269,30 +283,30 @@ class Request:
     """Conversation whose next message is generated. Empty: ``prompts`` are continued."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools that the model may call."""
-    one_call: bool = False
+    single_call: bool = False
     """Whether an output may contain one call at most."""
-    must_call: bool = False
+    forces_call: bool = False
     """Whether the output must be a call of one of ``tools``."""
     strict: frozenset[str] = frozenset()
     """Names of the tools whose calls must fit their schemas, also if no call is forced."""
-    called_as: Mapping[str, CalledAs] = field(default_factory=dict)
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
     """Names that the client uses for tools, by the names that the model sees."""
     constraint_param: str = ""
     """The field to name in an error about the constraint of ``sampling``. Empty: the one that
     belongs to the constraint's kind."""
-    may_lose_constraint: bool = False
+    is_constraint_optional: bool = False
     """Whether the constraint of ``sampling`` only keeps a promise about ``strict`` tools. If it
     cannot be compiled, the output is generated without it and a header reports this."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    sent_names: Mapping[str, str] = field(default_factory=dict)
     """Names of fields as the client sent them, by our names, for errors."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables for the chat template."""
-    special: bool = True
+    adds_special_tokens: bool = True
     """Whether the tokenizer adds the tokens that begin a text. A chat template writes them
     itself."""
-    continues: bool = False
+    continues_last_message: bool = False
     """Whether the output continues the last message."""
-    generation_prompt: bool = True
+    has_generation_prompt: bool = True
     """Whether the prompt of a chat ends with the beginning of an assistant's message."""
 
 
@@ -300,100 +314,109 @@ def chat_request(
     data: Mapping[str, Any],
     defaults: SamplingParams,
     *,
-    most_tools: int = MAX_TOOLS,
+    max_tools: int = MAX_TOOLS,
     names: Mapping[str, str] | None = None,
-) -> Request:
+) -> GenerationRequest:
     """Return a parsed chat request.
 
-    ``defaults`` are used for parameters that it leaves open. ``names`` maps our names of fields to
-    those the client sent, if the request was converted from another kind. Raises ``ApiError`` with
-    the sent names."""
-    sent = {"prompt": "messages", **names_sent(data)} if names is None else names
-    with renaming(sent):
-        return replace(_chat_request(data, defaults, most_tools), names=sent)
+    ``defaults`` are used for parameters that it leaves open. ``names`` maps our names of
+    fields to those the client sent, if the request was converted from another kind. Raises
+    ``ApiError`` with the sent names."""
+    sent_names = {"prompt": "messages", **names_of_other_servers(data)} if names is None else names
+    with errors_with_sent_names(sent_names):
+        return replace(_chat_request(data, defaults, max_tools), sent_names=sent_names)
 
 
-def _chat_request(data: Mapping[str, Any], defaults: SamplingParams, most_tools: int) -> Request:
-    fields, asked = _request(data, CHAT, defaults)
-    scored, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
-    if top and not scored:
-        raise fields.error("top_logprobs", f"is {top}, but logprobs is not true")
-    tools = read_tools(fields, most_tools)
-    mode, chosen = _chosen_tools(fields, tools)
-    forced = mode == "required"
-    held = _constraint(fields)
-    if forced and held is not None and held.kind is not ConstraintKind.JSON_SCHEMA:
+def _chat_request(
+    data: Mapping[str, Any], defaults: SamplingParams, max_tools: int
+) -> GenerationRequest:
+    fields, request = _read_common(data, CHAT, defaults)
+    wants_scores = fields.flag("logprobs")
+    top_count = fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
+    if top_count and not wants_scores:
+        raise fields.error("top_logprobs", f"is {top_count}, but logprobs is not true")
+    tools = read_tools(fields, max_tools)
+    mode, callable_tools = _choose_tools(fields, tools)
+    is_forced = mode == "required"
+    constraint = _read_constraint(fields)
+    if is_forced and constraint is not None and constraint.kind is not ConstraintKind.JSON_SCHEMA:
         # A call takes precedence over a JSON schema, as at OpenAI. A grammar or regular expression
         # does not give way.
-        why = f"forces a call, which cannot fit the {held.kind.value} beside it"
+        why = f"forces a call, which cannot fit the {constraint.kind.value} beside it"
         raise fields.error("tool_choice", why)
-    given = fields.sections("messages", MAX_MESSAGES)
-    if not given:
+    sent_messages = fields.sections("messages", MAX_MESSAGES)
+    if not sent_messages:
         raise fields.error("messages", "must hold at least one message")
-    messages = [_message(one) for one in given]
+    messages = [_read_message(one) for one in sent_messages]
     variables = {**fields.section("chat_template_kwargs").data}
     for name in TEMPLATE_VARIABLES:
         if (value := fields.raw(name)) is not None:
             variables.setdefault(name, value)
-    parallel = fields.flag("parallel_tool_calls", absent=True)
-    continues, generation_prompt = _ending(fields, messages)
-    asked = replace(
-        asked,
-        max_tokens=_length(fields, "max_completion_tokens") or asked.max_tokens,
-        conversation=asked.conversation or _conversation(messages),
-        ignored=asked.ignored + tools.left_out,
-        logprobs=top if scored else None,
+    allows_parallel_calls = fields.flag("parallel_tool_calls", absent=True)
+    continues, generation_prompt = _read_ending(fields, messages)
+    request = replace(
+        request,
+        max_tokens=_read_length(fields, "max_completion_tokens") or request.max_tokens,
+        conversation=request.conversation or _conversation_hash(messages),
+        ignored_fields=request.ignored_fields + tools.left_out,
+        logprobs=top_count if wants_scores else None,
         messages=messages,
-        tools=chosen,
+        tools=callable_tools,
         strict=frozenset(tools.strict),
-        called_as=tools.called_as,
-        one_call=(forced and len(chosen) < len(tools.functions)) or not parallel,
-        must_call=forced,
+        client_tools=tools.client_tools,
+        single_call=(is_forced and len(callable_tools) < len(tools.functions))
+        or not allows_parallel_calls,
+        forces_call=is_forced,
         variables=variables,
-        special=fields.flag("add_special_tokens"),
-        continues=continues,
-        generation_prompt=generation_prompt,
+        adds_special_tokens=fields.flag("add_special_tokens"),
+        continues_last_message=continues,
+        has_generation_prompt=generation_prompt,
     )
-    return _checked_length(fields, asked)
+    return _check_lengths(fields, request)
 
 
-def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+def _read_ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
     """Return whether the output continues the last message of a chat, and whether the prompt ends
     with the beginning of an assistant's message. By default a last message of an assistant is
     continued, as in llama.cpp's server. Raises ``ApiError``."""
-    asked, last = fields.flag("continue_final_message"), messages[-1]
-    prompt = fields.flag("add_generation_prompt", absent=not asked)
-    if asked and prompt:
+    is_requested, last = fields.flag("continue_final_message"), messages[-1]
+    has_generation_prompt = fields.flag("add_generation_prompt", absent=not is_requested)
+    if is_requested and has_generation_prompt:
         why = "and add_generation_prompt are both true, but a message is continued or begun"
         raise fields.error("continue_final_message", why)
-    if asked and (last.get("tool_calls") or not last["content"]):
+    if is_requested and (last.get("tool_calls") or not last["content"]):
         raise fields.error("continue_final_message", "is true, but the last message has no text")
-    said = fields.raw("continue_final_message"), fields.raw("add_generation_prompt")
-    is_begun = last["role"] == "assistant" and last["content"] and not last.get("tool_calls")
-    continues = asked or bool(is_begun and said == (None, None))
-    return continues, prompt and not continues
+    flags = fields.raw("continue_final_message"), fields.raw("add_generation_prompt")
+    can_continue = last["role"] == "assistant" and last["content"] and not last.get("tool_calls")
+    continues = is_requested or bool(can_continue and flags == (None, None))
+    return continues, has_generation_prompt and not continues
 
 
-def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
+def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
     """Return a parsed completion request. The arguments and errors are those of
     ``chat_request``."""
-    names = names_sent(data)
-    with renaming(names):
-        return replace(_completion_request(data, defaults), names=names)
+    names = names_of_other_servers(data)
+    with errors_with_sent_names(names):
+        return replace(_completion_request(data, defaults), sent_names=names)
 
 
-def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
-    fields, asked = _request(data, COMPLETION, defaults)
+def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
+    fields, request = _read_common(data, COMPLETION, defaults)
     logprobs, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
     if echo and logprobs is not None:
         why = "and logprobs are both given, but prompts are not scored here"
         raise fields.error("echo", why, "unsupported_parameter")
-    prompts, special = _prompts(fields, asked.n), fields.flag("add_special_tokens", absent=True)
-    asked = replace(asked, prompts=prompts, echo=echo, logprobs=logprobs, special=special)
-    return _checked_length(fields, asked)
+    request = replace(
+        request,
+        prompts=_read_prompts(fields, request.n),
+        echo=echo,
+        logprobs=logprobs,
+        adds_special_tokens=fields.flag("add_special_tokens", absent=True),
+    )
+    return _check_lengths(fields, request)
 
 
-def seed_of(seed: int, choice: int) -> int:
+def choice_seed(seed: int, choice: int) -> int:
     """Return the seed of choice ``choice`` (from 0) of a request with n > 1. The first has the
     request's own seed; each other one has the first eight bytes, big-endian, of the SHA-256 of
     ``"SEED:CHOICE"``."""
@@ -402,32 +425,32 @@ def seed_of(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:8], "big")
 
 
-def _request(
+def _read_common(
     data: Mapping[str, Any], known: frozenset[str], defaults: SamplingParams
-) -> tuple[Fields, Request]:
+) -> tuple[Fields, GenerationRequest]:
     """Return a request with the fields that all kinds share, and the ``Fields`` to read the others
     from."""
-    fields, ignored = understood(data, known)
+    fields, ignored = known_fields(data, known)
     options, stream = fields.section("stream_options"), fields.flag("stream")
     key = fields.text("prompt_cache_key")
     try:
         rule = full_name(text) if (text := fields.text("rule")) else ""
     except ValueError as error:
         raise invalid("rule", str(error)) from None
-    return fields, Request(
-        fields.text("model") or "",
-        _sampling(fields, defaults),
-        _length(fields, "max_tokens"),
-        fields.whole("n", 1, MAX_CHOICES) or 1,
-        stream,
-        options.flag("include_usage"),
-        conversation_named(json.dumps(["key", key])) if key else "",
-        ignored,
-        rule,
+    return fields, GenerationRequest(
+        model=fields.text("model") or "",
+        sampling=_read_sampling(fields, defaults),
+        max_tokens=_read_length(fields, "max_tokens"),
+        n=fields.whole("n", 1, MAX_CHOICES) or 1,
+        stream=stream,
+        include_usage=options.flag("include_usage"),
+        conversation=conversation_named(json.dumps(["key", key])) if key else "",
+        ignored_fields=ignored,
+        rule=rule,
     )
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+def _conversation_hash(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the hash of the beginning of a chat: all messages up to the first one of a user."""
     roles = [message["role"] for message in messages]
     first = roles.index("user") + 1 if "user" in roles else len(messages)
@@ -435,68 +458,70 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     return conversation_named(json.dumps(["chat", begins]))
 
 
-def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
-    read = {name: one(fields, name) for name, one in _SAMPLED.items() if name in fields.data}
-    given = {name: value for name, value in read.items() if value is not None}
-    given = {"seed": secrets.randbits(_SEED_BITS), **given}
-    if (least := given.get("min_tokens", 0)) > defaults.max_tokens:
-        given["max_tokens"] = least  # placeholder until the length is known
-    if (constraint := _constraint(fields)) is not None:
-        given["constraint"] = constraint
+def _read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
+    values = {
+        name: read(fields, name) for name, read in _SAMPLING_READERS.items() if name in fields.data
+    }
+    sent_values = {name: value for name, value in values.items() if value is not None}
+    sent_values = {"seed": secrets.randbits(_SEED_BITS), **sent_values}
+    if (min_tokens := sent_values.get("min_tokens", 0)) > defaults.max_tokens:
+        sent_values["max_tokens"] = min_tokens  # placeholder until the length is known
+    if (constraint := _read_constraint(fields)) is not None:
+        sent_values["constraint"] = constraint
     try:
-        return replace(defaults, **given)
+        return replace(defaults, **sent_values)
     except ValueError as error:  # the message contains the field's name
-        named = [one for one in given if one in str(error)]
-        raise invalid(named[0] if named else "sampling", str(error)) from None
+        fields_at_fault = [name for name in sent_values if name in str(error)]
+        raise invalid(fields_at_fault[0] if fields_at_fault else "sampling", str(error)) from None
 
 
-def _length(fields: Fields, name: str) -> int | None:
+def _read_length(fields: Fields, name: str) -> int | None:
     """Return the limit on generated tokens, or None if it is left open. As in llama.cpp, -1 means
     as many as the context has room for; so does a number above any context length."""
-    found = fields.whole(name, -1, _LARGEST_WHOLE)
-    if found == 0:
+    length = fields.whole(name, -1, _LARGEST_INTEGER)
+    if length == 0:
         raise fields.error(name, "is 0, but a text has at least 1 token (-1: as many as fit)")
-    return None if found is None else MAX_TOKENS if found < 0 else min(found, MAX_TOKENS)
+    return None if length is None else MAX_TOKENS if length < 0 else min(length, MAX_TOKENS)
 
 
-_LENGTHS: Final = ("max_completion_tokens", "max_tokens")
+_LENGTH_FIELDS: Final = ("max_completion_tokens", "max_tokens")
 
 
-def _checked_length(fields: Fields, request: Request) -> Request:
+def _check_lengths(fields: Fields, request: GenerationRequest) -> GenerationRequest:
     """Return ``request``. Raises ``ApiError`` if ``min_tokens`` exceeds ``max_tokens``."""
-    least, most = fields.whole("min_tokens", 0, MAX_TOKENS), request.max_tokens
-    if least is not None and most is not None and least > most:
-        name = next(one for one in _LENGTHS if fields.raw(one) is not None)
-        more = f"is {least}, but {fields.name(name)} is {most}: a text cannot be both"
+    min_tokens, max_tokens = fields.whole("min_tokens", 0, MAX_TOKENS), request.max_tokens
+    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
+        name = next(one for one in _LENGTH_FIELDS if fields.raw(one) is not None)
+        more = f"is {min_tokens}, but {fields.name(name)} is {max_tokens}: a text cannot be both"
         raise fields.error("min_tokens", more)
     return request
 
 
-def _number(fields: Fields, name: str) -> float | None:
+def _read_number(fields: Fields, name: str) -> float | None:
     return fields.number(name, -1e6, 1e6)
 
 
-def _top_k(fields: Fields, name: str) -> int:
+def _read_top_k(fields: Fields, name: str) -> int:
     return max(0, fields.whole(name, -1, 1 << 24) or 0)  # elsewhere -1 keeps all
 
 
-def _seed(fields: Fields, name: str) -> int | None:
+def _read_seed(fields: Fields, name: str) -> int | None:
     """Return the seed, or None for -1, which requests a random one, as in llama.cpp."""
-    found = fields.whole(name, -(1 << 63), _LARGEST_WHOLE) or 0
-    return None if found == -1 else found % (1 << 64)
+    seed = fields.whole(name, -(1 << 63), _LARGEST_INTEGER) or 0
+    return None if seed == -1 else seed % (1 << 64)
 
 
-def _stops(fields: Fields, name: str) -> tuple[str, ...] | None:
+def _read_stops(fields: Fields, name: str) -> tuple[str, ...] | None:
     """Return the stop strings. Empty ones are left out, as llama.cpp does."""
-    found = tuple(filter(None, fields.texts(name, MAX_STOP_STRINGS)))
-    if (size := sum(map(len, found))) > MAX_STOP_CHARACTERS:
+    stops = tuple(filter(None, fields.texts(name, MAX_STOP_STRINGS)))
+    if (size := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
         why = f"has {size} characters in all, but at most {MAX_STOP_CHARACTERS}"
         raise fields.error(name, why)
-    return found or None
+    return stops or None
 
 
-def _biases(fields: Fields, name: str) -> dict[int, float]:
-    biases, found = fields.section(name), dict[int, float]()
+def _read_biases(fields: Fields, name: str) -> dict[int, float]:
+    biases, by_token = fields.section(name), dict[int, float]()
     if (count := len(biases.data)) > MAX_BIASES:
         raise fields.error(name, f"has {count} keys, but at most {MAX_BIASES}")
     for key in biases.data:
@@ -505,40 +530,40 @@ def _biases(fields: Fields, name: str) -> dict[int, float]:
         except ValueError:
             token = -1
         if not 0 <= token <= MAX_TOKEN_ID:
-            why = f"has the key {shown(key)}, which is no token id in [0, {MAX_TOKEN_ID}]"
+            why = f"has the key {shown_value(key)}, which is no token id in [0, {MAX_TOKEN_ID}]"
             raise fields.error(name, why)
         if (bias := biases.number(key, -100.0, 100.0)) is not None:
-            found[token] = bias
-    return found
+            by_token[token] = bias
+    return by_token
 
 
-_SAMPLED: Final[Mapping[str, Callable[[Fields, str], Any]]] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p"), _number),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
-    "top_k": _top_k,
-    "seed": _seed,
-    "stop": _stops,
+_SAMPLING_READERS: Final[Mapping[str, Callable[[Fields, str], Any]]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _read_number),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _read_number),
+    "top_k": _read_top_k,
+    "seed": _read_seed,
+    "stop": _read_stops,
     "stop_token_ids": lambda fields, name: fields.token_ids(name, MAX_STOP_IDS),
-    "logit_bias": _biases,
+    "logit_bias": _read_biases,
     "ignore_eos": Fields.flag,
     "min_tokens": lambda fields, name: fields.whole(name, 0, MAX_TOKENS),
 }
 """Reader of each sampling parameter; it returns None for a value that means the default."""
 
 
-def _constraint(fields: Fields) -> Constraint | None:
+def _read_constraint(fields: Fields) -> Constraint | None:
     """Return the constraint of a request. Raises ``ApiError`` for two of them, or for an empty
     one."""
     texts_of = {
-        "response_format": (ConstraintKind.JSON_SCHEMA, _schema(fields)),
+        "response_format": (ConstraintKind.JSON_SCHEMA, _read_schema(fields)),
         "grammar": (ConstraintKind.GRAMMAR, fields.text("grammar")),
         "regex": (ConstraintKind.REGEX, fields.text("regex")),
     }
-    given = [(name, kind, text) for name, (kind, text) in texts_of.items() if text is not None]
-    if len(given) > 1:
-        first, second = fields.name(given[0][0]), fields.name(given[1][0])
+    sent = [(name, kind, text) for name, (kind, text) in texts_of.items() if text is not None]
+    if len(sent) > 1:
+        first, second = fields.name(sent[0][0]), fields.name(sent[1][0])
         raise invalid(second, f"{first} and {second} are both given, but a text is held to one")
-    for name, kind, text in given:
+    for name, kind, text in sent:
         if not text.strip():
             raise fields.error(name, "is empty, but must say what the text is held to")
         try:
@@ -548,47 +573,56 @@ def _constraint(fields: Fields) -> Constraint | None:
     return None
 
 
-def _schema(fields: Fields) -> str | None:
+def _read_schema(fields: Fields) -> str | None:
     """Return the JSON schema of ``response_format``, or None. It stands in ``json_schema.schema``,
     as in OpenAI's API, or in ``schema``, as in llama.cpp's server, where a ``json_object`` can have
     one too."""
     if fields.raw("response_format") is None:
         return None
-    asked = fields.section("response_format")
-    kind = asked.raw("type")
-    if kind not in _FORMATS:
+    response_format = fields.section("response_format")
+    format_type = response_format.raw("type")
+    if format_type not in _FORMATS:
         known = ", ".join(map(repr, _FORMATS))
-        why = f"is of type {shown(kind)}, but must be of one of {known}"
+        why = f"is of type {shown_value(format_type)}, but must be of one of {known}"
         raise fields.error("response_format", why)
-    outer, inner = asked.raw("schema"), asked.section("json_schema").raw("schema")
-    if outer is not None and inner is not None and outer != inner:
+    schema_beside_type = response_format.raw("schema")
+    nested_schema = response_format.section("json_schema").raw("schema")
+    if (
+        schema_beside_type is not None
+        and nested_schema is not None
+        and schema_beside_type != nested_schema
+    ):
         why = "has a schema and another json_schema.schema, but a text is held to one"
         raise fields.error("response_format", why)
-    place, schema = ("schema", outer) if outer is not None else ("json_schema.schema", inner)
-    if kind == "text" and schema is not None:
+    place, schema = (
+        ("schema", schema_beside_type)
+        if schema_beside_type is not None
+        else ("json_schema.schema", nested_schema)
+    )
+    if format_type == "text" and schema is not None:
         raise fields.error("response_format", f"is of type 'text', but has a {place}")
-    if schema is None and kind != "json_schema":
-        return None if kind == "text" else '{"type": "object"}'
+    if schema is None and format_type != "json_schema":
+        return None if format_type == "text" else '{"type": "object"}'
     if not isinstance(schema, dict):
         name = f"response_format.{place}"
-        raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
-    return compact(schema)
+        raise invalid("response_format", f"{name} is {shown_value(schema)}, but must be an object")
+    return compact_json(schema)
 
 
-def _prompts(fields: Fields, n: int) -> tuple[Prompt, ...]:
+def _read_prompts(fields: Fields, n: int) -> tuple[Prompt, ...]:
     value = fields.raw("prompt")
     if value is None or value in ("", []):
         raise fields.error("prompt", "is missing or empty, but must hold at least one token")
     if not isinstance(value, list) or isinstance(value[0], int):
-        return (_prompt(fields, "prompt"),)
-    if (texts := len(value) * n) > MAX_TEXTS:
+        return (_read_prompt(fields, "prompt"),)
+    if (texts := len(value) * n) > MAX_GENERATIONS:
         asked = f"{len(value)} prompts with n {n} are {texts} texts"
-        raise invalid("prompt", f"{asked}, but a request may ask for at most {MAX_TEXTS}")
+        raise invalid("prompt", f"{asked}, but a request may ask for at most {MAX_GENERATIONS}")
     several = Fields({f"prompt[{place}]": one for place, one in enumerate(value)})
-    return tuple([_prompt(several, name) for name in several.data])
+    return tuple([_read_prompt(several, name) for name in several.data])
 
 
-def _prompt(fields: Fields, name: str) -> Prompt:
+def _read_prompt(fields: Fields, name: str) -> Prompt:
     value = fields.raw(name)
     if not isinstance(value, str | list) or not value:
         raise fields.wrong(name, value, "text or token ids, and not empty")
@@ -597,7 +631,7 @@ def _prompt(fields: Fields, name: str) -> Prompt:
     return encodable(fields.name(name), value)
 
 
-def _message(fields: Fields) -> dict[str, Any]:
+def _read_message(fields: Fields) -> dict[str, Any]:
     role = fields.text("role")
     if role is None or role not in _KNOWN_ROLES:
         raise fields.wrong("role", role, f"one of {', '.join(_KNOWN_ROLES)}")
@@ -605,7 +639,7 @@ def _message(fields: Fields) -> dict[str, Any]:
     if calls and role != "assistant":
         why = f"stands in a message of {role}, but only assistants call tools"
         raise fields.error("tool_calls", why)
-    content = _content(fields)
+    content = _read_content(fields)
     if content is None:
         if role != "assistant":
             raise fields.error("content", "is missing")
@@ -615,14 +649,14 @@ def _message(fields: Fields) -> dict[str, Any]:
         if (text := fields.text(key)) is not None:
             message[key] = text
     if calls:
-        message["tool_calls"] = [_earlier_call(one) for one in calls]
+        message["tool_calls"] = [_read_earlier_call(one) for one in calls]
     for key in ("function_call", "audio"):
         if fields.raw(key) is not None:
             raise fields.error(key, "is not supported")
     return message
 
 
-def _content(fields: Fields) -> str | None:
+def _read_content(fields: Fields) -> str | None:
     value = fields.raw("content")
     if not isinstance(value, list):
         return fields.text("content")
@@ -630,14 +664,14 @@ def _content(fields: Fields) -> str | None:
     for part in fields.sections("content"):
         kind = part.text("type")
         if kind not in ("text", "refusal"):
-            raise part.error("type", f"is {shown(kind)}, but this model reads text only")
+            raise part.error("type", f"is {shown_value(kind)}, but this model reads text only")
         if (text := part.text(kind)) is None:
             raise part.error(kind, "is missing")
         parts.append(text)
     return "".join(parts)
 
 
-def _earlier_call(fields: Fields) -> dict[str, Any]:
+def _read_earlier_call(fields: Fields) -> dict[str, Any]:
     """Return an earlier call in the form of a function call. The arguments stay as they were sent,
     since the chat template decides on their form."""
     arguments: Any
@@ -666,57 +700,57 @@ def _earlier_call(fields: Fields) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class ReadTools:
+class RequestTools:
     """The parsed tools of a request."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     """Functions for the model, in the form of a chat's ``tools`` without ``strict``."""
     strict: set[str] = field(default_factory=set)
-    called_as: dict[str, CalledAs] = field(default_factory=dict)
+    client_tools: dict[str, ClientTool] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     """Kinds of tools that no model here has, as words for a header."""
 
 
-def read_tools(fields: Fields, most: int = MAX_TOOLS) -> ReadTools:
+def read_tools(fields: Fields, max_tools: int = MAX_TOOLS) -> RequestTools:
     """Return the parsed ``tools``, at most ``most`` of them. Kinds that only the service of another
     provider can run, such as ``web_search``, are left out. Raises ``ApiError``."""
-    found = ReadTools()
-    for one in fields.sections("tools", most):
+    tools = RequestTools()
+    for one in fields.sections("tools", max_tools):
         kind = one.text("type")
         if kind == "function":
             function = one.section("function")
-            name = _tool_name(function)
+            name = _read_tool_name(function)
             function.section("parameters")  # raises if it is not an object
             if function.flag("strict"):
-                found.strict.add(name)
-            told = {key: value for key, value in function.data.items() if key != "strict"}
+                tools.strict.add(name)
+            description = {key: value for key, value in function.data.items() if key != "strict"}
         elif kind == "custom":
             custom = one.section("custom")
-            name = _tool_name(custom)
-            found.called_as[name] = CalledAs(name, is_custom=True)
-            told = custom_function(custom)
+            name = _read_tool_name(custom)
+            tools.client_tools[name] = ClientTool(name, is_custom=True)
+            description = custom_function(custom)
         elif kind:
-            found.left_out += (f"tools.{kind}",)
+            tools.left_out += (f"tools.{kind}",)
             continue
         else:
             raise one.wrong("type", kind, "'function' or 'custom'")
-        found.functions.append({"type": "function", "function": told})
-    return found
+        tools.functions.append({"type": "function", "function": description})
+    return tools
 
 
 def custom_function(custom: Fields) -> dict[str, Any]:
     """Return the function that stands for a custom tool. The tool takes plain text, so its format
     is described in words."""
-    described = [custom.text("description") or ""]
+    descriptions = [custom.text("description") or ""]
     form = custom.section("format")
     if form.text("type") == "grammar":
         grammar = form.section("grammar") if form.raw("grammar") is not None else form
         syntax, rules = grammar.text("syntax") or "", grammar.text("definition") or ""
-        described.append(f"The input has to match this {syntax} grammar:\n{rules}")
+        descriptions.append(f"The input has to match this {syntax} grammar:\n{rules}")
     text = {"type": "string", "description": "The input of the tool, as plain text"}
     return {
         "name": custom.text("name"),
-        "description": "\n\n".join(filter(None, described)),
+        "description": "\n\n".join(filter(None, descriptions)),
         "parameters": {
             "type": "object",
             "properties": {CUSTOM_INPUT: text},
@@ -726,42 +760,44 @@ def custom_function(custom: Fields) -> dict[str, Any]:
     }
 
 
-def _tool_name(fields: Fields) -> str:
+def _read_tool_name(fields: Fields) -> str:
     name = fields.text("name")
-    if not name or len(name) > _LONGEST_TOOL_NAME or not name.isprintable():
-        wanted = f"1 to {_LONGEST_TOOL_NAME} characters without line breaks"
+    if not name or len(name) > _MAX_TOOL_NAME or not name.isprintable():
+        wanted = f"1 to {_MAX_TOOL_NAME} characters without line breaks"
         raise fields.wrong("name", name, wanted)
     return name
 
 
-def _chosen_tools(fields: Fields, tools: ReadTools) -> tuple[str, list[dict[str, Any]]]:
+def _choose_tools(fields: Fields, tools: RequestTools) -> tuple[str, list[dict[str, Any]]]:
     """Return ``auto``, ``none`` or ``required``, and the tools that may be called."""
     value = fields.raw("tool_choice")
-    if value in _FREE_CHOICES:
+    if value in _UNFORCED_CHOICES:
         return "auto", [] if value == "none" else tools.functions
     if value == "required":
         mode, names = value, None
     elif isinstance(value, dict):
-        mode, names = _named_tools(fields.section("tool_choice"))
+        mode, names = _read_tool_choice(fields.section("tool_choice"))
     else:
         raise fields.wrong("tool_choice", value, "'auto', 'none', 'required' or a function")
-    chosen = [one for one in tools.functions if names is None or one["function"]["name"] in names]
-    if not chosen and (mode == "required" or names):
-        raise fields.error("tool_choice", f"is {shown(value)}, but tools has no such tool")
-    return mode, chosen
+    callable_tools = [
+        one for one in tools.functions if names is None or one["function"]["name"] in names
+    ]
+    if not callable_tools and (mode == "required" or names):
+        raise fields.error("tool_choice", f"is {shown_value(value)}, but tools has no such tool")
+    return mode, callable_tools
 
 
-def _named_tools(choice: Fields) -> tuple[str, set[str | None]]:
+def _read_tool_choice(choice: Fields) -> tuple[str, set[str | None]]:
     """Return the mode and the names of a ``tool_choice`` that is an object."""
     if choice.raw("type") != "allowed_tools":
-        return "required", {_named_tool(choice)}
+        return "required", {_chosen_name(choice)}
     allowed = choice.section("allowed_tools")
     mode = allowed.text("mode")
     if mode not in ("auto", "required"):
         raise allowed.wrong("mode", mode, "'auto' or 'required'")
-    return mode, {_named_tool(one) for one in allowed.sections("tools", MAX_TOOLS)}
+    return mode, {_chosen_name(one) for one in allowed.sections("tools", MAX_TOOLS)}
 
 
-def _named_tool(choice: Fields) -> str | None:
+def _chosen_name(choice: Fields) -> str | None:
     kind = choice.text("type")
     return choice.section(kind).text("name") if kind in ("function", "custom") else None

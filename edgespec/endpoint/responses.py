@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from edgespec.endpoint.request_json import Fields, shown
-from edgespec.endpoint.requests import CUSTOM_INPUT, MAX_TOOLS, CalledAs
+from edgespec.endpoint.request_json import Fields, shown_value
+from edgespec.endpoint.requests import CUSTOM_INPUT, MAX_TOOLS, ClientTool
 
 MAX_FUNCTIONS: Final = 1024
 """Limit on the functions of all namespaces together."""
-_KEEPS: Final = ("previous_response_id", "conversation", "background", "prompt")
-_OURS: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
+_NEEDS_STATE: Final = ("previous_response_id", "conversation", "background", "prompt")
+_CONVERTED: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
-_LEFT_OUT: Final = frozenset(
+_UNUSED: Final = frozenset(
     "include reasoning truncation top_logprobs stream_options client_metadata".split()
 )
 """Parameters that do not change the output here, or that are read elsewhere."""
@@ -33,7 +33,7 @@ _ECHOED: Final = (
 
 
 @dataclass(slots=True)
-class AsChat:
+class ChatConversion:
     """A request for a response in the form of a chat request."""
 
     chat: dict[str, Any]
@@ -41,26 +41,28 @@ class AsChat:
     """Fields of the request that the response repeats."""
     names: dict[str, str] = field(default_factory=dict)
     """Names of fields as the client sent them, by their names in the chat."""
-    called_as: dict[str, CalledAs] = field(default_factory=dict)
+    client_tools: dict[str, ClientTool] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """Kinds of tools and items that no model here has."""
 
 
-def as_chat(data: Mapping[str, Any]) -> AsChat:
+def convert_to_chat(data: Mapping[str, Any]) -> ChatConversion:
     """Return a request for a response as a chat request. Raises ``ApiError``."""
     fields = Fields(data)
-    for name in _KEEPS:
+    for name in _NEEDS_STATE:
         if data.get(name):
             why = "is given, but nothing is kept here: send the whole input"
             raise fields.error(name, why, "unsupported_parameter")
-    chat = {name: value for name, value in data.items() if name not in _OURS | _LEFT_OUT}
-    made = AsChat(chat, _echo(data))
-    made.names |= {"messages": "input", "prompt": "input"}
-    made.names["max_completion_tokens"] = "max_output_tokens"
-    made.names["response_format"] = made.names["response_format.json_schema"] = "text.format"
-    made.names["reasoning_effort"] = "reasoning.effort"
-    _add_tools(made, fields)
-    _add_messages(made, fields)
+    chat = {name: value for name, value in data.items() if name not in _CONVERTED | _UNUSED}
+    conversion = ChatConversion(chat, _echo(data))
+    conversion.names |= {"messages": "input", "prompt": "input"}
+    conversion.names["max_completion_tokens"] = "max_output_tokens"
+    conversion.names["response_format"] = conversion.names["response_format.json_schema"] = (
+        "text.format"
+    )
+    conversion.names["reasoning_effort"] = "reasoning.effort"
+    _add_tools(conversion, fields)
+    _add_messages(conversion, fields)
     chat["max_completion_tokens"] = data.get("max_output_tokens")
     if (text := fields.section("text")).raw("format") is not None:
         form = text.section("format")
@@ -70,8 +72,10 @@ def as_chat(data: Mapping[str, Any]) -> AsChat:
     if (effort := fields.section("reasoning").raw("effort")) is not None:
         chat["reasoning_effort"] = effort
     choice = data.get("tool_choice")
-    chat["tool_choice"] = _choice(made, choice) if isinstance(choice, dict) else choice
-    return made
+    chat["tool_choice"] = (
+        _convert_choice(conversion, choice) if isinstance(choice, dict) else choice
+    )
+    return conversion
 
 
 def _echo(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,37 +91,37 @@ def _echo(data: Mapping[str, Any]) -> dict[str, Any]:
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def _add_tools(made: AsChat, fields: Fields) -> None:
-    tools = made.chat["tools"] = list[dict[str, Any]]()
+def _add_tools(conversion: ChatConversion, fields: Fields) -> None:
+    tools = conversion.chat["tools"] = list[dict[str, Any]]()
     for tool in fields.sections("tools", MAX_TOOLS):
         if tool.raw("type") == "namespace":
             for one in tool.sections("tools", MAX_FUNCTIONS):
-                _add_tool(made, one, tool.text("name") or "")
+                _add_tool(conversion, one, tool.text("name") or "")
         else:
-            _add_tool(made, tool, "")
+            _add_tool(conversion, tool, "")
     if len(tools) > MAX_FUNCTIONS:
         raise fields.error("tools", f"has {len(tools)} functions, but at most {MAX_FUNCTIONS}")
 
 
-def _add_tool(made: AsChat, tool: Fields, namespace: str) -> None:
+def _add_tool(conversion: ChatConversion, tool: Fields, namespace: str) -> None:
     """Add a tool in the form of a chat, and record the sent names of its fields."""
     kind = tool.raw("type")
     if kind not in ("function", "custom"):
         if not isinstance(kind, str) or not kind:
             raise tool.wrong("type", kind, "'function', 'custom' or 'namespace'")
-        made.left_out.append(f"tools.{kind}")
+        conversion.left_out.append(f"tools.{kind}")
         return
-    tools = made.chat["tools"]
+    tools = conversion.chat["tools"]
     place = f"tools[{len(tools)}]"
-    made.names[place] = made.names[f"{place}.{kind}"] = tool.place.removesuffix(".")
+    conversion.names[place] = conversion.names[f"{place}.{kind}"] = tool.place.removesuffix(".")
     inner = {name: value for name, value in tool.data.items() if name != "type"}
     name = inner.get("name")
     if namespace and isinstance(name, str):
         flat = flat_name(namespace, name)
-        taken = {one[one["type"]].get("name") for one in tools}
-        while flat in taken:
+        used_names = {one[one["type"]].get("name") for one in tools}
+        while flat in used_names:
             flat += "_"
-        made.called_as[flat] = CalledAs(name, namespace, kind == "custom")
+        conversion.client_tools[flat] = ClientTool(name, namespace, kind == "custom")
         inner["name"] = flat
     tools.append({"type": kind, kind: inner})
 
@@ -127,75 +131,81 @@ def flat_name(namespace: str, name: str) -> str:
     return f"{namespace.removesuffix('__')}__{name}"
 
 
-def _known_name(made: AsChat, namespace: Any, name: Any) -> Any:
+def _known_name(conversion: ChatConversion, namespace: Any, name: Any) -> Any:
     """Return the name under which the model sees a tool that the client names in two parts."""
     if not namespace or not isinstance(namespace, str) or not isinstance(name, str):
         return name
-    for flat, one in made.called_as.items():
+    for flat, one in conversion.client_tools.items():
         if (one.namespace, one.name) == (namespace, name):
             return flat
     return flat_name(namespace, name)
 
 
-def _choice(made: AsChat, choice: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_choice(conversion: ChatConversion, choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     if kind == "allowed_tools":
         tools = choice.get("tools")
-        known = [_choice(made, one) if isinstance(one, dict) else one for one in tools or ()]
-        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": known}}
-    name = _known_name(made, choice.get("namespace"), choice.get("name"))
+        known_tools = [
+            _convert_choice(conversion, one) if isinstance(one, dict) else one
+            for one in tools or ()
+        ]
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": known_tools}}
+    name = _known_name(conversion, choice.get("namespace"), choice.get("name"))
     return {"type": kind, kind: {"name": name}} if isinstance(kind, str) else {"type": kind}
 
 
 # --- items ----------------------------------------------------------------------------------------
 
 
-def _add_messages(made: AsChat, fields: Fields) -> None:
-    messages = made.chat["messages"] = list[dict[str, Any]]()
+def _add_messages(conversion: ChatConversion, fields: Fields) -> None:
+    messages = conversion.chat["messages"] = list[dict[str, Any]]()
     if instructions := fields.text("instructions"):
-        made.names["messages[0].content"] = "instructions"
+        conversion.names["messages[0].content"] = "instructions"
         messages.append({"role": "system", "content": instructions})
     value = fields.raw("input")
     if isinstance(value, str):
-        made.names[f"messages[{len(messages)}].content"] = "input"
+        conversion.names[f"messages[{len(messages)}].content"] = "input"
         messages.append({"role": "user", "content": value})
         return
-    begun = len(messages)
+    count_before = len(messages)
     for item in fields.sections("input"):
-        _add_item(made, item)
-    if len(messages) == begun:
+        _add_item(conversion, item)
+    if len(messages) == count_before:
         raise fields.error("input", "must hold at least one message")
 
 
-def _add_item(made: AsChat, item: Fields) -> None:
-    messages, sent = made.chat["messages"], item.place.removesuffix(".")
+def _add_item(conversion: ChatConversion, item: Fields) -> None:
+    messages, sent_place = conversion.chat["messages"], item.place.removesuffix(".")
     place = f"messages[{len(messages)}]"
     match item.raw("type"):
         case None | "message":
-            made.names[place] = sent
-            messages.append({"role": item.raw("role"), "content": _parts(item, "content")})
+            conversion.names[place] = sent_place
+            messages.append({"role": item.raw("role"), "content": _convert_parts(item, "content")})
         case "function_call" | "custom_tool_call" as kind:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             calls = messages[-1].setdefault("tool_calls", [])
             place = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
-            made.names[place] = sent
-            name = _known_name(made, item.raw("namespace"), item.raw("name"))
-            called = {"id": item.raw("call_id")}
-            made.names[f"{place}.id"] = f"{sent}.call_id"
+            conversion.names[place] = sent_place
+            name = _known_name(conversion, item.raw("namespace"), item.raw("name"))
+            call_id = {"id": item.raw("call_id")}
+            conversion.names[f"{place}.id"] = f"{sent_place}.call_id"
             if kind == "custom_tool_call":
-                made.names[f"{place}.custom"] = sent
+                conversion.names[f"{place}.custom"] = sent_place
                 custom = {"name": name, CUSTOM_INPUT: item.raw("input")}
-                calls.append({**called, "type": "custom", "custom": custom})
+                calls.append({**call_id, "type": "custom", "custom": custom})
             else:
-                made.names[f"{place}.function"] = sent
+                conversion.names[f"{place}.function"] = sent_place
                 function = {"name": name, "arguments": item.raw("arguments")}
-                calls.append({**called, "type": "function", "function": function})
+                calls.append({**call_id, "type": "function", "function": function})
         case "function_call_output" | "custom_tool_call_output":
-            made.names[place] = sent
-            made.names[f"{place}.tool_call_id"] = f"{sent}.call_id"
-            made.names[f"{place}.content"] = f"{sent}.output"
-            output = {"tool_call_id": item.raw("call_id"), "content": _parts(item, "output")}
+            conversion.names[place] = sent_place
+            conversion.names[f"{place}.tool_call_id"] = f"{sent_place}.call_id"
+            conversion.names[f"{place}.content"] = f"{sent_place}.output"
+            output = {
+                "tool_call_id": item.raw("call_id"),
+                "content": _convert_parts(item, "output"),
+            }
             messages.append({"role": "tool", **output})
         case "reasoning":
             return
@@ -203,12 +213,12 @@ def _add_item(made: AsChat, item: Fields) -> None:
             why = "is 'item_reference', but nothing is kept here: send the item itself"
             raise item.error("type", why, "unsupported_parameter")
         case str() as kind:
-            made.left_out.append(f"input.{kind}")
+            conversion.left_out.append(f"input.{kind}")
         case kind:
-            raise item.error("type", f"is {shown(kind)}, but must be text")
+            raise item.error("type", f"is {shown_value(kind)}, but must be text")
 
 
-def _parts(item: Fields, name: str) -> Any:
+def _convert_parts(item: Fields, name: str) -> Any:
     value = item.raw(name)
     if not isinstance(value, list):
         return value

@@ -37,7 +37,7 @@ from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import Endpoint
 
 HEALTH: Final = "/health"
-_OPEN: Final = (HEALTH, "/")
+_PATHS_WITHOUT_KEY: Final = (HEALTH, "/")
 """Paths that need no API key. The page at ``/`` contains no numbers and asks its user for the
 key."""
 OWN_ORIGINS: Final = (
@@ -48,10 +48,10 @@ OWN_ORIGINS: Final = (
 """Origins of pages that this machine serves, and of applications installed on it. No page of the
 web can have one of them, since a browser sends a page's own scheme and host. So they are trusted
 like other programs of this machine. ``null`` is not among them, because any page can have it."""
-_NOTHING: Final = "(?!)"
-_LOOKS: Final = 4
-_LONGEST_LOOK_S: Final = 5.0
-MOST_CONNECTIONS: Final = 512
+_NO_ORIGIN: Final = "(?!)"
+_CHECKS_PER_LIMIT: Final = 4
+_MAX_CHECK_INTERVAL_S: Final = 5.0
+MAX_CONNECTIONS: Final = 512
 _BACKLOG: Final = 512
 """Connections that the operating system queues until they are accepted."""
 _ACCEPTED_AT_ONCE: Final = 8
@@ -63,19 +63,19 @@ operating system."""
 _OTHER_DESCRIPTORS: Final = 96
 """Descriptors of the process that are reserved for files, verifiers and the event loop."""
 # Time for the final events of streams that are cut off, before the server closes.
-_LAST_WORDS_S: Final = 2.0
-_STARTED_EVERY_S: Final = 0.005
+_CUT_OFF_WITHIN_S: Final = 2.0
+_START_POLL_S: Final = 0.005
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    every = {**error.headers, **(headers or {})}
-    return JSONResponse(error.body, status_code=error.status, headers=every)
+    all_headers = {**error.headers, **(headers or {})}
+    return JSONResponse(error.body, status_code=error.status, headers=all_headers)
 
 
-def shows_key(headers: Headers, key: str) -> bool:
-    scheme, _, shown = headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(_digest(shown.strip()), _digest(key))
-    return same and scheme.lower() == "bearer"
+def has_key(headers: Headers, key: str) -> bool:
+    scheme, _, sent_key = headers.get("authorization", "").partition(" ")
+    is_equal = hmac.compare_digest(_digest(sent_key.strip()), _digest(key))
+    return is_equal and scheme.lower() == "bearer"
 
 
 class Guard:
@@ -101,16 +101,16 @@ class Guard:
     def _check(self, scope: Scope, headers: Headers) -> None:
         settings, host = self._settings, headers.get("host", "")
         name = host_of(host)
-        here = bool(name) and is_loopback(name)
-        if is_loopback(settings.host) and not here and name not in settings.allow_hosts:
+        is_local = bool(name) and is_loopback(name)
+        if is_loopback(settings.host) and not is_local and name not in settings.allow_hosts:
             why = f"this endpoint is for this machine only, and is not called {name[:200]!r}"
             raise ApiError(403, f"{why}; see endpoint.allow_hosts", code="foreign_host")
         origin = headers.get("origin")
-        ours = origin is not None and bool(host) and origin.partition("://")[2] == host
-        if origin is not None and not (ours or self._origins.fullmatch(origin)):
+        is_own = origin is not None and bool(host) and origin.partition("://")[2] == host
+        if origin is not None and not (is_own or self._origins.fullmatch(origin)):
             raise foreign_origin(origin)
-        public = scope["path"] in _OPEN or scope["method"] == "OPTIONS"
-        if self._key and not public and not shows_key(headers, self._key):
+        needs_no_key = scope["path"] in _PATHS_WITHOUT_KEY or scope["method"] == "OPTIONS"
+        if self._key and not needs_no_key and not has_key(headers, self._key):
             why = "no key was shown: send it as 'Authorization: Bearer KEY'"
             if "authorization" in headers:
                 why = "the key shown is not the right one"
@@ -119,9 +119,9 @@ class Guard:
             # A proxy may have seen another end of this request, and the rest as the next one.
             why = "the request has both Content-Length and Transfer-Encoding"
             raise ApiError(400, why, code="two_lengths")
-        coding = headers.get("content-encoding", "identity")
-        if coding.strip().lower() not in ("", "identity"):
-            why = f"the request has Content-Encoding {coding[:40]!r}: send it without compression"
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            why = f"the request has Content-Encoding {encoding[:40]!r}: send it without compression"
             raise ApiError(415, why, code="unsupported_encoding")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > settings.max_body_bytes:
@@ -132,10 +132,10 @@ def origin_pattern(settings: EndpointSection) -> str:
     """Return the regular expression of accepted origins: the configured ones and, if the endpoint
     is on loopback, the pages and applications of this machine."""
     own = OWN_ORIGINS if is_loopback(settings.host) else ()
-    return "|".join(map(_one_origin, (*own, *settings.allow_origins))) or _NOTHING
+    return "|".join(map(_origin_regex, (*own, *settings.allow_origins))) or _NO_ORIGIN
 
 
-def _one_origin(pattern: str) -> str:
+def _origin_regex(pattern: str) -> str:
     """Return the regular expression of a pattern like ``https://*.chat.example`` or
     ``http://localhost:*``. With ``:*`` the port is optional."""
     if pattern == ANY_ORIGIN:
@@ -150,10 +150,10 @@ def _one_origin(pattern: str) -> str:
 def foreign_origin(origin: str) -> ApiError:
     """Return the error for a web page whose origin is not allowed."""
     why = f"pages of {origin[:200]!r} may not ask here"
-    switch = "it is let in by --allow-origin ORIGIN (endpoint.allow_origins)"
+    remedy = "it is let in by --allow-origin ORIGIN (endpoint.allow_origins)"
     if origin == "null":
-        switch = "a page without an origin is let in only by --allow-origin '*', with all others"
-    return ApiError(403, f"{why}; {switch}", code="foreign_origin")
+        remedy = "a page without an origin is let in only by --allow-origin '*', with all others"
+    return ApiError(403, f"{why}; {remedy}", code="foreign_origin")
 
 
 def too_large(limit: int, size: object) -> ApiError:
@@ -166,41 +166,41 @@ def _digest(text: str) -> bytes:
 
 
 class WatchedConnection(H11Protocol):
-    """One of at most ``most`` connections. ``settings`` limits the time for a request's head to
-    arrive and for unread output to be read. A subclass sets both."""
+    """One of at most ``max_connections`` connections. ``settings`` limits the time for a request's
+    head to arrive and for unread output to be read. A subclass sets both."""
 
-    most: ClassVar[int]
+    max_connections: ClassVar[int]
     settings: ClassVar[EndpointSection]
-    _since = 0.0
+    _waiting_since = 0.0
     """Time at which the current wait began, or of the last response."""
-    _waited: int | None = None
-    """Value of ``_waits`` at the last check."""
+    _awaited_before: int | None = None
+    """Value of ``_awaited_bytes`` at the last check."""
     _timer: asyncio.TimerHandle | None = None
-    _lingers = False
+    _is_lingering = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._whole = transport
+        self._raw_transport = transport
         # A client that does not read is noticed when these buffers are full. The operating system's
         # default buffer would take megabytes, which is more than most outputs.
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
-        super().connection_made(_ClosesInOrder(transport, self))  # type: ignore[arg-type]
-        self._since = self.loop.time()
-        self._look()
+        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
+        self._waiting_since = self.loop.time()
+        self._check_progress()
         if not self._has_room():
-            self.app = _refuse
+            self.app = _refuse_connection
 
     def data_received(self, data: bytes) -> None:
-        if not self._lingers:
+        if not self._is_lingering:
             super().data_received(data)
 
-    def lingers(self) -> bool:
+    def start_lingering(self) -> bool:
         """Return whether a connection that should close must be read for a while longer, because
         its client has not sent all of its request. The next check closes it for good."""
-        if self._lingers or self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+        if self._is_lingering or self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
             return False
-        self._lingers, self._since = True, self.loop.time()
+        self._is_lingering, self._waiting_since = True, self.loop.time()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -209,54 +209,54 @@ class WatchedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        self._since = self.loop.time()
+        self._waiting_since = self.loop.time()
         super().on_response_complete()
 
     @property
-    def idle(self) -> bool:
-        answered = getattr(self.cycle, "response_complete", True)  # no cycle: no request yet
+    def is_idle(self) -> bool:
+        is_answered = getattr(self.cycle, "response_complete", True)  # no cycle: no request yet
         unread = self.transport.get_write_buffer_size()
-        return (answered or self.transport.is_closing()) and not unread
+        return (is_answered or self.transport.is_closing()) and not unread
 
     @property
-    def _waits(self) -> int | None:
+    def _awaited_bytes(self) -> int | None:
         """Number of unread bytes; 0 while the server waits for a request; None while the client
         waits for the server."""
         unread = self.transport.get_write_buffer_size()
-        return unread or (0 if self.idle else None)
+        return unread or (0 if self.is_idle else None)
 
-    def _look(self) -> None:
-        now, waits = self.loop.time(), self._waits
-        if waits is None or waits != self._waited:
-            self._since = now if waits != 0 else self._since
-            self._waited = waits
+    def _check_progress(self) -> None:
+        now_s, awaited = self.loop.time(), self._awaited_bytes
+        if awaited is None or awaited != self._awaited_before:
+            self._waiting_since = now_s if awaited != 0 else self._waiting_since
+            self._awaited_before = awaited
         head_s, write_s = self.settings.body_within_s, self.settings.write_within_s
-        within_s = write_s if waits else head_s
-        if waits is not None and now - self._since >= within_s:
+        within_s = write_s if awaited else head_s
+        if awaited is not None and now_s - self._waiting_since >= within_s:
             self.transport.abort()
             return
-        look_s = min(min(head_s, write_s) / _LOOKS, _LONGEST_LOOK_S)
-        self._timer = self.loop.call_later(look_s, self._look)
+        interval_s = min(min(head_s, write_s) / _CHECKS_PER_LIMIT, _MAX_CHECK_INTERVAL_S)
+        self._timer = self.loop.call_later(interval_s, self._check_progress)
 
     def _has_room(self) -> bool:
         """Return whether this connection is within the limit. If there are too many, the one that
         has been idle for longest is closed. Connections that are closing do not count."""
-        every = (one for one in self.connections if isinstance(one, WatchedConnection))
-        stay = [one for one in every if not one._going]
-        if len(stay) <= self.most:
+        connections = (one for one in self.connections if isinstance(one, WatchedConnection))
+        open_connections = [one for one in connections if not one._is_closing]
+        if len(open_connections) <= self.max_connections:
             return True
-        others = [one for one in stay if one is not self and one.idle]
+        others = [one for one in open_connections if one is not self and one.is_idle]
         if not others:
             return False
-        min(others, key=lambda one: one._since).transport.abort()
+        min(others, key=lambda one: one._waiting_since).transport.abort()
         return True
 
     @property
-    def _going(self) -> bool:
-        return self._whole.is_closing() and not self._whole.get_write_buffer_size()
+    def _is_closing(self) -> bool:
+        return self._raw_transport.is_closing() and not self._raw_transport.get_write_buffer_size()
 
 
-class _ClosesInOrder:
+class _LingeringTransport:
     """Transport of a connection. While the client still sends a request that was already answered,
     ``close`` only ends the sending half."""
 
@@ -265,7 +265,7 @@ class _ClosesInOrder:
         self._half_closed = False
 
     def close(self) -> None:
-        if self._transport.is_closing() or not self._connection.lingers():
+        if self._transport.is_closing() or not self._connection.start_lingering():
             self._transport.close()
             return
         self._half_closed = True
@@ -279,20 +279,20 @@ class _ClosesInOrder:
         return getattr(self._transport, name)
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
     why = "too many connections are open, and requests are being answered on all of them"
     error = ApiError(503, why, code="too_many_connections", retry_after_s=1)
     response = error_response(error, {"Connection": "close"})
     await response(scope, receive, send)
 
 
-def most_connections() -> int:
-    """Return the limit on connections: ``MOST_CONNECTIONS``, or fewer if the limit on open files
+def connection_limit() -> int:
+    """Return the limit on connections: ``MAX_CONNECTIONS``, or fewer if the limit on open files
     (``ulimit -n``) is low."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(1, min(MOST_CONNECTIONS, allowed - _OTHER_DESCRIPTORS))
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, allowed - _OTHER_DESCRIPTORS))
 
 
 class _Server(uvicorn.Server):
@@ -307,7 +307,7 @@ class EndpointServer:
     """Serves ``app`` on ``listeners``, which all have one port. Call ``start``, then ``stop``.
 
     ``died`` is set if the server ends by itself. ``endpoint`` None: the app has no generations that
-    need draining. ``most`` limits the connections; None: ``most_connections()``."""
+    need draining. ``max_connections`` limits the connections; None: ``most_connections()``."""
 
     def __init__(
         self,
@@ -316,12 +316,12 @@ class EndpointServer:
         listeners: Sequence[socket.socket],
         settings: EndpointSection,
         *,
-        most: int | None = None,
+        max_connections: int | None = None,
     ) -> None:
         self._endpoint, self._listeners = endpoint, tuple(listeners)
         self.port = int(listeners[0].getsockname()[1])
         self._drain_s = settings.drain_s
-        bounds = {"most": most or most_connections(), "settings": settings}
+        bounds = {"max_connections": max_connections or connection_limit(), "settings": settings}
         config = uvicorn.Config(
             app,
             http=type("Connection", (WatchedConnection,), bounds),
@@ -353,7 +353,7 @@ class EndpointServer:
             if self._task.done():
                 self._task.result()
                 raise RuntimeError("the HTTP server ended before it began")
-            await asyncio.sleep(_STARTED_EVERY_S)
+            await asyncio.sleep(_START_POLL_S)
         for one in self._listeners:
             one.listen(_BACKLOG)  # asyncio used backlog for both; this one is larger
 
@@ -366,17 +366,17 @@ class EndpointServer:
         endpoint = self._endpoint
         if endpoint is not None:
             endpoint.begin_stop()
-            await _until_idle(endpoint, self._drain_s if drain_s is None else drain_s)
-            if endpoint.active:
-                endpoint.cut()
-                await _until_idle(endpoint, _LAST_WORDS_S)
+            await _wait_until_idle(endpoint, self._drain_s if drain_s is None else drain_s)
+            if endpoint.running_count:
+                endpoint.cut_off_requests()
+                await _wait_until_idle(endpoint, _CUT_OFF_WITHIN_S)
         self._server.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
         if endpoint is not None:
             endpoint.close()
 
 
-async def _until_idle(endpoint: Endpoint, limit_s: float) -> None:
+async def _wait_until_idle(endpoint: Endpoint, limit_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await endpoint.idle.wait()

@@ -33,40 +33,40 @@ from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.admission import RETRY_AFTER_S, Admission, current_client
-from edgespec.endpoint.answer import (
+from edgespec.endpoint.bodies import BodyRoom
+from edgespec.endpoint.chat_prompt import call_format, template_writes_tools, write_chat_prompt
+from edgespec.endpoint.choices import (
     ChatEnvelope,
     Choice,
     CompletionEnvelope,
     ResponseEnvelope,
     usage_of,
 )
-from edgespec.endpoint.bodies import BodyRoom
-from edgespec.endpoint.chat_prompt import call_format, write_chat_prompt, writes_tools
 from edgespec.endpoint.request_json import (
     MAX_VALUES,
     ApiError,
     Fields,
     check_members,
-    from_generation,
+    errors_with_sent_names,
+    generation_error,
     invalid,
-    no_such_model,
     read_object,
-    renaming,
     unavailable,
+    unknown_model_error,
 )
 from edgespec.endpoint.requests import (
     TEMPLATE_VARIABLES,
-    Request,
+    GenerationRequest,
     chat_request,
+    choice_seed,
     completion_request,
-    seed_of,
 )
-from edgespec.endpoint.responses import MAX_FUNCTIONS, AsChat, as_chat
+from edgespec.endpoint.responses import MAX_FUNCTIONS, ChatConversion, convert_to_chat
 from edgespec.endpoint.tool_calls import (
     ToolReader,
-    call_or_json,
-    forced_call,
-    free_call,
+    call_or_json_grammar,
+    forced_call_grammar,
+    free_call_grammar,
     mark_tokens,
 )
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
@@ -75,30 +75,30 @@ from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 # Chunks that were generated and not yet read by their request. At this number generations wait.
-_MOST_UNREAD: Final = 256
-_PARAMS: Final = {
+_MAX_UNREAD_CHUNKS: Final = 256
+_CONSTRAINT_FIELDS: Final = {
     ConstraintKind.JSON_SCHEMA: "response_format",
     ConstraintKind.GRAMMAR: "grammar",
     ConstraintKind.REGEX: "regex",
 }
-STRICT: Final = "tools.strict"
+STRICT_TOOLS: Final = "tools.strict"
 """The word in ``X-Edgespec-Ignored`` for strict tools whose calls may not fit their schemas."""
-_PIECE: Final = 1 << 16
+_PIECE_CHARACTERS: Final = 1 << 16
 """Characters that are tokenized at a time while the tokens of a long text are counted."""
-_SLACK: Final = 2
+_PIECEWISE_FACTOR: Final = 2
 """Factor by which the sum over pieces may exceed the tokens of the whole text. Cutting a text
 changes the tokens beside each cut, but with no tokenizer does it double their number."""
 _WORK_WITHIN_S: Final = 30.0
 """Seconds that one piece of blocking work may take, including its time in the queue."""
 _PREPARE_WITHIN_S: Final = 60.0
 """Seconds from a request's body to its tokens and its compiled constraint."""
-_MOST_WAITING: Final = 512  # equal to the number of connections
-_MOST_PROMPTS: Final = 16
+_MAX_WAITING: Final = 512  # equal to the number of connections
+_MAX_FULL_PROMPTS: Final = 16
 """Limit on the token ids in one request, in prompts that fill the context."""
 METRICS_PREFIX: Final = "edgespec_endpoint_"
-OTHER: Final = "other"
+OTHER_MODEL: Final = "other"
 """Label for the names of models that no verifier serves any more, or of too many models."""
-MOST_NAMES: Final = 256
+MAX_MODEL_NAMES: Final = 256
 METRICS: Final = metrics("""
 counter requests_total{path,outcome} counts.requests Requests by path and outcome
 counter answers_total{model} counts.answers Requests that were generated for, completed or not
@@ -119,13 +119,13 @@ histogram request_seconds counts.duration_s From request to end of response
 _log = logging.getLogger(__name__)
 
 
-def stopping() -> ApiError:
+def stopping_error() -> ApiError:
     return unavailable("this endpoint is stopping", "shutting_down")
 
 
 class EndpointCounts:
-    """Totals since the start. Totals by model keep at most ``MOST_NAMES`` names; further models
-    count as ``OTHER``."""
+    """Totals since the start. Totals by model keep at most ``MAX_MODEL_NAMES`` names; further
+    models count as ``OTHER_MODEL``."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()
@@ -140,8 +140,8 @@ class EndpointCounts:
         self, model: str, prompt_tokens: int = 0, choices: Sequence[Choice] = (), answers: int = 1
     ) -> None:
         """Add the tokens of one request, whether or not it was completed."""
-        if model not in self.answers and len(self.answers) >= MOST_NAMES:
-            model = OTHER
+        if model not in self.answers and len(self.answers) >= MAX_MODEL_NAMES:
+            model = OTHER_MODEL
         stats = [one.stats.counters for one in choices if one.stats is not None]
         self.answers[model] += answers
         self.prompt_tokens[model] += prompt_tokens
@@ -151,21 +151,21 @@ class EndpointCounts:
         self.replaced_tokens[model] += sum(one.replaced for one in stats)
 
 
-class Run:
+class RequestRun:
     """The generations of one request. Each begins when a slot is free for it, so a request may have
     more generations than can run at a time. Use as an async context manager and call ``next`` until
-    ``over``."""
+    ``is_finished``."""
 
     def __init__(self, agent: Agent, choices: Sequence[Choice], admission: Admission) -> None:
         self._agent, self._choices, self._admission = agent, tuple(choices), admission
         # Queue of chunks with the index of their choice. None marks the end of a generation, an
         # error its failure.
         self._unread: asyncio.Queue[tuple[int, Chunk] | ApiError | None] = asyncio.Queue(
-            _MOST_UNREAD
+            _MAX_UNREAD_CHUNKS
         )
         self._running = len(self._choices)
         self._failed: ApiError | None = None
-        self.begun = False
+        self.has_begun = False
         """Whether the first generation has got its slot."""
 
     async def __aenter__(self) -> Self:
@@ -177,28 +177,28 @@ class Run:
         await asyncio.gather(self._task, return_exceptions=True)
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         return self._running == 0 and self._failed is None
 
     async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
         """Return all chunks that are ready, with the index of their choice. The list is empty after
-        ``timeout_s`` without a chunk, and when ``over``. Raises ``ApiError`` for the first
+        ``timeout_s`` without a chunk, and when ``is_finished``. Raises ``ApiError`` for the first
         generation that fails."""
-        found: list[tuple[int, Chunk]] = []
-        while self._running and not self._failed and not (found and self._unread.empty()):
+        chunks: list[tuple[int, Chunk]] = []
+        while self._running and not self._failed and not (chunks and self._unread.empty()):
             try:
                 async with asyncio.timeout(timeout_s):
-                    one = await self._unread.get()
+                    item = await self._unread.get()
             except TimeoutError:
                 return []
-            if isinstance(one, tuple):
-                found.append(one)
+            if isinstance(item, tuple):
+                chunks.append(item)
             else:
                 self._running -= 1
-                self._failed = self._failed or one
-        if self._failed is not None and not found:
+                self._failed = self._failed or item
+        if self._failed is not None and not chunks:
             raise self._failed
-        return found
+        return chunks
 
     def fail(self, error: ApiError) -> None:
         """Make every further call of ``next`` raise ``error``."""
@@ -210,27 +210,29 @@ class Run:
         async with asyncio.TaskGroup() as group:
             for choice in self._choices:
                 try:
-                    await self._admission.enter(len(choice.prompt), begun=self.begun)
+                    await self._admission.enter(len(choice.prompt), begun=self.has_begun)
                 except ApiError as error:
                     await self._unread.put(error)
                     return
-                self.begun = True
+                self.has_begun = True
                 # A done-callback also runs for a task that is cancelled before its first step.
                 task = group.create_task(self._generate(choice))
                 task.add_done_callback(lambda _: self._admission.leave())
 
     async def _generate(self, choice: Choice) -> None:
-        error, begun = await self._try_to_generate(choice)
-        if error is not None and error.status == 400 and choice.request.may_lose_constraint:
-            if not begun:
-                choice.left_out = (STRICT,)
+        error, has_begun = await self._try_to_generate(choice)
+        if error is not None and error.status == 400 and choice.request.is_constraint_optional:
+            if not has_begun:
+                choice.left_out = (STRICT_TOOLS,)
                 choice.sampling = replace(choice.sampling, constraint=None)
                 error, _ = await self._try_to_generate(choice)
-        await self._unread.put(None if error is None else error.renamed(choice.request.names))
+        await self._unread.put(
+            None if error is None else error.with_sent_names(choice.request.sent_names)
+        )
 
     async def _try_to_generate(self, choice: Choice) -> tuple[ApiError | None, bool]:
         """Run one generation. Return its error, and whether any chunk of it was produced."""
-        begun, error = False, None
+        has_begun, error = False, None
         try:
             generation = self._agent.generate(
                 choice.prompt,
@@ -243,37 +245,41 @@ class Run:
             )
             async with aclosing(generation) as chunks:
                 async for chunk in chunks:
-                    begun = True
+                    has_begun = True
                     await self._unread.put((choice.index, chunk))
         except GenerationError as failure:
-            error = from_generation(failure)
-            held = choice.sampling.constraint
-            if held is not None and error.status == 400 and held.kind.value in error.message:
+            error = generation_error(failure)
+            constraint = choice.sampling.constraint
+            if (
+                constraint is not None
+                and error.status == 400
+                and constraint.kind.value in error.message
+            ):
                 error.param = _constraint_param(choice.request)
         except ConstraintError as failure:
-            error = _refused_constraint(choice.request, failure)
+            error = _constraint_error(choice.request, failure)
         except Exception as failure:
-            if not begun and isinstance(failure, ValueError | TypeError):
+            if not has_begun and isinstance(failure, ValueError | TypeError):
                 error = invalid("prompt", str(failure))
             else:
                 log_failure(_log, "a generation failed", error=failure, may_quote_client=True)
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
-        return error, begun
+        return error, has_begun
 
 
-def _constraint_param(request: Request) -> str:
+def _constraint_param(request: GenerationRequest) -> str:
     """Return our name of the field from which the constraint of a request was read."""
-    held, param = request.sampling.constraint, request.constraint_param
-    return param or ("tools" if held is None else _PARAMS[held.kind])
+    constraint, param = request.sampling.constraint, request.constraint_param
+    return param or ("tools" if constraint is None else _CONSTRAINT_FIELDS[constraint.kind])
 
 
-def _refused_constraint(request: Request, failure: ConstraintError) -> ApiError:
+def _constraint_error(request: GenerationRequest, failure: ConstraintError) -> ApiError:
     if isinstance(failure, ConstraintBusyError):
         return ApiError(503, str(failure), code="grammar_busy", retry_after_s=RETRY_AFTER_S)
     return invalid(_constraint_param(request), str(failure))
 
 
-def _too_long(why: str, context_length: int, param: str) -> ApiError:
+def _context_exceeded(why: str, context_length: int, param: str) -> ApiError:
     room = f"which leaves no room for output in the context of {context_length} tokens"
     return invalid(param, f"{why}, {room}", "context_length_exceeded")
 
@@ -301,8 +307,8 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    asked: str
+class ModelChoice:
+    requested_name: str
     """The name to request from a verifier; empty if none is requested."""
     served: ServedModel | None
     """None: no verifier has reported its models yet."""
@@ -322,11 +328,11 @@ class ServedModels:
     @property
     def name(self) -> str:
         """Name of the default model, which serves requests that name none."""
-        usual = self.usual
-        return usual.name if usual is not None else self._only or ALIAS
+        default = self.default
+        return default.name if default is not None else self._only or ALIAS
 
     @property
-    def usual(self) -> ServedModel | None:
+    def default(self) -> ServedModel | None:
         """The default model, which serves requests that name none. None until a verifier has
         reported its models."""
         return next(iter(self.listed), None)
@@ -336,7 +342,7 @@ class ServedModels:
         """All served models without duplicates, the default one first, then in the order of the
         verifiers. Models with another vocabulary than the default one are left out, since the
         endpoint has one tokenizer."""
-        found: dict[str, ServedModel] = {}
+        models: dict[str, ServedModel] = {}
         vocabulary = ""
         for info in self._watch.told:
             for model in info.models:
@@ -346,64 +352,65 @@ class ServedModels:
                 if model.vocabulary != vocabulary:
                     continue
                 parent = None if model is info.model else info.model.name
-                longest = info.limits.context_length or model.context_length
-                found.setdefault(model.name, ServedModel(model, longest, parent))
-        return tuple(found.values())
+                context_length = info.limits.context_length or model.context_length
+                models.setdefault(model.name, ServedModel(model, context_length, parent))
+        return tuple(models.values())
 
-    def choose(self, name: str) -> Chosen:
+    def choose(self, name: str) -> ModelChoice:
         """Return the model for a request that names ``name``, which may be empty. Names are checked
         only after a verifier has reported its models. Raises ``ApiError`` for an unknown name."""
-        listed = {one.name: one for one in self.listed}
-        if (served := listed.get(name)) is not None:
-            return Chosen(self._asked(served), served)
+        by_name = {one.name: one for one in self.listed}
+        if (served := by_name.get(name)) is not None:
+            return ModelChoice(self._name_to_request(served), served)
         if name in ("", ALIAS, self._only):
-            return Chosen(self._only, self.usual)
-        if listed or self._only or not fits_on_wire(name):
-            raise no_such_model(name, tuple(listed) or (self.name,))
-        return Chosen(name, None)
+            return ModelChoice(self._only, self.default)
+        if by_name or self._only or not fits_on_wire(name):
+            raise unknown_model_error(name, tuple(by_name) or (self.name,))
+        return ModelChoice(name, None)
 
-    def _asked(self, served: ServedModel) -> str:
+    def _name_to_request(self, served: ServedModel) -> str:
         """Return the name to request for ``served``. If the verifiers serve one and the same model
         under several names, none is requested, so that each of them can serve it."""
         models = [info.model for info in self._watch.told]
-        marks = {one.fingerprint for one in models}
-        if len({one.name for one in models}) > 1 and marks == {served.info.fingerprint} != {""}:
+        fingerprints = {one.fingerprint for one in models}
+        is_one_model = fingerprints == {served.info.fingerprint} != {""}
+        if len({one.name for one in models}) > 1 and is_one_model:
             return self._only
         return served.name
 
 
-def _pool(name: str, threads: int) -> WorkerPool:
-    return WorkerPool(name, threads=threads, most_waiting=_MOST_WAITING, within_s=_WORK_WITHIN_S)
+def _make_pool(name: str, threads: int) -> WorkerPool:
+    return WorkerPool(name, threads=threads, most_waiting=_MAX_WAITING, within_s=_WORK_WITHIN_S)
 
 
-def _late(why: str) -> ApiError:
+def _too_slow(why: str) -> ApiError:
     return ApiError(503, f"{why}: try again", code="too_slow", retry_after_s=RETRY_AFTER_S)
 
 
 _T = TypeVar("_T")
-Tokens = Sequence[int]
+TokenIds = Sequence[int]
 AnyEnvelope = ChatEnvelope | CompletionEnvelope | ResponseEnvelope
 MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
 
 
 @dataclass(slots=True)
-class Answer:
+class PreparedRequest:
     envelope: AnyEnvelope
     choices: list[Choice]
     prompt_tokens: int
-    request: Request
-    counted_as: str
-    """Name of the model in metrics, or ``OTHER``."""
-    began_s: float = field(default_factory=time.monotonic)
-    first_s: float | None = None
+    request: GenerationRequest
+    metric_name: str
+    """Name of the model in metrics, or ``OTHER_MODEL``."""
+    received_at_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
     """Seconds from the request to its first tokens; None before."""
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_fields(self) -> tuple[str, ...]:
         """Names of request fields that had no effect, and of promises that were not kept, for a
         header."""
         lost = dict.fromkeys(one for choice in self.choices for one in choice.left_out)
-        return (*self.request.ignored, *lost)
+        return (*self.request.ignored_fields, *lost)
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.choices, self.prompt_tokens, self.request.sampling.seed)
@@ -461,48 +468,48 @@ class Endpoint:
         self.bodies = BodyRoom(
             settings.most_bodies_bytes(has_budget=has_budget), shared_by_clients=is_shared
         )
-        self._requests = _pool("reading a request", threads=2)
-        self._texts = _pool("tokenizing a text", threads=4)
+        self._requests = _make_pool("reading a request", threads=2)
+        self._texts = _make_pool("tokenizing a text", threads=4)
         # One thread, since the process that renders templates handles one call at a time.
-        self._templates = _pool("rendering a chat template", threads=1)
-        self.one_large = asyncio.Lock()
+        self._templates = _make_pool("rendering a chat template", threads=1)
+        self.large_body_lock = asyncio.Lock()
         """Held from a large body to its tokens, since parsed values take many times the body's
         memory."""
-        self._one_long = asyncio.Lock()
+        self._long_text_lock = asyncio.Lock()
         """Held while a long text is tokenized, which bounds the memory that all requests take for
         it."""
         self.counts = EndpointCounts()
-        self.started = int(time.time())
-        self.stopping = False
+        self.created_at_s = int(time.time())
+        self.is_stopping = False
         """Whether new requests are refused while running ones end."""
-        self.prepare: Callable[[], Awaitable[None]] | None = None
+        self.load_target_texts: Callable[[], Awaitable[None]] | None = None
         """Awaited before a request is read. Where the target's tokenizer and sampling defaults are
         not known yet, it fetches them and stores them here. May raise ``GenerationError``."""
-        self._runs: set[Run] = set()
+        self._runs: set[RequestRun] = set()
         self.idle = asyncio.Event()
         """Set while no request runs or waits."""
         self.idle.set()
 
     @property
-    def active(self) -> int:
-        return sum(one.begun for one in self._runs)
+    def running_count(self) -> int:
+        return sum(one.has_begun for one in self._runs)
 
-    def counted(self) -> Self:
+    def with_model_series(self) -> Self:
         """Return itself, for its metrics, after giving each served model its series."""
         for one in self.models.listed:
             self.counts.add_answer(one.name, answers=0)
         return self
 
     @asynccontextmanager
-    async def preparing(self) -> AsyncIterator[None]:
+    async def prepare_within_limit(self) -> AsyncIterator[None]:
         """Bound the time that a request may take before it waits for its slot. Work that is not
         done in time becomes an ``ApiError`` with ``Retry-After``. The tokenizer of the target is
         fetched first, which may include waiting for a verifier."""
-        if self.prepare is not None:
+        if self.load_target_texts is not None:
             try:
-                await self.prepare()
+                await self.load_target_texts()
             except GenerationError as failure:
-                raise from_generation(failure) from failure
+                raise generation_error(failure) from failure
         limit = asyncio.timeout(_PREPARE_WITHIN_S)
         try:
             async with limit:
@@ -512,13 +519,13 @@ class Endpoint:
                 429, f"{error}: try again", code="queue_full", retry_after_s=RETRY_AFTER_S
             ) from None
         except PoolLateError as error:
-            raise _late(str(error)) from None
+            raise _too_slow(str(error)) from None
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise _late(f"the request was not read within {_PREPARE_WITHIN_S:g} s") from None
+            raise _too_slow(f"the request was not read within {_PREPARE_WITHIN_S:g} s") from None
 
-    async def read(self, function: Callable[..., _T], *given: Any) -> _T:
+    async def run_reader(self, function: Callable[..., _T], *given: Any) -> _T:
         """Return the result of ``function``, run in a thread of the pool that reads requests."""
         return await self._requests.run_for(current_client.get(), function, *given)
 
@@ -527,7 +534,7 @@ class Endpoint:
         it has more members than the token ids of some full prompts and ``MAX_VALUES`` other
         values."""
         longest = max((one.context_length for one in self.models.listed), default=MAX_TOKENS)
-        check_members(body, MAX_VALUES + _MOST_PROMPTS * longest)
+        check_members(body, MAX_VALUES + _MAX_FULL_PROMPTS * longest)
         return read_object(body)
 
     def close(self) -> None:
@@ -536,78 +543,88 @@ class Endpoint:
             pool.close()
 
     def begin_stop(self) -> None:
-        self.stopping = True
-        self.admission.close(stopping())
+        self.is_stopping = True
+        self.admission.close(stopping_error())
 
-    def cut(self) -> None:
+    def cut_off_requests(self) -> None:
         for run in tuple(self._runs):
-            run.fail(stopping())
+            run.fail(stopping_error())
 
     # --- requests, all of which may raise ``ApiError`` ----------------------------------------
 
-    async def chat(self, data: Mapping[str, Any]) -> Answer:
-        request = await self.read(chat_request, data, self.sampling)
-        return await self._chat_answer(request, ChatEnvelope)
+    async def prepare_chat(self, data: Mapping[str, Any]) -> PreparedRequest:
+        request = await self.run_reader(chat_request, data, self.sampling)
+        return await self._prepare_chat(request, ChatEnvelope)
 
-    async def response(self, data: Mapping[str, Any]) -> Answer:
-        made, request = await self.read(self._response_request, data)
+    async def prepare_response(self, data: Mapping[str, Any]) -> PreparedRequest:
+        conversion, request = await self.run_reader(self._response_request, data)
         if request.n > 1:
             raise invalid("n", f"n is {request.n}, but a response is one text")
-        return await self._chat_answer(request, partial(ResponseEnvelope, echo=made.echo))
+        return await self._prepare_chat(request, partial(ResponseEnvelope, echo=conversion.echo))
 
-    def _response_request(self, data: Mapping[str, Any]) -> tuple[AsChat, Request]:
-        made = as_chat(data)
-        request = chat_request(made.chat, self.sampling, most_tools=MAX_FUNCTIONS, names=made.names)
-        called_as = {**request.called_as, **made.called_as}
-        ignored = (*request.ignored, *made.left_out)
-        return made, replace(request, called_as=called_as, ignored=ignored)
+    def _response_request(
+        self, data: Mapping[str, Any]
+    ) -> tuple[ChatConversion, GenerationRequest]:
+        conversion = convert_to_chat(data)
+        request = chat_request(
+            conversion.chat, self.sampling, max_tools=MAX_FUNCTIONS, names=conversion.names
+        )
+        client_tools = {**request.client_tools, **conversion.client_tools}
+        ignored = (*request.ignored_fields, *conversion.left_out)
+        return conversion, replace(request, client_tools=client_tools, ignored_fields=ignored)
 
-    async def _chat_answer(self, request: Request, envelope: MakeEnvelope) -> Answer:
-        with renaming(request.names):
+    async def _prepare_chat(
+        self, request: GenerationRequest, envelope: MakeEnvelope
+    ) -> PreparedRequest:
+        with errors_with_sent_names(request.sent_names):
             chosen = await self.choose_model(request.model)
             prompt = await self._chat_prompt(request, chosen.context_length)
-            request = await self._rendered(self._with_unread_variables, request)
+            request = await self._run_template(self._with_unread_variables, request)
             if prompt.lacks_tools:
-                request = replace(request, tools=[], ignored=(*request.ignored, "tools"))
+                request = replace(
+                    request, tools=[], ignored_fields=(*request.ignored_fields, "tools")
+                )
             if request.tools:
-                request = await self.read(self._held_to_calls, request, prompt)
-            request = await self._with_matcher(request)
-            return self._answer(envelope, request, chosen, [prompt.tokens], prompt.is_thinking)
+                request = await self.run_reader(self._constrain_to_calls, request, prompt)
+            request = await self._with_compiled_constraint(request)
+            return self._with_choices(
+                envelope, request, chosen, [prompt.tokens], prompt.is_thinking
+            )
 
-    async def completion(self, data: Mapping[str, Any]) -> Answer:
-        request = await self.read(completion_request, data, self.sampling)
-        with renaming(request.names):
-            return await self._completion_answer(request)
+    async def prepare_completion(self, data: Mapping[str, Any]) -> PreparedRequest:
+        request = await self.run_reader(completion_request, data, self.sampling)
+        with errors_with_sent_names(request.sent_names):
+            return await self._prepare_completion(request)
 
-    async def _completion_answer(self, request: Request) -> Answer:
+    async def _prepare_completion(self, request: GenerationRequest) -> PreparedRequest:
         chosen = await self.choose_model(request.model)
-        longest = chosen.context_length
-        prompts: list[Tokens] = [
-            await self._encode(one, longest, "prompt", request.special)
+        context_length = chosen.context_length
+        prompts: list[TokenIds] = [
+            await self._encode(one, context_length, "prompt", request.adds_special_tokens)
             if isinstance(one, str)
             else one
             for one in request.prompts
         ]
-        request = await self._with_matcher(request)
-        answer = self._answer(CompletionEnvelope, request, chosen, prompts)
+        request = await self._with_compiled_constraint(request)
+        prepared = self._with_choices(CompletionEnvelope, request, chosen, prompts)
         if request.echo:
             # A prompt that was sent as text is repeated as it is; token ids are decoded as in an
             # output, without special tokens.
             texts = [
-                one if isinstance(one, str) else await self._tokenized(self._shown, one)
+                one if isinstance(one, str) else await self._run_tokenizer(self._decode_prompt, one)
                 for one in request.prompts
             ]
-            for choice in answer.choices:
+            for choice in prepared.choices:
                 choice.echo = texts[choice.index // request.n]
-        return answer
+        return prepared
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
         """Return the tokens of a text or of a conversation, and the context length."""
         fields = Fields(data)
         context = (await self.choose_model(fields.text("model") or "")).context_length
         if data.get("messages") is not None:
-            request = await self.read(chat_request, data, self.sampling)
-            with renaming(request.names):
+            request = await self.run_reader(chat_request, data, self.sampling)
+            with errors_with_sent_names(request.sent_names):
                 return (await self._chat_prompt(request, context)).tokens, context
         text = fields.text("prompt") or fields.text("content") or ""
         special = fields.flag("add_special_tokens", absent=True)
@@ -617,42 +634,44 @@ class Endpoint:
         """Return the text of token ids. Their number is limited to the context length."""
         fields = Fields(data)
         chosen = await self.choose_model(fields.text("model") or "")
-        most = chosen.context_length or MAX_TOKENS
-        tokens = await self.read(fields.token_ids, "tokens", most)
-        return await self._tokenized(self._text_of, tokens)
+        limit = chosen.context_length or MAX_TOKENS
+        tokens = await self.run_reader(fields.token_ids, "tokens", limit)
+        return await self._run_tokenizer(self._decode_ids, tokens)
 
     @asynccontextmanager
-    async def running(self, answer: Answer) -> AsyncIterator[Run]:
+    async def run_generations(self, prepared: PreparedRequest) -> AsyncIterator[RequestRun]:
         """Run the generations of a request while the block is open. The verifiers are asked for
         their state again if the outcome contradicts the known state; a client that disconnects
         contradicts nothing."""
-        run = Run(self.agent, answer.choices, self.admission)
-        came: bool | None = None
+        run = RequestRun(self.agent, prepared.choices, self.admission)
+        has_succeeded: bool | None = None
         self._runs.add(run)
         self.idle.clear()
         try:
             async with run:
                 yield run
-            came = True
+            has_succeeded = True
         except ApiError as error:
-            came = False if error.status == 503 else None
+            has_succeeded = False if error.status == 503 else None
             raise
         finally:
             self._runs.discard(run)
             if not self._runs:
                 self.idle.set()
-            if run.begun:
-                if came not in (None, self.verifiers.ready):
+            if run.has_begun:
+                if has_succeeded not in (None, self.verifiers.ready):
                     self.verifiers.hurry()
-                self.counts.add_answer(answer.counted_as, answer.prompt_tokens, answer.choices)
-                self.counts.duration_s.add(time.monotonic() - answer.began_s)
+                self.counts.add_answer(
+                    prepared.metric_name, prepared.prompt_tokens, prepared.choices
+                )
+                self.counts.duration_s.add(time.monotonic() - prepared.received_at_s)
 
-    def note_first(self, answer: Answer) -> None:
-        if answer.first_s is None:
-            answer.first_s = time.monotonic() - answer.began_s
-            self.counts.first_token_s.add(answer.first_s)
+    def record_first_token(self, prepared: PreparedRequest) -> None:
+        if prepared.first_token_s is None:
+            prepared.first_token_s = time.monotonic() - prepared.received_at_s
+            self.counts.first_token_s.add(prepared.first_token_s)
 
-    async def choose_model(self, name: str) -> Chosen:
+    async def choose_model(self, name: str) -> ModelChoice:
         """Return the model for a request that names ``name``. Before an unknown name is refused,
         the verifiers are asked for their models once more."""
         try:
@@ -661,7 +680,7 @@ class Endpoint:
             await self.verifiers.look_anew()
             return self.models.choose(name)
 
-    async def _chat_prompt(self, request: Request, context_length: int | None) -> _Prompt:
+    async def _chat_prompt(self, request: GenerationRequest, context_length: int | None) -> _Prompt:
         """Return the prompt of a chat. A description of the tools that the template does not write
         itself is left out if it leaves no room in the context and no call is forced."""
         template = self.tokenizer.chat_template(tools=bool(request.tools))
@@ -669,78 +688,86 @@ class Endpoint:
             why = "this model has no chat template; use /v1/completions"
             raise invalid("messages", why, "no_chat_template")
         encode = partial(
-            self._encode, context_length=context_length, param="messages", special=request.special
+            self._encode,
+            context_length=context_length,
+            param="messages",
+            special=request.adds_special_tokens,
         )
         write = partial(
             write_chat_prompt,
             template,
             request.messages,
-            add_generation_prompt=request.generation_prompt,
-            continue_final_message=request.continues,
+            add_generation_prompt=request.has_generation_prompt,
+            continue_final_message=request.continues_last_message,
             variables=request.variables,
         )
         try:
-            own = await self._rendered(writes_tools, template)
-            may_lack = bool(request.tools) and not own and not request.must_call
+            has_tools = await self._run_template(template_writes_tools, template)
+            may_omit_tools = bool(request.tools) and not has_tools and not request.forces_call
             try:
-                written = await self._rendered(write, request.tools)
+                rendered = await self._run_template(write, request.tools)
                 tokens = await self._encode(
-                    written.text, context_length, "messages", request.special
+                    rendered.text, context_length, "messages", request.adds_special_tokens
                 )
-                if not may_lack or context_length is None or len(tokens) < context_length:
-                    return _Prompt(tokens, written.is_thinking)
+                if not may_omit_tools or context_length is None or len(tokens) < context_length:
+                    return _Prompt(tokens, rendered.is_thinking)
             except (ApiError, TokenizerError):
-                if not may_lack:
+                if not may_omit_tools:
                     raise
-            written = await self._rendered(write, ())
-            tokens = await encode(written.text)
-            return _Prompt(tokens, written.is_thinking, lacks_tools=True)
+            rendered = await self._run_template(write, ())
+            tokens = await encode(rendered.text)
+            return _Prompt(tokens, rendered.is_thinking, lacks_tools=True)
         except TokenizerError as error:
             raise invalid("messages", str(error)) from None
 
     async def _encode(
         self, text: str, context_length: int | None, param: str, special: bool = True
     ) -> list[int]:
-        """Return the tokens of ``text``. ``special``: add the tokens that begin a text."""
-        long = len(text) > _PIECE
-        async with self._one_long if long else contextlib.nullcontext():
-            if long:
-                await self._tokenized(self._check_length, text, context_length, param)
+        """Return the tokens of ``text``. ``adds_special_tokens``: add the tokens that begin a
+        text."""
+        is_long = len(text) > _PIECE_CHARACTERS
+        async with self._long_text_lock if is_long else contextlib.nullcontext():
+            if is_long:
+                await self._run_tokenizer(self._check_length, text, context_length, param)
             encode = partial(self.tokenizer.encode, add_special_tokens=special)
-            return await self._tokenized(encode, text)
+            return await self._run_tokenizer(encode, text)
 
-    async def _tokenized(self, function: Callable[..., _T], *given: Any) -> _T:
+    async def _run_tokenizer(self, function: Callable[..., _T], *given: Any) -> _T:
         return await self._texts.run_for(current_client.get(), function, *given)
 
-    async def _rendered(self, function: Callable[..., _T], *given: Any) -> _T:
+    async def _run_template(self, function: Callable[..., _T], *given: Any) -> _T:
         return await self._templates.run_for(current_client.get(), function, *given)
 
-    async def _with_matcher(self, request: Request) -> Request:
+    async def _with_compiled_constraint(self, request: GenerationRequest) -> GenerationRequest:
         """Return ``request`` with its constraint compiled, before it waits for a slot, so that slow
         compilation occupies none. Raises ``ApiError``."""
         try:
             sampling = await self.agent.with_matcher(request.sampling, current_client.get())
         except ConstraintError as failure:
-            if not request.may_lose_constraint:
-                raise _refused_constraint(request, failure) from None
+            if not request.is_constraint_optional:
+                raise _constraint_error(request, failure) from None
             sampling = replace(request.sampling, constraint=None)
-            ignored = (*request.ignored, STRICT)
-            return replace(request, sampling=sampling, may_lose_constraint=False, ignored=ignored)
+            ignored = (*request.ignored_fields, STRICT_TOOLS)
+            return replace(
+                request, sampling=sampling, is_constraint_optional=False, ignored_fields=ignored
+            )
         return replace(request, sampling=sampling)
 
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
         """Raise ``ApiError`` for a text with far more tokens than the context length; a text that
         passes still has to be counted exactly. ``context_length`` None: the largest that a verifier
         can have."""
-        longest, counted = context_length or MAX_TOKENS, 0
-        for start in range(0, len(text), _PIECE):
-            piece = text[start : start + _PIECE]
+        limit, counted = context_length or MAX_TOKENS, 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[start : start + _PIECE_CHARACTERS]
             counted += len(self.tokenizer.encode(piece, add_special_tokens=False))
-            if counted > _SLACK * longest:
-                read = f"the first {start + len(piece)} of the prompt's {len(text)} characters"
-                raise _too_long(f"{read} are some {counted} tokens", longest, param)
+            if counted > _PIECEWISE_FACTOR * limit:
+                counted_part = (
+                    f"the first {start + len(piece)} of the prompt's {len(text)} characters"
+                )
+                raise _context_exceeded(f"{counted_part} are some {counted} tokens", limit, param)
 
-    def _text_of(self, tokens: Sequence[int]) -> str:
+    def _decode_ids(self, tokens: Sequence[int]) -> str:
         """Return the text of a whole sequence with its special tokens. Raises ``ApiError`` for an
         id without text."""
         try:
@@ -748,7 +775,7 @@ class Endpoint:
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
             raise invalid("tokens", f"the token ids stand for no text: {error}") from None
 
-    def _with_unread_variables(self, request: Request) -> Request:
+    def _with_unread_variables(self, request: GenerationRequest) -> GenerationRequest:
         """Add variables that the chat template does not read to the ignored parameters."""
         template = self.tokenizer.chat_template(tools=bool(request.tools))
         if template is None or not request.variables:
@@ -758,58 +785,68 @@ class Endpoint:
             name if name in TEMPLATE_VARIABLES else f"chat_template_kwargs.{name}"
             for name in unread
         ]
-        return replace(request, ignored=(*request.ignored, *named))
+        return replace(request, ignored_fields=(*request.ignored_fields, *named))
 
-    def _shown(self, tokens: Sequence[int]) -> str:
+    def _decode_prompt(self, tokens: Sequence[int]) -> str:
         """Return the text of a prompt's ids, without special tokens. Raises ``ApiError``."""
         try:
             return self.tokenizer.decode(tokens)
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
             raise invalid("prompt", f"the token ids stand for no text: {error}") from None
 
-    def _held_to_calls(self, request: Request, prompt: _Prompt) -> Request:
+    def _constrain_to_calls(self, request: GenerationRequest, prompt: _Prompt) -> GenerationRequest:
         """Return the request with the constraint that its tools require.
 
         The constraint is a forced call; a call or JSON that fits a schema; or free text in which
         calls of strict tools fit their schemas. The last one is dropped with a word in the header
         if it cannot be kept; the others are not."""
-        template, names, tools = (
-            self.tokenizer.chat_template(tools=True),
-            self.tokenizer,
-            request.tools,
-        )
+        template = self.tokenizer.chat_template(tools=True)
+        names, tools = self.tokenizer, request.tools
         assert template is not None
-        form, held, one = call_format(template), request.sampling.constraint, request.one_call
+        form, constraint, single = (
+            call_format(template),
+            request.sampling.constraint,
+            request.single_call,
+        )
         strict = request.strict & {tool["function"]["name"] for tool in tools}
-        may_lose, left_out, param = False, tuple[str, ...](), "tools"
-        if request.must_call:
-            held = forced_call(form, tools, names, one=one)
-        elif held is not None and held.kind is ConstraintKind.JSON_SCHEMA:
-            param = _PARAMS[held.kind]
-            make = partial(call_or_json, form, tools, names=names, one=one, schema=held.text)
+        is_optional, left_out, param = False, tuple[str, ...](), "tools"
+        if request.forces_call:
+            constraint = forced_call_grammar(form, tools, names, single=single)
+        elif constraint is not None and constraint.kind is ConstraintKind.JSON_SCHEMA:
+            param = _CONSTRAINT_FIELDS[constraint.kind]
+            make_grammar = partial(
+                call_or_json_grammar,
+                form,
+                tools,
+                names=names,
+                single=single,
+                schema=constraint.text,
+            )
             try:
-                held = make(strict)
+                constraint = make_grammar(strict)
             except ApiError:
                 if not strict:
                     raise
-                held, left_out = make(()), (STRICT,)
-        elif held is None and strict:
+                constraint, left_out = make_grammar(()), (STRICT_TOOLS,)
+        elif constraint is None and strict:
             try:
-                held = free_call(form, tools, strict, names, is_thinking=prompt.is_thinking)
-                may_lose = True
+                constraint = free_call_grammar(
+                    form, tools, strict, names, is_thinking=prompt.is_thinking
+                )
+                is_optional = True
             except ApiError:
-                left_out = (STRICT,)
+                left_out = (STRICT_TOOLS,)
         else:
-            left_out, param = (STRICT,) if strict else (), request.constraint_param
+            left_out, param = (STRICT_TOOLS,) if strict else (), request.constraint_param
         return replace(
             request,
-            sampling=replace(request.sampling, constraint=held),
+            sampling=replace(request.sampling, constraint=constraint),
             constraint_param=param,
-            may_lose_constraint=may_lose,
-            ignored=(*request.ignored, *left_out),
+            is_constraint_optional=is_optional,
+            ignored_fields=(*request.ignored_fields, *left_out),
         )
 
-    def _tool_reader(self, request: Request, is_thinking: bool) -> ToolReader | None:
+    def _tool_reader(self, request: GenerationRequest, is_thinking: bool) -> ToolReader | None:
         """Return a reader of tool calls, or None if the request can have none."""
         template = self.tokenizer.chat_template(tools=True) if request.tools else None
         if template is None:
@@ -818,26 +855,30 @@ class Endpoint:
         tokens = mark_tokens(self.tokenizer)
         return ToolReader(call_format(template), names, tokens, is_thinking=is_thinking)
 
-    def _sampling(
-        self, request: Request, tokens: Sequence[int], context_length: int | None
+    def _limit_length(
+        self, request: GenerationRequest, tokens: Sequence[int], context_length: int | None
     ) -> SamplingParams:
         """Return the sampling parameters with the ``max_tokens`` of the request or the default,
         limited to the room in the context. ``context_length`` None: not known yet."""
         if not tokens:
             raise invalid("prompt", "the prompt is empty, but must hold at least one token")
-        param, usual = "prompt", self.settings.default_max_tokens
+        param, default = "prompt", self.settings.default_max_tokens
         if request.messages:
-            param, usual = "messages", usual or context_length
-        least = request.sampling.min_tokens
-        longest = request.max_tokens or max(usual or self.sampling.max_tokens, least)
+            param, default = "messages", default or context_length
+        min_tokens = request.sampling.min_tokens
+        max_tokens = request.max_tokens or max(default or self.sampling.max_tokens, min_tokens)
         if context_length is not None:
             room = context_length - len(tokens)
             if room < 1:
-                raise _too_long(f"the prompt has {len(tokens)} tokens", context_length, param)
-            longest = min(longest, room)
-        return replace(request.sampling, max_tokens=longest, min_tokens=min(least, longest))
+                raise _context_exceeded(
+                    f"the prompt has {len(tokens)} tokens", context_length, param
+                )
+            max_tokens = min(max_tokens, room)
+        return replace(
+            request.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens)
+        )
 
-    def _check_ids(self, request: Request, chosen: Chosen) -> None:
+    def _check_ids(self, request: GenerationRequest, chosen: ModelChoice) -> None:
         """Raise ``ApiError`` for a token id of the client's that is outside the model's vocabulary.
         Nothing is checked while the model is not known."""
         if chosen.served is None:
@@ -849,40 +890,62 @@ class Endpoint:
             ("stop_token_ids", request.sampling.stop_token_ids),
             ("logit_bias", request.sampling.logit_bias),
         ):
-            wrong = next((one for one in ids if one >= info.vocabulary_size), None)
-            if wrong is not None:
+            outside = next((one for one in ids if one >= info.vocabulary_size), None)
+            if outside is not None:
                 size = f"the vocabulary of {info.name!r} has {info.vocabulary_size} ids"
-                raise invalid(name, f"{name} holds the token id {wrong}, but {size}")
+                raise invalid(name, f"{name} holds the token id {outside}, but {size}")
 
-    def _answer(
+    def _with_choices(
         self,
         envelope: MakeEnvelope,
-        request: Request,
-        chosen: Chosen,
-        prompts: Sequence[Tokens],
+        request: GenerationRequest,
+        chosen: ModelChoice,
+        prompts: Sequence[TokenIds],
         is_thinking: bool = False,
-    ) -> Answer:
+    ) -> PreparedRequest:
         """Return the request with its choices: n generations for each prompt, in the order of the
         prompts. Generation k (from 0) of a prompt has the seed ``seed_of(seed, k)``."""
         # The texts of a request are dropped here, as its body is: they are many times as large as
         # the tokens.
-        names = {ours: sent for ours, sent in request.names.items() if "[" not in ours}
-        wordless = replace(request, prompts=(), messages=[], tools=[], variables={}, names=names)
+        names = {ours: sent for ours, sent in request.sent_names.items() if "[" not in ours}
+        kept_request = replace(
+            request, prompts=(), messages=[], tools=[], variables={}, sent_names=names
+        )
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
         self._check_ids(request, chosen)
         for prompt in prompts:
             tokens = array("I", prompt)  # 4 bytes each while they wait for a slot
-            sampling = self._sampling(request, tokens, chosen.context_length)
+            sampling = self._limit_length(request, tokens, chosen.context_length)
             for k in range(request.n):
-                own = replace(sampling, seed=seed_of(sampling.seed, k))
-                place, tools = len(choices), self._tool_reader(request, is_thinking)
+                choice_sampling = replace(sampling, seed=choice_seed(sampling.seed, k))
+                index, tools = len(choices), self._tool_reader(request, is_thinking)
                 choices.append(
-                    Choice(place, tokens, wordless, own, token_bytes, tools, chosen.asked)
+                    Choice(
+                        index=index,
+                        prompt=tokens,
+                        request=kept_request,
+                        sampling=choice_sampling,
+                        token_bytes=token_bytes,
+                        tools=tools,
+                        model=chosen.requested_name,
+                    )
                 )
         served = chosen.served
         name = served.name if served is not None else request.model or self.models.name
-        mark = served.info.fingerprint[:12] if served is not None else ""
-        told = served is not None or not chosen.asked or chosen.asked == self.models.name
-        around = envelope(name, f"fp_{mark}" if mark else None, request.include_usage)
+        fingerprint = served.info.fingerprint[:12] if served is not None else ""
+        is_known = (
+            served is not None
+            or not chosen.requested_name
+            or chosen.requested_name == self.models.name
+        )
+        response_envelope = envelope(
+            name, f"fp_{fingerprint}" if fingerprint else None, request.include_usage
+        )
         prompt_tokens = sum(map(len, prompts))
-        return Answer(around, choices, prompt_tokens, wordless, name if told else OTHER)
+        return PreparedRequest(
+            envelope=response_envelope,
+            choices=choices,
+            prompt_tokens=prompt_tokens,
+            request=kept_request,
+            metric_name=name if is_known else OTHER_MODEL,
+        )

@@ -29,7 +29,7 @@ from typing import Any, Final, Protocol
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.device.agent import Piece
-from edgespec.endpoint.request_json import compact, invalid
+from edgespec.endpoint.request_json import compact_json, invalid
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
 LLAMA_MARK: Final = "<|python_tag|>"
@@ -69,7 +69,7 @@ class ToolCall:
     is_custom: bool = False
 
 
-Found = str | ToolCall
+TextOrCall = str | ToolCall
 
 
 class TokenNames(Protocol):
@@ -164,13 +164,13 @@ class MarkedText:
             self._waiting.append((self._length + piece.held, mark))
         self._length += len(piece.text)
         self._text += piece.text
-        return self._take(over=False)
+        return self._release(is_last=False)
 
     def flush(self) -> str:
         """Return the rest, when no token will follow."""
-        return self._take(over=True)
+        return self._release(is_last=True)
 
-    def _take(self, *, over: bool) -> str:
+    def _release(self, *, is_last: bool) -> str:
         parts, ready = [], -1
         while self._waiting:
             place, mark = self._waiting[0]
@@ -180,11 +180,11 @@ class MarkedText:
             width = len(mark.text) if mark.is_shown else 0
             if width:
                 end = at + width + _LONGEST_UNFINISHED
-                found = self._text.find(mark.text, at, end)
-                if found < 0 and not over and len(self._text) < end:
+                place_of_mark = self._text.find(mark.text, at, end)
+                if place_of_mark < 0 and not is_last and len(self._text) < end:
                     ready = at
                     break
-                at = found
+                at = place_of_mark
             self._waiting.popleft()
             if at >= 0:
                 parts += [self._text[:at], mark.sign]
@@ -192,7 +192,7 @@ class MarkedText:
         cut = len(self._text) if ready < 0 else ready
         parts.append(self._text[:cut])
         self._text = self._text[cut:]
-        if over:
+        if is_last:
             self._waiting.clear()
         return "".join(parts)
 
@@ -206,7 +206,7 @@ _PLAIN_JSON: Final = re.compile(r"[\s,:0-9eE+.\-truefalsn]*")
 _PLAIN_STRING: Final = re.compile(r'[^"\\]*')
 
 
-class _JsonEnd:
+class _JsonEndFinder:
     """Incremental search for the end of the JSON object or list that begins at ``start``."""
 
     def __init__(self, start: int) -> None:
@@ -241,11 +241,11 @@ class _JsonEnd:
         return None
 
 
-class _Quotes:
+class _QuoteState:
     """Line-by-line state of a text, which decides whether a mark is quoted as code."""
 
     _FENCE: Final = re.compile(r"\s*(`{3,}|~{3,})(.*)")
-    _MOST: Final = 64
+    _MAX_LINE: Final = 64
     """Characters of a line that are kept. A fence needs no more."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class _Quotes:
 
     def feed(self, text: str) -> None:
         for part in text.splitlines(keepends=True):
-            self._line = (self._line + part)[: self._MOST]
+            self._line = (self._line + part)[: self._MAX_LINE]
             self._last = part[-1:]
             if part.endswith(("\n", "\r")):
                 self._end_line()
@@ -290,13 +290,13 @@ class _Candidate:
     """Name of the call, if it stands in front of the arguments."""
     at: int = 0
     """Index in the body up to which it was read."""
-    scan: _JsonEnd | None = None
+    scan: _JsonEndFinder | None = None
     calls: list[ToolCall] = field(default_factory=list)
 
 
-_MORE: Final = -1
-_FAILED: Final = -2
-_LONGEST_HEAD: Final = 512
+_NEEDS_MORE: Final = -1
+_NO_CALL: Final = -2
+_MAX_HEAD: Final = 512
 """Limit on the characters between a mark and the arguments."""
 
 
@@ -321,205 +321,217 @@ class ToolReader:
     ) -> None:
         self._form, self._names = form, frozenset(names)
         self.marks = MarkedText(tokens or {})
-        self._written = {one.sign: one.written for one in (tokens or {}).values()}
-        self._arguments = {one.sign: one.text for one in (tokens or {}).values()}
+        self._shown_texts = {token.sign: token.written for token in (tokens or {}).values()}
+        self._argument_texts = {token.sign: token.text for token in (tokens or {}).values()}
         stands = {mark: mark for mark in _ALL_MARKS}
-        stands |= {one.text: one.sign for one in (tokens or {}).values()}
-        self._close, self._call_id = stands[CLOSE], stands[_CALL_ID]
-        self._args = stands[_ARGUMENTS]
+        stands |= {token.text: token.sign for token in (tokens or {}).values()}
+        self._close_mark, self._id_mark = stands[CLOSE], stands[_CALL_ID]
+        self._arguments_mark = stands[_ARGUMENTS]
         opens = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}
-        self._open = stands[opens.get(form, MISTRAL_MARK)]
+        self._open_mark = stands[opens.get(form, MISTRAL_MARK)]
         self._thoughts = {stands[begin]: stands[end] for begin, end in _THOUGHTS.items()}
-        self._searched = (self._open, *self._thoughts)
-        self._first = re.compile("|".join(map(re.escape, self._searched)))
+        self._opening_marks = (self._open_mark, *self._thoughts)
+        self._opening_pattern = re.compile("|".join(map(re.escape, self._opening_marks)))
         self._thought_ends = tuple(self._thoughts.values()) if is_thinking else ()
         """Marks that end the current thought; empty outside of thoughts."""
         self._buffer = ""
         """Text whose meaning is not certain yet; with a ``_candidate``, the text behind its
         mark."""
         self._candidate: _Candidate | None = None
-        self._blank = ""
+        self._pending_space = ""
         """White space that belongs to the text unless a call follows."""
         self._is_after_call = False
         self._is_start = True
         """Whether no text has come yet, apart from thoughts."""
-        self._quotes = _Quotes()
+        self._quotes = _QuoteState()
 
-    def push(self, text: str) -> list[Found]:
+    def push(self, text: str) -> list[TextOrCall]:
         self._buffer += text
-        return self._read(over=False)
+        return self._read_all(is_last=False)
 
-    def flush(self) -> list[Found]:
+    def flush(self) -> list[TextOrCall]:
         self._buffer += self.marks.flush()
-        found = self._read(over=True)
-        if self._blank and not self._is_after_call:
-            _append(found, self._blank)
-        self._blank = ""
-        return found
+        items = self._read_all(is_last=True)
+        if self._pending_space and not self._is_after_call:
+            _append_text(items, self._pending_space)
+        self._pending_space = ""
+        return items
 
-    def _read(self, *, over: bool) -> list[Found]:
-        found: list[Found] = []
-        while self._advance(found, over):
+    def _read_all(self, *, is_last: bool) -> list[TextOrCall]:
+        items: list[TextOrCall] = []
+        while self._advance(items, is_last):
             pass
-        return found
+        return items
 
-    def _advance(self, found: list[Found], over: bool) -> bool:
+    def _advance(self, items: list[TextOrCall], is_last: bool) -> bool:
         """Read up to the next change of state. Return False if that needs more text."""
         if self._thought_ends:
-            return self._read_thought(found, over)
+            return self._read_thought(items, is_last)
         if self._candidate is not None:
-            return self._read_candidate(self._candidate, found, over)
-        return self._read_text(found, over)
+            return self._read_candidate(self._candidate, items, is_last)
+        return self._read_text(items, is_last)
 
-    def _read_text(self, found: list[Found], over: bool) -> bool:
+    def _read_text(self, items: list[TextOrCall], is_last: bool) -> bool:
         start = self._buffer.lstrip(_SPACE)
         if self._form is ToolFormat.LLAMA and self._is_start and start.startswith("{"):
-            self._say(found, self._buffer[: len(self._buffer) - len(start)])
+            self._emit_text(items, self._buffer[: len(self._buffer) - len(start)])
             self._buffer, self._candidate = start, _Candidate("")
             return True
-        match = self._first.search(self._buffer)
+        match = self._opening_pattern.search(self._buffer)
         if match is None:
-            self._say(found, self._take_sure(self._searched, over))
+            self._emit_text(items, self._take_certain_text(self._opening_marks, is_last))
             return False
         mark = match[0]
-        self._say(found, self._buffer[: match.start()])
+        self._emit_text(items, self._buffer[: match.start()])
         self._buffer = self._buffer[match.end() :]
         if mark in self._thoughts and self._quotes.is_line_blank:
-            self._say(found, mark, is_thought=True)
+            self._emit_text(items, mark, is_thought=True)
             self._thought_ends = (self._thoughts[mark],)
         elif mark in self._thoughts or self._quotes.is_quoted:
-            self._say(found, mark)
+            self._emit_text(items, mark)
         else:
             self._candidate = _Candidate(mark)
         return True
 
-    def _read_thought(self, found: list[Found], over: bool) -> bool:
+    def _read_thought(self, items: list[TextOrCall], is_last: bool) -> bool:
         at = [(place, end) for end in self._thought_ends if (place := self._buffer.find(end)) >= 0]
         if not at:
-            self._say(found, self._take_sure(self._thought_ends, over), is_thought=True)
+            self._emit_text(
+                items, self._take_certain_text(self._thought_ends, is_last), is_thought=True
+            )
             return False
         place, mark = min(at)
         cut = place + len(mark)
-        self._say(found, self._buffer[:cut], is_thought=True)
+        self._emit_text(items, self._buffer[:cut], is_thought=True)
         self._buffer, self._thought_ends = self._buffer[cut:], ()
         return True
 
-    def _take_sure(self, marks: Sequence[str], over: bool) -> str:
+    def _take_certain_text(self, marks: Sequence[str], is_last: bool) -> str:
         """Remove and return the buffer's text, except an end that may begin one of ``marks``."""
-        cut = len(self._buffer) - (0 if over else _begun(self._buffer, marks))
+        cut = len(self._buffer) - (0 if is_last else _partial_mark_length(self._buffer, marks))
         taken, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return taken
 
-    def _read_candidate(self, candidate: _Candidate, found: list[Found], over: bool) -> bool:
+    def _read_candidate(
+        self, candidate: _Candidate, items: list[TextOrCall], is_last: bool
+    ) -> bool:
         read = {ToolFormat.HERMES: self._read_hermes, ToolFormat.LLAMA: self._read_llama}
-        end = read.get(self._form, self._read_mistral)(candidate, self._buffer, over)
-        if end == _MORE and not over:
+        end = read.get(self._form, self._read_mistral)(candidate, self._buffer, is_last)
+        if end == _NEEDS_MORE and not is_last:
             return False
         self._candidate = None
         if end < 0:
             self._is_start = False
-            self._say(found, candidate.mark)
+            self._emit_text(items, candidate.mark)
             return True
-        found += candidate.calls
-        self._buffer, self._blank = self._buffer[end:], ""
+        items += candidate.calls
+        self._buffer, self._pending_space = self._buffer[end:], ""
         self._is_after_call, self._is_start = True, False
         return True
 
-    # Each of these returns the length of the part of ``body`` that is calls, ``_MORE`` or
-    # ``_FAILED``.
+    # Each of these returns the length of the part of ``body`` that is calls, ``_NEEDS_MORE`` or
+    # ``_NO_CALL``.
 
-    def _read_hermes(self, candidate: _Candidate, body: str, over: bool) -> int:
+    def _read_hermes(self, candidate: _Candidate, body: str, is_last: bool) -> int:
         if not candidate.calls:
             if candidate.scan is None:
-                start = _skip(body, 0)
+                start = _skip_characters(body, 0)
                 if start == len(body):
-                    return _MORE
+                    return _NEEDS_MORE
                 if body[start] != "{":
-                    return _FAILED
-                candidate.scan = _JsonEnd(start)
+                    return _NO_CALL
+                candidate.scan = _JsonEndFinder(start)
             if (status := self._read_value(candidate, candidate.scan, body)) < 0:
                 return status
-        after = _skip(body, candidate.at)
-        if body.startswith(self._close, after):
-            return after + len(self._close)
-        if body.startswith(self._open, after):
+        after = _skip_characters(body, candidate.at)
+        if body.startswith(self._close_mark, after):
+            return after + len(self._close_mark)
+        if body.startswith(self._open_mark, after):
             return candidate.at
-        if _begun(body[after:], (self._close, self._open)) == len(body) - after:
-            return len(body) if over else _MORE
-        return _FAILED
+        if (
+            _partial_mark_length(body[after:], (self._close_mark, self._open_mark))
+            == len(body) - after
+        ):
+            return len(body) if is_last else _NEEDS_MORE
+        return _NO_CALL
 
-    def _read_mistral(self, candidate: _Candidate, body: str, over: bool) -> int:
+    def _read_mistral(self, candidate: _Candidate, body: str, is_last: bool) -> int:
         if candidate.scan is None:
-            start = _skip(body, 0)
+            start = _skip_characters(body, 0)
             if start == len(body):
-                return _MORE
+                return _NEEDS_MORE
             if body[start] in "[{":
-                candidate.scan = _JsonEnd(start)
+                candidate.scan = _JsonEndFinder(start)
             else:
                 brace = body.find("{", start)
                 head = body[start:] if brace < 0 else body[start:brace]
                 name = self._name_before(head, is_whole=brace >= 0)
-                if name is None or len(head) > _LONGEST_HEAD:
-                    return _FAILED
+                if name is None or len(head) > _MAX_HEAD:
+                    return _NO_CALL
                 if brace < 0:
-                    return _MORE
-                candidate.name, candidate.scan = name, _JsonEnd(brace)
+                    return _NEEDS_MORE
+                candidate.name, candidate.scan = name, _JsonEndFinder(brace)
         return self._read_value(candidate, candidate.scan, body)
 
     def _name_before(self, head: str, *, is_whole: bool) -> str | None:
         """Return the name at the beginning of ``head``, the text between a mark and the arguments.
         None: it is not a name followed by marks. If ``head`` is not the whole text, None means that
         it cannot become one."""
-        begins = [one for one in self._names if head.startswith(one)]
-        if (found := _NAME.match(head)) is not None:
-            begins.append(found[0])
+        candidates = [name for name in self._names if head.startswith(name)]
+        if (items := _NAME.match(head)) is not None:
+            candidates.append(items[0])
         if not is_whole:
-            begins += [one for one in self._names if one.startswith(head)]
-        for name in sorted(begins, key=len, reverse=True):
+            candidates += [name for name in self._names if name.startswith(head)]
+        for name in sorted(candidates, key=len, reverse=True):
             rest = head[len(name) :].strip()
-            if rest.startswith(self._call_id):
-                identity = rest[len(self._call_id) :]
-                place = identity.find(self._args)
+            if rest.startswith(self._id_mark):
+                identity = rest[len(self._id_mark) :]
+                place = identity.find(self._arguments_mark)
                 rest = "" if place < 0 else identity[place:]
-            if rest.startswith(self._args):
-                rest = rest[len(self._args) :]
-            begun = 0 if is_whole else _begun(rest, (self._call_id, self._args))
-            if begun == len(rest):
+            if rest.startswith(self._arguments_mark):
+                rest = rest[len(self._arguments_mark) :]
+            partial = (
+                0 if is_whole else _partial_mark_length(rest, (self._id_mark, self._arguments_mark))
+            )
+            if partial == len(rest):
                 return name
         return None
 
-    def _read_llama(self, candidate: _Candidate, body: str, over: bool) -> int:
+    def _read_llama(self, candidate: _Candidate, body: str, is_last: bool) -> int:
         while True:
             if candidate.scan is None:
-                candidate.at = _skip(body, candidate.at, _SPACE + ";,")
-                if body.startswith(self._open, candidate.at):
-                    candidate.at += len(self._open)
+                candidate.at = _skip_characters(body, candidate.at, _SPACE + ";,")
+                if body.startswith(self._open_mark, candidate.at):
+                    candidate.at += len(self._open_mark)
                     continue
                 rest = len(body) - candidate.at
-                if rest == 0 or _begun(body[candidate.at :], (self._open,)) == rest:
-                    return len(body) if over and candidate.calls and not rest else _MORE
+                if (
+                    rest == 0
+                    or _partial_mark_length(body[candidate.at :], (self._open_mark,)) == rest
+                ):
+                    return len(body) if is_last and candidate.calls and not rest else _NEEDS_MORE
                 if body[candidate.at] != "{":
-                    return _FAILED
-                candidate.scan = _JsonEnd(candidate.at)
+                    return _NO_CALL
+                candidate.scan = _JsonEndFinder(candidate.at)
             if (status := self._read_value(candidate, candidate.scan, body)) < 0:
                 return status
             if candidate.calls[-1].name not in self._names:
-                return _FAILED
+                return _NO_CALL
             candidate.scan = None
 
-    def _read_value(self, candidate: _Candidate, scan: _JsonEnd, body: str) -> int:
+    def _read_value(self, candidate: _Candidate, scan: _JsonEndFinder, body: str) -> int:
         """Read one JSON value: a call, a list of calls, or the arguments of a call whose name was
         read before."""
         end = scan.find(body)
         if end is None or end < 0:
-            return _MORE if end is None else _FAILED
-        value = _json(_with(self._arguments, body[scan.start : end]))
+            return _NEEDS_MORE if end is None else _NO_CALL
+        value = _parse_json(_replace_signs(self._argument_texts, body[scan.start : end]))
         if candidate.name:
             value = {"name": candidate.name, "arguments": value}
         values = value if isinstance(value, list) else [value]
-        calls = [call for one in values if (call := self._call(one)) is not None]
+        calls = [call for item in values if (call := self._call(item)) is not None]
         if not calls or len(calls) < len(values):
-            return _FAILED
+            return _NO_CALL
         candidate.calls += calls
         candidate.at = end
         return end
@@ -531,52 +543,52 @@ class ToolReader:
         keys = ("arguments", "parameters")
         keys = keys[::-1] if self._form is ToolFormat.LLAMA else keys
         arguments: Any = next((value[key] for key in keys if key in value), {})
-        written = None
+        arguments_text = None
         if isinstance(arguments, str):
-            written, arguments = arguments, _json(arguments)
+            arguments_text, arguments = arguments, _parse_json(arguments)
         if not isinstance(arguments, dict):
             return None
-        if written is None or "\n" in written or "\t" in written:
-            written = json.dumps(arguments, ensure_ascii=False)
-        written = written if is_unicode(written) else json.dumps(arguments)
-        return ToolCall(_new_id(self._form), name, written)
+        if arguments_text is None or "\n" in arguments_text or "\t" in arguments_text:
+            arguments_text = json.dumps(arguments, ensure_ascii=False)
+        arguments_text = arguments_text if is_unicode(arguments_text) else json.dumps(arguments)
+        return ToolCall(_new_id(self._form), name, arguments_text)
 
-    def _say(self, found: list[Found], text: str, *, is_thought: bool = False) -> None:
+    def _emit_text(self, items: list[TextOrCall], text: str, *, is_thought: bool = False) -> None:
         """Append text to ``found``. White space at its end waits, since it is dropped if a call
         follows. White space between and behind calls is dropped too."""
-        text = _with(self._written, text)
+        text = _replace_signs(self._shown_texts, text)
         if not is_thought:
             self._quotes.feed(text)
             self._is_start = self._is_start and not text.strip()
         else:
-            self._quotes = _Quotes()
-        text = self._blank + text
+            self._quotes = _QuoteState()
+        text = self._pending_space + text
         if self._is_after_call:
             text = text.lstrip()
             if not text:
                 return
             self._is_after_call = False
         kept = text.rstrip()
-        self._blank = text[len(kept) :]
+        self._pending_space = text[len(kept) :]
         if kept:
-            _append(found, kept)
+            _append_text(items, kept)
 
 
-def _append(found: list[Found], text: str) -> None:
-    if found and isinstance(last := found[-1], str):
-        found[-1] = last + text
+def _append_text(items: list[TextOrCall], text: str) -> None:
+    if items and isinstance(last := items[-1], str):
+        items[-1] = last + text
     else:
-        found.append(text)
+        items.append(text)
 
 
-def _skip(text: str, start: int, characters: str = _SPACE) -> int:
+def _skip_characters(text: str, start: int, characters: str = _SPACE) -> int:
     """Return the index of the first character from ``start`` on that is none of ``characters``."""
     while start < len(text) and text[start] in characters:
         start += 1
     return start
 
 
-def _begun(text: str, marks: Sequence[str]) -> int:
+def _partial_mark_length(text: str, marks: Sequence[str]) -> int:
     """Return the length of the longest end of ``text`` that is a proper beginning of one of
     ``marks``."""
     longest = min(len(text), max(map(len, marks)) - 1)
@@ -586,14 +598,14 @@ def _begun(text: str, marks: Sequence[str]) -> int:
     return 0
 
 
-def _with(texts: Mapping[str, str], text: str) -> str:
+def _replace_signs(texts: Mapping[str, str], text: str) -> str:
     """Return ``text`` with signs replaced by their texts."""
     for sign, written in texts.items():
         text = text.replace(sign, written)
     return text
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Return the value of JSON in which texts may contain line breaks, or None if it is not
     JSON."""
     try:
@@ -608,35 +620,42 @@ def _json(text: str) -> Any:
 Tools = Sequence[Mapping[str, Any]]
 
 
-def forced_call(form: ToolFormat, tools: Tools, names: TokenNames, *, one: bool) -> Constraint:
+def forced_call_grammar(
+    form: ToolFormat, tools: Tools, names: TokenNames, *, single: bool
+) -> Constraint:
     """Return the grammar of an output that calls one of ``tools``, or up to eight of them unless
-    ``one``. Arguments must fit the schemas of the tools. Raises ``ApiError``."""
+    ``single``. Arguments must fit the schemas of the tools. Raises ``ApiError``."""
     every = [tool["function"]["name"] for tool in tools]
-    return _grammar([f"start: {_calls(form, names, one=one)}", *_rules(form, tools, every, names)])
+    return _grammar_constraint(
+        [
+            f"start: {_calls_expression(form, names, single=single)}",
+            *_call_rules(form, tools, every, names),
+        ]
+    )
 
 
-def call_or_json(
+def call_or_json_grammar(
     form: ToolFormat,
     tools: Tools,
     strict: Collection[str],
     names: TokenNames,
     *,
-    one: bool,
+    single: bool,
     schema: str,
 ) -> Constraint:
     """Return the grammar of an output that is calls, or JSON that fits ``schema``. Arguments of the
     ``strict`` tools must fit their schemas. Raises ``ApiError``."""
-    start = f"start: {_calls(form, names, one=one)} | answer"
-    rules = _rules(form, tools, strict, names)
+    start = f"start: {_calls_expression(form, names, single=single)} | answer"
+    rules = _call_rules(form, tools, strict, names)
     if form is ToolFormat.LLAMA:
         # The whole call is one JSON rule here, because llguidance cannot separate a text from an
         # ``answer`` that begins in the same way.
         rules = [f"call: {' | '.join(f'call_{place}' for place in range(len(tools)))}"]
         rules += [
-            f"call_{place}: %json {compact(_call_schema(tool['function'], strict))}"
+            f"call_{place}: %json {compact_json(_call_schema(tool['function'], strict))}"
             for place, tool in enumerate(tools)
         ]
-    return _grammar([start, f"answer: %json {schema}", *rules])
+    return _grammar_constraint([start, f"answer: %json {schema}", *rules])
 
 
 def _call_schema(function: Mapping[str, Any], strict: Collection[str]) -> dict[str, Any]:
@@ -657,7 +676,7 @@ def _call_schema(function: Mapping[str, Any], strict: Collection[str]) -> dict[s
     }
 
 
-def free_call(
+def free_call_grammar(
     form: ToolFormat,
     tools: Tools,
     strict: Collection[str],
@@ -673,24 +692,26 @@ def free_call(
     anything. ``is_thinking``: the output begins inside one."""
     opening = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}.get(form, MISTRAL_MARK)
     mark = names.added.get(opening)
-    rules = _rules(form, tools, strict, names)
-    calls = _calls(form, names, one=False)
+    rules = _call_rules(form, tools, strict, names)
+    calls = _calls_expression(form, names, single=False)
     others = set(names.added.values()) - {mark}
     if form is ToolFormat.LLAMA:
-        known = "|".join(_regex_of(tool["function"]["name"]) for tool in tools)
+        known = "|".join(_json_regex(tool["function"]["name"]) for tool in tools)
         space = r"[ \t\r\n]*"
         call = rf'{space}\{{{space}"name"{space}:{space}"({known})"(.|\n)*'
-        behind = f" | TEXT <[{_ids(others)}]> free" if others else ""
+        behind = f" | TEXT <[{_token_set(others)}]> free" if others else ""
         tagged = "" if mark is None else f" | <[{mark}]> {calls}"
         lines = [f"start: {calls}{tagged} | TEXT{behind}", rf"TEXT: /(.|\n)*/ & ~/{call}/"]
         if others:
             lines.append("free: <[*]>*" if mark is None else f"free: <[^{mark}]>*")
-        return _grammar([*lines, *rules])
+        return _grammar_constraint([*lines, *rules])
     if mark is None:
-        start = f"start: part (<[{_ids(others)}]> part)*" if others else "start: part"
+        start = f"start: part (<[{_token_set(others)}]> part)*" if others else "start: part"
         lines = [start, "part: marked* TEXT", r"TEXT: /(.|\n)*/"]
         lines += [f"begin[lazy]: TEXT {json.dumps(opening)}", "marked: begin behind"]
-        return _grammar([*lines, *_rules(form, tools, strict, names, begun="behind")])
+        return _grammar_constraint(
+            [*lines, *_call_rules(form, tools, strict, names, rule_name="behind")]
+        )
     # The alternatives at each place are disjoint sets of tokens, since llguidance follows only one.
     lines = [f"rest: free ({calls} free)*", f"free: <[^{mark}]>*"]
     begins, starts = set[int](), list[str]()
@@ -702,83 +723,83 @@ def free_call(
         lines.append(f"thought_{first}: <[^{last}]>* | <[^{last}]>* <[{last}]> rest")
         starts.append(f"thought_{first}" if is_thinking else f"<[{first}]> thought_{first}")
     if not is_thinking or not starts:
-        starts += ['""', f"<[^{_ids({mark, *begins})}]> rest", f"{calls} rest"]
-    return _grammar([f"start: {' | '.join(starts)}", *lines, *rules])
+        starts += ['""', f"<[^{_token_set({mark, *begins})}]> rest", f"{calls} rest"]
+    return _grammar_constraint([f"start: {' | '.join(starts)}", *lines, *rules])
 
 
-def _grammar(lines: Sequence[str]) -> Constraint:
+def _grammar_constraint(lines: Sequence[str]) -> Constraint:
     try:
         return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines))
     except ValueError as error:
         raise invalid("tools", str(error)) from None
 
 
-def _mark(names: TokenNames, text: str) -> str:
+def _mark_expression(names: TokenNames, text: str) -> str:
     """Return a mark in the notation of a grammar: as a token if it has one, else as text."""
-    found = names.added.get(text)
-    return json.dumps(text) if found is None else f"<[{found}]>"
+    token = names.added.get(text)
+    return json.dumps(text) if token is None else f"<[{token}]>"
 
 
-def _calls(form: ToolFormat, names: TokenNames, *, one: bool) -> str:
-    """Return the grammar expression of one call, or of one to eight unless ``one``."""
+def _calls_expression(form: ToolFormat, names: TokenNames, *, single: bool) -> str:
+    """Return the grammar expression of one call, or of one to eight unless ``single``."""
     before, between, after = "", '"; "', ""
     if form is ToolFormat.HERMES:
         between = '"\\n"'
     elif form is ToolFormat.MISTRAL_NAMED:
         between = ""
     elif form is ToolFormat.MISTRAL:
-        before, between, after = f'{_mark(names, MISTRAL_MARK)} "["', '", "', '"]"'
-    more = "" if one else f"({between} call){{0,{_MOST_CALLS - 1}}}"
+        before, between, after = f'{_mark_expression(names, MISTRAL_MARK)} "["', '", "', '"]"'
+    more = "" if single else f"({between} call){{0,{_MOST_CALLS - 1}}}"
     return " ".join(part for part in (before, "call", more, after) if part)
 
 
-def _rules(
+def _call_rules(
     form: ToolFormat,
     tools: Tools,
     strict: Collection[str],
     names: TokenNames,
     *,
-    begun: str = "",
+    rule_name: str = "",
 ) -> list[str]:
-    """Return the grammar rules of ``call``. With ``begun``, a rule of that name has what follows
-    the opening mark. Arguments of tools that are not ``strict`` are any JSON object."""
+    """Return the grammar rules of ``call``. With ``rule_name``, a rule of that name has what
+    follows the opening mark. Arguments of tools that are not ``strict`` are any JSON object."""
     key = "parameters" if form is ToolFormat.LLAMA else "arguments"
     lines, opening = [], ""
     if form is ToolFormat.HERMES:
-        opening = _mark(names, OPEN)
+        opening = _mark_expression(names, OPEN)
     elif form is ToolFormat.MISTRAL_NAMED:
-        opening = _mark(names, MISTRAL_MARK)
+        opening = _mark_expression(names, MISTRAL_MARK)
     for place, tool in enumerate(tools):
         function = tool["function"]
         name = function["name"]
         own = (function.get("parameters") or {}) if name in strict else {}
-        head, tail = json.dumps(f'{{"name": {compact(name)}, "{key}": '), '"}"'
+        head, tail = json.dumps(f'{{"name": {compact_json(name)}, "{key}": '), '"}"'
         if form is ToolFormat.MISTRAL_NAMED:
-            head, tail = f"{json.dumps(name)} {_mark(names, _ARGUMENTS)}", ""
+            head, tail = f"{json.dumps(name)} {_mark_expression(names, _ARGUMENTS)}", ""
         elif form is ToolFormat.HERMES:
-            head, tail = f'"\\n" {head}', f'"}}\\n" {_mark(names, CLOSE)}'
+            head, tail = f'"\\n" {head}', f'"}}\\n" {_mark_expression(names, CLOSE)}'
         lines.append(f"call_{place}: {head} arguments_{place} {tail}")
-        lines.append(f"arguments_{place}: %json {compact({'type': 'object', **own})}")
+        lines.append(f"arguments_{place}: %json {compact_json({'type': 'object', **own})}")
     choices = " | ".join(f"call_{place}" for place in range(len(tools)))
-    if begun and form is ToolFormat.MISTRAL:
+    if rule_name and form is ToolFormat.MISTRAL:
         more = f'(", " call){{0,{_MOST_CALLS - 1}}}'
-        return [f'{begun}: "[" call {more} "]"', f"call: {choices}", *lines]
-    if begun:
-        return [f"{begun}: {choices}", *lines]
+        return [f'{rule_name}: "[" call {more} "]"', f"call: {choices}", *lines]
+    if rule_name:
+        return [f"{rule_name}: {choices}", *lines]
     return [f"call: {opening} ({choices})", *lines]
 
 
-def _ids(tokens: Collection[int]) -> str:
+def _token_set(tokens: Collection[int]) -> str:
     """Return a set of token ids in the notation of a grammar."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for token in sorted(tokens):
-        if found and token == found[-1][1] + 1:
-            found[-1][1] = token
+        if ranges and token == ranges[-1][1] + 1:
+            ranges[-1][1] = token
         else:
-            found.append([token, token])
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in found)
+            ranges.append([token, token])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
 
 
-def _regex_of(text: str) -> str:
+def _json_regex(text: str) -> str:
     """Return the regular expression of the JSON of ``text``, without quotes."""
-    return re.sub(r"([^A-Za-z0-9_ ])", r"\\\1", compact(text)[1:-1])
+    return re.sub(r"([^A-Za-z0-9_ ])", r"\\\1", compact_json(text)[1:-1])

@@ -72,14 +72,14 @@ async def live(
     key: str = "",
     *,
     status: StatusSource | None = None,
-    most: int | None = None,
+    max_connections: int | None = None,
 ) -> AsyncIterator[Live]:
     """An endpoint in front of these."""
     settings = settings or EndpointSection()
     endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key)
     with listen("127.0.0.1", 0) as listeners:
         app = build_app(endpoint, status)
-        server = EndpointServer(endpoint, app, listeners, settings, most=most)
+        server = EndpointServer(endpoint, app, listeners, settings, max_connections=max_connections)
         await server.start()
         try:
             yield Live(endpoint, server, watch)

@@ -138,7 +138,7 @@ WEATHER = {
     },
 }
 TOOL: dict[str, Any] = {"type": "function", "function": WEATHER}
-STRICT = {"type": "function", "function": {**WEATHER, "strict": True}}
+STRICT_TOOLS = {"type": "function", "function": {**WEATHER, "strict": True}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 DROPS_SYSTEM = (
     "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -180,7 +180,11 @@ async def test_tools_at_a_template_without_them_are_called(tmp_path: Path) -> No
 
 
 async def test_strict_tools_without_a_grammar_library_are_named() -> None:
-    asked = {"messages": [{"role": "user", "content": "hi"}], "tools": [STRICT], "max_tokens": 8}
+    asked = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [STRICT_TOOLS],
+        "max_tokens": 8,
+    }
     for reads in (READER, None):
         async with over_letters(reads, None) as live:
             reply = await ask(live, CHAT, asked)
@@ -369,7 +373,7 @@ async def test_a_call_wins_over_a_schema_and_a_schema_leaves_calls() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     asked = {
         "messages": [{"role": "user", "content": "hi"}],
-        "tools": [STRICT],
+        "tools": [STRICT_TOOLS],
         "max_tokens": 400,
         "response_format": form,
         "temperature": 1.0,

@@ -25,8 +25,8 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.endpoint.admission import Admission
 from edgespec.endpoint.request_json import ApiError
-from edgespec.endpoint.requests import seed_of
-from edgespec.endpoint.server import most_connections
+from edgespec.endpoint.requests import choice_seed
+from edgespec.endpoint.server import connection_limit
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     Live,
@@ -53,8 +53,8 @@ HELLO = {"prompt": "abc", "max_tokens": 4}
 
 def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
     """Worked number: the first 16 digits of ``printf 5:1 | sha256sum``."""
-    assert seed_of(5, 0) == 5
-    assert seed_of(5, 1) == 0xA5886F21FCB5F028
+    assert choice_seed(5, 0) == 5
+    assert choice_seed(5, 1) == 0xA5886F21FCB5F028
 
 
 async def test_a_body_beyond_the_limit_is_not_read() -> None:
@@ -92,7 +92,7 @@ async def test_a_client_that_hangs_up_cancels_the_generation(stream: bool) -> No
             await reader.readuntil(b"data: ")
         await until(lambda: verifier.info.sessions == 1)
         writer.transport.abort()
-        await until(lambda: live.endpoint.active == 0)
+        await until(lambda: live.endpoint.running_count == 0)
         await until(lambda: verifier.info.sessions == 0)
         await until(lambda: live.endpoint.counts.requests[PATH, "gone"] == 1)
         assert live.endpoint.counts.completion_tokens.total() < 4000
@@ -340,7 +340,7 @@ def test_a_low_limit_of_descriptors_leaves_room_for_fewer(
     limit: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert most_connections() == most
+    assert connection_limit() == most
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -392,7 +392,7 @@ async def test_beyond_the_most_connections_who_is_answered_stays() -> None:
     agent = ScriptedAgent(["a"], FinishReason.STOP, between=between)
     async with over_script(agent, most=2) as live:
         running = [asyncio.create_task(ask(live, PATH, HELLO)) for _ in range(2)]
-        await until(lambda: live.endpoint.active == 2)
+        await until(lambda: live.endpoint.running_count == 2)
         late = await ask(live, "/version")
         assert (late.status, late.error["code"]) == (503, "too_many_connections")
         assert late.headers["retry-after"] == "1"
@@ -451,8 +451,14 @@ async def test_a_key_is_asked_for_everywhere_but_health(agent: ScriptedAgent) ->
             reply = await ask(live, path)
             assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
             assert reply.headers["www-authenticate"].startswith("Bearer")
-        for shown in ("Bearer the kez", "Bearer ", "Basic the key", "the key", "Bearer thé key"):
-            assert await asked_by(live, Authorization=shown) == 401, shown
+        for shown_value in (
+            "Bearer the kez",
+            "Bearer ",
+            "Basic the key",
+            "the key",
+            "Bearer thé key",
+        ):
+            assert await asked_by(live, Authorization=shown_value) == 401, shown_value
         assert await asked_by(live, Authorization="bearer the key") == 200
         assert (await ask(live, "/health")).json == {"status": "waiting"}
         told = await ask(live, "/health", Authorization="Bearer the key")

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from edgespec.api import connect
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint.requests import seed_of
+from edgespec.endpoint.requests import choice_seed
 from edgespec.models.tokenizer import render_chat
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import Live, over_nobody, over_toy
@@ -69,7 +69,7 @@ async def test_a_chat_as_a_stream_is_the_same_text(client: Any) -> None:
 async def test_completions_of_several_prompts_and_n_both_ways(client: Any) -> None:
     asked = {"model": "toy", "n": 2, **SAMPLED}
     done = await client.completions.create(prompt=[PROMPT, "abc"], **asked)
-    seeds = [5, seed_of(5, 1)]
+    seeds = [5, choice_seed(5, 1)]
     expected = [said(one, **{**SAMPLED, "seed": seed}) for one in (PROMPT, "abc") for seed in seeds]
     assert [choice.text for choice in done.choices] == expected
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]

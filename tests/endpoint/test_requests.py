@@ -34,18 +34,18 @@ from edgespec.endpoint.requests import (
     CHAT,
     COMPLETION,
     IGNORED,
-    MAX_TEXTS,
-    NEUTRAL,
+    MAX_GENERATIONS,
+    UNSUPPORTED,
     chat_request,
     completion_request,
 )
 from edgespec.endpoint.service import (
-    MOST_NAMES,
-    OTHER,
-    Answer,
-    Chosen,
+    MAX_MODEL_NAMES,
+    OTHER_MODEL,
     Endpoint,
     EndpointCounts,
+    ModelChoice,
+    PreparedRequest,
     ServedModels,
 )
 from edgespec.models.tokenizer import MAX_MESSAGES
@@ -81,7 +81,7 @@ VALUES = st.recursive(
 )
 
 OTHERS = [
-    *sorted(IGNORED | set(NEUTRAL)),
+    *sorted(IGNORED | set(UNSUPPORTED)),
     *("guided_json", "guided_choice", "guided_regex", "structured_outputs", "reasoning_effort"),
     *("json_schema", "repeat_penalty", "other"),
 ]
@@ -105,29 +105,31 @@ def endpoint() -> Endpoint:
 @given(chat=requests(CHAT, "messages", MESSAGES), text=requests(COMPLETION, "prompt", "a"))
 def test_any_request_is_an_answer_or_a_refusal(chat: Any, text: Any) -> None:
     asked = endpoint()
-    for found in asyncio.run(outcomes(asked.chat(chat), asked.completion(text))):
+    for found in asyncio.run(outcomes(asked.prepare_chat(chat), asked.prepare_completion(text))):
         if isinstance(found, ApiError):
             assert 400 <= found.status < 500
             assert found.message
         else:
-            assert 1 <= len(found.choices) <= MAX_TEXTS
+            assert 1 <= len(found.choices) <= MAX_GENERATIONS
             assert all(choice.prompt for choice in found.choices)
 
 
-async def outcomes(*works: Coroutine[Any, Any, Answer]) -> list[Answer | ApiError]:
+async def outcomes(
+    *works: Coroutine[Any, Any, PreparedRequest],
+) -> list[PreparedRequest | ApiError]:
     return [await outcome(work) for work in works]
 
 
-async def outcome(work: Coroutine[Any, Any, Answer]) -> Answer | ApiError:
+async def outcome(work: Coroutine[Any, Any, PreparedRequest]) -> PreparedRequest | ApiError:
     try:
         return await work
     except ApiError as error:
         return error
 
 
-@pytest.mark.parametrize("name", sorted(NEUTRAL))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_what_asks_for_nothing_passes_and_what_asks_is_named(name: str) -> None:
-    for value in (None, *NEUTRAL[name]):
+    for value in (None, *UNSUPPORTED[name]):
         chat_request({"messages": MESSAGES, name: value}, SamplingParams())
     with pytest.raises(ApiError, match="not supported") as caught:
         chat_request({"messages": MESSAGES, name: "something"}, SamplingParams())
@@ -146,15 +148,15 @@ def test_other_servers_names_are_understood(
         completion_request({"prompt": "a", **given, "seed": 0}, SamplingParams()),
     ):
         assert asked.sampling == SamplingParams(**sampling)
-        assert asked.ignored == ()
+        assert asked.ignored_fields == ()
 
 
 def test_what_nobody_knows_is_ignored_and_told() -> None:
     habits = {"num_ctx": 4096, "keep_alive": "5m", "min_keep": 3, "user": "x", "nothing": None}
     asked = completion_request({"prompt": "a", **habits}, SamplingParams())
-    assert asked.ignored == ("num_ctx", "keep_alive", "min_keep")
+    assert asked.ignored_fields == ("num_ctx", "keep_alive", "min_keep")
     chat = chat_request({"messages": MESSAGES, "reasoning_effort": "low"}, SamplingParams())
-    assert (chat.variables, chat.ignored) == ({"reasoning_effort": "low"}, ())
+    assert (chat.variables, chat.ignored_fields) == ({"reasoning_effort": "low"}, ())
 
 
 def _filled(value: Any) -> Any:
@@ -404,10 +406,10 @@ async def test_an_unknown_name_is_the_error_that_clients_know(path: str) -> None
 
 def test_names_in_metrics_are_bounded() -> None:
     counts = EndpointCounts()
-    for number in range(2 * MOST_NAMES):
+    for number in range(2 * MAX_MODEL_NAMES):
         counts.add_answer(f"adapter-{number}", 3, ())
-    assert len(counts.answers) == MOST_NAMES + 1
-    assert counts.prompt_tokens[OTHER] == 3 * MOST_NAMES
+    assert len(counts.answers) == MAX_MODEL_NAMES + 1
+    assert counts.prompt_tokens[OTHER_MODEL] == 3 * MAX_MODEL_NAMES
 
 
 BASE = ModelInfo("base", "words", 100, 4096, (), "fp-base")
@@ -432,22 +434,22 @@ def test_one_model_by_two_names_is_asked_for_by_none() -> None:
     """So that a text can go on where it is called otherwise; not where it is another model."""
     twin = replace(BASE, name="twin")
     found = models(told(BASE), told(twin))
-    assert [found.choose(one).asked for one in ("base", "twin")] == ["", ""]
+    assert [found.choose(one).requested_name for one in ("base", "twin")] == ["", ""]
     other = replace(twin, fingerprint="fp-other")
-    assert models(told(BASE), told(other)).choose("twin").asked == "twin"
+    assert models(told(BASE), told(other)).choose("twin").requested_name == "twin"
     nameless = replace(BASE, fingerprint=""), replace(twin, fingerprint="")
-    assert models(*map(told, nameless)).choose("twin").asked == "twin"
-    assert models(told(BASE, ADAPTER), told(twin, ADAPTER)).choose("sql").asked == "sql"
+    assert models(*map(told, nameless)).choose("twin").requested_name == "twin"
+    assert models(told(BASE, ADAPTER), told(twin, ADAPTER)).choose("sql").requested_name == "sql"
 
 
 def test_an_endpoint_held_to_one_name_answers_by_no_other() -> None:
     found = models(told(BASE, ADAPTER), only="sql")
     assert [one.name for one in found.listed] == ["sql"]
-    assert [found.choose(one).asked for one in ("", "edgespec", "sql")] == ["sql"] * 3
+    assert [found.choose(one).requested_name for one in ("", "edgespec", "sql")] == ["sql"] * 3
     for one in (found, models(only="sql")):
         with pytest.raises(ApiError, match="'base' does not exist here; this is 'sql'"):
             one.choose("base")
-    assert models(only="sql").choose("sql") == Chosen("sql", None)
+    assert models(only="sql").choose("sql") == ModelChoice("sql", None)
 
 
 def test_what_has_another_vocabulary_cannot_be_asked_for() -> None:

@@ -25,7 +25,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.device.agent import Agent
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.device.prober import VerifierWatch
-from edgespec.endpoint.admission import Admission, client_of, current_client
+from edgespec.endpoint.admission import Admission, client_address, current_client
 from edgespec.endpoint.bodies import SMALL_BYTES, STALLED_S, Body, BodyRoom
 from edgespec.endpoint.request_json import ApiError
 from edgespec.testing import LoopbackTransport
@@ -191,18 +191,18 @@ def test_bodies_never_hold_more_than_there_is_room_for(moves: list[Move], shared
                     case "add":
                         body.add(b"x" * size)
                     case "whole":
-                        body.whole()
+                        body.take_content()
                     case "close":
                         body.close()
         except ApiError:
             pass  # what a refusal says is another test's
-        assert room.held_bytes == sum(one.held_bytes for one in bodies) <= room.most_bytes
+        assert room.held_bytes == sum(one.held_bytes for one in bodies) <= room.max_bytes
         large = sum(one.held_bytes for one in bodies if one.is_large)
-        assert large <= 0.75 * room.most_bytes
+        assert large <= 0.75 * room.max_bytes
         if shared:
             for client in ("client 0", "client 1"):
                 own = sum(one.held_bytes for one in bodies if one.client == client)
-                assert own <= 0.75 * room.most_bytes
+                assert own <= 0.75 * room.max_bytes
     assert len(dropped) == sum(one.was_dropped for one in bodies)
     for one in bodies:
         one.close()
@@ -219,8 +219,8 @@ def test_a_body_that_stands_still_makes_room_and_one_that_moves_does_not() -> No
         room.open("", LARGE, lambda: None)
     small = room.open("", 10, lambda: None)  # the last quarter is for small ones
     clock.now_s += STALLED_S
-    first.moved_s = clock.now_s
-    second.whole()  # all of it came: it is read now
+    first.received_at_s = clock.now_s
+    second.take_content()  # all of it came: it is read now
     room.open("", LARGE, lambda: None)
     assert gone == ["c"]
     dropped = [one.was_dropped for one in (first, second, third, small)]
@@ -232,7 +232,7 @@ async def test_held_bodies_are_refused_before_they_are_read_and_small_ones_are_s
     async with over_script(ScriptedAgent(["a"]), settings=settings) as found, AsyncExitStack() as x:
         room = found.endpoint.bodies
         held = request_bytes(PATH, b"x" * (LARGE - 1), headers={"Content-Length": str(LARGE)})
-        assert room.most_bytes == 16 * LARGE
+        assert room.max_bytes == 16 * LARGE
         for place in range(1, 13):
             _, writer = await x.enter_async_context(connected(found))
             writer.write(held)
@@ -323,8 +323,8 @@ async def test_a_million_numbers_are_counted_before_they_are_read(path: str) -> 
     ],
 )
 def test_who_is_one_client(address: str, client: str) -> None:
-    assert client_of({"client": (address, 50_000)}) == client
-    assert client_of({"client": None}) == ""
+    assert client_address({"client": (address, 50_000)}) == client
+    assert client_address({"client": None}) == ""
 
 
 def test_the_share_of_a_client() -> None:
@@ -408,7 +408,7 @@ async def test_a_write_that_nobody_reads_ends_early_only_while_somebody_waits() 
     async def write() -> None:
         try:
             async with limit:
-                with admission.unread(limit):
+                with admission.watch_write(limit):
                     await asyncio.Event().wait()
         except TimeoutError:
             cut.set()

@@ -16,7 +16,7 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import ReplyReader
-from edgespec.endpoint.answer import ChatEnvelope, Choice, CompletionEnvelope, Delta
+from edgespec.endpoint.choices import ChatEnvelope, Choice, CompletionEnvelope, Delta
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.tokenizer import TextTokenizer
 from tests.shell.tiny_checkpoints import write_tokenizer
@@ -76,8 +76,8 @@ def test_completions_name_each_token_once_and_place_it_in_the_text(
         assert top[name] == found["token_logprobs"][place] == -9.0
         assert len(top) == 21
         before = b"".join(map(tokenizer.token_bytes, tokens[:place]))
-        shown = echo + before.decode(errors="ignore")
-        assert found["text_offset"][place] == min(len(shown), len(text))
+        shown_value = echo + before.decode(errors="ignore")
+        assert found["text_offset"][place] == min(len(shown_value), len(text))
     streamed: list[str] = []
     for delta in deltas:
         for line in envelope.delta(choice, delta).decode().split("\n\n")[:-1]:

@@ -25,10 +25,10 @@ from edgespec.endpoint.tool_calls import (
     ToolCall,
     ToolFormat,
     ToolReader,
-    _JsonEnd,
-    call_or_json,
-    forced_call,
-    free_call,
+    _JsonEndFinder,
+    call_or_json_grammar,
+    forced_call_grammar,
+    free_call_grammar,
     mark_tokens,
 )
 from edgespec.models.grammar import GrammarReader
@@ -148,15 +148,15 @@ def test_letters_that_spell_a_token_are_text() -> None:
 def test_a_long_answer_of_marks_takes_time_in_proportion(form: ToolFormat, part: str) -> None:
     """Counted in the characters that are read as JSON, again and again where it is done badly."""
     reader, count, read_characters = ToolReader(form, NAMES), 1000, 0
-    find = _JsonEnd.find
+    find = _JsonEndFinder.find
 
-    def counted(end: _JsonEnd, text: str) -> int | None:
+    def counted(end: _JsonEndFinder, text: str) -> int | None:
         nonlocal read_characters
         before, found = end._at, find(end, text)
         read_characters += end._at - before
         return found
 
-    with patch.object(_JsonEnd, "find", counted):
+    with patch.object(_JsonEndFinder, "find", counted):
         found = [*reader.push(part * count), *reader.flush()]
     assert "".join(map(str, plain(found))) == part * count
     assert read_characters <= 2 * count * len(part)
@@ -230,7 +230,7 @@ def test_a_forced_call_can_be_written_with_every_kind_of_mark(
     tokenizer: TextTokenizer, form: ToolFormat
 ) -> None:
     """Qwen's ``<tool_call>`` is an added token that is not special."""
-    constraint = forced_call(form, TOOLS, tokenizer, one=True)
+    constraint = forced_call_grammar(form, TOOLS, tokenizer, single=True)
     begin, end = BEGIN[form]
     assert takes(tokenizer, constraint, begin + RIGHT + end) == (True, True)
     assert takes(tokenizer, constraint, begin + WRONG + end) == (False, False)
@@ -250,7 +250,7 @@ def spoken(tokenizer: TextTokenizer, reader: ToolReader, text: str) -> list[Any]
 
 @pytest.mark.parametrize("form", ToolFormat)
 def test_strict_calls_fit_and_free_text_is_free(tokenizer: TextTokenizer, form: ToolFormat) -> None:
-    constraint = free_call(form, TOOLS, ["weather"], tokenizer)
+    constraint = free_call_grammar(form, TOOLS, ["weather"], tokenizer)
     begin, end = BEGIN[form]
     for text in (
         "",
@@ -277,7 +277,7 @@ def test_a_thought_may_hold_anything_where_its_marks_are_tokens(tokenizer: TextT
         pytest.skip("marks are spelled")
     thought = f"perhaps <tool_call> or {begin}{WRONG}{end}</think>Well"
     for is_thinking, text in ((False, f"<think>{thought}"), (True, thought)):
-        constraint = free_call(
+        constraint = free_call_grammar(
             ToolFormat.HERMES, TOOLS, ["weather"], tokenizer, is_thinking=is_thinking
         )
         assert takes(tokenizer, constraint, text) == (True, True)
@@ -290,7 +290,7 @@ def test_a_schema_beside_tools_leaves_calls_possible(
     tokenizer: TextTokenizer, form: ToolFormat
 ) -> None:
     schema = json.dumps({**SPEECH, "properties": {"city": {"enum": ["Rome"]}}})
-    constraint = call_or_json(form, TOOLS, (), tokenizer, one=False, schema=schema)
+    constraint = call_or_json_grammar(form, TOOLS, (), tokenizer, single=False, schema=schema)
     begin, end = BEGIN[form]
     assert takes(tokenizer, constraint, '{"city": "Rome"}') == (True, True)
     assert takes(tokenizer, constraint, '{"city": "Köln"') == (False, False)

@@ -25,7 +25,13 @@ from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.prober import VerifierWatch
-from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, forced_call, tool_format
+from edgespec.endpoint.tool_calls import (
+    ToolCall,
+    ToolFormat,
+    ToolReader,
+    forced_call_grammar,
+    tool_format,
+)
 from edgespec.models.tokenizer import (
     ChatTemplate,
     ChatTemplateError,
@@ -377,7 +383,7 @@ async def test_a_call_that_must_be() -> None:
 @pytest.mark.parametrize("one", [True, False])
 def test_what_is_forced_is_what_the_reader_reads(form: ToolFormat, one: bool) -> None:
     tools = [tool("feed"), WASH_NOTHING]
-    constraint = forced_call(form, tools, LettersTokenizer(), one=one)
+    constraint = forced_call_grammar(form, tools, LettersTokenizer(), single=one)
     for seed in range(3):
         text = random_text(READER(constraint), seed)
         reader = ToolReader(form, ["feed", "wash"])
@@ -401,7 +407,7 @@ class Named:
 
 def test_a_mark_that_is_a_token_is_asked_for_by_its_id() -> None:
     names = Named({"<tool_call>": 7, "</tool_call>": 9})
-    constraint = forced_call(ToolFormat.HERMES, [WASH_NOTHING], names, one=True)
+    constraint = forced_call_grammar(ToolFormat.HERMES, [WASH_NOTHING], names, single=True)
     matcher = present(READER(constraint).matcher)
     begun = matcher()
     assert begun.mask()[0] == 1 << 7
@@ -501,10 +507,10 @@ def test_a_hostile_template_fails_and_does_nothing(source: str) -> None:
     """What the sandbox keeps to itself is undefined, which shows as nothing, or an error."""
     messages = [dict(USER)]
     try:
-        shown = ChatTemplate(source).render(messages)
+        shown_value = ChatTemplate(source).render(messages)
     except ChatTemplateError:
-        shown = ""
-    assert shown == ""
+        shown_value = ""
+    assert shown_value == ""
     assert messages == [USER]
 
 

@@ -140,7 +140,7 @@ def test_stop_texts_seeds_and_windows_as_others_send_them() -> None:
     assert read({"stop": many}).sampling.stop == tuple(many)
     assert read({"seed": -1}).sampling.seed != read({"seed": -1}).sampling.seed
     neutral = {"repeat_last_n": 64, "repeat_penalty": 1.0, "stream_options": {}}
-    assert read(neutral).ignored == ()
+    assert read(neutral).ignored_fields == ()
     assert read({"repeat_last_n": -1, "repeat_penalty": 1.1}).sampling.repetition_penalty == 1.1
 
 
@@ -196,7 +196,7 @@ async def test_a_hundred_requests_at_once_are_all_served() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"queue_within_s": 0.1}, "no turn came within 0.1 s"),
+        ({"queue_within_s": 0.1}, "no slot became free within 0.1 s"),
         ({"max_queue_tokens": 5}, "prompts of 3 tokens wait, and 3 more are above the limit of 5"),
     ],
     ids=["time", "memory"],
@@ -260,9 +260,9 @@ async def test_a_stop_text_within_the_least_length_stops_nothing() -> None:
         stopped = await ask(live, TEXTS, usual)
         assert stopped.json["choices"][0]["text"] == free[:3]
         # One that begins within it and ends behind it does stop the text.
-        for least, shown in ((4, 3), (5, free.index(later)), (6, free.index(later))):
+        for least, shown_value in ((4, 3), (5, free.index(later)), (6, free.index(later))):
             reply = await ask(live, TEXTS, {**usual, "min_tokens": least})
-            assert reply.json["choices"][0]["text"] == free[:shown], least
+            assert reply.json["choices"][0]["text"] == free[:shown_value], least
 
 
 async def test_a_least_length_beyond_the_usual_one_is_kept() -> None:

@@ -19,8 +19,8 @@ from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
-from edgespec.endpoint.request_json import ApiError, compact
-from edgespec.endpoint.requests import CUSTOM_INPUT, Request
+from edgespec.endpoint.request_json import ApiError, compact_json
+from edgespec.endpoint.requests import CUSTOM_INPUT, GenerationRequest
 from edgespec.endpoint.tool_calls import ToolCall, ToolReader
 
 _REASONS: Final = {
@@ -64,7 +64,7 @@ class Choice:
 
     index: int
     prompt: Sequence[int]
-    request: Request
+    request: GenerationRequest
     sampling: SamplingParams
     """The request's parameters, with the length and seed of this generation."""
     token_bytes: TokenBytes
@@ -90,8 +90,8 @@ class Choice:
     def logprobs(self) -> int:
         """Number of alternatives to request from the agent. It returns scores from 1 on, so
         logprobs 0 requests 1."""
-        asked = self.request.logprobs
-        return 0 if asked is None else max(1, asked)
+        requested = self.request.logprobs
+        return 0 if requested is None else max(1, requested)
 
     @property
     def text(self) -> str:
@@ -101,84 +101,92 @@ class Choice:
     def calls(self) -> list[ToolCall]:
         return [one for one in self.items if isinstance(one, ToolCall)]
 
-    def name_of(self, token: int, prefix: str = "") -> str:
+    def token_text(self, token: int, prefix: str = "") -> str:
         """Return the text of a token. A token that is a part of a character is written as its bytes
         behind ``prefix``, such as ``\\xe6\\x97``, so that different parts have different names."""
-        written = self.token_bytes(token)
+        token_bytes = self.token_bytes(token)
         try:
-            return written.decode()
+            return token_bytes.decode()
         except UnicodeDecodeError:
-            return prefix + "".join(f"\\x{byte:02x}" for byte in written)
+            return prefix + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
     def add(self, chunk: Chunk) -> Delta:
         """Add a chunk and return what is new. Raises ``ApiError`` if the generation was cancelled
         by this process."""
         self.tokens += len(chunk.tokens)
-        found: list[str | ToolCall] = []
+        items: list[str | ToolCall] = []
         if self.tools is None:
-            found += [chunk.text] if chunk.text else []
+            items += [chunk.text] if chunk.text else []
         else:
             for place, piece in enumerate(chunk.pieces):
                 token = chunk.tokens[place] if place < len(chunk.tokens) else None
-                found += self.tools.push(self.tools.marks.push(token, piece))
+                items += self.tools.push(self.tools.marks.push(token, piece))
             if chunk.finish is not None:
-                found += self.tools.flush()
-        kept = self._kept(found)
+                items += self.tools.flush()
+        new_items = self._append_items(items)
         if chunk.finish is not None:
             if chunk.finish not in _REASONS:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
-            called = self.calls and chunk.finish is FinishReason.STOP
-            self.finish = "tool_calls" if called else _REASONS[chunk.finish]
-        scores = self._scored(chunk) if self.request.logprobs is not None else []
+            has_called = self.calls and chunk.finish is FinishReason.STOP
+            self.finish = "tool_calls" if has_called else _REASONS[chunk.finish]
+        scores = self._score_tokens(chunk) if self.request.logprobs is not None else []
         self.scores += scores
-        return Delta(kept, scores)
+        return Delta(new_items, scores)
 
-    def _scored(self, chunk: Chunk) -> list[ScoredToken]:
+    def _score_tokens(self, chunk: Chunk) -> list[ScoredToken]:
         """Return the tokens of a chunk that have scores, with their places in the output."""
-        found: list[ScoredToken] = []
+        scored: list[ScoredToken] = []
         for place, score in enumerate(chunk.logprobs):
             piece = chunk.pieces[place]
             offset = len(self.echo) + self._characters + piece.held
-            found.append(ScoredToken(chunk.tokens[place], score, offset))
+            scored.append(ScoredToken(chunk.tokens[place], score, offset))
             self._characters += len(piece.text)
-        self._characters += sum(len(piece.text) for piece in chunk.pieces[len(found) :])
-        return found
+        self._characters += sum(len(piece.text) for piece in chunk.pieces[len(scored) :])
+        return scored
 
-    def _kept(self, found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
+    def _append_items(self, items: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
         """Append the new items and return them as the client should receive them: texts that follow
         each other joined, and no second call where only one is wanted."""
-        kept: list[str | ToolCall] = []
-        for one in found:
-            if isinstance(one, str):
-                if kept and isinstance(last := kept[-1], str):
-                    kept[-1] = last + one
+        new_items: list[str | ToolCall] = []
+        for item in items:
+            if isinstance(item, str):
+                if new_items and isinstance(last := new_items[-1], str):
+                    new_items[-1] = last + item
                 else:
-                    kept.append(one)
+                    new_items.append(item)
                 if self.items and isinstance(last := self.items[-1], str):
-                    self.items[-1] = last + one
+                    self.items[-1] = last + item
                 else:
-                    self.items.append(one)
-            elif not (self.request.one_call and self.calls):
-                call = self._given_back(one)
-                kept.append(call)
+                    self.items.append(item)
+            elif not (self.request.single_call and self.calls):
+                call = self._as_client_calls(item)
+                new_items.append(call)
                 self.items.append(call)
-        return tuple(kept)
+        return tuple(new_items)
 
-    def _given_back(self, call: ToolCall) -> ToolCall:
+    def _as_client_calls(self, call: ToolCall) -> ToolCall:
         """Return a call with the names by which the client knows the tool. A model may leave out
         the namespace."""
-        known = self.request.called_as
-        named = known.get(call.name)
-        if named is None:
-            named = next((one for one in known.values() if one.name == call.name), None)
-        if named is None:
+        client_tools = self.request.client_tools
+        client_tool = client_tools.get(call.name)
+        if client_tool is None:
+            client_tool = next(
+                (one for one in client_tools.values() if one.name == call.name), None
+            )
+        if client_tool is None:
             return call
         arguments = call.arguments
-        if named.is_custom:
-            given = json.loads(arguments)
-            text = given.get(CUSTOM_INPUT)
-            arguments = text if isinstance(text, str) and len(given) == 1 else arguments
-        return ToolCall(call.id, named.name, arguments, named.namespace, named.is_custom)
+        if client_tool.is_custom:
+            parsed = json.loads(arguments)
+            text = parsed.get(CUSTOM_INPUT)
+            arguments = text if isinstance(text, str) and len(parsed) == 1 else arguments
+        return ToolCall(
+            id=call.id,
+            name=client_tool.name,
+            arguments=arguments,
+            namespace=client_tool.namespace,
+            is_custom=client_tool.is_custom,
+        )
 
 
 @dataclass(slots=True)
@@ -217,17 +225,17 @@ class ChoicesEnvelope(Envelope, ABC):
         return _event(error.body)
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
-        found = [self._choice(one) | {"finish_reason": one.finish} for one in choices]
-        return self._around(self.whole_object, found) | {"usage": usage}
+        choice_objects = [self._choice(one) | {"finish_reason": one.finish} for one in choices]
+        return self._with_choices(self.whole_object, choice_objects) | {"usage": usage}
 
     def _chunks(self, *choices: Json) -> bytes:
         return b"".join(self._chunk([one]) for one in choices)
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
-        data = self._around(self.delta_object, choices)
+        data = self._with_choices(self.delta_object, choices)
         return _event(data | {"usage": usage} if self.with_usage else data)
 
-    def _around(self, kind: str, choices: list[Json]) -> Json:
+    def _with_choices(self, kind: str, choices: list[Json]) -> Json:
         return {
             "id": self.id,
             "object": kind,
@@ -254,20 +262,20 @@ class ChatEnvelope(ChoicesEnvelope):
         )
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
-        found: list[Json] = []
+        chunks: list[Json] = []
         for part in delta.parts:
             if isinstance(part, str):
-                found.append(_chat_chunk(choice, {"content": part}))
+                chunks.append(_chat_chunk(choice, {"content": part}))
             else:
                 place = self._called.get(choice.index, 0)
                 self._called[choice.index] = place + 1
                 call = {"index": place, **_call(part)}
-                found.append(_chat_chunk(choice, {"tool_calls": [call]}))
+                chunks.append(_chat_chunk(choice, {"tool_calls": [call]}))
         if delta.scores:  # scores belong to the text that became certain with them
-            if not found:
-                found.append(_chat_chunk(choice, {"content": ""}))
-            found[0]["logprobs"] = _chat_scores(choice, delta.scores)
-        return self._chunks(*found)
+            if not chunks:
+                chunks.append(_chat_chunk(choice, {"content": ""}))
+            chunks[0]["logprobs"] = _chat_scores(choice, delta.scores)
+        return self._chunks(*chunks)
 
     def closing(self, choice: Choice) -> bytes:
         return self._chunks(_chat_chunk(choice, {}) | {"finish_reason": choice.finish})
@@ -303,14 +311,19 @@ class CompletionEnvelope(ChoicesEnvelope):
         return self._part(choice, choice.echo + choice.text, scores)
 
     def _part(self, choice: Choice, text: str, scores: Scores | None) -> Json:
-        found = None if scores is None else self._scores(choice, scores)
-        if found is not None and choice.finish is not None:  # a stop string is no output
+        score_object = None if scores is None else self._scores(choice, scores)
+        if score_object is not None and choice.finish is not None:  # a stop string is no output
             length = len(choice.echo) + len(choice.text)
-            found["text_offset"] = [min(one, length) for one in found["text_offset"]]
-        return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": None}
+            score_object["text_offset"] = [min(one, length) for one in score_object["text_offset"]]
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": score_object,
+            "finish_reason": None,
+        }
 
     def _scores(self, choice: Choice, scores: Scores) -> Json:
-        name = partial(choice.name_of, prefix="bytes:")
+        name = partial(choice.token_text, prefix="bytes:")
         tops = []
         for one in scores:
             # Each token once, the generated one first with its own score.
@@ -340,9 +353,9 @@ class ResponseEnvelope(Envelope):
     _open: bool = False
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        begun = self._response(choices, [], None)
-        said = self._event("response.created", response=begun)
-        return said + self._event("response.in_progress", response=begun)
+        item_begun = self._response(choices, [], None)
+        events = self._event("response.created", response=item_begun)
+        return events + self._event("response.in_progress", response=item_begun)
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
         return b"".join(
@@ -350,8 +363,8 @@ class ResponseEnvelope(Envelope):
         )
 
     def closing(self, choice: Choice) -> bytes:
-        said = b"" if self._items else self._text("")
-        return said + self._end_text(_status(choice))
+        events = b"" if self._items else self._text("")
+        return events + self._end_text(_status(choice))
 
     def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
         whole = self._response(choices, self._items, usage)
@@ -362,28 +375,28 @@ class ResponseEnvelope(Envelope):
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         (choice,) = choices
-        given = choice.items or [""]
-        last = len(given) - 1
+        parts = choice.items or [""]
+        last = len(parts) - 1
         items = [
             _message(one, _status(choice) if place == last else "completed")
             if isinstance(one, str)
             else _tool_call(one)
-            for place, one in enumerate(given)
+            for place, one in enumerate(parts)
         ]
         return self._response(choices, items, usage)
 
     def _text(self, text: str) -> bytes:
-        said = b""
+        events = b""
         if not self._open:
             self._open = True
             self._items.append(item := _message("", "in_progress"))
-            said += self._of_item("output_item.added", item={**item, "content": []})
-            said += self._of_part("content_part.added", part=item["content"][0])
+            events += self._item_event("output_item.added", item={**item, "content": []})
+            events += self._part_event("content_part.added", part=item["content"][0])
         if not text:
-            return said
+            return events
         item = self._items[-1]
         item["content"] = [_part(item["content"][0]["text"] + text)]
-        return said + self._of_part("output_text.delta", delta=text, logprobs=[])
+        return events + self._part_event("output_text.delta", delta=text, logprobs=[])
 
     def _end_text(self, status: str = "completed") -> bytes:
         if not self._open:
@@ -391,29 +404,29 @@ class ResponseEnvelope(Envelope):
         self._open = False
         item = self._items[-1] = {**self._items[-1], "status": status}
         part = item["content"][0]
-        said = self._of_part("output_text.done", text=part["text"], logprobs=[])
-        said += self._of_part("content_part.done", part=part)
-        return said + self._of_item("output_item.done", item=item)
+        events = self._part_event("output_text.done", text=part["text"], logprobs=[])
+        events += self._part_event("content_part.done", part=part)
+        return events + self._item_event("output_item.done", item=item)
 
     def _call(self, call: ToolCall) -> bytes:
-        said = self._end_text()
+        events = self._end_text()
         self._items.append(item := _tool_call(call))
         kind, field_name = "function_call_arguments", "arguments"
         if call.is_custom:
             kind, field_name = "custom_tool_call_input", CUSTOM_INPUT
-        begun = {**item, "status": "in_progress", field_name: ""}
-        which, done = {"item_id": item["id"]}, {field_name: call.arguments}
+        item_begun = {**item, "status": "in_progress", field_name: ""}
+        item_id, done = {"item_id": item["id"]}, {field_name: call.arguments}
         if not call.is_custom:
             done["name"] = call.name
-        said += self._of_item("output_item.added", item=begun)
-        said += self._of_item(f"{kind}.delta", **which, delta=call.arguments)
-        said += self._of_item(f"{kind}.done", **which, **done)
-        return said + self._of_item("output_item.done", item=item)
+        events += self._item_event("output_item.added", item=item_begun)
+        events += self._item_event(f"{kind}.delta", **item_id, delta=call.arguments)
+        events += self._item_event(f"{kind}.done", **item_id, **done)
+        return events + self._item_event("output_item.done", item=item)
 
-    def _of_part(self, kind: str, **data: Any) -> bytes:
-        return self._of_item(kind, item_id=self._items[-1]["id"], content_index=0, **data)
+    def _part_event(self, kind: str, **data: Any) -> bytes:
+        return self._item_event(kind, item_id=self._items[-1]["id"], content_index=0, **data)
 
-    def _of_item(self, kind: str, **data: Any) -> bytes:
+    def _item_event(self, kind: str, **data: Any) -> bytes:
         return self._event(f"response.{kind}", output_index=len(self._items) - 1, **data)
 
     def _event(self, kind: str, **data: Any) -> bytes:
@@ -424,14 +437,14 @@ class ResponseEnvelope(Envelope):
     def _response(self, choices: Sequence[Choice], items: list[Json], usage: Json | None) -> Json:
         (choice,) = choices
         status = {None: "in_progress", "length": "incomplete"}.get(choice.finish, "completed")
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
             "error": None,
-            "incomplete_details": cut,
+            "incomplete_details": incomplete_details,
             "model": self.model,
             "output": items,
             "usage": usage and _usage(usage),
@@ -444,13 +457,13 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
     """Return the ``usage`` of a response. Its section ``edgespec`` is not OpenAI's: how many tokens
     the device drafted, and by which rule drafts were accepted. Under a ``lossy`` rule,
     ``replaced_tokens`` counts the tokens that are not the target's own."""
-    completion = sum(choice.tokens for choice in choices)
+    completion_tokens = sum(choice.tokens for choice in choices)
     stats = [choice.stats for choice in choices if choice.stats is not None]
     counters = [one.counters for one in stats]
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "edgespec": {
             "drafted_tokens": sum(one.sent for one in counters),
             "accepted_tokens": sum(one.accepted for one in counters),
@@ -467,7 +480,7 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + compact(data).encode() + b"\n\n"
+    return b"data: " + compact_json(data).encode() + b"\n\n"
 
 
 def _chat_chunk(choice: Choice, delta: Json) -> Json:
@@ -483,14 +496,14 @@ def _call(call: ToolCall) -> Json:
 
 
 def _chat_scores(choice: Choice, scores: Scores) -> Json:
-    def told(token: int, logprob: float) -> Json:
+    def scored(token: int, logprob: float) -> Json:
         written = list(choice.token_bytes(token))
-        return {"token": choice.name_of(token), "logprob": logprob, "bytes": written}
+        return {"token": choice.token_text(token), "logprob": logprob, "bytes": written}
 
     content = [
         {
-            **told(one.token, one.score.logprob),
-            "top_logprobs": [told(*top) for top in one.score.top[: choice.request.logprobs]],
+            **scored(one.token, one.score.logprob),
+            "top_logprobs": [scored(*top) for top in one.score.top[: choice.request.logprobs]],
         }
         for one in scores
     ]
