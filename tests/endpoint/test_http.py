@@ -303,7 +303,7 @@ async def test_who_reads_nothing_holds_no_connection(stream: bool) -> None:
 
 
 async def test_connections_that_say_nothing_keep_nobody_out() -> None:
-    async with over_script(ScriptedAgent(["a"]), most=3) as live:
+    async with over_script(ScriptedAgent(["a"]), max_connections=3) as live:
         async with connected(live), connected(live), connected(live), connected(live):
             assert (await ask(live, PATH, HELLO)).status == 200
 
@@ -320,7 +320,7 @@ async def test_a_burst_holds_no_more_descriptors_than_there_is_room_for() -> Non
             loop.call_soon(count)  # once in every turn of the loop
 
     loop = asyncio.get_running_loop()
-    async with over_script(ScriptedAgent(["a"]), most=most) as live:
+    async with over_script(ScriptedAgent(["a"]), max_connections=most) as live:
         before = len(os.listdir("/proc/self/fd"))
         clients = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(burst)]
         count()
@@ -390,7 +390,7 @@ async def test_beyond_the_most_connections_who_is_answered_stays() -> None:
         await gate.wait()
 
     agent = ScriptedAgent(["a"], FinishReason.STOP, between=between)
-    async with over_script(agent, most=2) as live:
+    async with over_script(agent, max_connections=2) as live:
         running = [asyncio.create_task(ask(live, PATH, HELLO)) for _ in range(2)]
         await until(lambda: live.endpoint.running_count == 2)
         late = await ask(live, "/version")
