@@ -44,7 +44,7 @@ def passes_until_a_token(engine: PacedEngine, name: str, most: int) -> int:
 def is_inside(engine: PacedEngine, name: str) -> bool:
     ledger = engine.engine.keeper.ledger
     assert ledger is not None
-    return ledger.held(name) > 0
+    return ledger.held_count(name) > 0
 
 
 def test_prompts_of_one_key_with_room_for_all_delay_no_other_key() -> None:

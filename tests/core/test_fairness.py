@@ -168,7 +168,7 @@ def test_accounts_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch
     for number in range(100):
         table.clear()
         table["s"] = single(number)
-        fairness.plan(["s"], (), 0.0)
+        fairness.plan_pass(["s"], (), 0.0)
     assert len(fairness._accounts) <= 8
 
 
@@ -227,12 +227,12 @@ def test_a_session_over_its_keys_rate_keeps_no_newer_one_out_of_the_cache() -> N
 
 def could_run(engine: VerifyEngine) -> bool:
     """Whether a session waits that has room in the cache, or an older one's leave to have it."""
-    ledger, over_rate = engine.keeper.ledger, engine._scheduler.fairness.over_rate
+    ledger, is_over_rate = engine.keeper.ledger, engine._scheduler.fairness.is_over_rate
     assert ledger is not None
     for key, session in engine.sessions.items():
-        if session.missing_rows and not over_rate(key):
+        if session.rows_to_feed and not is_over_rate(key):
             wanted = session.cache_length + 1 if session.cache_length else session.prefix.length
-            return ledger.missing(key, wanted) <= ledger.free_count
+            return ledger.missing_count(key, wanted) <= ledger.free_count
     return False
 
 
@@ -463,10 +463,10 @@ def test_every_block_has_one_owner_and_none_is_lost() -> None:
                 assert ledger.release(key) == len(mine)
                 lengths[key] = 0
         owner = {block: key for key in "abc" for block in ledger.table(key)}
-        held = sum(ledger.held(key) for key in "abc")
+        held = sum(ledger.held_count(key) for key in "abc")
         assert len(owner) == held == 12 - ledger.free_count
         assert set(owner) <= set(range(1, 13))
-        assert all(ledger.held(key) * 4 >= lengths[key] for key in "abc")
+        assert all(ledger.held_count(key) * 4 >= lengths[key] for key in "abc")
 
 
 def _world(
@@ -489,7 +489,7 @@ def _world(
             assert isinstance(run, RunPass)
             keeper.reserve(key, session.prefix.length)
             session.handle(PassDone((TEXT[5],)), 0.0)
-            keeper.settle(run.request, session.prefix.length)
+            keeper.settle_pass(run.request, session.prefix.length)
     return keeper, ledger, sessions
 
 
@@ -504,7 +504,7 @@ def test_nobody_enters_before_one_who_came_earlier() -> None:
 
 def test_the_gone_lose_their_blocks_first_then_those_who_wait_then_the_newest() -> None:
     keeper, _, sessions = _world(4, 4, 4, 4, 4, blocks=5)
-    sessions["b"].device.unread_since = 0.5
+    sessions["b"].device.unacknowledged_since = 0.5
     sessions["c"].handle(Detach(), 2.0)
     sessions["d"].handle(Detach(), 1.0)
     for length in (4, 8, 12, 16):  # at each step the oldest needs one more block
@@ -526,7 +526,7 @@ def test_guesses_cost_nobody_a_block() -> None:
 
 def test_an_eviction_frees_only_what_nobody_else_holds() -> None:
     keeper, ledger, sessions = _world(9, 9, 9, blocks=6, share=True)
-    assert [ledger.held(key) for key in "abc"] == [3, 3, 3]
+    assert [ledger.held_count(key) for key in "abc"] == [3, 3, 3]
     assert ledger.free_count == 1  # two blocks are everybody's
     sessions["a"].cache_length = 12
     assert keeper.rows_for("a", 8, (), 0, 1.0) == 4

@@ -22,7 +22,7 @@ from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.drafts import RunAheadView, auto_run_ahead, never_run_ahead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.row_price import UNPRICED_LOOKUP_CHANCE, RowPriceEstimator
-from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, PromptLoad
+from edgespec.core.verifier.scheduler import INITIAL_PREFILL_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
 from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess
@@ -176,10 +176,10 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         if nodes:
             session.handle(guesses(session, nodes), now)
         scheduler.enqueue("s")
-        (request, *others), _ = scheduler.form(sessions, now)
+        (request, *others), _ = scheduler.form_pass(sessions, now)
         assert len(request.tokens) == (0 if prompts and number < 8 else nodes)
         now += PASS_S + row_s * sum(one.row_count for one in (request, *others))
-        scheduler.finish(now)
+        scheduler.finish_pass(now)
         session.handle(se.PassDone((scenes.TEXT[3], *(0 for _ in request.tokens))), now)
         for other in others:
             sessions[other.key].handle(se.PassDone(()), now)
@@ -261,7 +261,7 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
     while len(fed_at_s) < len(names):
         before_s, rows = world.now, world.run_pass()
         assert rows.pop("victim") == 1
-        learning = 2 * FIRST_ROWS if len(gaps_s) < 4 else 1
+        learning = 2 * INITIAL_PREFILL_ROWS if len(gaps_s) < 4 else 1
         most = 0.25 * scenes.DECODE_S / row_s + learning
         assert sum(count for count in rows.values() if count > 1) <= most
         gaps_s.append(world.now - before_s)

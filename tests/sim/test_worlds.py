@@ -210,7 +210,7 @@ def new_stream_has_old_marks(new_stream: Any, outbox: DraftOutbox) -> None:
 @MUTANTS.of(VerifySession, "_on_offer", seeds=20)
 def flow_control_is_off(offer: Any, session: VerifySession, *given: Any) -> Any:
     session.device.received = session.prefix.length
-    session.device.unread_since = None
+    session.device.unacknowledged_since = None
     return offer(session, *given)
 
 
@@ -234,8 +234,8 @@ def trims_one_block_too_many(trim: Any, ledger: BlockLedger, key: str, length: i
 @MUTANTS.of(BlockLedger, "reserve", seeds=50)
 def blocks_are_given_twice(reserve: Any, ledger: BlockLedger, key: str, length: int) -> bool:
     table = ledger._tables.setdefault(key, [])
-    missing = ledger.missing(key, length)
-    given = (ledger._blank + [1] * missing)[:missing]
+    missing = ledger.missing_count(key, length)
+    given = (ledger._free_unnamed + [1] * missing)[:missing]
     table += given
     for block in given:
         ledger._holders[block] += 1
@@ -256,7 +256,7 @@ def published_before_its_pass(reserve: Any, keeper: CacheKeeper, key: str, lengt
     return table
 
 
-@MUTANTS.of(CacheKeeper, "settle", seeds=2400)
+@MUTANTS.of(CacheKeeper, "settle_pass", seeds=2400)
 def nodes_are_published(settle: Any, keeper: CacheKeeper, request: Any, length: int) -> None:
     """Nobody knows yet whether the target can move them to their places."""
     if keeper._sharing is not None:
@@ -320,7 +320,7 @@ def draft_cache_is_off_by_one(missing: Any, chain: ChainRecord, text: Any) -> An
     return (keep + 1, feed[1:]) if len(feed) > 1 else (keep, feed)
 
 
-@MUTANTS.of(SessionSlots, "free", seeds=40)
+@MUTANTS.of(SessionSlots, "release", seeds=40)
 def places_of_a_key_stay_taken(free: Any, slots: SessionSlots, key: str) -> None:
     slots._peer_of.pop(key, None)
 

@@ -36,11 +36,11 @@ def refuse_open(
     limits of the credential (``limits_of``). ``rules`` are the offered acceptance rules, as in
     ``EngineLimits``.
     """
-    faults = _faults(request, model, rules, credential, served or (model.name,))
+    faults = _request_faults(request, model, rules, credential, served or (model.name,))
     return next(chain(faults, _token_faults(request, model, limits, credential)), None)
 
 
-def _faults(
+def _request_faults(
     request: Open,
     model: ModelInfo,
     rules: Collection[str],
@@ -98,23 +98,23 @@ def _token_faults(
     if held > sampling.max_tokens:
         yield invalid(f"{held} generated tokens held, more than max_tokens {sampling.max_tokens}")
     size = model.vocabulary_size
-    for ids, whence in (
+    for ids, source in (
         (chain(request.prompt, request.committed), ""),
         (sampling.stop_token_ids, " of stop_token_ids"),
         (sampling.logit_bias, " of logit_bias"),
     ):
         bad = next((token for token in ids if not 0 <= token < size), None)
         if bad is not None:
-            yield invalid(f"token {bad}{whence} is outside the vocabulary of {size}")
+            yield invalid(f"token {bad}{source} is outside the vocabulary of {size}")
 
 
 # Bounds of the retry advice that a refused session receives.
-LEAST_S, MOST_S = 1.0, 10.0
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 10.0
 # A refused session that does not retry for this long is forgotten; the table has a fixed size.
-FORGET_S, MOST = 2.0 * MOST_S, 1024
+REFUSAL_MEMORY_S, MAX_REFUSALS = 2.0 * MAX_RETRY_S, 1024
 # Several round trips of a slow link: a device that reads acknowledges sooner than this.
 PATIENCE_S = 3.0
-DISPLACED = Fault(
+DISPLACED_FAULT = Fault(
     FaultCode.OVERLOADED,
     f"the device acknowledged nothing for {PATIENCE_S:g} s, and another needs the session's place",
     retry_after_s=1.0,
@@ -140,34 +140,38 @@ class SessionSlots:
         self._limits, self._sessions = limits, sessions
         self.credential_of: dict[str, Credential] = {}
         self._peer_of: dict[str, str] = {}
-        self._asked_at: dict[str, float] = {}
+        self._refused_at: dict[str, float] = {}
         """Time of the last refusal by session id, in the order of each session's first refusal."""
-        self._gap_s = MovingAverage()
-        self._entered_at: float | None = None
+        self._admission_gap_s = MovingAverage()
+        self._admitted_at: float | None = None
 
-    def take(self, key: str, peer: str, credential: Credential, now: float) -> None:
+    def occupy(self, key: str, peer: str, credential: Credential, now: float) -> None:
         self._peer_of[key], self.credential_of[key] = peer, credential
-        self._asked_at.pop(key, None)
-        if self._entered_at is not None:
-            self._gap_s.add(min(MOST_S, now - self._entered_at))
-        self._entered_at = now
+        self._refused_at.pop(key, None)
+        if self._admitted_at is not None:
+            self._admission_gap_s.add(min(MAX_RETRY_S, now - self._admitted_at))
+        self._admitted_at = now
 
-    def free(self, key: str) -> None:
+    def release(self, key: str) -> None:
         self._peer_of.pop(key, None)
         self.credential_of.pop(key, None)
 
-    def displaced_by(
+    def make_room(
         self, key: str, peer: str, credential: Credential, now: float
     ) -> str | Fault | None:
         """Return what must happen before the session may be opened: None if there is room, the id
         of a session that must be ended first, or the fault that refuses the newcomer."""
         limits, name, sessions = self._limits, credential.name, self.credential_of
-        mine = [one for one, owner in sessions.items() if owner.name == name]
-        theirs = [one for one, owner in self._peer_of.items() if owner == peer]
+        of_credential = [one for one, owner in sessions.items() if owner.name == name]
+        of_peer = [one for one, owner in self._peer_of.items() if owner == peer]
         for held, most, whose in (
-            (mine, credential.max_sessions, f"key {name!r} are open, its limit (max_sessions)"),
             (
-                theirs,
+                of_credential,
+                credential.max_sessions,
+                f"key {name!r} are open, its limit (max_sessions)",
+            ),
+            (
+                of_peer,
                 limits.max_sessions_per_peer,
                 f"{peer} are open, its limit (max_sessions_per_peer)",
             ),
@@ -181,22 +185,27 @@ class SessionSlots:
         return None
 
     def _refuse(self, key: str, now: float) -> Fault:
-        for other, at in tuple(self._asked_at.items()):
-            if now - at > FORGET_S:
-                del self._asked_at[other]
-        if key in self._asked_at or len(self._asked_at) < MOST:
-            self._asked_at[key] = now
-        before = next((n for n, other in enumerate(self._asked_at) if other == key), MOST)
-        why = f"all {self._limits.max_sessions} sessions are taken; {before} wait before it"
-        wait_s = (before + 1) * self._gap_s.get(0.0)
-        return Fault(FaultCode.OVERLOADED, why, min(MOST_S, max(LEAST_S, wait_s)))
+        for other, at in tuple(self._refused_at.items()):
+            if now - at > REFUSAL_MEMORY_S:
+                del self._refused_at[other]
+        if key in self._refused_at or len(self._refused_at) < MAX_REFUSALS:
+            self._refused_at[key] = now
+        earlier = next(
+            (n for n, other in enumerate(self._refused_at) if other == key), MAX_REFUSALS
+        )
+        why = f"all {self._limits.max_sessions} sessions are taken; {earlier} wait before it"
+        wait_s = (earlier + 1) * self._admission_gap_s.get(0.0)
+        return Fault(FaultCode.OVERLOADED, why, min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s)))
 
     def _longest_useless(self, keys: Iterable[str], now: float) -> str | None:
-        found: list[tuple[float, str]] = []
+        useless: list[tuple[float, str]] = []
         for key in keys:
             device = self._sessions[key].device
             if device.detached_at is not None:
-                found.append((device.detached_at, key))
-            elif device.unread_since is not None and now - device.unread_since >= PATIENCE_S:
-                found.append((device.unread_since, key))
-        return min(found)[1] if found else None
+                useless.append((device.detached_at, key))
+            elif (
+                device.unacknowledged_since is not None
+                and now - device.unacknowledged_since >= PATIENCE_S
+            ):
+                useless.append((device.unacknowledged_since, key))
+        return min(useless)[1] if useless else None

@@ -40,9 +40,9 @@ class BlockLedger:
     def __init__(self, cache: CacheShape) -> None:
         assert min(cache.block_count, cache.block_tokens) >= 1
         self.block_count, self.block_tokens = cache.block_count, cache.block_tokens
-        self._blank = list(range(cache.block_count, 0, -1))
+        self._free_unnamed = list(range(cache.block_count, 0, -1))
         """Free blocks without a name."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._free_named: OrderedDict[int, None] = OrderedDict()
         """Free blocks with a name, the block that was released first in front."""
         self._tables: dict[str, list[int]] = {}
         self._holders = [0] * (cache.block_count + 1)
@@ -52,7 +52,7 @@ class BlockLedger:
     @property
     def free_count(self) -> int:
         """Blocks that no session holds, including named blocks whose rows may still be reused."""
-        return len(self._blank) + len(self._idle)
+        return len(self._free_unnamed) + len(self._free_named)
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -61,19 +61,19 @@ class BlockLedger:
     def table(self, key: str) -> tuple[int, ...]:
         return tuple(self._tables.get(key, ()))
 
-    def held(self, key: str) -> int:
+    def held_count(self, key: str) -> int:
         return len(self._tables.get(key, ()))
 
     def holder_count(self, block: int) -> int:
         return self._holders[block]
 
-    def writable(self, block: int) -> bool:
+    def is_writable(self, block: int) -> bool:
         """Return whether the block's one holder may write rows into it."""
         return self._holders[block] == 1 and block not in self._name_of
 
-    def missing(self, key: str, length: int) -> int:
+    def missing_count(self, key: str, length: int) -> int:
         """Return how many more blocks the session needs before it can hold ``length`` rows."""
-        return max(0, -(-length // self.block_tokens) - self.held(key))
+        return max(0, -(-length // self.block_tokens) - self.held_count(key))
 
     def reserve(self, key: str, length: int) -> bool:
         """Give the session enough blocks for ``length`` rows; return False if too few blocks are
@@ -84,7 +84,7 @@ class BlockLedger:
         if missing > self.free_count:
             return False
         table = self._tables.setdefault(key, [])
-        table += [self._take() for _ in range(missing)]
+        table += [self._allot() for _ in range(missing)]
         return True
 
     def trim(self, key: str, length: int) -> None:
@@ -94,13 +94,13 @@ class BlockLedger:
         elif (table := self._tables.get(key)) is not None:
             keep = -(-length // self.block_tokens)
             if keep < len(table):
-                self._let_go(table[keep:])
+                self._release_blocks(table[keep:])
                 del table[keep:]
 
     def release(self, key: str) -> int:
         """Release all blocks of a session and return how many there were."""
         table = self._tables.pop(key, [])
-        self._let_go(table)
+        self._release_blocks(table)
         return len(table)
 
     # --- names -----------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class BlockLedger:
         """
         block = self._tables[key][place]
         if block not in self._name_of and name not in self._block_of:
-            assert self.writable(block), f"block {block} has {self._holders[block]} holders"
+            assert self.is_writable(block), f"block {block} has {self._holders[block]} holders"
             self._name_of[block], self._block_of[name] = name, block
 
     def adopt(self, key: str, place: int, blocks: Sequence[int]) -> None:
@@ -126,10 +126,10 @@ class BlockLedger:
         for block in blocks:
             assert block in self._name_of
             self._holders[block] += 1
-            self._idle.pop(block, None)
+            self._free_named.pop(block, None)
         replaced = table[place : place + len(blocks)]
         table[place : place + len(blocks)] = blocks
-        self._let_go(replaced)
+        self._release_blocks(replaced)
 
     def withdraw(self, key: str) -> None:
         """Remove the names of the session's blocks, so that no other session finds them again."""
@@ -139,25 +139,25 @@ class BlockLedger:
 
     # --- free blocks -----------------------------------------------------------------------
 
-    def _take(self) -> int:
+    def _allot(self) -> int:
         """Return a free block. It has no name any more and one holder."""
-        if self._blank:
-            block = self._blank.pop()
+        if self._free_unnamed:
+            block = self._free_unnamed.pop()
         else:
-            block, _ = self._idle.popitem(last=False)
+            block, _ = self._free_named.popitem(last=False)
             del self._block_of[self._name_of.pop(block)]
         assert self._holders[block] == 0
         self._holders[block] = 1
         return block
 
-    def _let_go(self, blocks: Sequence[int]) -> None:
+    def _release_blocks(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 if block in self._name_of:
-                    self._idle[block] = None
+                    self._free_named[block] = None
                 else:
-                    self._blank.append(block)
+                    self._free_unnamed.append(block)
 
 
 _NAME_BYTES = 32

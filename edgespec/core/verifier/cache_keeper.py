@@ -95,10 +95,10 @@ class PrefixSharing:
             self._ledger.release(key)
             names = BlockNames(prefix, self._ledger.block_tokens, self._owner_of(key))
             self._names[key] = names
-        if self._ledger.held(key):
+        if self._ledger.held_count(key):
             return None
         names.published = 0
-        return self._take(key, names, 0)
+        return self._adopt_published(key, names, 0)
 
     def catch_up(self, key: str, start: int) -> int:
         """Adopt blocks that others have published behind the session's ``start`` cached rows.
@@ -107,10 +107,10 @@ class PrefixSharing:
         """
         names = self._names[key]
         place = start // self._ledger.block_tokens
-        found = self._take(key, names, place) if place < self._shareable(names) else 0
+        found = self._adopt_published(key, names, place) if place < self._shareable(names) else 0
         return place * self._ledger.block_tokens + found if found else start
 
-    def waits(self, key: str, start: int, most: int) -> bool:
+    def should_wait(self, key: str, start: int, most: int) -> bool:
         """Return whether a session that may feed ``most`` rows gets at least as far by feeding
         none, since other sessions of this pass fill the blocks that it needs."""
         names, size = self._names[key], self._ledger.block_tokens
@@ -122,7 +122,7 @@ class PrefixSharing:
             stop += 1
         return stop > place and (stop + 1) * size > start + most
 
-    def joins(self, key: str, first: int, stop: int) -> None:
+    def note_filling(self, key: str, first: int, stop: int) -> None:
         """Note that the pass being formed fills the session's blocks ``first`` to ``stop - 1``."""
         self.filling.update(map(self._names[key].name, range(first, stop)))
 
@@ -132,14 +132,14 @@ class PrefixSharing:
         names, count = self._names.get(key), length // self._ledger.block_tokens
         if names is None or count <= names.published:
             return
-        for place in range(names.published, min(count, self._ledger.held(key))):
+        for place in range(names.published, min(count, self._ledger.held_count(key))):
             self._ledger.publish(key, place, names.name(place))
         names.published = count
 
     def forget(self, key: str) -> None:
         self._names.pop(key, None)
 
-    def _take(self, key: str, names: BlockNames, place: int) -> int:
+    def _adopt_published(self, key: str, names: BlockNames, place: int) -> int:
         """Adopt the published blocks from index ``place`` on; return how many tokens they hold."""
         blocks: list[int] = []
         for next_place in range(place, self._shareable(names)):
@@ -200,7 +200,7 @@ class CacheKeeper:
         """Sessions that lost their blocks since the scheduler last looked; the scheduler clears the
         list."""
         self.sessions = sessions
-        self.over_rate: Callable[[str], bool] = lambda key: False
+        self.is_over_rate: Callable[[str], bool] = lambda key: False
         """Returns whether a session waits for its credential's rate; set by the engine."""
         self._credential_of = {} if credential_of is None else credential_of
         self._refused: set[str] = set()
@@ -245,17 +245,17 @@ class CacheKeeper:
         if self._sharing is not None:
             if not spared:
                 self._sharing.filling.clear()
-            decodes = session.prefix.length - session.cache_length == 1
-            if not decodes and self._waits(self._sharing, session, most, now):
+            is_decoding = session.prefix.length - session.cache_length == 1
+            if not is_decoding and self._should_wait(self._sharing, session, most, now):
                 return 0
-        start, held, free = session.cache_length, ledger.held(key), ledger.free_count
+        start, held, free = session.cache_length, ledger.held_count(key), ledger.free_count
         for spare in (free - waiting, min(1, free)):
             room = (held + max(0, spare)) * ledger.block_tokens - start
             if room > 0:
                 return min(most, room)
         if not self._make_room(key, start + 1, spared, now):
             return 0
-        return min(most, (ledger.held(key) + 1) * ledger.block_tokens - start)
+        return min(most, (ledger.held_count(key) + 1) * ledger.block_tokens - start)
 
     def reserve(self, key: str, length: int) -> tuple[int, ...]:
         """Return the block table of a session with ``length`` rows in the pass.
@@ -272,12 +272,12 @@ class CacheKeeper:
             first = session.cache_length // size
             stop = (length if length < committed else committed) // size
             for block in table[first:]:
-                assert self.ledger.writable(block), "a shared block would be written"
+                assert self.ledger.is_writable(block), "a shared block would be written"
             if stop > first and self._sharing is not None:
-                self._sharing.joins(key, first, stop)
+                self._sharing.note_filling(key, first, stop)
         return table
 
-    def settle(self, request: PassRequest, length: int) -> None:
+    def settle_pass(self, request: PassRequest, length: int) -> None:
         """Record the session's part of a pass that succeeded.
 
         What the session fed is published for others. Only its first ``length`` rows are kept.
@@ -287,7 +287,7 @@ class CacheKeeper:
         if self.ledger is not None:
             self.ledger.trim(request.key, length)
 
-    def distrust(self, key: str) -> None:
+    def withdraw(self, key: str) -> None:
         """Withdraw the blocks of a session that failed in the target, so that no other session uses
         them."""
         if self.ledger is not None:
@@ -305,8 +305,8 @@ class CacheKeeper:
         """Return whether the session wants a pass, may have one, and holds no block."""
         assert self.ledger is not None
         session = self.sessions.get(key)
-        wants = session is not None and session.missing_rows > 0
-        return wants and not self.ledger.held(key) and not self.over_rate(key)
+        wants = session is not None and session.rows_to_feed > 0
+        return wants and not self.ledger.held_count(key) and not self.is_over_rate(key)
 
     def _ordered(self) -> CacheOrder:
         """Return the order of the sessions for the pass that is being formed."""
@@ -322,17 +322,17 @@ class CacheKeeper:
         siblings: dict[str, list[str]] = {}
         wants: dict[str, int] = {}
         for key, session in self.sessions.items():
-            held = ledger.held(key)
-            if not held and not session.missing_rows:
+            held = ledger.held_count(key)
+            if not held and not session.rows_to_feed:
                 continue
             members.append(key)
             device = session.device
-            if device.detached_at is not None or device.unread_since is not None:
+            if device.detached_at is not None or device.unacknowledged_since is not None:
                 continue
-            if not held and self.over_rate(key):
+            if not held and self.is_over_rate(key):
                 continue
             name = self._credential_of.get(key, ANYBODY).name
-            needs[key] = held + ledger.missing(key, session.prefix.length)
+            needs[key] = held + ledger.missing_count(key, session.prefix.length)
             wants[name] = wants.get(name, 0) + needs[key]
             siblings.setdefault(name, []).append(key)
         share = fair_share(ledger.block_count, [*wants.values()])
@@ -358,7 +358,7 @@ class CacheKeeper:
         order, free = self._ordered(), self.ledger.free_count
         own = self._credential_of.get(key, ANYBODY).name
         before = order.siblings.get(own, []) if key in order.within_share else order.line
-        needed = self.ledger.missing(key, self.sessions[key].prefix.length)
+        needed = self.ledger.missing_count(key, self.sessions[key].prefix.length)
         for other in before:
             if other == key:
                 break
@@ -371,7 +371,7 @@ class CacheKeeper:
     def _enter(self, session: VerifySession, key: str, spared: Collection[str], now: float) -> bool:
         """Reserve the whole committed prefix of a session without blocks, if the rules allow it."""
         assert self.ledger is not None
-        if not self.ledger.held(key) and not self._may_enter(key):
+        if not self.ledger.held_count(key) and not self._may_enter(key):
             self._refused.add(key)
             return False
         length = session.prefix.length
@@ -387,7 +387,9 @@ class CacheKeeper:
             session.handle(ev.Cached(cached), now)
         return True
 
-    def _waits(self, sharing: PrefixSharing, session: VerifySession, most: int, now: float) -> bool:
+    def _should_wait(
+        self, sharing: PrefixSharing, session: VerifySession, most: int, now: float
+    ) -> bool:
         """Adopt what others have cached for a session meanwhile; return whether it should wait for
         more."""
         key, start = session.request.session_id, session.cache_length
@@ -395,40 +397,40 @@ class CacheKeeper:
         if length > start:
             self.prefix_hit_tokens += length - start
             session.handle(ev.Cached(length), now)
-        return sharing.waits(key, length, most)
+        return sharing.should_wait(key, length, most)
 
     def _make_room(self, key: str, length: int, spared: Collection[str], now: float) -> bool:
         """Evict as few sessions as possible until ``length`` rows fit; evict none if they cannot
         fit."""
         assert self.ledger is not None
-        short = self.ledger.missing(key, length) - self.ledger.free_count
+        short = self.ledger.missing_count(key, length) - self.ledger.free_count
         if short <= 0:
             return True
         victims: list[str] = []
-        left: dict[int, int] = {}  # holders that each block would have left
+        holders_left: dict[int, int] = {}  # holders that each block would have left
         for victim in self._victims(key, spared, now):
             victims.append(victim)
             for block in self.ledger.table(victim):
-                left[block] = left.get(block, self.ledger.holder_count(block)) - 1
-                short -= not left[block]
+                holders_left[block] = holders_left.get(block, self.ledger.holder_count(block)) - 1
+                short -= not holders_left[block]
             if short <= 0:
                 break
         else:
             return False
         for victim in victims:
-            if all(left[block] for block in self.ledger.table(victim)):
+            if all(holders_left[block] for block in self.ledger.table(victim)):
                 continue  # all its blocks stay with other holders
             self.ledger.release(victim)
             self.sessions[victim].handle(ev.Cached(0), now)
             self.evictions += 1
-            self.preemptions += self.sessions[victim].missing_rows > 0
+            self.preemptions += self.sessions[victim].rows_to_feed > 0
             self.evicted.append(victim)
         return True
 
     def _victims(self, key: str, spared: Collection[str], now: float) -> list[str]:
         """Return the sessions that may lose blocks to ``key``, the first to lose them first."""
         assert self.ledger is not None
-        found: list[tuple[int, float, str]] = []  # kind, order within the kind, session id
+        candidates: list[tuple[int, float, str]] = []  # kind, order within the kind, session id
         place_of = self._ordered().place_of
         own_place = place_of[key]
         for other_key in self.ledger.holders:
@@ -436,9 +438,9 @@ class CacheKeeper:
                 continue
             device = self.sessions[other_key].device
             if device.detached_at is not None:
-                found.append((0, device.detached_at, other_key))
-            elif device.unread_since is not None:
-                found.append((1, device.unread_since, other_key))
+                candidates.append((0, device.detached_at, other_key))
+            elif device.unacknowledged_since is not None:
+                candidates.append((1, device.unacknowledged_since, other_key))
             elif place_of[other_key] > own_place:
-                found.append((2, -place_of[other_key], other_key))
-        return [victim for _, _, victim in sorted(found)]
+                candidates.append((2, -place_of[other_key], other_key))
+        return [victim for _, _, victim in sorted(candidates)]

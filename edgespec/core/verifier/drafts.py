@@ -324,23 +324,23 @@ class DraftInbox:
         return tree
 
     @property
-    def best_chance(self) -> float:
+    def top_acceptance_rate(self) -> float:
         """Acceptance rate of the device's first candidate; no draft of this device is likelier to
         pay."""
         return self._acceptance.rate(0)
 
-    def take_queue_s(self, now: float) -> float:
+    def pop_queue_s(self, now: float) -> float:
         """Return how long the oldest node has waited for the pass that starts now, in seconds, and
         reset it; 0 if no node waits."""
         since, self._waiting_since = self._waiting_since, None
         return 0.0 if since is None else now - since
 
-    def take_stale(self) -> int:
+    def pop_stale_count(self) -> int:
         """Return the number of nodes dropped as stale on arrival since the last call."""
         stale, self._stale = self._stale, 0
         return stale
 
-    def view(
+    def run_ahead_view(
         self, now: float, idle_since: float, pass_s: float, *, runs_anyway: bool = False
     ) -> RunAheadView:
         """Return what a run-ahead policy may use when no node is waiting."""

@@ -20,7 +20,7 @@ from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunA
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.admission import DISPLACED, SessionSlots, limits_of, refuse_open
+from edgespec.core.verifier.admission import DISPLACED_FAULT, SessionSlots, limits_of, refuse_open
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
@@ -40,8 +40,8 @@ class SessionRegistry:
 
     Every session has a key (its id on the wire), at most one stream, and a sequence in the target
     until it is finished. The actions that sessions request are collected in ``actions``. The keys
-    of sessions that changed are collected in ``touched``, for the engine to review. A session whose
-    machine raises is ended alone; with ``contain`` False the exception is raised instead, for
+    of sessions that changed are collected in ``changed_keys``, for the engine to review. A session
+    whose machine raises is ended alone; with ``contain`` False the exception is raised instead, for
     tests.
     """
 
@@ -58,19 +58,21 @@ class SessionRegistry:
     ) -> None:
         self.sessions: dict[str, VerifySession] = {}
         self.actions: list[ee.EngineAction] = []
-        self.touched: dict[str, None] = {}
+        self.changed_keys: dict[str, None] = {}
         self.stream_of: dict[str, int] = {}
         """The driver's number of each session's stream, while it has one; ``key_of`` is the
         inverse."""
         self.key_of: dict[int, str] = {}
         self._model, self._limits, self._rules = model, limits, rules
-        self._served = {one.name: one for one in (model, *adapters)}
+        self._models = {one.name: one for one in (model, *adapters)}
         self._run_ahead, self._contain = run_ahead, contain
         self._trees, self._offered = engine_limits.trees, engine_limits.rules
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
         model_drafts = engine_limits.drafter or engine_limits.own_drafts > 0
-        self.guesses = ServerDraftsFactory(text=engine_limits.server_drafts, model=model_drafts)
+        self.draft_sources = ServerDraftsFactory(
+            text=engine_limits.server_drafts, model=model_drafts
+        )
         self._cached: set[str] = set()
 
     # --- streams ---------------------------------------------------------------------------
@@ -80,20 +82,20 @@ class SessionRegistry:
         stream, request, key = event.stream, event.request, event.request.session_id
         known = self.sessions.get(key)
         limits = limits_of(event.credential, self._limits)
-        model, served = self._model_of(request), tuple(self._served)
+        model, served = self._model_of(request), tuple(self._models)
         fault = refuse_open(request, model, limits, self._offered, event.credential, served)
         if fault is None and known is not None:
-            fault = self._refuse_known(known, request, event.credential)
+            fault = self._check_reopening(known, request, event.credential)
         if fault is None and key not in self.sessions:
-            fault = self._new(event, limits, now)
+            fault = self._add_session(event, limits, now)
         if fault is not None:
             self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
             return
-        self._hang_up(key)
+        self._close_stream(key)
         self.stream_of[key], self.key_of[stream] = stream, key
-        self.tell(key, ev.Attach(request), now)
+        self.dispatch(key, ev.Attach(request), now)
 
-    def _refuse_known(
+    def _check_reopening(
         self, known: VerifySession, request: Open, credential: Credential
     ) -> Fault | None:
         """Return the fault that keeps this device from a session of that id, or None.
@@ -103,30 +105,30 @@ class SessionRegistry:
         session's own device opens another generation, the session is ended, and the request opens
         it anew.
         """
-        mine, key = known.request, request.session_id
+        first, key = known.request, request.session_id
         is_owner = self.credential_of[key].name == credential.name
-        proven = is_owner and same_device(mine, request)
-        if proven and same_generation(mine, request, known.prefix):
+        is_same_device = is_owner and same_device(first, request)
+        if is_same_device and same_generation(first, request, known.prefix):
             return None
-        if not proven or not request.session_secret:
+        if not is_same_device or not request.session_secret:
             return Fault(FaultCode.INVALID, "the session id is in use by another generation")
-        self.end(key, Fault(FaultCode.INVALID, "the device began another generation"))
+        self.remove(key, Fault(FaultCode.INVALID, "the device began another generation"))
         return None
 
-    def _new(self, event: ee.StreamOpened, limits: Limits, now: float) -> Fault | None:
+    def _add_session(self, event: ee.StreamOpened, limits: Limits, now: float) -> Fault | None:
         request, credential, key = event.request, event.credential, event.request.session_id
-        displaced = self._slots.displaced_by(key, event.peer, credential, now)
-        if isinstance(displaced, Fault):
-            return displaced
-        if displaced is not None:
-            self.end(displaced, DISPLACED)
+        displaced_key = self._slots.make_room(key, event.peer, credential, now)
+        if isinstance(displaced_key, Fault):
+            return displaced_key
+        if displaced_key is not None:
+            self.remove(displaced_key, DISPLACED_FAULT)
         rule, run_ahead = self._rules(request.rule), self._run_ahead(request.run_ahead)
         model = self._model_of(request)
-        guesses = self.guesses(request, credential, model.eos_token_ids)
+        draft_sources = self.draft_sources(request, credential, model.eos_token_ids)
         self.sessions[key] = VerifySession(
-            request, model, limits, rule, run_ahead, now, guesses, trees=self._trees
+            request, model, limits, rule, run_ahead, now, draft_sources, trees=self._trees
         )
-        self._slots.take(key, event.peer, credential, now)
+        self._slots.occupy(key, event.peer, credential, now)
         self._cached.add(key)
         text = (*request.prompt, *request.committed)
         adapter = self.adapter_of(key)
@@ -135,7 +137,7 @@ class SessionRegistry:
         return None
 
     def _model_of(self, request: Open) -> ModelInfo:
-        return self._served.get(request.model, self._model)
+        return self._models.get(request.model, self._model)
 
     def adapter_of(self, key: str) -> str:
         """Return the name of the session's adapter, or the empty string if it uses the model
@@ -143,32 +145,32 @@ class SessionRegistry:
         model = self._model_of(self.sessions[key].request)
         return "" if model is self._model else model.name
 
-    def message(self, event: ee.StreamMessage, now: float) -> None:
+    def handle_message(self, event: ee.StreamMessage, now: float) -> None:
         """Handle a later message; a message on a stream without a session is dropped."""
         if (key := self.key_of.get(event.stream)) is not None:
-            self.tell(key, event.message, now)
+            self.dispatch(key, event.message, now)
 
-    def lost(self, stream: int, now: float) -> None:
+    def handle_loss(self, stream: int, now: float) -> None:
         """Handle the loss of a stream; its session stays for the lease."""
         if (key := self.key_of.get(stream)) is not None:
-            self._part(key)
-            self.tell(key, ev.Detach(), now)
+            self._unbind_stream(key)
+            self.dispatch(key, ev.Detach(), now)
 
-    def fell_behind(self, stream: int) -> None:
+    def mark_behind(self, stream: int) -> None:
         """Note that the send queue of the stream still holds messages from before the last pass."""
         if (key := self.key_of.get(stream)) is not None:
-            self.sessions[key].device.behind = True
+            self.sessions[key].device.is_behind = True
 
-    def caught_up(self, stream: int) -> None:
+    def mark_caught_up(self, stream: int) -> None:
         if (key := self.key_of.get(stream)) is not None:
-            self.sessions[key].device.behind = False
-            self.touched.setdefault(key)
+            self.sessions[key].device.is_behind = False
+            self.changed_keys.setdefault(key)
 
     # --- sessions --------------------------------------------------------------------------
 
-    def tell(self, key: str, event: ev.VerifyEvent, now: float) -> None:
+    def dispatch(self, key: str, event: ev.VerifyEvent, now: float) -> None:
         """Pass an event to a session and translate its actions."""
-        self.touched.setdefault(key)
+        self.changed_keys.setdefault(key)
         for action in self._handle(key, event, now):
             match action:  # The cases name no fields, since matching on fields takes twice as long.
                 case ev.Send():
@@ -177,13 +179,13 @@ class SessionRegistry:
                 case ev.Keep():
                     self.actions.append(ee.KeepNodes(key, action.nodes))
                 case ev.Hangup():
-                    self._hang_up(key)
+                    self._close_stream(key)
                 case ev.RunPass() | ev.WantChain():
                     raise AssertionError("it only follows an offer")
                 case _:
                     assert_never(action)
 
-    def ask(self, key: str, offer: ev.Offer, now: float) -> PassRequest | None:
+    def offer_rows(self, key: str, offer: ev.Offer, now: float) -> PassRequest | None:
         """Offer the session rows in a pass that starts now; return its request, or None if it
         declines."""
         request = None
@@ -192,7 +194,7 @@ class SessionRegistry:
             request = action.request
         return request
 
-    def ask_chain(self, key: str, offer: ev.Offer, now: float) -> ChainStart | None:
+    def offer_chain(self, key: str, offer: ev.Offer, now: float) -> ChainStart | None:
         """Return where a chain of the server model would begin for this session, or None."""
         start = None
         for action in self._handle(key, ev.DraftOffer(offer), now):
@@ -200,15 +202,15 @@ class SessionRegistry:
             start = action.start
         return start
 
-    def end(self, key: str, fault: Fault | None) -> None:
+    def remove(self, key: str, fault: Fault | None) -> None:
         """Remove a session; its stream is sent ``fault``, if there is one, and is closed."""
         if self.sessions.pop(key, None) is None:
             return
-        self.touched.setdefault(key)
-        self._slots.free(key)
+        self.changed_keys.setdefault(key)
+        self._slots.release(key)
         if fault is not None and (stream := self.stream_of.get(key)) is not None:
             self.actions.append(ee.SendTo(stream, fault))
-        self._hang_up(key)
+        self._close_stream(key)
         self.close_sequence(key)
 
     def close_sequence(self, key: str) -> None:
@@ -228,22 +230,22 @@ class SessionRegistry:
             stream = self.stream_of.get(key)
             self.actions.append(ee.ReportFailure(key, describe_without_messages(error), stream))
             fault = Fault(FaultCode.INTERNAL, "the verifier failed in this session", 1.0)
-            self.end(key, fault)
+            self.remove(key, fault)
             return ()
 
-    def _part(self, key: str) -> int | None:
+    def _unbind_stream(self, key: str) -> int | None:
         stream = self.stream_of.pop(key, None)
         if stream is not None:
             del self.key_of[stream]
         return stream
 
-    def _hang_up(self, key: str) -> None:
-        if (stream := self._part(key)) is not None:
+    def _close_stream(self, key: str) -> None:
+        if (stream := self._unbind_stream(key)) is not None:
             self.actions.append(ee.CloseStream(stream))
 
 
 _PROBE_KEY = "\0probe"  # No session has this key, since ids on the wire are printable.
-RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", 1.0)
+RESTART_FAULT = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", 1.0)
 
 
 class Containment:
@@ -270,29 +272,29 @@ class Containment:
         return None if self._suspect is None else self._suspect[2]
 
     def batch_failed(self, failure: ee.BatchFailed, now: float) -> None:
-        batch = self._scheduler.finish(now)
+        batch = self._scheduler.finish_pass(now)
         for session, request in batch.parts:
             key = request.key
             if self._registry.sessions.get(key) is not session:
                 continue
-            self._registry.tell(key, ev.PassFailed(), now)
+            self._registry.dispatch(key, ev.PassFailed(), now)
             if failure.culprit == key and failure.requested:
-                self._registry.end(key, Fault(FaultCode.INVALID, failure.why))
+                self._registry.remove(key, Fault(FaultCode.INVALID, failure.why))
             elif failure.culprit == key:
-                self.end(key, FaultCode.INTERNAL, failure.why)
+                self.end_session(key, FaultCode.INTERNAL, failure.why)
             elif len(batch.parts) > 1:
                 if not failure.culprit:
-                    self._scheduler.alone.add(key)
+                    self._scheduler.isolated_keys.add(key)
             elif failure.full:
-                self.end(key, FaultCode.OVERLOADED, failure.why)
+                self.end_session(key, FaultCode.OVERLOADED, failure.why)
             else:
                 self._probe(key, failure.why, now)
 
     def _probe(self, key: str, why: str, now: float) -> None:
         self._suspect = key, why, now
-        self._keeper.distrust(key)
+        self._keeper.withdraw(key)
         self._keeper.release(key)
-        self._registry.tell(key, ev.Cached(0), now)
+        self._registry.dispatch(key, ev.Cached(0), now)
         table = self._keeper.reserve(_PROBE_KEY, 1)
         request = PassRequest(_PROBE_KEY, 0, (0,), blocks=table)
         self._registry.actions.append(ee.RunProbe(request))
@@ -304,25 +306,25 @@ class Containment:
         (key, why, _), self._suspect = self._suspect, None
         self._keeper.release(_PROBE_KEY)
         if broken is None:
-            self.end(key, FaultCode.INTERNAL, why)
+            self.end_session(key, FaultCode.INTERNAL, why)
         else:
             self.give_up(f"{why}; then a probe failed: {broken}")
 
-    def end(self, key: str, code: FaultCode, why: str) -> None:
+    def end_session(self, key: str, code: FaultCode, why: str) -> None:
         """End one session; its device may come back after a second."""
         if code is FaultCode.INTERNAL:
-            self._keeper.distrust(key)
-        self._registry.end(key, Fault(code, why, retry_after_s=1.0))
+            self._keeper.withdraw(key)
+        self._registry.remove(key, Fault(code, why, retry_after_s=1.0))
 
     def give_up(self, why: str) -> None:
         self.broken = why
         for key in tuple(self._registry.sessions):
-            self._registry.end(key, RESTARTS)
+            self._registry.remove(key, RESTART_FAULT)
         self._registry.actions.append(ee.GiveUp(why))
 
 
 @dataclass(frozen=True, slots=True)
-class DraftingRound:
+class RunningRound:
     """The running steps of the server model, and the sessions that take part in them."""
 
     started_at: float
@@ -373,13 +375,13 @@ class VerifyEngine:
             self.registry.credential_of,
         )
         self._scheduler = PassScheduler(
-            engine_limits, self.keeper, self.registry.ask, self.registry.credential_of
+            engine_limits, self.keeper, self.registry.offer_rows, self.registry.credential_of
         )
-        self.keeper.over_rate = self._scheduler.fairness.over_rate
-        self.draft_counts = self.registry.guesses.counts
-        self._round: DraftingRound | None = None
+        self.keeper.is_over_rate = self._scheduler.fairness.is_over_rate
+        self.draft_counts = self.registry.draft_sources.counts
+        self._round: RunningRound | None = None
         """The round of the server model that runs now."""
-        self._may_draft = engine_limits.drafter
+        self._has_drafter = engine_limits.drafter
         self._draft_steps = 0
         """Tokens that the engine speculator proposes in the pass that runs."""
         self._deadlines: list[tuple[float, str]] = []
@@ -422,15 +424,15 @@ class VerifyEngine:
         began_at: float | None = None
         match event:
             case ee.StreamMessage():
-                registry.message(event, now)
+                registry.handle_message(event, now)
             case ee.BatchDone():
                 self._batch_done(event, now)
             case ee.StreamOpened():
                 registry.open(event, now)
             case ee.StreamLost(stream):
-                registry.lost(stream, now)
+                registry.handle_loss(stream, now)
             case ee.StreamCaughtUp(stream):
-                registry.caught_up(stream)
+                registry.mark_caught_up(stream)
             case ee.BatchFailed():
                 self._containment.batch_failed(event, now)
             case ee.DraftsDone():
@@ -438,7 +440,7 @@ class VerifyEngine:
             case ee.DraftsFailed(why):
                 self._drafts_failed(why)
             case ee.SequenceFailed(key, why, full):
-                self._containment.end(
+                self._containment.end_session(
                     key, FaultCode.OVERLOADED if full else FaultCode.INTERNAL, why
                 )
             case ee.ProbeDone(why):
@@ -447,12 +449,12 @@ class VerifyEngine:
                 pass
             case _:
                 assert_never(event)
-        self._wake(now)
-        self._look_after(now)
+        self._mark_due_sessions(now)
+        self._review_changed(now)
         if not self.running and self.broken is None:
             if began_at is not None or not self._start_round(now):
                 self._start_batch(now, began_at)
-            self._look_after(now)
+            self._review_changed(now)
         actions, registry.actions = tuple(registry.actions), []
         return actions
 
@@ -466,43 +468,43 @@ class VerifyEngine:
 
     # --- between events --------------------------------------------------------------------
 
-    def _look_after(self, now: float) -> None:
+    def _review_changed(self, now: float) -> None:
         """Remove ended sessions, free finished ones, and queue the others that may use a pass."""
         registry = self.registry
-        while keys := registry.touched:
-            registry.touched = {}
+        while keys := registry.changed_keys:
+            registry.changed_keys = {}
             for key in keys:
                 session = self.sessions.get(key)
-                if session is not None and session.over(now):
-                    registry.end(key, None)
+                if session is not None and session.can_be_removed(now):
+                    registry.remove(key, None)
                 elif session is None or session.state is ev.FINISHED:
                     self._scheduler.forget(key)
                     self.keeper.release(key)
                     registry.close_sequence(key)
-                    self._watch(key, now)
+                    self._schedule_review(key, now)
                 else:
                     self._scheduler.enqueue(key)
                     if session.deadline is not None:
-                        self._watch(key, now)
+                        self._schedule_review(key, now)
         if not self.sessions:
             self._sweep_at = None
         elif self._sweep_at is None:
             self._sweep_at = now + SWEEP_S
 
-    def _watch(self, key: str, now: float) -> None:
+    def _schedule_review(self, key: str, now: float) -> None:
         """Schedule a review of the session at its deadline, if it has one."""
         session = self.sessions.get(key)
         if session is not None and session.deadline is not None and session.deadline > now:
             heapq.heappush(self._deadlines, (session.deadline, key))
 
-    def _wake(self, now: float) -> None:
+    def _mark_due_sessions(self, now: float) -> None:
         """Mark the sessions whose deadline has passed for review; they may use a pass, or have
         ended."""
         while self._deadlines and self._deadlines[0][0] <= now:
             due, key = heapq.heappop(self._deadlines)
             session = self.sessions.get(key)
             if session is not None and session.deadline == due:
-                self.registry.touched.setdefault(key)
+                self.registry.changed_keys.setdefault(key)
         if self._sweep_at is not None and self._sweep_at <= now:
             self._sweep_at = None
             self._sweep(now)
@@ -518,34 +520,36 @@ class VerifyEngine:
             device = session.device
             if device.detached_at is not None:
                 continue
-            waited_s = 0.0 if device.unread_since is None else now - device.unread_since
+            waited_s = (
+                0.0 if device.unacknowledged_since is None else now - device.unacknowledged_since
+            )
             patience_s = limits.stall_s if session.finish is None else LAST_RECEIVED_WITHIN_S
             if waited_s >= patience_s:
-                self.registry.tell(key, ev.Stalled(waited_s), now)
-            elif session.finish is None and now - device.spoke_at >= limits.silence_s:
-                self.registry.tell(key, ev.SayAlive(), now)
+                self.registry.dispatch(key, ev.Stalled(waited_s), now)
+            elif session.finish is None and now - device.last_sent_at >= limits.silence_s:
+                self.registry.dispatch(key, ev.SendKeepalive(), now)
 
     # --- passes ----------------------------------------------------------------------------
 
     def _start_batch(self, now: float, began_at: float | None) -> None:
-        requests, asked = self._scheduler.form(self.sessions, now, began_at)
-        for key in asked:
-            self._watch(key, now)
+        requests, offered_keys = self._scheduler.form_pass(self.sessions, now, began_at)
+        for key in offered_keys:
+            self._schedule_review(key, now)
         if requests:
-            self._draft_steps = self._scheduler.draft_steps()
+            self._draft_steps = self._scheduler.choose_speculator_steps()
             self.registry.actions.append(ee.RunBatch(requests, self._draft_steps))
 
     def _start_round(self, now: float) -> bool:
         """Start a round of the server model before the next pass, if that pays."""
-        if not self._may_draft:
+        if not self._has_drafter:
             return False
-        action = self._scheduler.draft(self.sessions, self.registry.ask_chain, now)
+        action = self._scheduler.plan_round(self.sessions, self.registry.offer_chain, now)
         self._report_drafts()
         if action is None:
-            self._look_after(now)  # a session that failed leaves the queue
+            self._review_changed(now)  # a session that failed leaves the queue
             return False
         keys = [start.step.key for start in action.starts]
-        self._round = DraftingRound(now, {key: self.sessions[key] for key in keys})
+        self._round = RunningRound(now, {key: self.sessions[key] for key in keys})
         self.registry.actions.append(action)
         return True
 
@@ -553,13 +557,13 @@ class VerifyEngine:
         """Distribute the chains to their sessions; return when the round had begun."""
         assert self._round is not None
         began_at, sessions, self._round = self._round.started_at, self._round.sessions, None
-        self._scheduler.drafted(event)
+        self._scheduler.finish_round(event)
         self._report_drafts()
         self.draft_counts.steps += len(event.steps)
         self.draft_counts.seconds += sum(took_s for _, took_s in event.steps)
         for chain in event.chains:
             if self.sessions.get(chain.key) is sessions[chain.key]:
-                self.registry.tell(chain.key, ev.Drafted(chain), now)
+                self.registry.dispatch(chain.key, ev.Drafted(chain), now)
         return began_at
 
     def _report_drafts(self) -> None:
@@ -569,40 +573,40 @@ class VerifyEngine:
 
     def _drafts_failed(self, why: str) -> None:
         """Stop using the server model after it failed; sessions continue without its drafts."""
-        self._round, self._may_draft = None, False
+        self._round, self._has_drafter = None, False
         self.draft_counts.failures += 1
         self.registry.actions.append(ee.ReportDraftsOff(why))
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
-        batch = self._scheduler.finish(now, event.target_s, self._draft_steps)
+        batch = self._scheduler.finish_pass(now, event.target_s, self._draft_steps)
         tokens, device = 0, self.draft_counts.device
         self.draft_counts.steps += self._draft_steps
         price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
         for stream in event.behind:
-            self.registry.fell_behind(stream)
+            self.registry.mark_behind(stream)
         for session, request in batch.parts:
             key, result = request.key, results.get(request.key)
             if self.sessions.get(key) is not session:
                 continue
             if result is None:
-                self._containment.end(
+                self._containment.end_session(
                     key, FaultCode.INTERNAL, "the pass was run without this session"
                 )
                 continue
-            self._scheduler.alone.discard(key)
-            before, taken = session.prefix.length, session.device_accepted
+            self._scheduler.isolated_keys.discard(key)
+            length_before, accepted_before = session.prefix.length, session.device_accepted
             if self._draft_steps and request.sample and not result.guesses:
                 session.note_no_proposal()
             done = ev.PassDone(
                 result.targets, result.scores, price, result.guesses, result.node_scores
             )
-            self.registry.tell(key, done, now)
-            tokens += session.prefix.length - before
-            self._scheduler.fairness.spend(key, session.prefix.length - before, now)
-            self.keeper.settle(request, session.prefix.length)
+            self.registry.dispatch(key, done, now)
+            tokens += session.prefix.length - length_before
+            self._scheduler.fairness.spend_tokens(key, session.prefix.length - length_before, now)
+            self.keeper.settle_pass(request, session.prefix.length)
             device.nodes += request.drafted
-            device.accepted += session.device_accepted - taken
+            device.accepted += session.device_accepted - accepted_before
         if tokens:  # a pass without tokens did not sample
             self._scheduler.price.note_tokens(tokens)
 
@@ -611,4 +615,4 @@ class VerifyEngine:
     def _refuse(self, event: ee.EngineEvent) -> tuple[ee.EngineAction, ...]:
         if not isinstance(event, ee.StreamOpened):
             return ()
-        return ee.SendTo(event.stream, RESTARTS), ee.CloseStream(event.stream)
+        return ee.SendTo(event.stream, RESTART_FAULT), ee.CloseStream(event.stream)

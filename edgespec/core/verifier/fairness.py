@@ -61,14 +61,14 @@ _TOKEN = 1e-6
 
 @dataclass(slots=True)
 class Account:
-    """The state of one credential; ``left_s`` is the time that its sessions may still add to the
-    pass."""
+    """The state of one credential; ``allowance_s`` is the time that its sessions may still add to
+    the pass."""
 
     credential: Credential
     bucket: TokenBucket | None = None
-    left_s: float = inf
+    allowance_s: float = inf
     deficit_s: float = 0.0
-    left_tokens: float = inf
+    token_level: float = inf
     in_pass: int = 0
     prompt_rows: float = 0.0
 
@@ -86,9 +86,9 @@ class Fairness:
         waits."""
         self._credential_of = credential_of
         self._accounts: dict[str, Account] = {}
-        self._took_s = PlaneEstimator()
+        self._pass_time = PlaneEstimator()
         self._rows = MovingAverage(0.05)
-        self._fed: set[str] = set()
+        self._fed_credentials: set[str] = set()
         """Credentials that had a prompt in the queue for the last pass."""
         self._last_seen: tuple[str, float] | None = None
         """The credential that wanted a pass last, and when."""
@@ -96,7 +96,7 @@ class Fairness:
 
     # --- before the pass -------------------------------------------------------------------
 
-    def plan(self, decoding: Sequence[str], prompts: Iterable[str], now: float) -> None:
+    def plan_pass(self, decoding: Sequence[str], prompts: Iterable[str], now: float) -> None:
         """Compute the shares of the pass that is being formed for these sessions, which want it."""
         self.wake_at = None
         counts: dict[str, int] = {}
@@ -105,62 +105,65 @@ class Fairness:
             credential = credential_of(key, ANYBODY)
             name = credential.name
             if name not in known or known[name].credential is not credential:
-                self._account(key, now)
+                self._get_account(key, now)
             counts[name] = counts.get(name, 0) + 1
-        for name in {self._account(key, now).credential.name for key in prompts}:
+        for name in {self._get_account(key, now).credential.name for key in prompts}:
             counts[name] = counts.get(name, 0) + 1
         self._note_contention(counts, now)
         accounts = [self._accounts[name] for name in counts]
         for account in accounts:
-            account.in_pass, account.left_s = 0, inf
-            account.left_tokens = inf if account.bucket is None else account.bucket.level(now)
-        wanting = [one for one in accounts if one.left_tokens >= -_TOKEN]
-        slopes = self._took_s.slopes
+            account.in_pass, account.allowance_s = 0, inf
+            account.token_level = inf if account.bucket is None else account.bucket.level(now)
+        wanting = [one for one in accounts if one.token_level >= -_TOKEN]
+        slopes = self._pass_time.slopes
         if len(wanting) < 2 or slopes is None:
             return
         session_s = self._session_s(slopes)
-        base_s = max(0.0, self._took_s.value(0.0, 0.0) or 0.0)
+        base_s = max(0.0, self._pass_time.value(0.0, 0.0) or 0.0)
         wants = {one.credential.name: counts[one.credential.name] * session_s for one in wanting}
         for priority in {one.credential.priority for one in wanting}:
             among = [one for one in wanting if one.credential.priority >= priority]
             share = water_level(base_s, [wants[one.credential.name] for one in among])
             for one in among:
                 if one.credential.priority == priority:
-                    _allow(one, wants[one.credential.name], share, session_s)
+                    _set_allowance(one, wants[one.credential.name], share, session_s)
 
     def is_contended(self, now: float) -> bool:
         """Return True if two credentials wanted passes within ``CONTENDED_S`` of each other, until
         that long after the last time."""
         return now < self._contended_until
 
-    def first_come(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
+    def sort_by_priority(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """Return the session ids ordered by priority, otherwise in the given order.
 
         ``left_out`` counts how many passes in a row each session was left out of.
         """
-        if len({self._of(key).priority for key in keys}) < 2:
+        if len({self._credential(key).priority for key in keys}) < 2:
             return keys
         return sorted(
-            keys, key=lambda key: (left_out.get(key, 0) < AGE_PASSES, -self._of(key).priority)
+            keys,
+            key=lambda key: (left_out.get(key, 0) < AGE_PASSES, -self._credential(key).priority),
         )
 
-    def prompts_in_turn(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
+    def sort_prompts(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """Return the prompts ordered by priority, then by the prompt rows that their credential was
         fed, otherwise in the given order.
 
         Call this once per pass, with all prompts that wait.
         """
-        names = {self._of(key).name for key in keys}
+        names = {self._credential(key).name for key in keys}
         if len(names) > 1:
-            known = [self._accounts[name].prompt_rows for name in names & self._fed]
+            known = [self._accounts[name].prompt_rows for name in names & self._fed_credentials]
             least = min(known, default=0.0)
-            for name in names - self._fed:
+            for name in names - self._fed_credentials:
                 self._accounts[name].prompt_rows = max(self._accounts[name].prompt_rows, least)
-        self._fed = names
+        self._fed_credentials = names
         if len(names) < 2:
             return keys
         rows = {name: self._accounts[name].prompt_rows for name in names}
-        return self.first_come(sorted(keys, key=lambda key: rows[self._of(key).name]), left_out)
+        return self.sort_by_priority(
+            sorted(keys, key=lambda key: rows[self._credential(key).name]), left_out
+        )
 
     def admits(self, key: str, now: float, *, prompt: bool) -> bool:
         """Return whether the session may join the pass beside the sessions that were counted so
@@ -169,41 +172,41 @@ class Fairness:
         Prompts are limited by prompt rows instead, which their credentials share by turns.
         """
         account = self._accounts[self._credential_of.get(key, ANYBODY).name]
-        if account.left_tokens < -_TOKEN:
+        if account.token_level < -_TOKEN:
             if account.bucket is not None and (overdrawn := account.bucket.wait_s(now)) > 0.0:
                 at = now + overdrawn
                 self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
             return False
-        if prompt or account.in_pass == 0 or account.left_s == inf:
+        if prompt or account.in_pass == 0 or account.allowance_s == inf:
             return True
-        slopes = self._took_s.slopes
-        return slopes is None or account.left_s >= self._session_s(slopes)
+        slopes = self._pass_time.slopes
+        return slopes is None or account.allowance_s >= self._session_s(slopes)
 
-    def over_rate(self, key: str) -> bool:
-        account = self._accounts.get(self._of(key).name)
-        return account is not None and account.left_tokens < -_TOKEN
+    def is_over_rate(self, key: str) -> bool:
+        account = self._accounts.get(self._credential(key).name)
+        return account is not None and account.token_level < -_TOKEN
 
-    def count(self, key: str, rows: int, *, prompt: bool) -> None:
+    def charge(self, key: str, rows: int, *, prompt: bool) -> None:
         account = self._accounts[self._credential_of.get(key, ANYBODY).name]
-        account.left_tokens -= 1.0
+        account.token_level -= 1.0
         if prompt:
             account.prompt_rows += rows
             return
         account.in_pass += 1
-        if account.left_s < inf and (slopes := self._took_s.slopes) is not None:
-            account.left_s -= _took_s(slopes, rows)
-            account.deficit_s = account.left_s
+        if account.allowance_s < inf and (slopes := self._pass_time.slopes) is not None:
+            account.allowance_s -= _marginal_s(slopes, rows)
+            account.deficit_s = account.allowance_s
 
     # --- after the pass --------------------------------------------------------------------
 
-    def note(self, sessions: int, rows: int, took_s: float) -> None:
+    def note_pass(self, sessions: int, rows: int, took_s: float) -> None:
         """Record a finished pass that sampled: its sessions, all its rows, and its duration."""
-        self._took_s.add(sessions, rows - sessions, took_s)
+        self._pass_time.add(sessions, rows - sessions, took_s)
 
     def note_rows(self, rows: int) -> None:
         self._rows.add(rows)
 
-    def spend(self, key: str, tokens: int, now: float) -> None:
+    def spend_tokens(self, key: str, tokens: int, now: float) -> None:
         account = self._accounts.get(self._credential_of.get(key, ANYBODY).name)
         if account is not None and account.bucket is not None:
             account.bucket.take(tokens, now)
@@ -219,22 +222,22 @@ class Fairness:
             self._last_seen = name, now
 
     def _session_s(self, slopes: tuple[float, float]) -> float:
-        return _took_s(slopes, self._rows.get(1.0))
+        return _marginal_s(slopes, self._rows.get(1.0))
 
-    def _of(self, key: str) -> Credential:
+    def _credential(self, key: str) -> Credential:
         return self._credential_of.get(key, ANYBODY)
 
-    def _account(self, key: str, now: float) -> Account:
-        credential = self._of(key)
+    def _get_account(self, key: str, now: float) -> Account:
+        credential = self._credential(key)
         account = self._accounts.get(credential.name)
         if account is None:
             if len(self._accounts) >= MAX_ACCOUNTS:
                 self._forget_idle()
             account = self._accounts[credential.name] = Account(credential)
-            account.bucket = _bucket(credential, now)
+            account.bucket = _make_bucket(credential, now)
         elif account.credential is not credential and account.credential != credential:
             if account.credential.tokens_per_s != credential.tokens_per_s:
-                account.bucket = _bucket(credential, now)
+                account.bucket = _make_bucket(credential, now)
             account.credential = credential
         return account
 
@@ -244,23 +247,23 @@ class Fairness:
             del self._accounts[name]
 
 
-def _allow(account: Account, want_s: float, share: float, session_s: float) -> None:
+def _set_allowance(account: Account, want_s: float, share: float, session_s: float) -> None:
     """Set what the credential may add to this pass, including what earlier passes left of its
     share."""
     if want_s <= share:
-        account.left_s, account.deficit_s = inf, 0.0
+        account.allowance_s, account.deficit_s = inf, 0.0
         return
     carried = min(max(account.deficit_s, -share), session_s)
-    account.left_s = account.deficit_s = carried + share
+    account.allowance_s = account.deficit_s = carried + share
 
 
-def _took_s(slopes: tuple[float, float], rows: float) -> float:
+def _marginal_s(slopes: tuple[float, float], rows: float) -> float:
     """Return the seconds that a session with ``rows`` rows adds, given the plane's slopes along
     sessions and rows."""
     session_s, row_s = slopes
     return max(LOOP_S, max(0.0, session_s) + max(0.0, row_s) * (rows - 1.0))
 
 
-def _bucket(credential: Credential, now: float) -> TokenBucket | None:
+def _make_bucket(credential: Credential, now: float) -> TokenBucket | None:
     rate = credential.tokens_per_s
     return TokenBucket(rate, max(LEAST_BURST, rate), now) if rate > 0.0 else None

@@ -7,7 +7,7 @@ changes it, or until others run a pass that it can share. A session for which th
 its place. After a failed pass, its sessions are tried one at a time.
 
 Decode first: sessions that decode come before sessions that feed a prompt, and a row is kept for
-each of them before any session's drafts get it. Prompts follow in the order of ``PromptLine``.
+each of them before any session's drafts get it. Prompts follow in the order of ``PromptQueue``.
 While sessions decode, prompts share the rows that ``PrefillBudget`` allows, and an eighth of the
 pass is kept for them however many sessions decode. While none decodes, prompts have the whole pass,
 but a short one if several credentials are active. ``fairness.py`` decides which sessions must wait
@@ -67,18 +67,18 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Forming:
+class FormingPass:
     """The pass that is being formed: the rows left, the last offer, the sessions that take part,
     and the sessions that were offered rows."""
 
-    room: int
+    rows_left: int
     offer: Offer
     parts: dict[str, tuple[VerifySession, PassRequest]] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    offered_keys: list[str] = field(default_factory=list)
 
 
-def decodes(session: VerifySession) -> bool:
-    return session.missing_rows == 1
+def is_decoding(session: VerifySession) -> bool:
+    return session.rows_to_feed == 1
 
 
 # Prefill budget: how many prompt rows a pass may carry while others decode in it, so that the pass
@@ -87,44 +87,43 @@ def decodes(session: VerifySession) -> bool:
 # have to be fed as fast as they arrive: the budget is three times what ``PromptLoad`` measures if
 # that is more, up to three fifths of the verifier's time.
 #
-# Formula: rows = share * base_s / row_s with share = pace * ``SHARE`` up to ``BURST_SHARE``; or
-# pace
-# * ``SPARE`` * arriving rows per pass, up to the share pace * ``MOST_SHARE``; at least
-# ``LEAST_ROWS``. A pass with n prompt rows is estimated to last base_s + n * row_s, a line through
-# recent passes. With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 = 12, hence
-# 16 rows; on a GPU, with rows of 0.02 ms, 300. The pace is the mean number of tokens that a session
-# commits per pass. Where drafts raise it, passes may be as much longer, and have to be, or drafts
-# would slow down prompts.
+#     rows = share * base_s / row_s,  share = min(tokens_per_pass * PREFILL_SHARE, MAX_BURST_SHARE)
+#     or, if that is more,  rows = tokens_per_pass * ARRIVAL_MARGIN * rows that arrive in a pass,
+#                           up to the share  tokens_per_pass * MAX_PREFILL_SHARE
+#
+# and at least ``MIN_PREFILL_ROWS``. A pass with n prompt rows is estimated to last base_s +
+# n * row_s, a line through recent passes. With passes of 24 ms and prompt rows of 0.5 ms that is
+# 0.25 * 24 / 0.5 = 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. ``tokens_per_pass`` is
+# the mean number of tokens that a session commits per pass. Where drafts raise it, passes may be as
+# much longer, and have to be, or drafts would slow down prompts.
 #
 # Every other pass with prompts carries half of the budget, so that the number of rows varies and
 # the line can always be fitted.
 
-BURST_SHARE: Final = 0.3
-"""Limit whatever the pace: the goal is that prompts stretch the gaps in a stream by at most
-1.3.
-"""
-SHARE: Final = 0.25
+MAX_BURST_SHARE: Final = 0.3
+"""Limit whatever the tokens per pass: prompts should stretch a stream's gaps by at most 1.3."""
+PREFILL_SHARE: Final = 0.25
 """With 0.5 instead, ten long prompts stretched the gaps of a running stream to 1.5."""
-MOST_SHARE: Final = 1.5
-SPARE: Final = 3.0
+MAX_PREFILL_SHARE: Final = 1.5
+ARRIVAL_MARGIN: Final = 3.0
 """Margin for prompts that come in clusters: with a factor of 2 they waited half as long again."""
-LEAST_ROWS: Final = 16
+MIN_PREFILL_ROWS: Final = 16
 """Least budget. Fewer rows are not cheaper: CPUs compute tiles of 16 rows
 (``targets/row_tiles.py``).
 """
-FIRST_ROWS: Final = 32
+INITIAL_PREFILL_ROWS: Final = 32
 """Budget before the first prompt was timed beside decoding sessions."""
-MOST_ROWS: Final = 1 << 20
+MAX_PREFILL_ROWS: Final = 1 << 20
 PROMPT_PASS_S: Final = 0.1
 """Longest pass of prompts alone, in seconds, while several credentials are active. A newcomer waits
 for the end of such a pass, and the goal for the first token is 0.3 s: this pass, one pass with the
 newcomer's prompt, and the network.
 """
-PROMPT_PASS_PART: Final = 4.0
+PROMPT_PASS_FACTOR: Final = 4.0
 """Such a pass may in any case take this many times as long as one without prompt rows, so that
 prompts lose at most a quarter of their speed by ``PROMPT_PASS_S``.
 """
-FIRST_PROMPT_ROWS: Final = 256
+INITIAL_PROMPT_ROWS: Final = 256
 """Rows of such a pass before the first prompt was timed."""
 SLOT_S: Final = 1.0
 """Seconds of a slot; ``SLOTS`` slots remember eight seconds. A slot holds tens of passes, and a
@@ -138,10 +137,10 @@ class PrefillBudget:
 
     def __init__(self) -> None:
         self._took_s = SlopeEstimator()
-        self._budget = FIRST_ROWS
+        self._budget = INITIAL_PREFILL_ROWS
         self._halve = False
 
-    def note(
+    def note_pass(
         self, prompt_rows: int, took_s: float, arriving: float = 0.0, tokens_per_pass: float = 1.0
     ) -> None:
         """Record a finished pass that sampled.
@@ -156,34 +155,34 @@ class PrefillBudget:
             # The budget at most doubles: a pass that was late for another reason must not admit a
             # whole prompt at once.
             affordable = self._affordable(arriving, tokens_per_pass)
-            self._budget = max(LEAST_ROWS, min(affordable, 2 * self._budget))
+            self._budget = max(MIN_PREFILL_ROWS, min(affordable, 2 * self._budget))
 
     @property
     def rows(self) -> int:
         return self._budget // 2 if self._halve else self._budget
 
     @property
-    def rows_alone(self) -> int:
+    def rows_without_decoding(self) -> int:
         """Most prompt rows of a pass in which no session decodes, such that the pass ends soon."""
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
-            return FIRST_PROMPT_ROWS
+            return INITIAL_PROMPT_ROWS
         if row_s <= 0.0:
-            return MOST_ROWS
+            return MAX_PREFILL_ROWS
         base_s = max(0.0, base_s)
-        rows = (max(PROMPT_PASS_S, PROMPT_PASS_PART * base_s) - base_s) / row_s
-        return max(LEAST_ROWS, min(MOST_ROWS, int(rows)))
+        rows = (max(PROMPT_PASS_S, PROMPT_PASS_FACTOR * base_s) - base_s) / row_s
+        return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(rows)))
 
     def _affordable(self, arriving: float, tokens_per_pass: float) -> int:
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
             return self._budget
         if row_s <= 0.0:
-            return MOST_ROWS
+            return MAX_PREFILL_ROWS
         base_rows = max(0.0, base_s) / row_s
-        burst = min(tokens_per_pass * SHARE, BURST_SHARE) * base_rows
-        lasting = tokens_per_pass * min(SPARE * arriving, MOST_SHARE * base_rows)
-        return min(MOST_ROWS, int(max(burst, lasting)))
+        burst = min(tokens_per_pass * PREFILL_SHARE, MAX_BURST_SHARE) * base_rows
+        lasting = tokens_per_pass * min(ARRIVAL_MARGIN * arriving, MAX_PREFILL_SHARE * base_rows)
+        return min(MAX_PREFILL_ROWS, int(max(burst, lasting)))
 
 
 class PromptLoad:
@@ -203,14 +202,14 @@ class PromptLoad:
 
     def add(self, rows: int, now: float, credential: str = "") -> None:
         """Record a new prompt with ``rows`` rows to compute, of the credential with that name."""
-        self._turn(now)
+        self._advance_slots(now)
         self._counts[credential] += rows
 
     def rows_per_s(self, now: float) -> float:
-        self._turn(now)
+        self._advance_slots(now)
         return self._median / SLOT_S
 
-    def _turn(self, now: float) -> None:
+    def _advance_slots(self, now: float) -> None:
         if self._slot_ends_at is None or now >= self._slot_ends_at + SLOTS * SLOT_S:
             self._slots.extend([0] * SLOTS)
             self._counts.clear()
@@ -224,7 +223,7 @@ class PromptLoad:
             self._median = sorted(self._slots)[(SLOTS - 1) // 2]
 
 
-class PromptLine:
+class PromptQueue:
     """Orders the waiting prompts: the highest rank = waiting time / missing rows comes first
     (highest response ratio, Hansen 1971). Short prompts go first, and none starves.
 
@@ -243,8 +242,8 @@ class PromptLine:
         return self._budget.rows
 
     @property
-    def rows_alone(self) -> int:
-        return self._budget.rows_alone
+    def rows_without_decoding(self) -> int:
+        return self._budget.rows_without_decoding
 
     def order(self, missing: Mapping[str, int], now: float) -> list[str]:
         """Return the session ids of ``missing`` in feeding order; its values are the rows that each
@@ -259,21 +258,21 @@ class PromptLine:
     def forget(self, key: str) -> None:
         self._since.pop(key, None)
 
-    def note(
+    def note_pass(
         self, prompt_rows: int, took_s: float, drafts_s: float, tokens_per_pass: float, now: float
     ) -> None:
         """Record a finished pass that sampled: its prompt rows, its duration, the seconds that its
         draft nodes took, and the recent mean of tokens per session and pass."""
         arriving = self._load.rows_per_s(now) * took_s
-        self._budget.note(prompt_rows, max(0.0, took_s - drafts_s), arriving, tokens_per_pass)
+        self._budget.note_pass(prompt_rows, max(0.0, took_s - drafts_s), arriving, tokens_per_pass)
 
 
 # Divisor of the rows that are kept for prompts if more sessions decode than a pass has rows.
-_PROMPT_PART = 8
+_PROMPT_DIVISOR = 8
 
-AskSession = Callable[[str, Offer, float], PassRequest | None]
+OfferRows = Callable[[str, Offer, float], PassRequest | None]
 """Offers rows to a session; returns its request, or None if it declines."""
-AskChain = Callable[[str, Offer, float], ChainStart | None]
+OfferChain = Callable[[str, Offer, float], ChainStart | None]
 """Returns where a chain of the server model would begin before that offer; None for nowhere."""
 
 
@@ -287,45 +286,45 @@ class PassScheduler:
         self,
         limits: EngineLimits,
         keeper: CacheKeeper,
-        ask: AskSession,
+        offer_rows: OfferRows,
         credential_of: Mapping[str, Credential] | None = None,
     ) -> None:
         self.running: Batch | None = None
         self.passes = 0
-        self._limits, self._keeper, self._ask = limits, keeper, ask
+        self._limits, self._keeper, self._offer_rows = limits, keeper, offer_rows
         self.fairness = Fairness({} if credential_of is None else credential_of)
         self._waiting: dict[str, int] = {}
         """The queue: the number of the pass at which each session joined it, by session id."""
-        self.alone: set[str] = set()
+        self.isolated_keys: set[str] = set()
         """Sessions whose last pass failed together with others. Each gets its next pass alone, so
         that a failure can be attributed to it."""
-        self._declined: dict[str, None] = {}
+        self._awaiting_draft: dict[str, None] = {}
         """Sessions that declined an offer in order to wait for a draft."""
         self.price = RowPriceEstimator()
-        self._prompts = PromptLine(credential_of)
+        self._prompts = PromptQueue(credential_of)
         self.draft_times = DraftTimes()
-        self._undrafted = 0
+        self._passes_without_proposal = 0
         """Passes since the server model last proposed a token."""
         self._empty_rounds = self._drafts_at_pass = 0
         """Rounds in a row that proposed no token, and the first pass at which a round may run
         again."""
-        self._unspeculated = 0
+        self._passes_without_speculation = 0
         """Passes in a row in which the engine speculator did not run because it does not pay."""
         self.draft_report = ""
         """Log line about the server model; the engine clears it."""
-        self._was_unpaid_told = False
+        self._has_reported_unpaid = False
 
     def enqueue(self, key: str) -> None:
         self._waiting.setdefault(key, self.passes)
-        self._declined.pop(key, None)
+        self._awaiting_draft.pop(key, None)
 
     def forget(self, key: str) -> None:
         self._waiting.pop(key, None)
-        self._declined.pop(key, None)
-        self.alone.discard(key)
+        self._awaiting_draft.pop(key, None)
+        self.isolated_keys.discard(key)
         self._prompts.forget(key)
 
-    def form(
+    def form_pass(
         self, sessions: Mapping[str, VerifySession], now: float, began_at: float | None = None
     ) -> tuple[tuple[PassRequest, ...], list[str]]:
         """Form a pass that starts now.
@@ -334,52 +333,54 @@ class PassScheduler:
         offered rows. ``began_at`` is passed on in the offers.
         """
         assert self.running is None
-        forming = self._forming(began_at)
+        forming = self._begin_forming(began_at)
         self._keeper.begin_pass(now)
-        line, first_prompt, prompt_room = self._line(sessions, now)
-        room = forming.room
-        kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
+        line, first_prompt, prompt_room = self._order_queue(sessions, now)
+        room = forming.rows_left
+        prompt_rows_kept = (
+            min(prompt_room, max(1, room // _PROMPT_DIVISOR)) if first_prompt < len(line) else 0
+        )
         for place, key in enumerate(line):
-            alone, is_prompt = key in self.alone, place >= first_prompt
-            room = forming.room
+            is_isolated, is_prompt = key in self.isolated_keys, place >= first_prompt
+            room = forming.rows_left
             if is_prompt:
                 free = min(room, prompt_room)
-            elif (free := room - kept - (first_prompt - place - 1)) < 1:
-                free = min(1, room - kept)
-            if room <= 0 or (alone and forming.parts):
+            elif (free := room - prompt_rows_kept - (first_prompt - place - 1)) < 1:
+                free = min(1, room - prompt_rows_kept)
+            if room <= 0 or (is_isolated and forming.parts):
                 break
             if free <= 0 or not self.fairness.admits(key, now, prompt=is_prompt):
                 continue
             others = len(line) - place - 1
-            request = self._offer(sessions[key], key, free, others, forming, now)
+            request = self._offer_session(sessions[key], key, free, others, forming, now)
             if request is not None:
-                self.fairness.count(key, request.row_count, prompt=is_prompt)
+                self.fairness.charge(key, request.row_count, prompt=is_prompt)
                 if is_prompt:
                     prompt_room -= len(request.feed)
-            if alone and forming.parts:
+            if is_isolated and forming.parts:
                 break
-        if forming.parts and self.alone.isdisjoint(forming.parts):
-            self._take_along(sessions, forming, now)
+        if forming.parts and self.isolated_keys.isdisjoint(forming.parts):
+            self._offer_again(sessions, forming, now)
         for key in self._keeper.evicted:
             self.enqueue(key)
         self._keeper.evicted.clear()
         parts = tuple(forming.parts.values())
         if parts:
             self.running = Batch(now, parts)
-        return tuple(request for _, request in parts), forming.asked
+        return tuple(request for _, request in parts), forming.offered_keys
 
-    def draft(
-        self, sessions: Mapping[str, VerifySession], ask: AskChain, now: float
+    def plan_round(
+        self, sessions: Mapping[str, VerifySession], offer_chain: OfferChain, now: float
     ) -> RunDrafts | None:
         """Return the round of the server model to run before the next pass, or None if none
         pays."""
         if (pass_s := self.price.pass_s) is None or self.passes < self._drafts_at_pass:
             return None
         most = self._limits.max_rows_per_pass
-        decoding = [key for key in self._waiting if decodes(sessions[key])][: most // 2]
+        decoding = [key for key in self._waiting if is_decoding(sessions[key])][: most // 2]
         if not decoding:
             return None
-        forming = self._forming()
+        forming = self._begin_forming()
         rows = min(forming.offer.max_rows, most // len(decoding))
         offer = replace(forming.offer, max_rows=rows)
         price = self.price
@@ -395,7 +396,7 @@ class PassScheduler:
         starts: list[ChainStart] = []
         prompt_rows = times.prompt_rows
         for key in decoding:
-            start = ask(key, offer, now)
+            start = offer_chain(key, offer, now)
             if start is None:
                 continue
             if not start.step.guess:  # The last one may exceed the rest.
@@ -406,22 +407,24 @@ class PassScheduler:
         if self._empty_rounds >= EMPTY_ROUNDS:
             starts = sorted(starts, key=lambda start: len(start.step.feed))[:1]
         action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
-        due = self._undrafted >= PROBE_EVERY * max(1.0, times.step_s / max(pass_s, MIN_PASS_S))
-        if due and starts and not DraftRound(action).next_step():
+        is_probe_due = self._passes_without_proposal >= PROBE_EVERY * max(
+            1.0, times.step_s / max(pass_s, MIN_PASS_S)
+        )
+        if is_probe_due and starts and not DraftRound(action).next_step():
             shortest = min(starts, key=lambda start: len(start.step.feed))
             action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
-            if not self._was_unpaid_told:
-                self._was_unpaid_told = True
+            if not self._has_reported_unpaid:
+                self._has_reported_unpaid = True
                 self.draft_report = (
                     "the draft model's guesses do not pay now: they are taken to be right with"
                     f" a chance of {shortest.rate:.2f}, a step takes {1e3 * times.step_s:.1f} ms"
                     f" and a pass {1e3 * pass_s:.1f} ms; it runs one step in {PROBE_EVERY} passes"
                     " until they do"
                 )
-        self._undrafted += 1
+        self._passes_without_proposal += 1
         return action if DraftRound(action).next_step() else None
 
-    def drafted(self, done: DraftsDone) -> None:
+    def finish_round(self, done: DraftsDone) -> None:
         """Record a finished round."""
         for rows, took_s in done.steps:
             self.draft_times.note_step(rows, took_s)
@@ -429,7 +432,7 @@ class PassScheduler:
         if any(chain.guesses for chain in done.chains):
             if self._empty_rounds >= EMPTY_ROUNDS:
                 self.draft_report = "the draft model guesses again"
-            self._undrafted = self._empty_rounds = 0
+            self._passes_without_proposal = self._empty_rounds = 0
         elif any(chain.fed is None for chain in done.chains):
             self._empty_rounds += 1
             beyond = self._empty_rounds - EMPTY_ROUNDS
@@ -443,7 +446,7 @@ class PassScheduler:
                     " target's, is there memory for its cache, and are its weights whole?"
                 )
 
-    def draft_steps(self) -> int:
+    def choose_speculator_steps(self) -> int:
         """Return how many tokens the engine speculator should propose behind the pass that was just
         formed."""
         most = self._limits.own_drafts
@@ -458,39 +461,45 @@ class PassScheduler:
             if request.sample and (rate := session.chain_rate) is not None
         ]
         length = chain_length(rates, most, pass_s, max(0.0, step_s), self.price.row_s)
-        self._unspeculated = 0 if length else self._unspeculated + 1
-        if self._unspeculated >= PROBE_EVERY:  # to notice when it pays again
-            self._unspeculated, length = 0, 1
+        self._passes_without_speculation = 0 if length else self._passes_without_speculation + 1
+        if self._passes_without_speculation >= PROBE_EVERY:  # to notice when it pays again
+            self._passes_without_speculation, length = 0, 1
         return length
 
-    def _offer(
-        self, session: VerifySession, key: str, free: int, others: int, forming: Forming, now: float
+    def _offer_session(
+        self,
+        session: VerifySession,
+        key: str,
+        free: int,
+        others: int,
+        forming: FormingPass,
+        now: float,
     ) -> PassRequest | None:
         """Offer a session ``free`` rows; return None if it declines or the cache has no room for
         it. ``others`` is the number of sessions behind it in the queue."""
         parts, most = forming.parts, min(free, self._limits.max_rows_per_session)
-        if session.missing_rows:
+        if session.rows_to_feed:
             most = self._keeper.rows_for(key, most, parts, others, now)
             if most == 0:
                 return None
-        forming.asked.append(key)
+        forming.offered_keys.append(key)
         self._waiting.pop(key, None)
         offer = forming.offer
         if most != offer.max_rows or bool(parts) != offer.runs_anyway:
             offer = forming.offer = replace(offer, max_rows=most, runs_anyway=bool(parts))
-        request = self._ask(key, offer, now)
+        request = self._offer_rows(key, offer, now)
         if request is None:
             if session.request.run_ahead is RunAhead.AUTO:
-                self._declined[key] = None
+                self._awaiting_draft[key] = None
             return None
-        self._declined.pop(key, None)
+        self._awaiting_draft.pop(key, None)
         if table := self._keeper.reserve(key, request.cache_length + request.row_count):
             request = request.with_blocks(table)
         parts[key] = session, request
-        forming.room -= request.row_count
+        forming.rows_left -= request.row_count
         return request
 
-    def _forming(self, began_at: float | None = None) -> Forming:
+    def _begin_forming(self, began_at: float | None = None) -> FormingPass:
         pass_s, most = self.price.pass_s, self._limits.max_rows_per_session
         wait_s = ASSUMED_PASS_S if pass_s is None else pass_s
         if self._limits.drafter:  # no longer than a round of the server model
@@ -504,53 +513,53 @@ class PassScheduler:
             if self._limits.server_drafts
             else None,
         )
-        return Forming(self._limits.max_rows_per_pass, offer)
+        return FormingPass(self._limits.max_rows_per_pass, offer)
 
-    def _take_along(
-        self, sessions: Mapping[str, VerifySession], forming: Forming, now: float
+    def _offer_again(
+        self, sessions: Mapping[str, VerifySession], forming: FormingPass, now: float
     ) -> None:
         """Offer again to sessions that declined in order to wait for a draft.
 
         The pass runs anyway and can give them a token. A draft that arrives meanwhile can only join
         the next pass.
         """
-        for key in [key for key in self._declined if key not in self.alone]:
+        for key in [key for key in self._awaiting_draft if key not in self.isolated_keys]:
             session = sessions.get(key)
-            if session is None or not decodes(session):
-                del self._declined[key]
-            elif forming.room > 0 and self.fairness.admits(key, now, prompt=False):
-                request = self._offer(session, key, 1, 0, forming, now)
+            if session is None or not is_decoding(session):
+                del self._awaiting_draft[key]
+            elif forming.rows_left > 0 and self.fairness.admits(key, now, prompt=False):
+                request = self._offer_session(session, key, 1, 0, forming, now)
                 if request is not None:
-                    self.fairness.count(key, request.row_count, prompt=False)
+                    self.fairness.charge(key, request.row_count, prompt=False)
 
-    def _line(
+    def _order_queue(
         self, sessions: Mapping[str, VerifySession], now: float
     ) -> tuple[list[str], int, int]:
         """Return the order in which sessions are offered rows, the index at which prompts begin in
         it, and the rows that prompts may have together."""
-        missing = {key: sessions[key].missing_rows for key in self._waiting}
+        missing = {key: sessions[key].rows_to_feed for key in self._waiting}
         for key in [key for key, rows in missing.items() if not rows]:
             del self._waiting[key], missing[key]
         most = self._limits.max_rows_per_pass
         prompts = {key: rows for key, rows in missing.items() if rows > 1}
         decoding = [key for key, rows in missing.items() if rows == 1]
-        self.fairness.plan([*decoding, *self._declined], prompts, now)
+        self.fairness.plan_pass([*decoding, *self._awaiting_draft], prompts, now)
         if decoding:
-            self.price.note_queue(len(decoding) + len(self._declined), len(prompts))
-        if not self.alone.isdisjoint(missing):
+            self.price.note_queue(len(decoding) + len(self._awaiting_draft), len(prompts))
+        if not self.isolated_keys.isdisjoint(missing):
             return list(missing), 0, most
         left_out = {key: self.passes - self._waiting[key] for key in missing}
-        line = self.fairness.first_come(decoding, left_out)
+        line = self.fairness.sort_by_priority(decoding, left_out)
         if prompts:
             in_order = self._prompts.order(prompts, now)
-            line = line + self.fairness.prompts_in_turn(in_order, left_out)
-            if any(map(decodes, sessions.values())):
+            line = line + self.fairness.sort_prompts(in_order, left_out)
+            if any(map(is_decoding, sessions.values())):
                 most = self._prompts.rows
             elif self.fairness.is_contended(now):
-                most = min(most, self._prompts.rows_alone)
+                most = min(most, self._prompts.rows_without_decoding)
         return line, len(decoding), most
 
-    def finish(self, now: float, target_s: float | None = None, draft_steps: int = 0) -> Batch:
+    def finish_pass(self, now: float, target_s: float | None = None, draft_steps: int = 0) -> Batch:
         """End the running pass. ``target_s`` is the target's part of its duration, ``draft_steps``
         the steps that the engine speculator ran in it."""
         assert self.running is not None
@@ -562,11 +571,11 @@ class PassScheduler:
             self.draft_times.note_pass(draft_steps, target_s)
         if any(request.sample for _, request in batch.parts):
             rows, prompt_rows, drafted = batch.count_rows()
-            self.fairness.note(len(batch.parts), rows, target_s)
+            self.fairness.note_pass(len(batch.parts), rows, target_s)
             server_rows = sum(request.served for _, request in batch.parts)
             self.price.note_pass(rows, prompt_rows, took_s, target_s, server_rows)
             drafts_s = drafted * self.price.row_s
-            self._prompts.note(prompt_rows, took_s, drafts_s, self.price.tokens_per_pass, now)
+            self._prompts.note_pass(prompt_rows, took_s, drafts_s, self.price.tokens_per_pass, now)
         for _, request in batch.parts:
             if len(request.feed) == 1:
                 self.fairness.note_rows(1 + len(request.tokens))

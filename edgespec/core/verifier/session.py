@@ -63,31 +63,31 @@ class Attachment:
     def __init__(self, length: int, now: float, detached_at: float | None = None) -> None:
         self.detached_at = detached_at
         """Time since which the session has no stream; None while it has one."""
-        self.unread_since: float | None = None
+        self.unacknowledged_since: float | None = None
         """Time since which no more is sent because the device acknowledges nothing; None
         otherwise."""
-        self.behind = False
+        self.is_behind = False
         """True while the send queue still holds messages from before the last pass."""
-        self.spoke_at = now
+        self.last_sent_at = now
         self.received = length
         self._echo: tuple[int, float] | None = None
 
     def acknowledge(self, message: Received, now: float) -> None:
         """Record the length that the device holds, which never decreases, and its echo."""
         if message.position > self.received:
-            self.received, self.unread_since = message.position, None
+            self.received, self.unacknowledged_since = message.position, None
         if message.echo:
             self._echo = (message.echo, now)
 
-    def note_unread(self, length: int, most: int, now: float) -> None:
-        """Update ``unread_since``: at most ``most`` of ``length`` committed tokens may be
+    def update_unacknowledged(self, length: int, most: int, now: float) -> None:
+        """Update ``unacknowledged_since``: at most ``most`` of ``length`` committed tokens may be
         unacknowledged before no more is sent."""
         if length - self.received <= most:
-            self.unread_since = None
-        elif self.unread_since is None:
-            self.unread_since = now
+            self.unacknowledged_since = None
+        elif self.unacknowledged_since is None:
+            self.unacknowledged_since = now
 
-    def take_echo(self, now: float) -> tuple[int, int]:
+    def pop_echo(self, now: float) -> tuple[int, int]:
         """Return the echo to send back and the microseconds for which it was held; zeros without
         one."""
         if self._echo is None:
@@ -104,7 +104,7 @@ class ScoreKeeper:
         self._kept: dict[int, TokenScore] = {}
         """Scores by position, in ascending order."""
 
-    def commit(self, position: int, done: ev.PassDone, walk: Walk, count: int) -> None:
+    def store(self, position: int, done: ev.PassDone, walk: Walk, count: int) -> None:
         """Store the scores of the first ``count`` tokens of ``walk``, committed from ``position``
         on."""
         if not done.scores:
@@ -115,11 +115,11 @@ class ScoreKeeper:
             scores[place] = replace(scores[place], logprob=raw_logprob)
         self._kept.update(enumerate(scores[:count], position))
 
-    def acknowledged(self, position: int) -> None:
+    def drop_acknowledged(self, position: int) -> None:
         while self._kept and (first := next(iter(self._kept))) < position:
             del self._kept[first]
 
-    def of(self, position: int, count: int) -> tuple[TokenScore, ...]:
+    def get(self, position: int, count: int) -> tuple[TokenScore, ...]:
         """Return the scores of ``count`` tokens from ``position`` on; empty unless they are all
         kept."""
         kept, places = self._kept, range(position, position + count)
@@ -147,7 +147,7 @@ def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
     )
 
 
-def missed_commits(
+def catch_up_commits(
     prefix: CommittedPrefix,
     held: int,
     finish: FinishReason | None,
@@ -170,7 +170,7 @@ def missed_commits(
         yield Commit(start, tuple(prefix.tokens[start:end]), replaced=places(end))
         start = end
     if start < prefix.length or finish is not None:
-        tokens, logprobs = tuple(prefix.tokens[start:]), scores.of(start, prefix.length - start)
+        tokens, logprobs = tuple(prefix.tokens[start:]), scores.get(start, prefix.length - start)
         changed = places(prefix.length)
         yield Commit(start, tokens, finish=finish, logprobs=logprobs, replaced=changed)
 
@@ -206,7 +206,7 @@ class VerifySession:
         self.device = Attachment(self.prefix.length, now, detached_at=now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
-        self._replaced: list[int] = []
+        self._replaced_positions: list[int] = []
         """Positions of committed tokens that are not the target's own."""
 
     @property
@@ -214,13 +214,15 @@ class VerifySession:
         return self.device.detached_at is None
 
     @property
-    def missing_rows(self) -> int:
+    def rows_to_feed(self) -> int:
         """Committed tokens that are not in the KV cache yet. 0 while the session is not ready for a
         pass, its send queue is behind, or its device does not acknowledge."""
         device = self.device
-        if self.state is not ev.READY or device.detached_at is not None or device.behind:
+        if self.state is not ev.READY or device.detached_at is not None or device.is_behind:
             return 0
-        return 0 if device.unread_since is not None else self.prefix.length - self.cache_length
+        return (
+            0 if device.unacknowledged_since is not None else self.prefix.length - self.cache_length
+        )
 
     @property
     def chain_rate(self) -> float | None:
@@ -235,7 +237,7 @@ class VerifySession:
         if self._server_drafts is not None and self._server_drafts.chain is not None:
             self._server_drafts.chain.note_no_proposal()
 
-    def over(self, now: float) -> bool:
+    def can_be_removed(self, now: float) -> bool:
         """Return whether the session can be removed: everything is acknowledged, or the lease has
         expired."""
         if self.state is ev.FINISHED and self.device.received >= self.prefix.length:
@@ -280,8 +282,8 @@ class VerifySession:
                     return (ev.Hangup(),)
                 why = f"nothing was acknowledged for {waited_s:.0f} s"
                 return self._refuse(Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0), now)
-            case ev.SayAlive():
-                return (self._say(self._sign_of_life(), now),)
+            case ev.SendKeepalive():
+                return (self._send(self._keepalive(), now),)
             case Cancel():
                 return self._on_cancel(now)
             case _:
@@ -296,20 +298,22 @@ class VerifySession:
         self.deadline, self._idle_since = None, now
         if self.finish is None and (finish := self._ending.finish_reason(self.prefix)) is not None:
             self.state, self.finish = transition(VERIFY_MOVES, self.state, ev.FINISHED), finish
-        self._note_unread(now)
+        self._update_unacknowledged(now)
         name, fingerprint = self._model.name, self._model.fingerprint
         constrained = request.sampling.constraint is not None
         least = request.sampling.min_tokens
         opened = Opened(self._limits, name, held, fingerprint, constrained, least)
-        greeting = self._say(opened, now)
-        missed = missed_commits(self.prefix, held, self.finish, self._scores, self._replaced)
-        return greeting, *(self._say(commit, now) for commit in missed)
+        opening = self._send(opened, now)
+        commits = catch_up_commits(
+            self.prefix, held, self.finish, self._scores, self._replaced_positions
+        )
+        return opening, *(self._send(commit, now) for commit in commits)
 
-    def _say(self, message: Opened | Commit | Fault, now: float) -> ev.Send:
-        self.device.spoke_at = now
+    def _send(self, message: Opened | Commit | Fault, now: float) -> ev.Send:
+        self.device.last_sent_at = now
         return ev.Send(message)
 
-    def _sign_of_life(self) -> Commit:
+    def _keepalive(self) -> Commit:
         """Return a commit without tokens, which reports how much of the text has been read."""
         return Commit(self.prefix.length, (), read=self.cache_length)
 
@@ -322,18 +326,18 @@ class VerifySession:
         """Close the stream; also end the session, unless the device may come back."""
         self._detach(now)
         if not fault.code.retryable:
-            self._give_up()
-        return self._say(fault, now), ev.Hangup()
+            self._end_cancelled()
+        return self._send(fault, now), ev.Hangup()
 
     def _on_cancel(self, now: float) -> tuple[ev.VerifyAction, ...]:
         """Acknowledge with a final empty commit, unless a final commit was sent already."""
-        news = self.state is not ev.FINISHED and self.attached
-        self._give_up()
-        if not news:
+        is_unfinished = self.state is not ev.FINISHED and self.attached
+        self._end_cancelled()
+        if not is_unfinished:
             return ()
-        return (self._say(Commit(self.prefix.length, (), finish=self.finish), now),)
+        return (self._send(Commit(self.prefix.length, (), finish=self.finish), now),)
 
-    def _give_up(self) -> None:
+    def _end_cancelled(self) -> None:
         """End the session as cancelled; nothing more is delivered or awaited."""
         self.finish = FinishReason.CANCELLED
         self.state = transition(VERIFY_MOVES, self.state, ev.FINISHED)
@@ -344,27 +348,27 @@ class VerifySession:
             why = f"received position {message.position} is beyond the {self.prefix.length} known"
             return self._refuse(Fault(FaultCode.RESYNC, why), now)
         self.device.acknowledge(message, now)
-        self._scores.acknowledged(self.device.received)
-        self._note_unread(now)
+        self._scores.drop_acknowledged(self.device.received)
+        self._update_unacknowledged(now)
         return ()
 
-    def _note_unread(self, now: float) -> None:
+    def _update_unacknowledged(self, now: float) -> None:
         most = 0 if self.state is ev.FINISHED else self._limits.max_unreceived
-        self.device.note_unread(self.prefix.length, most, now)
+        self.device.update_unacknowledged(self.prefix.length, most, now)
 
     # --- passes ----------------------------------------------------------------------------
 
     def _on_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
-        if not self.missing_rows:
+        if not self.rows_to_feed:
             return ()
         assert offer.max_rows >= 1
         self.deadline = None
-        start_at = self._start_at(offer, now)
+        start_at = self._earliest_start(offer, now)
         if start_at > now:
             self.deadline = start_at
             return ()
-        request = self._form(offer)
-        queue_s = self.inbox.take_queue_s(now) if request.drafted else 0.0
+        request = self._build_request(offer)
+        queue_s = self.inbox.pop_queue_s(now) if request.drafted else 0.0
         started_at = now if offer.began_at is None else offer.began_at
         self._pass = ev.RunningPass(request, started_at, queue_s)
         self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
@@ -378,7 +382,7 @@ class VerifySession:
         decoding = prefix.prompt_length < self.cache_length + 1 == prefix.length
         return decoding and prefix.length < self._ending.end - 1
 
-    def _start_at(self, offer: ev.Offer, now: float) -> float:
+    def _earliest_start(self, offer: ev.Offer, now: float) -> float:
         """Return the time from which the session takes part in a pass.
 
         The run-ahead policy decides if the session could wait for a draft of its device and has no
@@ -387,19 +391,21 @@ class VerifySession:
         has_chain = self._server_drafts is not None and self._server_drafts.has_chain
         if not self._may_draft or self.inbox.tree.nodes or has_chain:
             return now
-        view = self.inbox.view(now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway)
+        view = self.inbox.run_ahead_view(
+            now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway
+        )
         return self._run_ahead(view)
 
     def _on_draft_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
         server_drafts = self._server_drafts
-        if server_drafts is None or not self.missing_rows or not self._may_draft:
+        if server_drafts is None or not self.rows_to_feed or not self._may_draft:
             return ()
-        if self._start_at(offer, now) > now:
+        if self._earliest_start(offer, now) > now:
             return ()
         start = server_drafts.begin_chain(
             self._device_tree(offer, 1),
             self.prefix.tokens,
-            self._depth,
+            self._max_depth,
             self._least_lookup_chance(offer),
         )
         return () if start is None else (ev.WantChain(start),)
@@ -413,39 +419,43 @@ class VerifySession:
         self.cache_length += len(done.request.feed)
         if not done.request.sample:
             self.state = transition(VERIFY_MOVES, self.state, ev.READY)
-            if self.attached and now - self.device.spoke_at >= READ_REPORT_S:
-                return ev.Keep(()), self._say(self._sign_of_life(), now)
+            if self.attached and now - self.device.last_sent_at >= READ_REPORT_S:
+                return ev.Keep(()), self._send(self._keepalive(), now)
             return (ev.Keep(()),)
         assert self.cache_length == self.prefix.length
-        walk = self._walk(done.request, event)
+        walk = self._judge(done.request, event)
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
-        inside = walk.nodes[: len(tokens)]  # without those behind the end
-        accepted = len(inside)
+        committed_nodes = walk.nodes[: len(tokens)]  # without those behind the end
+        accepted = len(committed_nodes)
         if self._server_drafts is not None:  # The device's count excludes server-side nodes.
-            accepted -= self._server_drafts.learn(done.request, event.targets, inside, tokens)
+            accepted -= self._server_drafts.learn(
+                done.request, event.targets, committed_nodes, tokens
+            )
         if event.scores:
-            self._scores.commit(self.prefix.length, event, walk, len(tokens))
+            self._scores.store(self.prefix.length, event, walk, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
         if self._server_drafts is not None and event.guesses and self.finish is None:
             self._server_drafts.propose(event.guesses)
         position = self.prefix.length - len(tokens)
         replaced = tuple([at for at in walk.replaced if at < len(tokens)])
-        self._replaced += [position + at for at in replaced]
-        commit = self._report(position, tokens, accepted, replaced, done, event.row_price, now)
-        send = (self._say(commit, now),) if self.attached else ()
-        following = ev.READY if self.finish is None else ev.FINISHED
-        self.state = transition(VERIFY_MOVES, self.state, following)
-        self._note_unread(now)
+        self._replaced_positions += [position + at for at in replaced]
+        commit = self._build_commit(
+            position, tokens, accepted, replaced, done, event.row_price, now
+        )
+        send = (self._send(commit, now),) if self.attached else ()
+        next_state = ev.READY if self.finish is None else ev.FINISHED
+        self.state = transition(VERIFY_MOVES, self.state, next_state)
+        self._update_unacknowledged(now)
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
 
-    def _walk(self, request: PassRequest, event: ev.PassDone) -> Walk:
+    def _judge(self, request: PassRequest, event: ev.PassDone) -> Walk:
         """Judge the nodes of a pass. Server-side nodes come last and are judged by the exact
         rule."""
         scores, ends = event.node_scores[: request.drafted], self._ending.stop_ids
         return self._rule.walk(request.tokens, request.parents, event.targets, scores, ends)
 
-    def _form(self, offer: ev.Offer) -> PassRequest:
+    def _build_request(self, offer: ev.Offer) -> PassRequest:
         """Return the request for a pass in which ``offer`` leaves room.
 
         It feeds the committed tokens that the cache lacks. If all of them are fed, the device's
@@ -461,8 +471,13 @@ class VerifySession:
             return PassRequest(key, first, feed, logprobs=logprobs)
         tree = self._device_tree(offer, len(feed))
         if self._server_drafts is not None:
-            price, guess = self._least_chance(offer), self._least_lookup_chance(offer)
-            self._server_drafts.add_nodes(tree, self.prefix.tokens, self._depth, price, guess)
+            least_chance, least_lookup_chance = (
+                self._least_chance(offer),
+                self._least_lookup_chance(offer),
+            )
+            self._server_drafts.add_nodes(
+                tree, self.prefix.tokens, self._max_depth, least_chance, least_lookup_chance
+            )
         if not self._trees:
             tree.cut_to_chain()
         if self._server_drafts is not None:
@@ -475,7 +490,7 @@ class VerifySession:
         )
 
     @property
-    def _depth(self) -> int:
+    def _max_depth(self) -> int:
         """Greatest depth at which a node can matter: it must lie before the last token."""
         return self._ending.end - 1 - self.prefix.length
 
@@ -494,7 +509,7 @@ class VerifySession:
         room = min(offer.max_rows - fed, self._limits.max_nodes_per_pass)
         return self.inbox.pass_tree(room, self._ending.end, self._least_chance(offer))
 
-    def _report(
+    def _build_commit(
         self,
         position: int,
         tokens: tuple[int, ...],
@@ -516,12 +531,12 @@ class VerifySession:
         row_price = round(row_price * self._price_share.value)
         if row_price and verify_us and self.request.drafting and self.finish is None:
             price = row_price
-            credit = 0 if self.inbox.best_chance < row_price / MAX_PRICE else None
-        stale, (echo, held_us) = self.inbox.take_stale(), self.device.take_echo(now)
+            credit = 0 if self.inbox.top_acceptance_rate < row_price / MAX_PRICE else None
+        stale, (echo, held_us) = self.inbox.pop_stale_count(), self.device.pop_echo(now)
         self.passes += 1
         self.device_accepted += accepted
         queue_us = round(done.queue_s * 1e6)
-        logprobs = self._scores.of(position, len(tokens)) if self.request.logprobs else ()
+        logprobs = self._scores.get(position, len(tokens)) if self.request.logprobs else ()
         return Commit(
             position=position,
             tokens=tokens,

@@ -89,11 +89,11 @@ class Stalled:
 
 
 @statically_frozen
-class SayAlive:
+class SendKeepalive:
     """The device was sent nothing for a while because its session waits for room."""
 
 
-StreamEvent = Attach | Detach | Draft | Received | Cancel | Stalled | SayAlive
+StreamEvent = Attach | Detach | Draft | Received | Cancel | Stalled | SendKeepalive
 PassEvent = Offer | DraftOffer | Drafted | PassDone | PassFailed | Cached
 VerifyEvent = StreamEvent | PassEvent
 

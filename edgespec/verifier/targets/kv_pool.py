@@ -237,7 +237,7 @@ class KvPool:
             else:
                 bare.append(batch[i])
         missing = sum(
-            self._own.missing(request.key, request.cache_length + request.row_count)
+            self._own.missing_count(request.key, request.cache_length + request.row_count)
             for request in bare
         )
         if missing > self._own.free_count:

@@ -186,7 +186,9 @@ class PackedDrafter:
 
     def _make_room(self, key: str, length: int, spared: Collection[str]) -> bool:
         while not self._ledger.reserve(key, length):
-            held = (one for one in self._sequences if one not in spared and self._ledger.held(one))
+            held = (
+                one for one in self._sequences if one not in spared and self._ledger.held_count(one)
+            )
             victim = next(held, None)
             if victim is None:
                 return False

@@ -241,7 +241,7 @@ def check_ledger(engine: VerifyEngine) -> None:
         require(len(table) >= least, f"{key}: {len(table)} blocks, {least} are cached")
         if session.cache_length:  # else the blocks may be those of an earlier session of this id
             written = table[session.cache_length // ledger.block_tokens :]
-            require(all(map(ledger.writable, written)), f"{key}: would write a shared block")
+            require(all(map(ledger.is_writable, written)), f"{key}: would write a shared block")
 
 
 class EntryCheck:
@@ -260,18 +260,18 @@ class EntryCheck:
     ) -> int:
         rows = self._true(key, most, spared, waiting, now)
         ledger = self._engine.keeper.ledger
-        if rows == 0 and ledger is not None and not ledger.held(key):
+        if rows == 0 and ledger is not None and not ledger.held_count(key):
             self._check_refused(key, spared, ledger)
         return rows
 
     def _check_refused(self, key: str, spared: Collection[str], ledger: BlockLedger) -> None:
         """The session has no block and got none."""
-        sessions, over_rate = self._engine.sessions, self._engine.keeper.over_rate
+        sessions, is_over_rate = self._engine.sessions, self._engine.keeper.is_over_rate
         outside, owned = [], dict[str, list[tuple[str, int]]]()
         for other, session in sessions.items():
-            held, device = ledger.held(other), session.device
-            asks = not held and session.missing_rows > 0 and not over_rate(other)
-            reads = device.detached_at is None and device.unread_since is None
+            held, device = ledger.held_count(other), session.device
+            asks = not held and session.rows_to_feed > 0 and not is_over_rate(other)
+            reads = device.detached_at is None and device.unacknowledged_since is None
             need = max(held, -(-session.prefix.length // ledger.block_tokens))
             if asks:
                 outside.append((other, need))
@@ -301,14 +301,14 @@ class EntryCheck:
         own = self._engine.registry.credential_of[key].name
         elders = [other for other, _ in owned[own]]
         elders = elders[: elders.index(key)]
-        if ends[key] > share or any(not ledger.held(other) for other in elders):
+        if ends[key] > share or any(not ledger.held_count(other) for other in elders):
             return
         room = ledger.free_count
         for other in ledger.holders:
             if other in spared or other not in sessions:
                 continue
             device = sessions[other].device
-            gone = device.detached_at is not None or device.unread_since is not None
+            gone = device.detached_at is not None or device.unacknowledged_since is not None
             if gone or other in surplus:
                 room += sum(ledger.holder_count(block) == 1 for block in ledger.table(other))
         need = -(-sessions[key].prefix.length // ledger.block_tokens)
