@@ -150,7 +150,7 @@ def killed_siblings_survive(kill: Any, tree: SpeculationTree, node_id: int) -> N
     pass
 
 
-@MUTANTS.of(SpeculationTree, "place", seeds=60)
+@MUTANTS.of(SpeculationTree, "child_position", seeds=60)
 def dead_parents_count(place: Any, tree: SpeculationTree, *where: int) -> Any:
     found = place(tree, *where)
     return tree.prefix.length if found is None else found
