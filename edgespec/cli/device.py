@@ -29,7 +29,7 @@ from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device import build
 from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import takes_target_texts, with_tokenizer
-from edgespec.device.prober import Answer
+from edgespec.device.prober import ProbeResult
 from edgespec.models.folders import BUNDLED
 
 _KINDS = {
@@ -242,7 +242,7 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     is only noticed after the attempts to reconnect."""
     if len(config.verifiers) > 1:
         return await _choose(config)
-    ((address, answer),) = (await build.ask_verifiers(config)).items()
+    ((address, answer),) = (await build.probe_verifiers(config)).items()
     if answer.info is None:
         raise SetupError(no_verifier(address, answer.error or LinkError("")))
     with stoppable():  # a tokenizer on the Hub is fetched for it
@@ -265,7 +265,7 @@ async def _with_texts(config: AgentConfig, info: ModelInfo, address: str) -> Age
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     """Put the verifiers that fit first, as the association ranks them, then those that did not
     answer and may come back. All that fit have the vocabulary of the first one."""
-    answers = await build.ask_verifiers(config, timed=True)
+    answers = await build.probe_verifiers(config, timed=True)
     with stoppable():
         whys = {
             address: one.why if one.info is None else misfit(config, one.info, "it")
@@ -304,7 +304,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 
 
 def _ranked(
-    config: AgentConfig, answers: Mapping[str, Answer], left_out: Mapping[str, str]
+    config: AgentConfig, answers: Mapping[str, ProbeResult], left_out: Mapping[str, str]
 ) -> tuple[list[str], VerifierInfo, float]:
     """The addresses that are not left out, best first, and of the best one what it says of itself
     and its round trip in seconds. Raises ``SetupError`` where none is left."""

@@ -21,7 +21,7 @@ from edgespec.config import DEFAULT_ADDRESS, AgentConfig, ConfigError
 from edgespec.config.common import installed_version, needs
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.build import ask_verifiers, with_port
+from edgespec.device.build import probe_verifiers, with_port
 from edgespec.models.folders import BUNDLED_FOLDER, Role
 from edgespec.wire.access import tls_access
 
@@ -118,7 +118,7 @@ def exactness() -> Check:
 
 async def verifier(address: str, config: AgentConfig) -> Check:
     name = f"verifier at {with_port(address)}"
-    (answer,) = (await ask_verifiers(replace(config, verifier=address))).values()
+    (answer,) = (await probe_verifiers(replace(config, verifier=address))).values()
     if (served := answer.info) is None:
         error = answer.error
         port = with_port(address).rpartition(":")[2]

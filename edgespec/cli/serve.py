@@ -32,7 +32,7 @@ from edgespec.device.borrowed_tokenizer import (
     takes_target_texts,
     with_tokenizer,
 )
-from edgespec.device.prober import VerifierWatch
+from edgespec.device.prober import VerifierMonitor
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.process_memory import machine_memory
@@ -82,7 +82,7 @@ async def _serve(
     key: str,
     agent: Agent,
     text: build.PromptTokenizer,
-    watch: VerifierWatch,
+    watch: VerifierMonitor,
     listeners: Sequence[socket.socket],
 ) -> None:
     from edgespec.endpoint.app import build_app
@@ -159,24 +159,24 @@ async def _waiting(
 
 
 @asynccontextmanager
-async def _watching(held: Sequence[AgentConfig]) -> AsyncIterator[VerifierWatch]:
+async def _watching(held: Sequence[AgentConfig]) -> AsyncIterator[VerifierMonitor]:
     """The verifiers, asked once; ``held[0]`` is the configuration, which may get other texts.
     Raises ``SetupError`` where none will ever do."""
     access = device_access(held[0])
     addresses = [build.with_port(one) for one in held[0].verifiers]
-    watch = VerifierWatch(
+    watch = VerifierMonitor(
         {one: build.connect(one, access=access) for one in addresses},
         lambda info: misfit(held[0], info, "the verifier"),
     )
     try:
-        await watch.look()
+        await watch.refresh()
         _refuse_hopeless(watch)
         yield watch
     finally:
         await watch.close()
 
 
-def _refuse_hopeless(watch: VerifierWatch) -> None:
+def _refuse_hopeless(watch: VerifierMonitor) -> None:
     hopeless = (VerifierState.MISFIT, VerifierState.REFUSES)
     if all(one.state in hopeless for one in watch.statuses):
         raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
@@ -185,7 +185,7 @@ def _refuse_hopeless(watch: VerifierWatch) -> None:
 async def _with_target_texts(config: AgentConfig) -> tuple[AgentConfig, ModelInfo | None]:
     """Return ``config`` with the texts of the first verifier that is there and fits, and what it
     serves; unchanged where none answers. Raises ``SetupError`` where each of them will never do."""
-    answers, whys = await build.ask_verifiers(config), list[str]()
+    answers, whys = await build.probe_verifiers(config), list[str]()
     for address, answer in answers.items():
         model = None if answer.info is None else answer.info.find_model(config.model)
         if model is None:
@@ -221,11 +221,11 @@ async def _with_lent_tokenizer(config: AgentConfig) -> tuple[AgentConfig, ModelI
                         return await with_tokenizer(config, model, running.say, address), model
             await asyncio.sleep(_AGAIN_S)
             watch.infos.clear()
-            await watch.look()
+            await watch.refresh()
             _refuse_hopeless(watch)
 
 
-def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:
+def _chosen(config: AgentConfig, watch: VerifierMonitor, has_key: bool) -> list[str]:
     endpoint, draft, policy = config.endpoint, config.draft, config.policy
     memory = machine_memory()
     budget = f"at most {draft.memory_budget}" if draft.memory_budget else "no budget"

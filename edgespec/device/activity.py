@@ -28,7 +28,7 @@ from edgespec.device.verifier_pool import VerifierRoute
 from edgespec.telemetry import agent_status as st
 from edgespec.telemetry.trace import Tracer
 
-_COUNTED: Final = tuple(
+_COUNTED_FIELDS: Final = tuple(
     {field.name for field in fields(ev.DraftCounters)}
     & {field.name for field in fields(st.AgentTotals)}
 )
@@ -39,7 +39,7 @@ RATE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class LinkStatus:
     """State of the link to the verifier, since when (on the agent's clock), and why."""
 
     state: st.VerifierState
@@ -58,7 +58,7 @@ class Activity:
         """The generation that was started last."""
         self.last_drafted: GenerationNotes | None = None
         """The generation that ended last among those whose drafts were judged."""
-        self.reach = Reach(st.VerifierState.UNKNOWN, self.began_at)
+        self.link = LinkStatus(st.VerifierState.UNKNOWN, self.began_at)
         self.last_event = 0
         self._events: deque[st.TimelineEvent] = deque(maxlen=st.MAX_EVENTS)
         self._open: dict[st.EventKind, tuple[float, st.TimelineEvent]] = {}
@@ -66,27 +66,27 @@ class Activity:
         self._ended = Counter[str]()
         self.begun = 0
 
-    def began(self, session: DraftSession, route: VerifierRoute, inner: Tracer) -> GenerationNotes:
+    def start(self, session: DraftSession, route: VerifierRoute, inner: Tracer) -> GenerationNotes:
         """Return the notes of a new generation.
 
-        They are the tracer of its driver. Call ``over`` with them when the generation has ended."""
+        They are the tracer of its driver. Call ``finish`` with them when it has ended."""
         with self.lock:
             self.begun += 1
             notes = GenerationNotes(self, session, route, inner)
             self.running[notes.number] = self.last = notes
         return notes
 
-    def over(self, notes: GenerationNotes) -> None:
+    def finish(self, notes: GenerationNotes) -> None:
         """Add an ended generation to the totals. A second call does nothing."""
         with self.lock:
             if self.running.pop(notes.number, None) is None:
                 return
-            self._ended.update({**notes.counted(), notes.ending: 1})
+            self._ended.update({**notes.count_totals(), notes.ending: 1})
             if notes.session.counters.tried:
                 self.last_drafted = notes
             idle = not self.running
-        if idle and self.reach.state is st.VerifierState.SERVING:
-            self.reached(st.VerifierState.READY, time.monotonic())
+        if idle and self.link.state is st.VerifierState.SERVING:
+            self.set_link_state(st.VerifierState.READY, time.monotonic())
 
     def events_after(self, number: int) -> tuple[tuple[st.TimelineEvent, ...], int]:
         """Return the events with a number above ``number``, and how many of them the ring has
@@ -119,7 +119,7 @@ class Activity:
             found = self._ended.copy()
             running = tuple(self.running.values())
         for notes in running:
-            found.update(notes.counted())
+            found.update(notes.count_totals())
         return st.AgentTotals(**{"generations": self.begun, **found})
 
     # --- for the notes ---------------------------------------------------------------------
@@ -135,8 +135,8 @@ class Activity:
         took_s: float = 0.0,
     ) -> None:
         with self.lock:
-            until_s, entry = self._open.get(kind, (at_s, None))
-            if entry is None or at_s >= until_s or kind is st.EventKind.LINK:
+            end_s, entry = self._open.get(kind, (at_s, None))
+            if entry is None or at_s >= end_s or kind is st.EventKind.LINK:
                 self.last_event += 1
                 entry = st.TimelineEvent(self.last_event, at_s, generation, kind, events=0)
                 self._events.append(entry)
@@ -149,10 +149,10 @@ class Activity:
             entry.served += served
             entry.events += 1
 
-    def reached(self, state: st.VerifierState, at_s: float, why: str = "") -> None:
+    def set_link_state(self, state: st.VerifierState, at_s: float, why: str = "") -> None:
         """Note a state of the link. An unchanged state keeps its time."""
-        if self.reach.state is not state:
-            self.reach = Reach(state, at_s, one_line(why)[:_MAX_WHY])
+        if self.link.state is not state:
+            self.link = LinkStatus(state, at_s, one_line(why)[:_MAX_WHY])
 
 
 class GenerationNotes:
@@ -173,8 +173,8 @@ class GenerationNotes:
         self._step_at: float | None = None
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
-        if type(item) in _NOTED:
-            self._note(at_s, item)
+        if type(item) in _NOTED_TYPES:
+            self._note_event(at_s, item)
         self._inner.record(at_s, side, session, kind, item)
 
     @property
@@ -182,16 +182,16 @@ class GenerationNotes:
         """The address in use, or that of the last token. Empty with a single verifier."""
         return self._route.now.using or self._route.now.last or ""
 
-    def counted(self) -> dict[str, int]:
+    def count_totals(self) -> dict[str, int]:
         """Return this generation's part of ``AgentTotals``."""
         counters, request = self.session.counters, self.session.request
-        found = {name: int(getattr(counters, name)) for name in _COUNTED}
+        found = {name: int(getattr(counters, name)) for name in _COUNTED_FIELDS}
         found["tokens"] = counters.committed
         found["prompt_tokens"] = len(request.prompt)
         found["draft_failures"] = int(bool(counters.draft_failure))
         return found
 
-    def _note(self, at_s: float, item: object) -> None:
+    def _note_event(self, at_s: float, item: object) -> None:
         note = self._activity.note
         match item:
             case ev.StartStep():
@@ -212,7 +212,7 @@ class GenerationNotes:
                     served = max(0, count - item.accepted - 1) if item.verify_us else 0
                     note(at_s, self.number, st.EventKind.COMMIT, count, item.accepted, served)
             case ev.Deliver():
-                self._delivered(at_s, len(item.tokens))
+                self._note_tokens(at_s, len(item.tokens))
             case ev.Finish(reason):
                 self.ending = "cancelled" if reason is FinishReason.CANCELLED else "finished"
             case ev.Fail():
@@ -221,39 +221,39 @@ class GenerationNotes:
                 self._note_link(at_s, item)
 
     def _note_link(self, at_s: float, item: object) -> None:
-        activity, reach = self._activity, self._activity.reach.state
+        activity, link_state = self._activity, self._activity.link.state
         match item:
             case ev.Connect():
                 # A verifier that was away stays away until it answers. One that serves keeps that
                 # state, since another generation runs there.
-                if reach in (st.VerifierState.UNKNOWN, st.VerifierState.READY):
-                    activity.reached(st.VerifierState.CONNECTING, at_s)
+                if link_state in (st.VerifierState.UNKNOWN, st.VerifierState.READY):
+                    activity.set_link_state(st.VerifierState.CONNECTING, at_s)
             case ev.Connected():
                 activity.note(at_s, self.number, st.EventKind.LINK, 1)
             case Opened(model=model):
                 self.model = model
-                activity.reached(st.VerifierState.SERVING, at_s)
+                activity.set_link_state(st.VerifierState.SERVING, at_s)
             case ev.LinkDown(why):
-                self._lost(at_s, why)
+                self._note_loss(at_s, why)
             case Fault(code, message):
                 # Other faults refuse this one generation and do not concern the link.
                 if code.retryable:
-                    self._lost(at_s, message)
+                    self._note_loss(at_s, message)
 
-    def _delivered(self, at_s: float, count: int) -> None:
+    def _note_tokens(self, at_s: float, count: int) -> None:
         self.last_token_at = at_s
         if self.first_token_at is None:
             self.first_token_at, self.first_count = at_s, count
         # Another generation had lost its link.
-        if self._activity.reach.state is not st.VerifierState.SERVING:
-            self._activity.reached(st.VerifierState.SERVING, at_s)
+        if self._activity.link.state is not st.VerifierState.SERVING:
+            self._activity.set_link_state(st.VerifierState.SERVING, at_s)
 
-    def _lost(self, at_s: float, why: str) -> None:
+    def _note_loss(self, at_s: float, why: str) -> None:
         self._activity.note(at_s, self.number, st.EventKind.LINK, 0)
-        self._activity.reached(st.VerifierState.AWAY, at_s, why)
+        self._activity.set_link_state(st.VerifierState.AWAY, at_s, why)
 
 
-_NOTED: Final = frozenset(
+_NOTED_TYPES: Final = frozenset(
     {ev.StartStep, ev.StepDone, ev.Transmit, Commit, ev.Deliver, ev.Finish, ev.Fail}
     | {ev.Connect, ev.Connected, Opened, ev.LinkDown, Fault}
 )

@@ -42,7 +42,7 @@ from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool
-from edgespec.device.prober import ask_all
+from edgespec.device.prober import probe_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
 from edgespec.models.folders import MAX_TOKEN_ID
@@ -53,16 +53,16 @@ from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 # Seconds that closing waits for the last messages of generations that ended early.
-_CLOSING_S: Final = 5.0
-_MOST_TOLD: Final = 16
+_CLOSE_TIMEOUT_S: Final = 5.0
+_MAX_REMEMBERED_WARNINGS: Final = 16
 # Threads that read grammars, as many as a verifier has, and the time limit for one grammar.
 _GRAMMAR_THREADS: Final = 4
-_MOST_GRAMMARS: Final = 64
-_LONGEST_REASON: Final = 400
-_GRAMMAR_WITHIN_S: Final = 40.0
+_MAX_WAITING_GRAMMARS: Final = 64
+_MAX_REASON_CHARS: Final = 400
+_GRAMMAR_TIMEOUT_S: Final = 40.0
 # Seconds that a disk without an answer may delay the end of a generation.
-_DISK_WITHIN_S: Final = 10.0
-_MOST_RECORDINGS: Final = 64
+_DISK_TIMEOUT_S: Final = 10.0
+_MAX_WAITING_RECORDINGS: Final = 64
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +114,7 @@ class TextDecoder(Protocol):
         """Return the rest of the text; no token will follow."""
 
 
-class ReplyReader:
+class OutputReader:
     """Cuts the committed tokens of one generation at its stop strings."""
 
     def __init__(
@@ -131,7 +131,7 @@ class ReplyReader:
         vLLM. ``counters`` lose the tokens that are cut off."""
         self._decoder, self._stops = decoder, tuple(stops)
         self._position, self._counters = position, counters
-        self._least_position = position + min_tokens
+        self._first_stop_position = position + min_tokens
         self._held = ""
         """Text that may begin a stop string."""
         self.stopped = False
@@ -143,24 +143,29 @@ class ReplyReader:
         for token, kind in zip(event.tokens, event.kinds, strict=True):
             if self.stopped:
                 break
-            held, early = len(self._held), self._position + len(pieces) < self._least_position
-            shown = self._shown(self._decoder.push((token,)), early=early)
-            pieces.append(Piece(shown, kind, held))
-        given, position = len(pieces), self._position
-        self._counters.take_back(event.kinds[given:])
-        self._position += given
-        if not given:
+            held_length, early = (
+                len(self._held),
+                self._position + len(pieces) < self._first_stop_position,
+            )
+            shown = self._release(self._decoder.push((token,)), early=early)
+            pieces.append(Piece(shown, kind, held_length))
+        count, position = len(pieces), self._position
+        self._counters.take_back(event.kinds[count:])
+        self._position += count
+        if not count:
             return None
-        return Chunk(position, event.tokens[:given], tuple(pieces), logprobs=event.logprobs[:given])
+        return Chunk(position, event.tokens[:count], tuple(pieces), logprobs=event.logprobs[:count])
 
     def finish(self, reason: m.FinishReason) -> Chunk:
         """Return the last chunk: the text that was held back, and why the output ended."""
-        early = self._position <= self._least_position
-        rest = "" if self.stopped else self._shown(self._decoder.flush(), early=early) + self._held
+        early = self._position <= self._first_stop_position
+        rest = (
+            "" if self.stopped else self._release(self._decoder.flush(), early=early) + self._held
+        )
         last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
         return Chunk(self._position, (), last, m.FinishReason.STOP if self.stopped else reason)
 
-    def _shown(self, text: str, *, early: bool) -> str:
+    def _release(self, text: str, *, early: bool) -> str:
         """Add ``text`` to the held text and return the part that can be shown now.
 
         While ``early``, no stop string may end here; one that begins here may end later."""
@@ -170,12 +175,12 @@ class ReplyReader:
         if starts and not early:
             self.stopped, self._held = True, ""
             return held[: min(starts)]
-        cut = len(held) - max((_overlap(held, stop) for stop in self._stops), default=0)
+        cut = len(held) - max((_overlap_length(held, stop) for stop in self._stops), default=0)
         self._held = held[cut:]
         return held[:cut]
 
 
-def _overlap(text: str, stop: str) -> int:
+def _overlap_length(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of ``stop`` that ``text`` ends with."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
@@ -305,15 +310,18 @@ class Agent:
         self._grammars = WorkerPool(
             "reading a grammar",
             threads=_GRAMMAR_THREADS,
-            most_waiting=_MOST_GRAMMARS,
-            within_s=_GRAMMAR_WITHIN_S,
+            most_waiting=_MAX_WAITING_GRAMMARS,
+            within_s=_GRAMMAR_TIMEOUT_S,
         )
         self._disk = WorkerPool(
-            "recording a text", threads=1, most_waiting=_MOST_RECORDINGS, within_s=_DISK_WITHIN_S
+            "recording a text",
+            threads=1,
+            most_waiting=_MAX_WAITING_RECORDINGS,
+            within_s=_DISK_TIMEOUT_S,
         )
-        own = "" if drafter is None else drafter.info.vocabulary
-        self._vocabulary = self.options.vocabulary or own
-        self._told: set[str] = set()
+        draft_vocabulary = "" if drafter is None else drafter.info.vocabulary
+        self._vocabulary = self.options.vocabulary or draft_vocabulary
+        self._warned: set[str] = set()
         """Failures that were logged as warnings already."""
         self.verifier = es.VerifierEstimates()
         self._learned = es.LearnedByModel(self.options.model, self.options.learned)
@@ -351,23 +359,25 @@ class Agent:
             ConstraintError: The constraint cannot be enforced.
             GenerationError: The verifier refuses, or cannot be reached any more.
         """
-        await self._ready()
+        await self._prepare()
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
-        model = checked_model(model) or self.options.model
+        model = check_model(model) or self.options.model
         rule = full_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
-        tokens = checked_prompt(text, self.options.vocabulary_size)
+        tokens = check_prompt(text, self.options.vocabulary_size)
         sampling = await self.with_matcher(sampling or SamplingParams())
         drafter = self.drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
-        belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
-        longest = len(tokens) + sampling.max_tokens
-        route = VerifierRoute(self.transport, belongs, longest, model)
+        conversation_hash = (
+            conversation_named(conversation) if conversation else conversation_of(tokens)
+        )
+        needed_length = len(tokens) + sampling.max_tokens
+        route = VerifierRoute(self.transport, conversation_hash, needed_length, model)
         session = self._session(tokens, sampling, drafter, logprobs, model, rule)
-        notes = self.activity.began(session, route, self._tracer)
+        notes = self.activity.start(session, route, self._tracer)
         lease = None if drafter is None else DrafterLease(self._pool, len(tokens), sampling)
         driver = SessionDriver(session, route.connect, lease, notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
@@ -387,19 +397,19 @@ class Agent:
                 committed += chunk.tokens
                 yield chunk
         finally:
-            self.activity.over(notes)
+            self.activity.finish(notes)
             if why := session.counters.draft_failure:
-                self._tell_once(f"the draft model failed, the text went on without drafts: {why}")
+                self._warn_once(f"the draft model failed, the text went on without drafts: {why}")
             elif session.has_given_up:
                 why = useless(session.estimates.evidence)
-                self._tell_once(why, about=f"useless draft for {model}, {rule}")
+                self._warn_once(why, about=f"useless draft for {model}, {rule}")
             try:
                 await driver.close()
             finally:  # also where it is cancelled a second time
                 route.close()
             await self._record(tokens, committed)
 
-    async def _ready(self) -> None:
+    async def _prepare(self) -> None:
         """Prepare the agent before each generation. Raises ``GenerationError`` if that fails."""
 
     async def models(self) -> tuple[ModelInfo, ...]:
@@ -410,7 +420,7 @@ class Agent:
         links: Mapping[str, Transport] = (
             await transport.known() if isinstance(transport, VerifierPool) else {"": transport}
         )
-        answers = (await ask_all(links)).values()
+        answers = (await probe_all(links)).values()
         infos = [one.info for one in answers if one.info is not None]
         if not infos:
             why = "; ".join(one.why for one in answers) or "no verifier is known"
@@ -438,7 +448,7 @@ class Agent:
         except ConstraintError:
             raise
         except Exception as error:  # The error may quote the client, so it is not logged.
-            why = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+            why = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
             raise ConstraintError(f"the {constraint.kind.value} cannot be read: {why}") from None
         return replace(sampling, constraint=known)
 
@@ -448,7 +458,7 @@ class Agent:
         for driver in drivers:
             await driver.close()
         if ending := {task for driver in drivers for task in driver.running}:
-            await asyncio.wait(ending, timeout=_CLOSING_S)
+            await asyncio.wait(ending, timeout=_CLOSE_TIMEOUT_S)
         await self.transport.close()
         if self.drafter is not None:
             self._pool.close()
@@ -477,15 +487,15 @@ class Agent:
         try:
             await self._disk.run(recording.add, self._vocabulary, prompt, committed)
         except (RecordingError, PoolBusyError, PoolLateError) as error:
-            self._tell_once(f"a text could not be recorded: {error}")
+            self._warn_once(f"a text could not be recorded: {error}")
 
-    def _tell_once(self, failure: str, about: str = "") -> None:
+    def _warn_once(self, failure: str, about: str = "") -> None:
         """Log a warning, but only once for each text of it, or for each subject that it is
         ``about``."""
         about = about or failure
-        if about not in self._told:
-            if len(self._told) < _MOST_TOLD:
-                self._told.add(about)
+        if about not in self._warned:
+            if len(self._warned) < _MAX_REMEMBERED_WARNINGS:
+                self._warned.add(about)
             _log.warning("%s", failure)
 
     def _session(
@@ -527,8 +537,10 @@ class Agent:
     async def _chunks(
         self, driver: SessionDriver, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> AsyncGenerator[Chunk, None]:
-        counters, least = driver.session.counters, sampling.min_tokens
-        reader = ReplyReader(self._decoder(prompt), sampling.stop, len(prompt), counters, least)
+        counters, min_tokens = driver.session.counters, sampling.min_tokens
+        reader = OutputReader(
+            self._decoder(prompt), sampling.stop, len(prompt), counters, min_tokens
+        )
         async for outcome in driver.outcomes():
             match outcome:
                 case ev.Deliver():
@@ -547,7 +559,7 @@ class Agent:
 # --- checks of a caller's values before they leave the device -------------------------------------
 
 
-def checked_model(name: str) -> str:
+def check_model(name: str) -> str:
     """Return ``name`` if it fits on the wire, else raise ``TypeError`` or ``ValueError``."""
     if not isinstance(name, str):
         raise TypeError(f"model is {type(name).__name__}, but must be text")
@@ -561,7 +573,7 @@ def fits_on_wire(name: str) -> bool:
     return is_unicode(name) and len(name.encode()) <= m.MAX_NAME_BYTES
 
 
-def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+def check_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
     """Return the ids of ``prompt``, or raise ``TypeError`` or ``ValueError`` naming the first bad
     one.
 

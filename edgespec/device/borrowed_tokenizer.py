@@ -240,9 +240,9 @@ class BorrowingAgent(Agent):
 
         Raises ``GenerationError`` if no verifier sends them in the time that a first stream may
         take."""
-        await self._ready()
+        await self._prepare()
 
-    async def _ready(self) -> None:
+    async def _prepare(self) -> None:
         """Wait for a verifier's texts for as long as a first stream waits for a verifier."""
         policy = self.options.reconnect
         until, pause_s = time.monotonic() + policy.give_up_first_s, policy.first_s
@@ -262,7 +262,7 @@ class BorrowingAgent(Agent):
         """Probe all verifiers once, and take the texts of the first one that fits.
 
         Raises ``LinkError`` if none fits but one may later, and ``SetupError`` if none will."""
-        answers, wanted = await build.ask_verifiers(self._config), self._config.model
+        answers, wanted = await build.probe_verifiers(self._config), self._config.model
         why, may_come = [], False
         for address, answer in answers.items():
             if answer.info is None:
@@ -270,7 +270,7 @@ class BorrowingAgent(Agent):
                 may_come |= answer.error is not None and answer.error.retryable
             elif (model := answer.info.find_model(wanted)) is not None:
                 try:
-                    config = await with_tokenizer(self._config, model, self._tell_once, address)
+                    config = await with_tokenizer(self._config, model, self._warn_once, address)
                     await _WORK.run(self._take, config, model)
                 except (PoolBusyError, PoolLateError) as error:
                     raise LinkError(str(error)) from None

@@ -32,7 +32,7 @@ from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
-from edgespec.device.prober import Answer, ask_all
+from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.far_tokenizer import FarTokenizer
@@ -304,12 +304,12 @@ def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
     return vp.VerifierPool(vp.VerifierDirectory(addresses, to), failover)
 
 
-async def ask_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, Answer]:
+async def probe_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, ProbeResult]:
     """Probe the verifiers of ``config``. Return the answers by address. Raises ``ConfigError``."""
     access = device_access(config)
     links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
-        return await ask_all(links, timed=timed)
+        return await probe_all(links, timed=timed)
     finally:
         await asyncio.gather(*(link.close() for link in links.values()))
 

@@ -6,7 +6,7 @@ further ones are its twins (``ports.Twinned``), made when they are first needed.
 finds no free cache gets no candidates until one is free; it is streamed meanwhile.
 
 An error in a step concerns that generation only: it goes on without drafts. A step that makes no
-progress for ``HANG_S`` is abandoned, together with the steps that wait for it.
+progress for ``STEP_TIMEOUT_S`` is abandoned, together with the steps that wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.shared_ids import SharedIds
 
-HANG_S = 20.0
+STEP_TIMEOUT_S = 20.0
 # Seconds that closing waits for a running step. It ends soon if the drafter checks for its end.
 _CLOSING_S = 5.0
 _NO_GUESS: Final = StepDone(())
@@ -77,12 +77,12 @@ class DrafterPool:
         """Run ``step`` for ``lease`` when the drafter is free. Called by ``DrafterLease``."""
         work, asked_at = self._thread.submit(lambda: self._draft(lease, step)), time.monotonic()
         future = asyncio.wrap_future(work)
-        while not (await asyncio.wait([future], timeout=HANG_S))[0]:
-            if time.monotonic() - max(self._heard_at, asked_at) >= HANG_S:
+        while not (await asyncio.wait([future], timeout=STEP_TIMEOUT_S))[0]:
+            if time.monotonic() - max(self._heard_at, asked_at) >= STEP_TIMEOUT_S:
                 self._given_up = work
                 future.cancel()  # The step runs on, unless it waits for the one that hangs.
-                _log.warning("a draft step has not come back within %g s", HANG_S)
-                return StepFailed(f"the draft model did not answer within {HANG_S:g} s")
+                _log.warning("a draft step has not come back within %g s", STEP_TIMEOUT_S)
+                return StepFailed(f"the draft model did not answer within {STEP_TIMEOUT_S:g} s")
         try:
             return future.result()
         except asyncio.CancelledError:

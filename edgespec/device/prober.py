@@ -20,15 +20,15 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.logs import log_failure
 
-ANSWER_S: Final = 3.0
-_NEW_S: Final = 1.0
+PROBE_TIMEOUT_S: Final = 3.0
+_FRESH_S: Final = 1.0
 """Seconds for which an answer is fresh: for a caller that waits for it, and for a status page."""
-_NEW_TO_LOOK_AT_S: Final = 5.0
+_DISPLAY_FRESH_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeResult:
     """The outcome of one probe. ``info`` is None if it failed; ``error`` holds the reason."""
 
     info: VerifierInfo | None = None
@@ -40,36 +40,38 @@ class Answer:
         return "" if self.error is None else one_line(str(self.error))
 
 
-async def ask(transport: Transport, within_s: float = ANSWER_S, *, timed: bool = False) -> Answer:
+async def probe(
+    transport: Transport, timeout_s: float = PROBE_TIMEOUT_S, *, timed: bool = False
+) -> ProbeResult:
     """Request the verifier's ``VerifierInfo`` and measure the round-trip time. Never raises.
 
-    ``within_s`` is the limit in seconds. If ``timed``, a second request is measured, because the
+    ``timeout_s`` is the limit in seconds. If ``timed``, a second request is measured, because the
     first one also opens the channel."""
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(timeout_s):
             if timed:
                 await transport.info()
-            asked_s = time.monotonic()
+            sent_s = time.monotonic()
             info = await transport.info()
-        return Answer(info, time.monotonic() - asked_s)
+        return ProbeResult(info, time.monotonic() - sent_s)
     except TimeoutError:
-        error = LinkError(f"no answer within {within_s:g} s")
-    except LinkError as said:
-        error = said
+        error = LinkError(f"no answer within {timeout_s:g} s")
+    except LinkError as refusal:
+        error = refusal
     except Exception as raised:
         error = LinkError(f"{type(raised).__name__}: {raised}")
-    return Answer(error=error)
+    return ProbeResult(error=error)
 
 
-async def ask_all(
-    transports: Mapping[str, Transport], within_s: float = ANSWER_S, *, timed: bool = False
-) -> dict[str, Answer]:
+async def probe_all(
+    transports: Mapping[str, Transport], timeout_s: float = PROBE_TIMEOUT_S, *, timed: bool = False
+) -> dict[str, ProbeResult]:
     """Probe all verifiers at the same time. Return their answers under the same names."""
-    asked = [ask(one, within_s, timed=timed) for one in transports.values()]
-    return dict(zip(transports, await asyncio.gather(*asked), strict=True))
+    probes = [probe(one, timeout_s, timed=timed) for one in transports.values()]
+    return dict(zip(transports, await asyncio.gather(*probes), strict=True))
 
 
-class VerifierWatch:
+class VerifierMonitor:
     """Probes all verifiers every ``every_s`` seconds, or every ``away_every_s`` while none is
     ready.
 
@@ -90,9 +92,9 @@ class VerifierWatch:
         """Status of each verifier, in the given order."""
         self.infos: dict[str, VerifierInfo] = {}
         """Latest info of each verifier, by its address."""
-        self.looked_at = -math.inf
+        self.refreshed_at = -math.inf
         self._task: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
+        self._refresh_now = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -100,34 +102,34 @@ class VerifierWatch:
         return any(one.state is VerifierState.READY for one in self.statuses)
 
     @property
-    def told(self) -> tuple[VerifierInfo, ...]:
+    def known_infos(self) -> tuple[VerifierInfo, ...]:
         """Latest info of every verifier whose model fits, ready ones first."""
         order = sorted(self.statuses, key=lambda one: one.state is not VerifierState.READY)
         fits = [one.address for one in order if one.state is not VerifierState.MISFIT]
         return tuple(self.infos[one] for one in fits if one in self.infos)
 
-    async def look(self) -> None:
-        answers = await ask_all(self._transports)
+    async def refresh(self) -> None:
+        answers = await probe_all(self._transports)
         self.statuses = tuple(self._status(one, answers[one.address]) for one in self.statuses)
-        self.looked_at = time.monotonic()
+        self.refreshed_at = time.monotonic()
 
-    async def look_anew(self) -> None:
+    async def refresh_if_stale(self) -> None:
         """Probe now, unless that was done within the last second."""
         async with self._one_at_a_time:
-            if time.monotonic() - self.looked_at >= _NEW_S:
-                await self.look()
+            if time.monotonic() - self.refreshed_at >= _FRESH_S:
+                await self.refresh()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._forever())
+        self._task = asyncio.create_task(self._refresh_forever())
 
-    def hurry(self) -> None:
+    def refresh_soon(self) -> None:
         """Start the next probe now instead of at its time."""
-        self._hurry.set()
+        self._refresh_now.set()
 
-    def looked_upon(self) -> None:
+    def refresh_for_display(self) -> None:
         """Start the next probe now if the answers are too old for a status page."""
-        if time.monotonic() - self.looked_at >= _NEW_TO_LOOK_AT_S:
-            self.hurry()
+        if time.monotonic() - self.refreshed_at >= _DISPLAY_FRESH_S:
+            self.refresh_soon()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -136,19 +138,19 @@ class VerifierWatch:
         links = [one.close() for one in self._transports.values()]
         await asyncio.gather(*links, return_exceptions=True)
 
-    async def _forever(self) -> None:
+    async def _refresh_forever(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s if self.ready else self._away_every_s):
-                    await self._hurry.wait()
-            self._hurry.clear()
+                    await self._refresh_now.wait()
+            self._refresh_now.clear()
             try:
-                await self.look()
+                await self.refresh()
             except Exception as error:  # One failed probe must not end the loop.
                 what = "asking the verifiers failed"
                 log_failure(_log, what, error=error, may_quote_client=False)
 
-    def _status(self, before: VerifierStatus, answer: Answer) -> VerifierStatus:
+    def _status(self, before: VerifierStatus, answer: ProbeResult) -> VerifierStatus:
         if (info := answer.info) is None:
             refuses = answer.error is not None and not answer.error.retryable
             why = answer.why.removeprefix(f"verifier at {before.address}: ")
@@ -157,4 +159,4 @@ class VerifierWatch:
         self.infos[before.address] = info
         why = self._misfit(info) or ""
         state = VerifierState.MISFIT if why else VerifierState.READY
-        return replace(before.told(info), state=state, why=why, rtt_s=answer.rtt_s)
+        return replace(before.with_info(info), state=state, why=why, rtt_s=answer.rtt_s)

@@ -1,8 +1,8 @@
 """Status of an agent: a snapshot that costs nothing until it is requested.
 
 ``StatusSource`` reads the counts that the agent keeps anyway and the notes of ``Activity``, in any
-thread. While no generation runs, no message shows how the verifiers are; a ``VerifierWatch`` probes
-them then.
+thread. While no generation runs, no message shows how the verifiers are; a ``VerifierMonitor``
+probes them then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.protocol.checks import one_line
 from edgespec.device.activity import GenerationNotes
 from edgespec.device.drafters.token_cache import GuardedDrafter
-from edgespec.device.prober import VerifierWatch
+from edgespec.device.prober import VerifierMonitor
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.telemetry import agent_status as st
 from edgespec.telemetry.process_memory import resident_bytes
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_WHY: Final = 200
 _MAX_VERIFIERS: Final = 64
-_THERE: Final = (st.VerifierState.READY, st.VerifierState.SERVING)
+_AVAILABLE_STATES: Final = (st.VerifierState.READY, st.VerifierState.SERVING)
 
 
 class StatusSource:
@@ -45,7 +45,7 @@ class StatusSource:
         agent: Agent,
         addresses: tuple[str, ...],
         version: str = "",
-        watch: VerifierWatch | None = None,
+        watch: VerifierMonitor | None = None,
     ) -> None:
         self._agent, self._addresses, self._version = agent, addresses, version
         self._watch = watch
@@ -58,7 +58,7 @@ class StatusSource:
         now = time.monotonic()
         with activity.lock:
             running = tuple(activity.running.values())
-        memory = self._memory()
+        memory = self._memory_status()
         events, lost = activity.events_after(after)
         return st.AgentStatus(
             version=self._version,
@@ -67,9 +67,11 @@ class StatusSource:
             running=len(running),
             tokens_per_s=activity.tokens_per_s(now),
             verifiers=self._verifiers(running, now),
-            generations=tuple(self._generation(one, now) for one in running[-st.MAX_GENERATIONS :]),
+            generations=tuple(
+                self._generation_status(one, now) for one in running[-st.MAX_GENERATIONS :]
+            ),
             totals=activity.totals(),
-            drafting=self._drafting(running, memory),
+            drafting=self._drafting_status(running, memory),
             memory=memory,
             events=events,
             last_event=events[-1].number if events else max(after, 0),
@@ -78,10 +80,10 @@ class StatusSource:
             policy=type(agent.options.policy).__name__.removesuffix("Policy").lower(),
         )
 
-    def looked_upon(self) -> None:
+    def refresh_for_display(self) -> None:
         """Note that a status is displayed, so that its verifiers are probed soon if need be."""
         if self._watch is not None:
-            self._watch.looked_upon()
+            self._watch.refresh_for_display()
 
     # --- the parts -----------------------------------------------------------------------------
 
@@ -89,49 +91,51 @@ class StatusSource:
         self, running: tuple[GenerationNotes, ...], now: float
     ) -> tuple[st.VerifierStatus, ...]:
         pool, watch = self._agent.transport, self._watch
-        asked = {one.address: one for one in (() if watch is None else watch.statuses)}
+        probed = {one.address: one for one in (() if watch is None else watch.statuses)}
         if isinstance(pool, VerifierPool):
-            found = self._pooled(pool, running, asked)
+            found = self._pool_verifiers(pool, running, probed)
         else:
-            found = [self._only(running, asked)]
-        return tuple(self._timed(one, now) for one in found[:_MAX_VERIFIERS])
+            found = [self._single_verifier(running, probed)]
+        return tuple(self._add_duration(one, now) for one in found[:_MAX_VERIFIERS])
 
-    def _only(
-        self, running: tuple[GenerationNotes, ...], asked: Mapping[str, st.VerifierStatus]
+    def _single_verifier(
+        self, running: tuple[GenerationNotes, ...], probed: Mapping[str, st.VerifierStatus]
     ) -> st.VerifierStatus:
         """Return the status of the only verifier.
 
         It follows the link while a generation runs, and the latest probe otherwise."""
         address = self._addresses[0] if self._addresses else ""
-        reach, status = self._agent.activity.reach, asked.get(address, st.VerifierStatus(address))
-        if running or self._watch is None or self._watch.looked_at <= reach.since:
-            status = replace(status, state=reach.state, why=reach.why)
-        return self._measured(status, running)
+        link, status = self._agent.activity.link, probed.get(address, st.VerifierStatus(address))
+        if running or self._watch is None or self._watch.refreshed_at <= link.since:
+            status = replace(status, state=link.state, why=link.why)
+        return self._add_measurements(status, running)
 
-    def _pooled(
+    def _pool_verifiers(
         self,
         pool: VerifierPool,
         running: tuple[GenerationNotes, ...],
-        asked: Mapping[str, st.VerifierStatus],
+        probed: Mapping[str, st.VerifierStatus],
     ) -> list[st.VerifierStatus]:
         serving = {one.verifier for one in running if one.session.state is STREAMING}
         found = []
         for candidate in tuple(pool.failover.candidates.listed.values()):
             address, info = candidate.address, candidate.info
             # One of several addresses behind a name ("NAME (ADDRESS)") is probed by that name.
-            status = asked.get(address) or asked.get(address.partition(" ")[0])
+            status = probed.get(address) or probed.get(address.partition(" ")[0])
             status = replace(status or st.VerifierStatus(address), address=address)
             if info is not None and status.state is st.VerifierState.UNKNOWN:
-                status = replace(status.told(info), state=st.VerifierState.READY)
+                status = replace(status.with_info(info), state=st.VerifierState.READY)
             status = replace(status, rtt_s=candidate.rtt_s or status.rtt_s)
             if address in serving:
-                status = self._measured(replace(status, state=st.VerifierState.SERVING), running)
+                status = self._add_measurements(
+                    replace(status, state=st.VerifierState.SERVING), running
+                )
             elif candidate.breaker.state is not CLOSED:
                 status = replace(status, state=st.VerifierState.AWAY, why=candidate.error)
             found.append(status)
-        return found or [asked.get(one, st.VerifierStatus(one)) for one in self._addresses]
+        return found or [probed.get(one, st.VerifierStatus(one)) for one in self._addresses]
 
-    def _measured(
+    def _add_measurements(
         self, status: st.VerifierStatus, running: tuple[GenerationNotes, ...]
     ) -> st.VerifierStatus:
         """Add the times that the latest generation measured, which are those under load."""
@@ -142,17 +146,17 @@ class StatusSource:
         rtt_s, pass_s = estimates.rtt_s.get(0.0), estimates.pass_s.get(0.0)
         return replace(status, rtt_s=rtt_s or status.rtt_s, pass_s=pass_s or status.pass_s)
 
-    def _timed(self, status: st.VerifierStatus, now: float) -> st.VerifierStatus:
+    def _add_duration(self, status: st.VerifierStatus, now: float) -> st.VerifierStatus:
         """Add the time since the verifier entered its state, as far as it was observed."""
-        reach, is_there = self._agent.activity.reach, status.state in _THERE
-        kind = st.VerifierState.READY if is_there else status.state
+        link, is_available = self._agent.activity.link, status.state in _AVAILABLE_STATES
+        kind = st.VerifierState.READY if is_available else status.state
         state, since = self._since.get(status.address, (None, now))
         if state is not kind:
-            since = reach.since if status.state is reach.state else now
+            since = link.since if status.state is link.state else now
         self._since[status.address] = (kind, since)
         return replace(status, since_s=max(0.0, now - since))
 
-    def _generation(self, notes: GenerationNotes, now: float) -> st.GenerationStatus:
+    def _generation_status(self, notes: GenerationNotes, now: float) -> st.GenerationStatus:
         session, counters = notes.session, notes.session.counters
         first_at, tokens = notes.first_token_at, counters.committed
         later, took_s = tokens - notes.first_count, notes.last_token_at - (first_at or 0.0)
@@ -176,7 +180,7 @@ class StatusSource:
             rule=session.request.rule,
         )
 
-    def _drafting(
+    def _drafting_status(
         self, running: tuple[GenerationNotes, ...], memory: st.MemoryStatus
     ) -> st.DraftingStatus:
         agent, activity = self._agent, self._agent.activity
@@ -185,7 +189,7 @@ class StatusSource:
         drafts = [one for one in running if one.session.drafting]
         notes = drafts[-1] if drafts else activity.last_drafted or activity.last
         session = None if notes is None else notes.session
-        found = draft_worth(
+        found = assess_drafting(
             agent.options.policy,
             agent.verifier.price,
             None if session is None else session.estimates,
@@ -201,7 +205,7 @@ class StatusSource:
             return replace(found, worth=False, why=why)
         return found
 
-    def _memory(self) -> st.MemoryStatus:
+    def _memory_status(self) -> st.MemoryStatus:
         """Return the memory in use, with the current limits of a guarded drafter at any depth."""
         try:
             resident = resident_bytes()
@@ -216,7 +220,7 @@ class StatusSource:
         return st.MemoryStatus(resident, budget, now.window, now.width, resting=not now.window)
 
 
-def draft_worth(
+def assess_drafting(
     policy: DraftPolicy,
     price: RowPrice,
     estimates: DraftEstimates | None,
@@ -242,14 +246,14 @@ def draft_worth(
     if counters.draft_failure:
         why = f"the draft model failed: {counters.draft_failure}"
         return replace(found, worth=False, why=one_line(why)[:_MAX_WHY])
-    if (rests := why_resting(policy, price, estimates)) is not None:
-        return replace(found, worth=False, why=rests)
+    if (rest_reason := why_resting(policy, price, estimates)) is not None:
+        return replace(found, worth=False, why=rest_reason)
     if not counters.tried:
         return found
-    return replace(found, worth=True, why=_paying(found, price))
+    return replace(found, worth=True, why=_explain_gain(found, price))
 
 
-def _paying(found: st.DraftingStatus, price: RowPrice) -> str:
+def _explain_gain(found: st.DraftingStatus, price: RowPrice) -> str:
     why = f"{found.acceptance:.0%} of the draft's first choices were right"
     why += f", and a chance of {price.least_chance:.2f} would pay" if price.least_chance else ""
     if found.tokens_per_pass is not None:

@@ -24,7 +24,7 @@ from edgespec.core.association.candidates import Route
 from edgespec.core.association.failover import Failover
 from edgespec.core.ports import DeviceStream, LinkError, Transport, is_idle
 from edgespec.core.protocol import messages as m
-from edgespec.device.prober import ask
+from edgespec.device.prober import probe
 from edgespec.device.session_driver import link_down
 from edgespec.telemetry.logs import log_failure
 
@@ -208,7 +208,7 @@ class VerifierPool:
             self.handle(ev.ProbeFailed(address, f"{address} is not known any more"))
             return
         first, limit_s = candidate.rtt_s is None, self.failover.policy.probe_s
-        answer = await ask(transport, limit_s, timed=first)
+        answer = await probe(transport, limit_s, timed=first)
         if answer.info is not None:
             rtt_s = answer.rtt_s if candidate.rtt_s is None else candidate.rtt_s
             self.handle(ev.ProbeAnswered(address, answer.info, rtt_s or 0.0))

@@ -466,7 +466,7 @@ class _Handlers:
 
     async def metrics(self, request: Request) -> Response:
         if self._status is not None:
-            self._status.looked_upon()
+            self._status.refresh_for_display()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"Content-Type": content_type})
 

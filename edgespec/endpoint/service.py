@@ -31,7 +31,7 @@ from edgespec.core.protocol.constraint import (
 )
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
-from edgespec.device.prober import VerifierWatch
+from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.admission import RETRY_AFTER_S, Admission, current_client
 from edgespec.endpoint.bodies import BodyRoom
 from edgespec.endpoint.chat_prompt import call_format, template_writes_tools, write_chat_prompt
@@ -322,7 +322,7 @@ class ServedModels:
     """The models of the verifiers behind ``watch``. If ``only`` is not empty, other names are
     refused."""
 
-    def __init__(self, watch: VerifierWatch, only: str = "") -> None:
+    def __init__(self, watch: VerifierMonitor, only: str = "") -> None:
         self._watch, self._only = watch, only
 
     @property
@@ -344,7 +344,7 @@ class ServedModels:
         endpoint has one tokenizer."""
         models: dict[str, ServedModel] = {}
         vocabulary = ""
-        for info in self._watch.told:
+        for info in self._watch.known_infos:
             for model in info.models:
                 if self._only not in ("", model.name):
                     continue
@@ -446,7 +446,7 @@ class Endpoint:
         self,
         agent: Agent,
         tokenizer: ChatTokenizer,
-        verifiers: VerifierWatch,
+        verifiers: VerifierMonitor,
         settings: EndpointSection,
         sampling: SamplingParams | None = None,
         *,
@@ -677,7 +677,7 @@ class Endpoint:
         try:
             return self.models.choose(name)
         except ApiError:
-            await self.verifiers.look_anew()
+            await self.verifiers.refresh_if_stale()
             return self.models.choose(name)
 
     async def _chat_prompt(self, request: GenerationRequest, context_length: int | None) -> _Prompt:

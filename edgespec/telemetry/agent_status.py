@@ -97,7 +97,7 @@ class VerifierStatus:
     drafts: DraftTotals | None = None
     """Draft nodes and accepted ones by draft source, for all devices of this verifier."""
 
-    def told(self, info: VerifierInfo) -> VerifierStatus:
+    def with_info(self, info: VerifierInfo) -> VerifierStatus:
         """Return this status with the values that the verifier reports in ``info``."""
         return replace(
             self,

@@ -24,7 +24,7 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationStats, Piece
 from edgespec.device.build import build_agent, connect
-from edgespec.device.prober import VerifierWatch
+from edgespec.device.prober import VerifierMonitor
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
 from edgespec.endpoint.server import EndpointServer
@@ -45,7 +45,7 @@ class Live:
 
     endpoint: Endpoint
     server: EndpointServer
-    watch: VerifierWatch
+    watch: VerifierMonitor
     verifier: Verifier | None = None
     address: str = ""
 
@@ -66,7 +66,7 @@ class Live:
 async def live(
     agent: Agent,
     tokenizer: ChatTokenizer,
-    watch: VerifierWatch,
+    watch: VerifierMonitor,
     settings: EndpointSection | None = None,
     sampling: SamplingParams | None = None,
     key: str = "",
@@ -105,10 +105,10 @@ async def over_verifiers(
 ) -> AsyncIterator[Live]:
     """An endpoint over the toy's verifiers at these addresses, which have been looked at; with one
     address there is no other to go to."""
-    watch = VerifierWatch({address: connect(address) for address in addresses})
+    watch = VerifierMonitor({address: connect(address) for address in addresses})
     async with asyncio.timeout(60.0):
         while len(watch.infos) < len(addresses):
-            await watch.look()
+            await watch.refresh()
     given = {"draft": DraftSection(model="toy"), "tokenizer": "toy", **settings}
     async with build_agent(AgentConfig(verifier=addresses, **given)) as agent:
         status = StatusSource(agent, addresses, watch=watch) if shows_status else None
@@ -126,15 +126,15 @@ async def over_letters(
 ) -> AsyncIterator[Live]:
     """An endpoint over a pair that can write JSON; either end may lack the library."""
     async with pair(reads, drafts) as agent:
-        async with live(agent, LettersTokenizer(HERMES), VerifierWatch({})) as found:
+        async with live(agent, LettersTokenizer(HERMES), VerifierMonitor({})) as found:
             yield found
 
 
 @contextlib.asynccontextmanager
 async def over_nobody(address: str = "127.0.0.1:1", **more: Any) -> AsyncIterator[Live]:
     """An endpoint whose verifier is not there."""
-    watch = VerifierWatch({address: connect(address)}, away_every_s=0.05)
-    await watch.look()
+    watch = VerifierMonitor({address: connect(address)}, away_every_s=0.05)
+    await watch.refresh()
     config = AgentConfig(
         verifier=address,
         draft=DraftSection(model="none"),
@@ -197,7 +197,7 @@ async def over_script(
 ) -> AsyncIterator[Live]:
     """An endpoint over an agent that says what it is told to."""
     inner: Any = agent
-    async with live(inner, tokenizer or ToyTokenizer(), VerifierWatch({}), **more) as found:
+    async with live(inner, tokenizer or ToyTokenizer(), VerifierMonitor({}), **more) as found:
         yield found
 
 

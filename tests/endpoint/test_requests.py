@@ -28,7 +28,7 @@ from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.prober import VerifierWatch
+from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.request_json import MAX_VALUES, ApiError, read_object
 from edgespec.endpoint.requests import (
     CHAT,
@@ -98,7 +98,7 @@ def requests(names: frozenset[str], needed: str, usual: Any) -> st.SearchStrateg
 
 def endpoint() -> Endpoint:
     agent: Any = ScriptedAgent()
-    return Endpoint(agent, ToyTokenizer(), VerifierWatch({}), EndpointSection())
+    return Endpoint(agent, ToyTokenizer(), VerifierMonitor({}), EndpointSection())
 
 
 @settings(max_examples=60)
@@ -417,7 +417,7 @@ ADAPTER = replace(BASE, name="sql", fingerprint="fp-sql")
 
 
 def models(*infos: VerifierInfo | None, only: str = "") -> ServedModels:
-    watch = VerifierWatch({})
+    watch = VerifierMonitor({})
     watch.statuses = tuple(
         VerifierStatus(str(place), VerifierState.READY if info else VerifierState.AWAY)
         for place, info in enumerate(infos)

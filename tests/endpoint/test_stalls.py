@@ -83,7 +83,7 @@ async def over_slow_reader(settings: EndpointSection) -> AsyncIterator[tuple[Liv
     )
     async with agent:
         try:
-            async with live(agent, LettersTokenizer(), VerifierWatch({}), settings) as found:
+            async with live(agent, LettersTokenizer(), VerifierMonitor({}), settings) as found:
                 yield found, reader
         finally:
             reader.go_on.set()

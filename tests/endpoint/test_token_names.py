@@ -37,7 +37,7 @@ def answered(
     choice = Choice(0, [1], request, USUAL, tokenizer.token_bytes, None, "")
     choice.echo = echo
     stops = request.sampling.stop
-    reader = ReplyReader(tokenizer.stream([1]), stops, 1, ev.DraftCounters())
+    reader = OutputReader(tokenizer.stream([1]), stops, 1, ev.DraftCounters())
     deltas = []
     for token, score in zip(tokens, scores, strict=True):
         kinds = (ev.TokenKind.DECODED,)

@@ -196,7 +196,7 @@ async def saying(tokenizer: TextTokenizer, text: str, sizes: Sequence[int]) -> A
     transport = loopback(streaming(tokens, sizes, FinishReason.STOP))
     options = AgentOptions(reconnect=QUICK)
     async with Agent(transport, None, tokenizer.encode, tokenizer.stream, options) as agent:
-        async with live(agent, tokenizer, VerifierWatch({})) as found:
+        async with live(agent, tokenizer, VerifierMonitor({})) as found:
             yield found
 
 

@@ -53,7 +53,7 @@ async def test_an_answer_that_was_read_to_its_end_counts_as_200(
     """And says nothing about the verifiers, so they are not asked anew."""
     async with over_toy() as live:
         asked_anew: list[None] = []
-        monkeypatch.setattr(live.watch, "hurry", lambda: asked_anew.append(None))
+        monkeypatch.setattr(live.watch, "refresh_soon", lambda: asked_anew.append(None))
         for _ in range(3):
             reply = await ask(live, TEXTS, {"prompt": "abc", "max_tokens": 8, "stream": stream})
             assert reply.status == 200

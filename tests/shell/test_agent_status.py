@@ -33,8 +33,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.activity import Activity
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent, connect
-from edgespec.device.prober import VerifierWatch
-from edgespec.device.status import StatusSource, draft_worth
+from edgespec.device.prober import VerifierMonitor
+from edgespec.device.status import StatusSource, assess_drafting
 from edgespec.endpoint.app import rendered_page, status_routes
 from edgespec.telemetry.agent_status import (
     AGENT_METRICS,
@@ -80,7 +80,7 @@ async def test_counts_are_those_of_the_generations() -> None:
             counters.append(agent.stats.counters)
         found = source.snapshot()
         stats = present(agent.stats)
-        verdict = draft_worth(
+        verdict = assess_drafting(
             agent.options.policy, agent.verifier.price, stats.estimates, stats.counters
         )
     totals = found.totals
@@ -141,13 +141,13 @@ def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_m
 
 async def test_of_several_verifiers_each_has_a_state(dead: str) -> None:
     async with serving() as (here, _), agent_for((dead, here)) as agent:
-        watch = VerifierWatch({dead: connect(dead), here: connect(here)})
+        watch = VerifierMonitor({dead: connect(dead), here: connect(here)})
         source = StatusSource(agent, (dead, here), watch=watch)
         assert [one.address for one in source.snapshot().verifiers] == [dead, here]
         await text_of(agent)
         async with asyncio.timeout(60.0):
             while not watch.ready:
-                await watch.look()
+                await watch.refresh()
         states = {one.address: one.state for one in source.snapshot().verifiers}
         assert states == {dead: VerifierState.AWAY, here: VerifierState.READY}
         await watch.close()
@@ -158,7 +158,7 @@ def judged(**changes: object) -> tuple[bool | None, str]:
     price = RowPrice()
     for name, value in changes.items():
         setattr(price if hasattr(price, name) else counters, name, value)
-    found = draft_worth(WindowedPolicy(), price, DraftEstimates(price=price), counters)
+    found = assess_drafting(WindowedPolicy(), price, DraftEstimates(price=price), counters)
     return found.worth, found.why
 
 
@@ -178,14 +178,14 @@ def test_drafting_is_judged_by_the_verifiers_price() -> None:
     worth, why = judged(draft_failure="RuntimeError: no memory")
     assert worth is False
     assert "no memory" in why
-    assert draft_worth(WindowedPolicy(), RowPrice(), None, None).worth is None
-    fresh = draft_worth(WindowedPolicy(), RowPrice(), DraftEstimates(), DraftCounters())
+    assert assess_drafting(WindowedPolicy(), RowPrice(), None, None).worth is None
+    fresh = assess_drafting(WindowedPolicy(), RowPrice(), DraftEstimates(), DraftCounters())
     assert (fresh.worth, fresh.acceptance) == (None, None), "the estimate's prior is no measurement"
     half = DraftCounters(tried=10, hits=5)
-    assert draft_worth(FixedPolicy(), RowPrice(), DraftEstimates(), half).acceptance == 0.5
+    assert assess_drafting(FixedPolicy(), RowPrice(), DraftEstimates(), half).acceptance == 0.5
     dear = RowPrice(least_chance=0.8)
     counters = DraftCounters(tried=1)
-    found = draft_worth(FixedPolicy(), dear, DraftEstimates(price=dear), counters)
+    found = assess_drafting(FixedPolicy(), dear, DraftEstimates(price=dear), counters)
     assert found.worth is True, "this policy does not look at prices"
 
 

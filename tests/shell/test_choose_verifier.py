@@ -38,7 +38,7 @@ def told(sessions: int = 0, pass_us: int = 0) -> VerifierInfo:
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there may take its time to say so, also where a command asks."""
-    monkeypatch.setattr(prober.ask_all, "__defaults__", (60.0,))
+    monkeypatch.setattr(prober.probe_all, "__defaults__", (60.0,))
 
 
 class Clock:
@@ -85,7 +85,7 @@ class Failing:
 async def test_the_round_trip_is_timed_and_not_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prober, "time", clock := Clock())
     link = Distant(clock)
-    answer = await prober.ask(link, timed=True)
+    answer = await prober.probe(link, timed=True)
     await link.close()
     assert (answer.info, answer.error) == (told(), None)
     assert answer.rtt_s == pytest.approx(SLOW_S)
@@ -108,7 +108,7 @@ async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
     error: Exception | None, why: str, retryable: bool
 ) -> None:
     good = LoopbackTransport(echo, told)
-    answers = await prober.ask_all({"bad": Failing(error), "good": good}, 0.05)
+    answers = await prober.probe_all({"bad": Failing(error), "good": good}, 0.05)
     await good.close()
     assert list(answers) == ["bad", "good"]
     assert answers["good"].info == told()

@@ -409,7 +409,7 @@ async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
 
 
 async def test_a_step_that_hangs_costs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_pool, "HANG_S", 0.5)
+    monkeypatch.setattr(drafter_pool, "STEP_TIMEOUT_S", 0.5)
     drafter, steps = Fragile(), Steps()
     async with crowd(drafter, steps, 2, first_pass=drafter.hanging) as agent:
         hung = asyncio.create_task(text_of(agent, HANGING))
@@ -454,7 +454,7 @@ from edgespec.models.toy import TOY_MODEL, toy_info
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import ToyTokenizer
 
-agent._CLOSING_S = drafter_pool._CLOSING_S = 0.05
+agent._CLOSE_TIMEOUT_S = drafter_pool._CLOSING_S = 0.05
 began = threading.Event()
 
 class Stuck(ToyDrafter):

@@ -156,7 +156,7 @@ async def test_who_drafted_what_is_told() -> None:
         await transport.close()
         seen = await found.scrape()
     assert "drafts itself with toy" in ready_line(settings, 1, load_target(settings), info)
-    status = VerifierStatus("").told(info)
+    status = VerifierStatus("").with_info(info)
     drafts = present(status.drafts)
     assert seen.value("source_nodes_total", "device") == counters.rows == drafts.device_nodes
     assert seen.value("source_accepted_total", "device") == counters.accepted

@@ -26,7 +26,7 @@ from edgespec.core.device.goodput_policy import PolicyName
 from edgespec.core.ports import Candidate
 from edgespec.device import build
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
-from edgespec.device.prober import VerifierWatch, ask_all
+from edgespec.device.prober import VerifierMonitor, probe_all
 from edgespec.models import folders as model_folders
 from edgespec.models.shared_ids import SharedIds, ids_apart
 from edgespec.models.tokenizer import TextTokenizer, render_chat
@@ -104,7 +104,7 @@ async def endpoint(config: AgentConfig) -> AsyncIterator[tuple[AsyncOpenAI, Any]
     """As ``edgespec serve`` has it over the verifier of ``config``."""
     config, info = await greet(config)
     reference = build.tokenizer_reference(config)
-    text, watch = build.load_tokenizer(reference), VerifierWatch({})
+    text, watch = build.load_tokenizer(reference), VerifierMonitor({})
     sampling = build.with_model_sampling(config.sampling, reference)
     async with build.build_agent(config, target=info) as agent:
         async with live(agent, text, watch, sampling=sampling) as found, found.client() as client:
@@ -202,7 +202,7 @@ async def test_an_older_verifier_is_met_with_the_drafts_texts_and_told_once(
     said: list[str] = []
     small = str(folders["small"])
     async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
-        (answer,) = (await ask_all({where: build.connect(where)})).values()
+        (answer,) = (await probe_all({where: build.connect(where)})).values()
         info = present(answer.info).model
         config = await with_tokenizer(device(where, small), info, said.append)
         assert config.tokenizer == small
