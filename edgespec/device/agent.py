@@ -237,12 +237,12 @@ class GenerationStats:
     @property
     def verifiers(self) -> tuple[str, ...]:
         """Addresses whose tokens arrived, each once, in order. Empty with a single verifier."""
-        return tuple(self.route.now.served)
+        return tuple(self.route.current.served)
 
     @property
     def failovers(self) -> int:
         """How often the generation moved to another verifier."""
-        return self.route.now.failovers
+        return self.route.current.failovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +380,7 @@ class Agent:
         notes = self.activity.start(session, route, self._tracer)
         lease = None if drafter is None else DrafterLease(self._pool, len(tokens), sampling)
         driver = SessionDriver(session, route.connect, lease, notes)
-        self._drivers = {one for one in self._drivers if one.running} | {driver}
+        self._drivers = {one for one in self._drivers if one.running_tasks} | {driver}
         self.stats = GenerationStats(
             counters=session.counters,
             estimates=session.estimates,
@@ -418,7 +418,9 @@ class Agent:
         Raises ``GenerationError`` if no verifier answers."""
         transport = self.transport
         links: Mapping[str, Transport] = (
-            await transport.known() if isinstance(transport, VerifierPool) else {"": transport}
+            await transport.find_transports()
+            if isinstance(transport, VerifierPool)
+            else {"": transport}
         )
         answers = (await probe_all(links)).values()
         infos = [one.info for one in answers if one.info is not None]
@@ -457,7 +459,7 @@ class Agent:
         drivers, self._drivers = self._drivers, set()
         for driver in drivers:
             await driver.close()
-        if ending := {task for driver in drivers for task in driver.running}:
+        if ending := {task for driver in drivers for task in driver.running_tasks}:
             await asyncio.wait(ending, timeout=_CLOSE_TIMEOUT_S)
         await self.transport.close()
         if self.drafter is not None:

@@ -30,8 +30,8 @@ from edgespec.models.shared_ids import SharedIds
 
 STEP_TIMEOUT_S = 20.0
 # Seconds that closing waits for a running step. It ends soon if the drafter checks for its end.
-_CLOSING_S = 5.0
-_NO_GUESS: Final = StepDone(())
+_CLOSE_TIMEOUT_S = 5.0
+_NO_CANDIDATES: Final = StepDone(())
 _T = TypeVar("_T")
 _Work = tuple[Future[Any], Callable[[], Any]]
 _log = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ class DrafterPool:
         bounded("caches", caches, 1, ports.MAX_CACHES)
         self._drafters, self._shared = [drafter], shared
         self._free = [drafter]
-        self._most = caches if isinstance(drafter, ports.Twinned) else 1
+        self._max_drafters = caches if isinstance(drafter, ports.Twinned) else 1
         self._thread = DraftThread("edgespec-draft")
-        self._heard_at = time.monotonic()
+        self._progress_at = time.monotonic()
         """Time at which the running step last made progress. The drafter's thread writes it."""
-        self._given_up: Future[StepDone] | None = None
+        self._hung_step: Future[StepDone] | None = None
         """The step that hung last."""
 
     def close(self) -> None:
@@ -69,17 +69,18 @@ class DrafterPool:
             for drafter in reversed(self._drafters):
                 drafter.close()
 
-        hangs = self._given_up is not None and not self._given_up.done()
-        if not self._thread.close(close_all, 0.0 if hangs else _CLOSING_S):
+        step_hangs = self._hung_step is not None and not self._hung_step.done()
+        if not self._thread.close(close_all, 0.0 if step_hangs else _CLOSE_TIMEOUT_S):
             _log.warning("a draft step still runs; the draft's memory is freed when it ends")
 
     async def step(self, lease: DrafterLease, step: StartStep) -> StepDone | StepFailed:
         """Run ``step`` for ``lease`` when the drafter is free. Called by ``DrafterLease``."""
-        work, asked_at = self._thread.submit(lambda: self._draft(lease, step)), time.monotonic()
+        work = self._thread.submit(lambda: self._run_step(lease, step))
+        submitted_at = time.monotonic()
         future = asyncio.wrap_future(work)
         while not (await asyncio.wait([future], timeout=STEP_TIMEOUT_S))[0]:
-            if time.monotonic() - max(self._heard_at, asked_at) >= STEP_TIMEOUT_S:
-                self._given_up = work
+            if time.monotonic() - max(self._progress_at, submitted_at) >= STEP_TIMEOUT_S:
+                self._hung_step = work
                 future.cancel()  # The step runs on, unless it waits for the one that hangs.
                 _log.warning("a draft step has not come back within %g s", STEP_TIMEOUT_S)
                 return StepFailed(f"the draft model did not answer within {STEP_TIMEOUT_S:g} s")
@@ -92,42 +93,44 @@ class DrafterPool:
 
     # --- in the drafter's thread ---------------------------------------------------------------
 
-    def _draft(self, lease: DrafterLease, step: StartStep) -> StepDone:
+    def _run_step(self, lease: DrafterLease, step: StartStep) -> StepDone:
         def cancelled() -> bool:
-            self._heard_at = time.monotonic()
-            return lease.over
+            self._progress_at = time.monotonic()
+            return lease.is_ended
 
         if cancelled():
             raise ports.StepCancelledError("the generation is over")
         keep_length, feed = step.keep_length, step.feed
         lease.tokens[keep_length:] = feed
         if lease.drafter is None:
-            if (drafter := self._take()) is None:
-                return _NO_GUESS
+            if (drafter := self._acquire_drafter()) is None:
+                return _NO_CANDIDATES
             lease.drafter = drafter
             drafter.begin(lease.prompt_length, lease.sampling)
             keep_length, feed = 0, tuple(lease.tokens)
         if (shared := self._shared) is not None:
             feed = tuple(shared.fed(feed))
-        guesses = _checked(lease.drafter.step(keep_length, feed, step.width, cancelled), step.width)
-        return StepDone(guesses if shared is None else shared.proposed(guesses))
+        candidates = _check_candidates(
+            lease.drafter.step(keep_length, feed, step.width, cancelled), step.width
+        )
+        return StepDone(candidates if shared is None else shared.proposed(candidates))
 
-    def _take(self) -> ports.Drafter | None:
+    def _acquire_drafter(self) -> ports.Drafter | None:
         if self._free:
             return self._free.pop()
-        if len(self._drafters) >= self._most:
+        if len(self._drafters) >= self._max_drafters:
             return None
         first = self._drafters[0]
         try:
             assert isinstance(first, ports.Twinned)
             self._drafters.append(first.twin())
         except Exception as error:  # Whatever error the model raises, the existing caches suffice.
-            self._most = len(self._drafters)
-            _log.warning("no room for %d caches of the draft: %s", self._most + 1, error)
+            self._max_drafters = len(self._drafters)
+            _log.warning("no room for %d caches of the draft: %s", self._max_drafters + 1, error)
             return None
         return self._drafters[-1]
 
-    def give_back(self, lease: DrafterLease) -> None:
+    def release(self, lease: DrafterLease) -> None:
         """Free the drafter of a lease that has ended, after its running step if there is one."""
 
         def put() -> None:
@@ -147,34 +150,40 @@ class DrafterLease:
         self.prompt_length, self.sampling = prompt_length, sampling
         self.tokens: list[int] = []
         self.drafter: ports.Drafter | None = None
-        self.over = False
+        self.is_ended = False
         self._pool = pool
 
     async def step(self, step: StartStep) -> StepDone | StepFailed:
         """Run ``step`` when the drafter is free. ``StepFailed`` ends the lease."""
-        said = await self._pool.step(self, step)
-        if isinstance(said, StepFailed):
+        outcome = await self._pool.step(self, step)
+        if isinstance(outcome, StepFailed):
             self.end()
-        return said
+        return outcome
 
     def end(self) -> None:
         """End the lease: the generation drafts no more. A second call does nothing."""
-        if not self.over:
-            self.over = True
-            self._pool.give_back(self)
+        if not self.is_ended:
+            self.is_ended = True
+            self._pool.release(self)
 
 
-def _checked(guesses: object, width: int) -> tuple[ports.Candidate, ...]:
-    """Return ``guesses``, or raise ``TypeError`` or ``ValueError`` if they are no valid
+def _check_candidates(candidates: object, width: int) -> tuple[ports.Candidate, ...]:
+    """Return ``candidates``, or raise ``TypeError`` or ``ValueError`` if they are no valid
     candidates."""
-    if not isinstance(guesses, tuple):
-        raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
-    if len(guesses) > width:
-        raise ValueError(f"the drafter returned {len(guesses)} guesses, but at most {width} count")
-    for guess in guesses:
-        if not isinstance(guess, ports.Candidate) or operator.index(guess.token) < 0:
-            raise ValueError(f"the drafter returned the guess {guess!r}, which is no token id")
-    return guesses
+    if not isinstance(candidates, tuple):
+        raise TypeError(
+            f"the drafter returned {type(candidates).__name__}, but must return a tuple"
+        )
+    if len(candidates) > width:
+        raise ValueError(
+            f"the drafter returned {len(candidates)} candidates, but at most {width} count"
+        )
+    for candidate in candidates:
+        if not isinstance(candidate, ports.Candidate) or operator.index(candidate.token) < 0:
+            raise ValueError(
+                f"the drafter returned the candidate {candidate!r}, which is no token id"
+            )
+    return candidates
 
 
 class DraftThread:
@@ -185,7 +194,9 @@ class DraftThread:
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_go_on, args=(self._work,), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=_run_queue, args=(self._work,), name=name, daemon=True
+        )
         self._closed = False
 
     def submit(self, run: Callable[[], _T]) -> Future[_T]:
@@ -205,11 +216,11 @@ class DraftThread:
             self._work.put((future, run))
         return future
 
-    def close(self, last: Callable[[], None], within_s: float) -> bool:
+    def close(self, last: Callable[[], None], timeout_s: float) -> bool:
         """Drop work that has not begun, run ``last`` after the work that has, and accept no more.
 
-        Waits at most ``within_s`` seconds. Returns False if ``last`` still waits for a step. Raises
-        what ``last`` raises. A second call does nothing."""
+        Waits at most ``timeout_s`` seconds, and returns False if ``last`` still waits for a step.
+        Raises what ``last`` raises. A second call does nothing."""
         if self._closed:
             return True
         if self._thread.ident is None:
@@ -222,26 +233,26 @@ class DraftThread:
         done = self.submit(last)
         self._closed = True
         self._work.put(None)
-        if not wait([done], within_s).done:
+        if not wait([done], timeout_s).done:
             return False
         self._thread.join()
         done.result()
         return True
 
 
-def _go_on(queue: SimpleQueue[_Work | None]) -> None:
+def _run_queue(queue: SimpleQueue[_Work | None]) -> None:
     while (work := queue.get()) is not None:
-        _do(*work)
+        _run_work(*work)
         del work
 
 
-def _do(future: Future[Any], run: Callable[[], Any]) -> None:
+def _run_work(future: Future[Any], run: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        found = run()
+        result = run()
     except BaseException as error:  # The future carries the error to its owner.
         future.set_exception(error)
         del future, run  # Breaks the cycle error, traceback, frame, future, error.
     else:
-        future.set_result(found)
+        future.set_result(result)

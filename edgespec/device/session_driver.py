@@ -25,7 +25,7 @@ from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.trace import Tracer
 
 # Seconds that a broken connection waits for the verifier's own reason, which may still arrive.
-_LAST_WORD_S: Final = 1.0
+_LAST_FAULT_TIMEOUT_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
 Dial = Callable[[], Coroutine[Any, Any, DeviceStream]]
@@ -39,10 +39,10 @@ class Link:
     last."""
 
     def __init__(self, connect: Dial, notify: Callable[[ev.DraftEvent], None]) -> None:
-        self._dial, self._notify = connect, notify
+        self._connect, self._notify = connect, notify
         # The session's window bounds the messages that are sent ahead of the verifier's answers.
         self._outgoing: asyncio.Queue[Uplink | None] = asyncio.Queue()
-        self._live = self._connecting = True
+        self._is_open = self._is_connecting = True
         self.task = asyncio.create_task(self._run())
 
     def send(self, message: Uplink) -> None:
@@ -51,36 +51,36 @@ class Link:
     def close(self) -> None:
         """Close the stream after the messages sent so far; at once if it is not open yet."""
         # Otherwise the dial has failed and reports that itself.
-        if self._connecting and self._live:
+        if self._is_connecting and self._is_open:
             self.task.cancel()
-        self._live = False
+        self._is_open = False
         self._outgoing.put_nowait(None)
 
-    def _tell(self, event: ev.DraftEvent) -> None:
-        if self._live:
-            self._live = not isinstance(event, ev.LinkDown)
+    def _pass_on(self, event: ev.DraftEvent) -> None:
+        if self._is_open:
+            self._is_open = not isinstance(event, ev.LinkDown)
             self._notify(event)
 
     async def _run(self) -> None:
         try:
-            stream = await self._dial()
-            self._connecting = False
-            await self._use(stream)
+            stream = await self._connect()
+            self._is_connecting = False
+            await self._send_messages(stream)
         except asyncio.CancelledError:
-            self._tell(ev.LinkDown("the link's task was cancelled"))
+            self._pass_on(ev.LinkDown("the link's task was cancelled"))
             raise
         except Exception as error:
-            self._tell(link_down(error))
+            self._pass_on(link_down(error))
 
-    async def _use(self, stream: DeviceStream) -> None:
-        reader = asyncio.create_task(self._read(stream))
+    async def _send_messages(self, stream: DeviceStream) -> None:
+        reader = asyncio.create_task(self._read_messages(stream))
         try:
-            self._tell(ev.Connected())
+            self._pass_on(ev.Connected())
             while (message := await self._outgoing.get()) is not None:
                 await stream.send(message)
         except LinkError:
             # A fault that the verifier sent before it hung up explains more than the error does.
-            await asyncio.wait([reader], timeout=_LAST_WORD_S)
+            await asyncio.wait([reader], timeout=_LAST_FAULT_TIMEOUT_S)
             raise
         finally:
             reader.cancel()
@@ -89,12 +89,12 @@ class Link:
             with contextlib.suppress(Exception):
                 await stream.close()
 
-    async def _read(self, stream: DeviceStream) -> None:
+    async def _read_messages(self, stream: DeviceStream) -> None:
         try:
             while True:
-                self._tell(await stream.receive())
+                self._pass_on(await stream.receive())
         except Exception as error:
-            self._tell(link_down(error))
+            self._pass_on(link_down(error))
             self._outgoing.put_nowait(None)
 
 
@@ -117,7 +117,7 @@ def link_down(error: BaseException) -> ev.LinkDown:
 
 
 # Seconds that a generation that was left early waits for its last messages to leave.
-LETTING_GO_S: Final = 1.0
+CLOSE_TIMEOUT_S: Final = 1.0
 
 Outcome = ev.Deliver | ev.Finish | ev.Fail
 
@@ -138,11 +138,11 @@ class SessionDriver:
         self._links: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._over = False
+        self._has_ended = False
         """Whether the last outcome was queued. A running draft step is not needed any more then."""
 
     @property
-    def running(self) -> set[asyncio.Task[None]]:
+    def running_tasks(self) -> set[asyncio.Task[None]]:
         """Tasks that have not ended yet."""
         return self._links | self._steps
 
@@ -163,12 +163,12 @@ class SessionDriver:
         """Release everything.
 
         A generation that was left early waits a moment for its last messages to leave. A running
-        draft step is not waited for; see ``running``."""
-        if self._over:
+        draft step is not waited for; see ``running_tasks``."""
+        if self._has_ended:
             return
         self._handle(ev.Stop())
         if self._links:
-            await asyncio.wait(self._links, timeout=LETTING_GO_S)
+            await asyncio.wait(self._links, timeout=CLOSE_TIMEOUT_S)
 
     # --- the session -----------------------------------------------------------------------
 
@@ -176,23 +176,23 @@ class SessionDriver:
         """Pass ``event`` to the session and carry out its actions.
 
         Never raises: an error becomes the generation's ``Fail``."""
-        if self._over:
+        if self._has_ended:
             return
         try:
             now, key = time.monotonic(), self.session.request.session_id
             self._tracer.record(now, "device", key, "event", event)
             for action in self.session.handle(event, now):
                 self._tracer.record(now, "device", key, "action", action)
-                self._do(action)
-            self._arm()
+                self._carry_out(action)
+            self._set_timer()
         except Exception as error:
             self._fail(error)
 
-    def _do(self, action: ev.DraftAction) -> None:
+    def _carry_out(self, action: ev.DraftAction) -> None:
         match action:
             case ev.Connect():
                 self._link = Link(self._connect, self._handle)
-                self._watch(self._link.task, self._links)
+                self._keep(self._link.task, self._links)
             case ev.Disconnect():
                 if self._link is not None:
                     self._link.close()
@@ -201,16 +201,16 @@ class SessionDriver:
                 if self._link is not None:
                     self._link.send(message)
             case ev.StartStep():
-                self._watch(asyncio.create_task(self._draft(action)), self._steps)
+                self._keep(asyncio.create_task(self._draft(action)), self._steps)
             case ev.Deliver():
                 self._outcomes.put_nowait(action)
             case ev.Finish() | ev.Fail():
-                self._end(action)
+                self._finish(action)
             case _:
                 assert_never(action)
 
-    def _end(self, last: ev.Finish | ev.Fail) -> None:
-        self._over = True
+    def _finish(self, last: ev.Finish | ev.Fail) -> None:
+        self._has_ended = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -225,11 +225,11 @@ class SessionDriver:
         """End the generation because of a bug here or in a part that was passed in.
 
         The verifier receives a ``Cancel`` if that is possible."""
-        if self._over:
+        if self._has_ended:
             return
         what = "the device's side of a generation failed"
         log_failure(_log, what, error=error, may_quote_client=True)
-        self._end(ev.Fail(f"the device failed: {type(error).__name__}: {error}"))
+        self._finish(ev.Fail(f"the device failed: {type(error).__name__}: {error}"))
         link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(Exception):
@@ -240,23 +240,23 @@ class SessionDriver:
         assert self._drafter is not None
         self._handle(await self._drafter.step(step))
 
-    def _watch(self, task: asyncio.Task[None], kind: set[asyncio.Task[None]]) -> None:
+    def _keep(self, task: asyncio.Task[None], kind: set[asyncio.Task[None]]) -> None:
         """Keep ``task`` alive, and fail the generation if it ends with an error."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def check_task(task: asyncio.Task[None]) -> None:
             kind.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._fail(error)
 
         kind.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(check_task)
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         """Set a timer that calls ``_on_timer`` at the deadline.
 
         Deadlines mostly move later, so a timer that is set for an earlier time stays."""
         deadline = self.session.deadline
-        if deadline is None or self._over:
+        if deadline is None or self._has_ended:
             return
         loop = asyncio.get_running_loop()
         due = loop.time() + max(0.0, deadline - time.monotonic())
@@ -272,4 +272,4 @@ class SessionDriver:
         if deadline is not None and deadline <= time.monotonic():
             self._handle(ev.Tick())
         else:
-            self._arm()
+            self._set_timer()

@@ -29,11 +29,11 @@ from edgespec.device.session_driver import link_down
 from edgespec.telemetry.logs import log_failure
 
 # Longest seconds between probes of a verifier that answers although its stream is quiet.
-_LONGEST_QUIET_S: Final = 12.0
+_MAX_QUIET_S: Final = 12.0
 # Seconds in which a cancellation must reach a verifier that opened a session with a wrong model.
-_TAKE_BACK_S: Final = 0.5
+_CANCEL_TIMEOUT_S: Final = 0.5
 # Most names whose last model is remembered; the name that was used longest ago is dropped.
-_MOST_NAMES: Final = 256
+_MAX_MODEL_NAMES: Final = 256
 _log = logging.getLogger(__name__)
 
 
@@ -46,16 +46,16 @@ class VerifierPool:
         self._transports: Mapping[str, Transport] = {}
         self._dials: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._dialed: dict[tuple[int, str], DeviceStream] = {}
-        self._waiting: dict[int, asyncio.Future[PooledStream]] = {}
+        self._waiters: dict[int, asyncio.Future[PooledStream]] = {}
         self._streams: dict[int, PooledStream] = {}
         """Streams in use, one for each generation, by the number of its route."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._none_found = False
-        self._models: dict[str, m.ModelIdentity] = {}
+        self._none_usable = False
+        self._latest_models: dict[str, m.ModelIdentity] = {}
         """Model of the latest generation, by the name that it requested."""
 
-    async def known(self) -> Mapping[str, Transport]:
+    async def find_transports(self) -> Mapping[str, Transport]:
         """Return the transports of all verifiers, for probes. Raises ``LinkError``."""
         self._transports = self._transports or await self._directory.find()
         return self._transports
@@ -65,7 +65,7 @@ class VerifierPool:
         if self._timer is not None:
             self._timer.cancel()
         for number in list(self.failover.routes):
-            self.over(number)
+            self.release(number)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -73,55 +73,55 @@ class VerifierPool:
 
     # --- for one generation ----------------------------------------------------------------
 
-    async def stream(self, wanted: ev.Wanted) -> PooledStream:
+    async def open_stream(self, wanted: ev.Wanted) -> PooledStream:
         """Return an open stream to the best verifier.
 
         Raises ``LinkError`` naming every address and its failure."""
         number = wanted.route
-        self._transports = await self._directory.find(fresh=self._none_found)
+        self._transports = await self._directory.find(fresh=self._none_usable)
         self.handle(ev.Known(tuple(self._transports)))
         future: asyncio.Future[PooledStream] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        self._waiters[number] = future
         self.handle(wanted)
         try:
             return await future
         except asyncio.CancelledError:
-            if self._waiting.get(number) is future:
-                del self._waiting[number]
+            if self._waiters.get(number) is future:
+                del self._waiters[number]
                 self.handle(ev.Unwanted(number))
             elif not future.cancelled() and future.exception() is None:
                 # The stream was opened in the moment of the cancellation.
                 await future.result().close()
             raise
 
-    def tell(self, stream: PooledStream, event: ev.RouteEvent) -> None:
+    def report(self, stream: PooledStream, event: ev.RouteEvent) -> None:
         """Pass on an event of ``stream``, unless another stream has replaced it."""
         if self._streams.get(stream.route) is stream:
             if isinstance(event, ev.Unwanted):
                 del self._streams[stream.route]
             self.handle(event)
 
-    def over(self, number: int) -> None:
+    def release(self, number: int) -> None:
         self.handle(ev.Over(number))
         self._streams.pop(number, None)
-        future = self._waiting.pop(number, None)
+        future = self._waiters.pop(number, None)
         if future is not None and not future.done():
             future.set_exception(LinkError("the generation is over", retryable=False))
 
-    def begins_with(self, route: int, model: m.ModelIdentity, address: str) -> None:
+    def note_model(self, route: int, model: m.ModelIdentity, address: str) -> None:
         """Note the model that a verifier opened with.
 
         Log a warning if the requested name stood for another model in the previous generation."""
-        known = self.failover.routes.get(route)
-        if known is None or known.began is not None:
+        route_state = self.failover.routes.get(route)
+        if route_state is None or route_state.began is not None:
             return
-        before = self._models.pop(known.asked.model, None)
-        self._models[known.asked.model] = model
-        if len(self._models) > _MOST_NAMES:
-            del self._models[next(iter(self._models))]
-        if before is not None and not model.is_model_of(before):
+        previous = self._latest_models.pop(route_state.asked.model, None)
+        self._latest_models[route_state.asked.model] = model
+        if len(self._latest_models) > _MAX_MODEL_NAMES:
+            del self._latest_models[next(iter(self._latest_models))]
+        if previous is not None and not model.is_model_of(previous):
             _log.warning(
-                "%s serves the model %s; the text before was of %s", address, model, before
+                "%s serves the model %s; the generation before was of %s", address, model, previous
             )
 
     # --- the machine -----------------------------------------------------------------------
@@ -133,50 +133,50 @@ class VerifierPool:
         generations that wait for a stream; streams in use go on."""
         try:
             for action in self.failover.handle(event, time.monotonic()):
-                self._do(action)
-            self._arm()
+                self._carry_out(action)
+            self._set_timer()
         except Exception as error:
             what, name = "choosing a verifier failed at %s", type(event).__name__
             log_failure(_log, what, name, error=error, may_quote_client=False)
             broken = LinkError(f"choosing a verifier failed: {error}", retryable=False)
-            for number in tuple(self._waiting):
-                self._leave(number, broken)
+            for number in tuple(self._waiters):
+                self._fail(number, broken)
 
-    def _do(self, action: ev.FailoverAction) -> None:
+    def _carry_out(self, action: ev.FailoverAction) -> None:
         match action:
             case ev.Dial(number, address):
-                self._dials[number, address] = self._watch(self._dial(number, address))
+                self._dials[number, address] = self._start_task(self._dial(number, address))
             case ev.Drop(number, address):
-                self._drop(number, address)
+                self._drop_dial(number, address)
             case ev.Use(number, address):
                 stream = self._dialed.pop((number, address))
                 self._streams[number] = pooled = PooledStream(self, number, address, stream)
-                future = self._waiting.pop(number, None)
+                future = self._waiters.pop(number, None)
                 if future is None or future.done():
-                    self._watch(pooled.close())
+                    self._start_task(pooled.close())
                 else:
                     future.set_result(pooled)
             case ev.Leave(number, why, again_s, retryable):
-                self._none_found = again_s is None
-                self._leave(number, LinkError(why, retryable=retryable, again_s=again_s))
+                self._none_usable = again_s is None
+                self._fail(number, LinkError(why, retryable=retryable, again_s=again_s))
             case ev.Probe(address):
-                self._watch(self._probe(address))
+                self._start_task(self._probe(address))
             case _:
                 assert_never(action)
 
-    def _leave(self, number: int, error: LinkError) -> None:
-        future = self._waiting.pop(number, None)
+    def _fail(self, number: int, error: LinkError) -> None:
+        future = self._waiters.pop(number, None)
         if future is not None:
             if not future.done():
                 future.set_exception(error)
         elif (stream := self._streams.pop(number, None)) is not None:
-            stream.leave(error)
-            self._watch(stream.inner.close())
+            stream.fail(error)
+            self._start_task(stream.inner.close())
 
-    def _drop(self, number: int, address: str) -> None:
+    def _drop_dial(self, number: int, address: str) -> None:
         stream = self._dialed.pop((number, address), None)
         if stream is not None:
-            self._watch(stream.close())
+            self._start_task(stream.close())
         elif (task := self._dials.pop((number, address), None)) is not None:
             task.cancel()
 
@@ -187,7 +187,9 @@ class VerifierPool:
             transport = self._transports.get(address)
             if transport is None:
                 raise LinkError(f"{address} is not known any more")
-            stream = await _dial(transport, "" if route is None else route.asked.conversation)
+            stream = await _connect_for(
+                transport, "" if route is None else route.asked.conversation
+            )
         except Exception as error:
             down = link_down(error)
             if self._dials.get(key) is me:
@@ -215,13 +217,13 @@ class VerifierPool:
         elif (error := answer.error) is not None:
             self.handle(ev.ProbeFailed(address, str(error), error.alive))
 
-    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         """Set the timer for the earliest deadline. Deadlines come and go, so it is always set
         anew."""
         deadline = self.failover.deadline
@@ -233,7 +235,7 @@ class VerifierPool:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.handle, ev.Tick())
 
 
-_numbers = itertools.count(1)
+_route_numbers = itertools.count(1)
 """Numbers of routes."""
 
 
@@ -245,23 +247,24 @@ class VerifierRoute:
     name of the requested model."""
 
     def __init__(
-        self, to: Transport | VerifierPool, conversation: str, needed_length: int, model: str
+        self, target: Transport | VerifierPool, conversation: str, needed_length: int, model: str
     ) -> None:
-        self._to, self._wanted = to, ev.Wanted(next(_numbers), needed_length, conversation, model)
-        self.now = Route()
+        self._target = target
+        self._wanted = ev.Wanted(next(_route_numbers), needed_length, conversation, model)
+        self.current = Route()
         """The verifiers used so far. It stays empty with a single verifier."""
 
     async def connect(self) -> DeviceStream:
         """Open a stream. Call this in a task of its own, since it sets a context variable."""
-        if not isinstance(self._to, VerifierPool):
-            return await _dial(self._to, self._wanted.conversation)
-        stream = await self._to.stream(self._wanted)
-        self.now = self._to.failover.routes.get(self._wanted.route, self.now)
+        if not isinstance(self._target, VerifierPool):
+            return await _connect_for(self._target, self._wanted.conversation)
+        stream = await self._target.open_stream(self._wanted)
+        self.current = self._target.failover.routes.get(self._wanted.route, self.current)
         return stream
 
     def close(self) -> None:
-        if isinstance(self._to, VerifierPool):
-            self._to.over(self._wanted.route)
+        if isinstance(self._target, VerifierPool):
+            self._target.release(self._wanted.route)
 
 
 class PooledStream:
@@ -274,84 +277,84 @@ class PooledStream:
     def __init__(self, pool: VerifierPool, route: int, address: str, inner: DeviceStream) -> None:
         self.route, self.address = route, address
         self._pool, self.inner = pool, inner
-        self._left: LinkError | None = None
-        self._closed = self._progressed = False
+        self._error: LinkError | None = None
+        self._is_closed = self._has_progressed = False
         self._quiet_s = pool.failover.policy.quiet_s
-        self._heard_s = time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._listen)
+        self._received_at = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._check_silence)
 
     async def send(self, message: m.Uplink) -> None:
-        if self._left is not None:
-            raise self._left
+        if self._error is not None:
+            raise self._error
         await self.inner.send(message)
 
     async def receive(self) -> m.Downlink:
-        if self._left is not None:
-            raise self._left
+        if self._error is not None:
+            raise self._error
         try:
             message = await self.inner.receive()
         except LinkError as error:
-            if self._left is None:
-                self._pool.tell(self, ev.Broke(self.route, str(error), error.retryable))
-            if self._left is None:
+            if self._error is None:
+                self._pool.report(self, ev.Broke(self.route, str(error), error.retryable))
+            if self._error is None:
                 raise
-            raise self._left from error
-        self._heard_s, self._quiet_s = time.monotonic(), self._pool.failover.policy.quiet_s
+            raise self._error from error
+        self._received_at, self._quiet_s = time.monotonic(), self._pool.failover.policy.quiet_s
         match message:
             case m.Commit():
-                if message.tokens and not self._progressed:
-                    self._progressed = True
-                    self._pool.tell(self, ev.Progressed(self.route))
+                if message.tokens and not self._has_progressed:
+                    self._has_progressed = True
+                    self._pool.report(self, ev.Progressed(self.route))
             case m.Opened():
-                await self._greeted(message)
+                await self._check_opened(message)
             case m.Fault():
-                return self._refused(message)
+                return self._report_fault(message)
         return message
 
     async def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         self._timer.cancel()
-        self._pool.tell(self, ev.Unwanted(self.route))
+        self._pool.report(self, ev.Unwanted(self.route))
         await self.inner.close()
 
-    def leave(self, error: LinkError) -> None:
+    def fail(self, error: LinkError) -> None:
         """Make every further call on the stream raise ``error``."""
-        self._left = self._left or error
+        self._error = self._error or error
         self._timer.cancel()
 
-    async def _greeted(self, opened: m.Opened) -> None:
+    async def _check_opened(self, opened: m.Opened) -> None:
         model = m.ModelIdentity.of(opened)
-        self._pool.begins_with(self.route, model, self.address)
-        self._pool.tell(self, ev.Greeted(self.route, model))
-        if self._left is None:
+        self._pool.note_model(self.route, model, self.address)
+        self._pool.report(self, ev.Greeted(self.route, model))
+        if self._error is None:
             return
         # Without the cancellation the verifier would keep the slot for the whole lease.
         with contextlib.suppress(LinkError, TimeoutError):
-            async with asyncio.timeout(_TAKE_BACK_S):
+            async with asyncio.timeout(_CANCEL_TIMEOUT_S):
                 await self.inner.send(m.Cancel())
-        raise self._left
+        raise self._error
 
-    def _refused(self, fault: m.Fault) -> m.Fault:
+    def _report_fault(self, fault: m.Fault) -> m.Fault:
         event = ev.Refused(self.route, fault.code, fault.message, fault.retry_after_s)
-        self._pool.tell(self, event)
-        left = self._left
-        if left is None:
+        self._pool.report(self, event)
+        error = self._error
+        if error is None:
             return fault
-        if left.again_s == 0.0 or left.retryable != fault.code.retryable:
-            raise left
-        return replace(fault, message=str(left), retry_after_s=left.again_s or 0.0)
+        if error.again_s == 0.0 or error.retryable != fault.code.retryable:
+            raise error
+        return replace(fault, message=str(error), retry_after_s=error.again_s or 0.0)
 
-    def _listen(self) -> None:
+    def _check_silence(self) -> None:
         """Report a quiet stream if nothing was received for long enough, and set the next timer."""
-        if self._closed or self._left is not None:
+        if self._is_closed or self._error is not None:
             return
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = time.monotonic() - self._received_at
         wait_s = self._quiet_s - silent_s
         if wait_s <= 0.0:
-            self._quiet_s = min(2 * self._quiet_s, _LONGEST_QUIET_S)
+            self._quiet_s = min(2 * self._quiet_s, _MAX_QUIET_S)
             wait_s = self._quiet_s
-            self._pool.tell(self, ev.Quiet(self.route))
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self._listen)
+            self._pool.report(self, ev.Quiet(self.route))
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._check_silence)
 
 
 # --- where verifiers are --------------------------------------------------------------------------
@@ -361,10 +364,10 @@ class PooledStream:
 # stay with the connection it has. Certificates are still checked against the name. IP addresses,
 # sockets and names of this machine are used as they are.
 
-LOOK_UP_S: Final = 2.0
-KEEP_S: Final = 30.0
-"""Seconds after which a name is looked up again. It is ``FRESH_S`` if no address answered."""
-FRESH_S: Final = 1.0
+LOOKUP_TIMEOUT_S: Final = 2.0
+LOOKUP_LIFETIME_S: Final = 30.0
+"""Seconds after which a name is looked up again, ``RETRY_LOOKUP_S`` if no address answered."""
+RETRY_LOOKUP_S: Final = 1.0
 MAX_ADDRESSES: Final = 16
 """Most addresses of one name."""
 
@@ -398,9 +401,9 @@ class VerifierDirectory:
         self._transports: dict[str, Transport] = {}
         """Transports of the latest addresses, and of earlier ones that are still in use."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._found: dict[str, tuple[str, ...]] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
         """Addresses of each name at its latest lookup."""
-        self._found_at: float | None = None
+        self._looked_up_at: float | None = None
 
     async def find(self, *, fresh: bool = False) -> Mapping[str, Transport]:
         """Return a transport for each address.
@@ -409,29 +412,29 @@ class VerifierDirectory:
         reports the error. Transports of addresses that are gone are closed once they are idle.
         ``fresh`` requests a new lookup because no address answered."""
         now, names = self._clock(), [one for one in self._verifiers if is_name(one)]
-        age_s = None if self._found_at is None else now - self._found_at
-        if names and (age_s is None or age_s > (FRESH_S if fresh else KEEP_S)):
-            self._found_at = now
+        age_s = None if self._looked_up_at is None else now - self._looked_up_at
+        if names and (age_s is None or age_s > (RETRY_LOOKUP_S if fresh else LOOKUP_LIFETIME_S)):
+            self._looked_up_at = now
             await asyncio.gather(*(self._find_name(name) for name in names))
-        found: dict[str, Transport] = {}
+        transports: dict[str, Transport] = {}
         for verifier in self._verifiers:
-            addresses = self._found.get(verifier, ())
+            addresses = self._addresses.get(verifier, ())
             if len(addresses) < 2:
-                found[verifier] = self._transport(verifier, verifier, "")
+                transports[verifier] = self._transport(verifier, verifier, "")
             else:
                 host = verifier.rpartition(":")[0]
                 for address in addresses:
                     label = f"{verifier} ({address.rpartition(':')[0]})"
-                    found[label] = self._transport(label, address, host)
-        self._close_gone(found)
-        return found
+                    transports[label] = self._transport(label, address, host)
+        self._close_unused(transports)
+        return transports
 
     async def close(self) -> None:
         transports, self._transports = self._transports, {}
         await asyncio.gather(*(one.close() for one in transports.values()), *self._closing)
 
-    def _close_gone(self, found: Collection[str]) -> None:
-        for name in [name for name in self._transports if name not in found]:
+    def _close_unused(self, used: Collection[str]) -> None:
+        for name in [name for name in self._transports if name not in used]:
             if is_idle(self._transports[name]):
                 task = asyncio.create_task(self._transports.pop(name).close())
                 self._closing.add(task)
@@ -445,12 +448,12 @@ class VerifierDirectory:
     async def _find_name(self, verifier: str) -> None:
         host, _, port = verifier.rpartition(":")
         try:
-            async with asyncio.timeout(LOOK_UP_S):
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 addresses = await self._look_up(host, int(port))
         except (OSError, TimeoutError, ValueError):
             return
         unique = list(dict.fromkeys(addresses))[:MAX_ADDRESSES]
-        self._found[verifier] = tuple(
+        self._addresses[verifier] = tuple(
             f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in unique
         )
 
@@ -483,7 +486,7 @@ def current_conversation() -> str:
     return _dialing_for.get()
 
 
-async def _dial(transport: Transport, conversation: str) -> DeviceStream:
+async def _connect_for(transport: Transport, conversation: str) -> DeviceStream:
     """Connect for a conversation. Call this in a task of its own, since it sets a context
     variable."""
     _dialing_for.set(conversation)

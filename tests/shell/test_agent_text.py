@@ -156,7 +156,7 @@ async def told(one: Agent) -> list[int] | str:
 async def test_an_exception_ends_the_generation_or_does_no_harm(
     place: str, at: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.device.session_driver._LAST_WORD_S", 0.05)
+    monkeypatch.setattr("edgespec.device.session_driver._LAST_FAULT_TIMEOUT_S", 0.05)
     fault = Fault(place, at, error)
     in_thread = place in ("begin", "step")  # which may begin late: the text waits for it
     async with nothing_left():

@@ -35,8 +35,8 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, GenerationError, GenerationStats
 from edgespec.device.build import connect
 from edgespec.device.verifier_pool import (
-    FRESH_S,
-    KEEP_S,
+    LOOKUP_LIFETIME_S,
+    RETRY_LOOKUP_S,
     VerifierDirectory,
     VerifierPool,
     is_name,
@@ -441,12 +441,12 @@ async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() 
     first = await directory.find()
     await directory.find()
     assert resolver.asked == 1
-    resolver.names["pool"], resolver.now = ["10.0.0.2", "10.0.0.3"], FRESH_S + 0.1
+    resolver.names["pool"], resolver.now = ["10.0.0.2", "10.0.0.3"], RETRY_LOOKUP_S + 0.1
     assert made(await directory.find()) == made(first)
     found = await directory.find(fresh=True)
     assert list(found) == ["pool:1 (10.0.0.2)", "pool:1 (10.0.0.3)"]
     assert found["pool:1 (10.0.0.2)"] is first["pool:1 (10.0.0.2)"]
-    resolver.now += KEEP_S + 1.0
+    resolver.now += LOOKUP_LIFETIME_S + 1.0
     del resolver.names["pool"]  # the resolver fails: what was found before stands
     assert list(await directory.find()) == list(found)
     assert resolver.asked == 3
@@ -464,7 +464,7 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     )
 
     async def find() -> list[Made]:
-        resolver.now += KEEP_S + 1.0
+        resolver.now += LOOKUP_LIFETIME_S + 1.0
         found = [one for one in (await directory.find()).values() if isinstance(one, Made)]
         await asyncio.sleep(0)
         return found
@@ -474,7 +474,7 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     assert (await find())[0] is second
     assert not first.closed  # a text still comes over it
     first.idle = second.idle = True
-    resolver.now -= KEEP_S  # no other addresses are looked for
+    resolver.now -= LOOKUP_LIFETIME_S  # no other addresses are looked for
     _, third = await find()
     assert [one.closed for one in (first, second, third)] == [True, False, False]
     resolver.names["pool"] = ["10.0.0.1", "10.0.0.2"]

@@ -454,7 +454,7 @@ from edgespec.models.toy import TOY_MODEL, toy_info
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import ToyTokenizer
 
-agent._CLOSE_TIMEOUT_S = drafter_pool._CLOSING_S = 0.05
+agent._CLOSE_TIMEOUT_S = drafter_pool._CLOSE_TIMEOUT_S = 0.05
 began = threading.Event()
 
 class Stuck(ToyDrafter):
