@@ -43,7 +43,7 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import connect
 from edgespec.device.drafters.manifest import DraftManifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.model_drafter import exported_variant, planned_drafter
+from edgespec.device.model_drafter import load_planned_drafter, read_exported_variant
 from edgespec.models import folders
 from edgespec.models.folders import Role, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
@@ -101,7 +101,7 @@ def make_drafter(job: dict[str, Any], told: list[str]) -> Drafter:
     folder = Path(job["folder"])
     if budget := job.get("budget"):
         draft = DraftSection(model=str(folder), memory_budget=budget)
-        return planned_drafter(draft, job["width"], told.append)
+        return load_planned_drafter(draft, job["width"], told.append)
     window = job.get("window", 0)
     drafter = OnnxDrafter(folder, threads=job["threads"], window=window, chunk=job.get("chunk", 64))
     if window:
@@ -158,7 +158,7 @@ class _NoText:
 
 def predicted(job: dict[str, Any], runtime: int) -> dict[str, int]:
     folder = Path(job["folder"])
-    variant = exported_variant(folder)
+    variant = read_exported_variant(folder)
     settings = DraftSettings(
         job.get("window") or variant.context_length,
         job["width"],

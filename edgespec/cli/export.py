@@ -99,7 +99,7 @@ def _say_written(out: Path, how: str, bits: int, vocabulary: str) -> None:
 
 def _inspect(reference: str) -> None:
     """What is behind a draft reference; each graph of others is loaded and tried."""
-    from edgespec.device.model_drafter import inspected
+    from edgespec.device.model_drafter import describe_graph
 
     source = find_draft(reference)
     if not source.graphs:
@@ -115,7 +115,7 @@ def _inspect(reference: str) -> None:
     with needs("onnxruntime", "edgespec[cpu]"):
         for name in source.graphs:
             try:
-                typer.echo(inspected(source, name))
+                typer.echo(describe_graph(source, name))
             except ValueError as error:
                 failed = error
                 say(f"{name}: cannot be used: {error}")
@@ -166,7 +166,7 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
     with needs("onnx and onnxruntime", "edgespec[export,cpu]"), placed(out) as work:
         from edgespec.device.export.export_graph import BITS
         from edgespec.device.export.quantize import round_graph
-        from edgespec.device.model_drafter import foreign_drafter
+        from edgespec.device.model_drafter import load_foreign_drafter
 
         if bits not in BITS:
             raise ValueError(f"bits is {bits}, but must be one of {BITS}")
@@ -176,7 +176,7 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
                 shutil.copyfile(folder / name, work / name)
         if bits != 32:
             round_graph(work / MODEL_FILE, bits)
-        tried = foreign_drafter(find_draft(str(work / MODEL_FILE)), say)
+        tried = load_foreign_drafter(find_draft(str(work / MODEL_FILE)), say)
         tried.close()
     _say_written(out, "by Optimum", bits, tried.info.vocabulary)
 

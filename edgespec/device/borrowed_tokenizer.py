@@ -44,7 +44,7 @@ from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 logger = logging.getLogger(__name__)
 
 _NAME_DIGITS = 32
-_WORK = WorkerPool("preparing a tokenizer", threads=2, most_waiting=64, within_s=300.0)
+_WORKERS = WorkerPool("preparing a tokenizer", threads=2, most_waiting=64, within_s=300.0)
 
 
 def borrows_tokenizer(config: AgentConfig) -> bool:
@@ -88,10 +88,10 @@ async def with_tokenizer(
         except LinkError as error:
             if error.retryable or borrows_tokenizer(config):
                 raise
-            return _with_own_texts(config, info, say, str(error))
+            return _keep_own_texts(config, info, say, str(error))
         if announced.facts is None and not borrows_tokenizer(config):
-            return _with_own_texts(config, info, say, "it is an older one")
-        folder = await _cached(fetch, announced, info, say, config)
+            return _keep_own_texts(config, info, say, "it is an older one")
+        folder = await _fetch_texts(fetch, announced, info, say, config)
         return replace(config, tokenizer=str(folder))
     except LinkError as error:
         for own in (build.BUNDLED, TOY) if borrows_tokenizer(config) else ():
@@ -105,7 +105,7 @@ async def with_tokenizer(
         await transport.close()
 
 
-def _with_own_texts(config: AgentConfig, info: ModelInfo, say: build.Say, why: str) -> AgentConfig:
+def _keep_own_texts(config: AgentConfig, info: ModelInfo, say: build.Say, why: str) -> AgentConfig:
     say(
         f"chat template, special tokens and sampling defaults are those of {config.draft.model!r}:"
         f" the verifier of {info.name!r} sends none ({why})"
@@ -113,7 +113,7 @@ def _with_own_texts(config: AgentConfig, info: ModelInfo, say: build.Say, why: s
     return replace(config, tokenizer=config.draft.model)
 
 
-async def _cached(
+async def _fetch_texts(
     fetch: TokenizerFetch,
     announced: Announced,
     info: ModelInfo,
@@ -131,7 +131,7 @@ async def _cached(
         if (parent / name / TOKENIZER_JSON).is_file():
             return parent / name
     texts = await fetch.facts(announced)
-    tokenizer = await _WORK.run(_own_tokenizer, config, announced.tokenizer_sha256)
+    tokenizer = await _WORKERS.run(_read_own_tokenizer, config, announced.tokenizer_sha256)
     if tokenizer is None:
         size = f"{announced.size / 1e3:,.0f} kB"
         say(f"fetching the tokenizer of {info.name} from the verifier, once: {size}")
@@ -143,12 +143,12 @@ async def _cached(
             why = f"the tokenizer.json of {info.name!r} has not the SHA-256 that was announced"
             raise LinkError(why, retryable=False)
     try:
-        return await _WORK.run(_place, name, {**texts, TOKENIZER_JSON: tokenizer}, info)
+        return await _WORKERS.run(_store_texts, name, {**texts, TOKENIZER_JSON: tokenizer}, info)
     except (PoolBusyError, PoolLateError) as error:
         raise LinkError(str(error)) from None
 
 
-def _own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
+def _read_own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
     """Return the ``tokenizer.json`` of the draft if it has this SHA-256, else None."""
     if borrows_tokenizer(config):
         return None
@@ -157,7 +157,7 @@ def _own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
     return content if hashlib.sha256(content).digest() == sha256 else None
 
 
-def _place(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
+def _store_texts(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
     """Write the files into a folder ``name`` and return it.
 
     It is in the cache, or in the folder of this process if the cache cannot be written. Raises
@@ -165,20 +165,20 @@ def _place(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
     written."""
     for parent in build.lent_folders():
         try:
-            return _place_in(parent / name, texts, info)
+            return _store_texts_in(parent / name, texts, info)
         except LinkError:  # This is a subclass of OSError.
             raise
         except OSError as error:
             logger.info("the verifier's tokenizer is not kept in %s: %s", parent, error)
     try:
-        return _place_in(build.process_folder() / name, texts, info)
+        return _store_texts_in(build.make_process_folder() / name, texts, info)
     except LinkError:
         raise
     except OSError as error:
         raise SetupError(f"the verifier's tokenizer cannot be kept: {error}") from error
 
 
-def _place_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
+def _store_texts_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
     """Write the files beside ``folder``, try them, and move them there.
 
     Files of another process that was faster stay. Raises ``LinkError`` for a tokenizer that cannot
@@ -190,7 +190,7 @@ def _place_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> Path
             for name, content in texts.items():
                 (path := work / name).parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            _try(work, info)
+            _check_texts(work, info)
             if not (folder / TOKENIZER_JSON).is_file():
                 shutil.rmtree(folder, ignore_errors=True)
                 work.rename(folder)
@@ -202,19 +202,20 @@ def _place_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> Path
     return folder
 
 
-def _try(folder: Path, info: ModelInfo) -> None:
+def _check_texts(folder: Path, info: ModelInfo) -> None:
     """Try the files. Raises ``LinkError`` if they are no tokenizer of ``info``."""
-    who = f"the tokenizer that the verifier of {info.name!r} sent"
+    subject = f"the tokenizer that the verifier of {info.name!r} sent"
     try:
         tokenizer = FarTokenizer(folder)
         tokenizer.close()
         generation_sampling(folder)
     except ValueError as error:
         why = str(error).replace(f"{folder}/", "")
-        raise LinkError(f"{who} cannot be used: {why}", retryable=False) from error
+        raise LinkError(f"{subject} cannot be used: {why}", retryable=False) from error
     if (found := tokenizer.vocabulary) != info.vocabulary:
         raise LinkError(
-            f"{who} has the vocabulary {found}, but it serves {info.vocabulary}", retryable=False
+            f"{subject} has the vocabulary {found}, but it serves {info.vocabulary}",
+            retryable=False,
         )
 
 
@@ -230,10 +231,10 @@ class BorrowingAgent(Agent):
         drafter = None if borrows_tokenizer(config) else build.load_drafter(config, say=say)
         transport = build.verifier_transport(config)
         super().__init__(transport, drafter, _no_text, _no_text, options, tracer=tracer)
-        self._config, self._lent = config, False
+        self._config, self._has_texts = config, False
         self.reference = ""
         """The reference of the borrowed texts. Empty until they have arrived."""
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def take_texts(self) -> None:
         """Borrow the target's texts now, unless that is done.
@@ -246,8 +247,8 @@ class BorrowingAgent(Agent):
         """Wait for a verifier's texts for as long as a first stream waits for a verifier."""
         policy = self.options.reconnect
         until, pause_s = time.monotonic() + policy.give_up_first_s, policy.first_s
-        async with self._one_at_a_time:
-            while not self._lent:
+        async with self._lock:
+            while not self._has_texts:
                 try:
                     await self._borrow()
                 except SetupError as error:
@@ -263,15 +264,15 @@ class BorrowingAgent(Agent):
 
         Raises ``LinkError`` if none fits but one may later, and ``SetupError`` if none will."""
         answers, wanted = await build.probe_verifiers(self._config), self._config.model
-        why, may_come = [], False
+        why, may_answer_later = [], False
         for address, answer in answers.items():
             if answer.info is None:
                 why.append(answer.why)
-                may_come |= answer.error is not None and answer.error.retryable
+                may_answer_later |= answer.error is not None and answer.error.retryable
             elif (model := answer.info.find_model(wanted)) is not None:
                 try:
                     config = await with_tokenizer(self._config, model, self._warn_once, address)
-                    await _WORK.run(self._take, config, model)
+                    await _WORKERS.run(self._use_texts, config, model)
                 except (PoolBusyError, PoolLateError) as error:
                     raise LinkError(str(error)) from None
                 except SetupError as error:
@@ -281,11 +282,11 @@ class BorrowingAgent(Agent):
             else:
                 names = ", ".join(repr(one.name) for one in answer.info.models)
                 why.append(f"{address} serves {names}, not {wanted!r}")
-        if may_come:
+        if may_answer_later:
             raise LinkError("; ".join(why))
         raise SetupError("\n".join(why))
 
-    def _take(self, config: AgentConfig, target: ModelInfo) -> None:
+    def _use_texts(self, config: AgentConfig, target: ModelInfo) -> None:
         """Become an agent as ``build_agent`` makes it. Raises ``SetupError``."""
         try:
             text = build.load_tokenizer(reference := build.tokenizer_reference(config))
@@ -296,7 +297,7 @@ class BorrowingAgent(Agent):
         except ValueError as error:
             raise SetupError(str(error)) from error
         self.options, self._vocabulary = options, options.vocabulary
-        self.drafter, self.reference, self._lent = drafter, reference, True
+        self.drafter, self.reference, self._has_texts = drafter, reference, True
         self._encode, self._decoder = text.encode, text.stream
         self._read_constraint = device_reader(reference)
 

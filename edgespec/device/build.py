@@ -55,7 +55,7 @@ BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
 _TOY_DRAFT_NOISE = 0.25
 # The verifier's context bounds a device's messages. This is the longest that can be configured.
 _MAX_CONTEXT_LENGTH = 1 << 20
-_MOST_LEADERS = 4096
+_MAX_LEADERS = 4096
 
 Say = Callable[[str], None]
 PromptTokenizer = TextTokenizer | ToyTokenizer | FarTokenizer
@@ -68,7 +68,7 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
     It is slowed down if the configuration sets ``draft_ms``. A Hugging Face folder is exported into
     the cache first; ``say`` is called with a line about it. Raises ``SetupError``, and
     ``ValueError`` naming the file or the setting."""
-    drafter = _drafter(config, say or (lambda text: None))
+    drafter = _make_drafter(config, say or (lambda text: None))
     if drafter is not None and config.draft.draft_ms:
         drafter = PacedDrafter(drafter, config.draft.draft_ms, time.sleep, time.monotonic)
     return drafter
@@ -100,16 +100,16 @@ def lent_folders() -> tuple[Path, ...]:
     """Return the folders of tokenizers that verifiers lent.
 
     They are the one in the user's cache, if there is a cache, and the one of this process, if
-    ``process_folder`` has made it."""
+    ``make_process_folder`` has made it."""
     try:
         kept: tuple[Path, ...] = (folders.cache_folder() / "tokenizers",)
     except OSError:  # A user without a home has no cache.
         kept = ()
-    return (*kept, process_folder()) if process_folder.cache_info().currsize else kept
+    return (*kept, make_process_folder()) if make_process_folder.cache_info().currsize else kept
 
 
 @lru_cache(maxsize=1)
-def process_folder() -> Path:
+def make_process_folder() -> Path:
     """Make and return a folder for files that the cache cannot hold, as with a read-only home.
 
     It is deleted when this process ends. Raises ``OSError``."""
@@ -139,8 +139,8 @@ def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingPar
     usual = SamplingParams()
     if reference == TOY or any(getattr(sampling, n) != getattr(usual, n) for n in _MODEL_SAMPLING):
         return sampling
-    said = folders.generation_sampling(resolve_texts(reference))
-    return replace(sampling, **{name: getattr(said, name) for name in _MODEL_SAMPLING})
+    defaults = folders.generation_sampling(resolve_texts(reference))
+    return replace(sampling, **{name: getattr(defaults, name) for name in _MODEL_SAMPLING})
 
 
 def vocabulary_of(reference: str) -> str:
@@ -149,14 +149,14 @@ def vocabulary_of(reference: str) -> str:
         return toy_info().vocabulary
     folder = resolve_texts(reference)
     if is_lent(folder):
-        return _lent_vocabulary(reference)
+        return _read_lent_vocabulary(reference)
     if (folder / folders.DRAFT_MANIFEST).is_file():
         return folders.model_info(folder).vocabulary
     return folders.vocabulary_fingerprint(folder / "tokenizer.json")
 
 
 @lru_cache(maxsize=16)
-def _lent_vocabulary(reference: str) -> str:
+def _read_lent_vocabulary(reference: str) -> str:
     """Return the fingerprint of a lent tokenizer. Its folder is named after its content."""
     found = load_tokenizer(reference)
     assert isinstance(found, FarTokenizer)
@@ -250,7 +250,7 @@ def with_shared_ids(
     info = drafter.info
     shared = SharedIds(info.vocabulary_size, size, stand_in=min(info.eos_token_ids, default=0))
     if options.vocabulary and info.vocabulary != options.vocabulary:
-        shared = replace(shared, apart=_ids_apart(config, target))
+        shared = replace(shared, apart=_find_ids_apart(config, target))
     return replace(options, vocabulary_size=size, shared_ids=shared)
 
 
@@ -260,19 +260,19 @@ def check_draft(config: AgentConfig, target: ModelInfo) -> None:
     The draft must share its ids with the tokenizer of ``config``, and that tokenizer with
     ``target``. Raises ``SetupError``, and ``ValueError`` naming the file."""
     reference = tokenizer_reference(config)
-    if (own := vocabulary_of(reference)) != target.vocabulary:
+    if (own_vocabulary := vocabulary_of(reference)) != target.vocabulary:
         raise SetupError(
-            f"the tokenizer of {reference!r} (vocabulary {own}) is not that of the"
+            f"the tokenizer of {reference!r} (vocabulary {own_vocabulary}) is not that of the"
             f" verifier's {target.name!r} ({target.vocabulary}); give --draft one that"
             " shares it, or name its tokenizer: --set tokenizer=FOLDER"
         )
     if config.draft.model in (NONE, TOY, RANDOM, LOOKUP):
         return
     if vocabulary_of(config.draft.model) != target.vocabulary:
-        _ids_apart(config, target)
+        _find_ids_apart(config, target)
 
 
-def _ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[int]:
+def _find_ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[int]:
     """Return the ids of the draft that differ from those of the tokenizer of ``config``.
 
     That tokenizer may come from a stranger, so this process reads none of its files. Raises the
@@ -297,11 +297,11 @@ def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
     addresses = tuple(map(with_port, config.verifiers))
     for address in addresses:
         access.key_for(address)
-    to = partial(connect, link=config.link, access=access)
+    connect_to = partial(connect, link=config.link, access=access)
     if len(addresses) == 1 and not vp.is_name(addresses[0]):
-        return to(addresses[0])
+        return connect_to(addresses[0])
     failover = Failover(config.failover, config.association, secrets.randbits(32))
-    return vp.VerifierPool(vp.VerifierDirectory(addresses, to), failover)
+    return vp.VerifierPool(vp.VerifierDirectory(addresses, connect_to), failover)
 
 
 async def probe_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, ProbeResult]:
@@ -352,7 +352,7 @@ def _recording(config: AgentConfig) -> Recording | None:
 def text_tables(config: AgentConfig) -> TextTables | None:
     """Return empty n-gram tables if ``config`` uses lookup. They take less than 2 MiB."""
     wanted = config.draft.from_text or config.draft.model == LOOKUP
-    return TextTables(ngrams=True, max_leaders=_MOST_LEADERS) if wanted else None
+    return TextTables(ngrams=True, max_leaders=_MAX_LEADERS) if wanted else None
 
 
 def add_corpus(
@@ -370,7 +370,7 @@ def add_corpus(
     text.corpus = open_corpus(config.draft.corpus, vocabulary, encode, say or (lambda text: None))
 
 
-def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
+def _make_drafter(config: AgentConfig, say: Say) -> Drafter | None:
     draft = config.draft
     if draft.model == NONE:
         return None
@@ -386,7 +386,7 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
     if draft.model == RANDOM:
         toy = reference == TOY
         return RandomDrafter(toy_info() if toy else folders.model_info(resolve_texts(reference)))
-    from edgespec.device.model_drafter import model_drafter
+    from edgespec.device.model_drafter import load_model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer
-    return model_drafter(draft, tokenizer, config.policy, say)
+    return load_model_drafter(draft, tokenizer, config.policy, say)

@@ -13,7 +13,7 @@ Of these places at most ``_SAMPLE``, evenly spread, are counted. A lookup in 10 
 
 Ids are stored one higher, since 0 separates files and matches nothing. The digest covers the texts,
 the vocabulary and the format. A store with another digest, or one that is cut off, is made anew. It
-lies in the cache under a name that is derived from its list of files. The ``_MOST_STORES`` stores
+lies in the cache under a name that is derived from its list of files. The ``_MAX_STORES`` stores
 that were used last are kept.
 """
 
@@ -46,15 +46,15 @@ MAX_CORPUS_BYTES: Final = 32 << 20
 """Most bytes of text in a corpus. Its store takes about 3 bytes on the disk for each of them, and
 about 14 bytes of memory while it is made."""
 _FORMAT: Final = "1"
-_SHORTEST: Final = 2
+_MIN_MATCH: Final = 2
 _SAMPLE: Final = 64
-_MOST_STORES: Final = 16
-_REMEMBERED: Final = 4096
+_MAX_STORES: Final = 16
+_CACHED_LOOKUPS: Final = 4096
 _DIGEST_BYTES: Final = 32
-_WORD: Final = 4
+_WORD_BYTES: Final = 4
 # Characters in one piece of a text. Tokenizers take memory in proportion to their input.
-_PIECE: Final = 1 << 16
-_TOLD_FROM_BYTES: Final = 1 << 20
+_PIECE_CHARS: Final = 1 << 16
+_PROGRESS_FROM_BYTES: Final = 1 << 20
 
 Say = Callable[[str], None]
 Encode = Callable[[str], Sequence[int]]
@@ -69,51 +69,52 @@ class StoredCorpus:
     def __init__(self, content: memoryview | mmap.mmap) -> None:
         """Read the layout of a store. Raises ``ValueError`` if ``content`` cannot be one."""
         view = memoryview(content)
-        self.length = (len(view) - _DIGEST_BYTES) // (2 * _WORD)
-        if len(view) != _DIGEST_BYTES + self.length * 2 * _WORD or not self.length:
+        self.length = (len(view) - _DIGEST_BYTES) // (2 * _WORD_BYTES)
+        if len(view) != _DIGEST_BYTES + self.length * 2 * _WORD_BYTES or not self.length:
             raise ValueError(f"{len(view)} bytes are no store of a corpus")
-        end = _DIGEST_BYTES + self.length * _WORD
+        end = _DIGEST_BYTES + self.length * _WORD_BYTES
         self.digest = bytes(view[:_DIGEST_BYTES])
         self._order, self._tokens = view[_DIGEST_BYTES:end].cast("i"), view[end:]
-        self.after = lru_cache(_REMEMBERED)(self._after)
+        self.after = lru_cache(_CACHED_LOOKUPS)(self._after)
         """Cached lookup with the contract of ``Corpus.after``."""
 
     def _after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
-        wanted = b"".join([(token + 1).to_bytes(_WORD, "big") for token in reversed(end)])
-        near, last = self._places(bisect_left, wanted), self.length - 1
+        wanted = b"".join([(token + 1).to_bytes(_WORD_BYTES, "big") for token in reversed(end)])
+        near, last = self._find_place(bisect_left, wanted), self.length - 1
         length = max(
-            _words_in_common(wanted, self._read(self._order[at], len(wanted)))
+            _count_common_words(wanted, self._read(self._order[at], len(wanted)))
             for at in (max(0, near - 1), min(near, last))
         )
-        if length < _SHORTEST:
+        if length < _MIN_MATCH:
             return 0, ()
-        shared = wanted[: length * _WORD]
-        first, behind = self._places(bisect_left, shared), self._places(bisect_right, shared)
+        shared = wanted[: length * _WORD_BYTES]
+        first = self._find_place(bisect_left, shared)
+        behind = self._find_place(bisect_right, shared)
         step = -(-(behind - first) // _SAMPLE)
         places = self._order[first:behind:step].tolist()
-        counts = Counter([self._read(place - 1, _WORD) for place in places])
-        del counts[bytes(_WORD)]  # A zero marks the end of a file.
+        counts = Counter([self._read(place - 1, _WORD_BYTES) for place in places])
+        del counts[bytes(_WORD_BYTES)]  # A zero marks the end of a file.
         found = [
             (int.from_bytes(token, "big") - 1, count / len(places))
             for token, count in counts.most_common(RANKS)
         ]
         return (length, found) if found else (0, ())
 
-    def _places(self, bisect: Callable[..., int], wanted: bytes) -> int:
+    def _find_place(self, bisect: Callable[..., int], wanted: bytes) -> int:
         """Return the index at which ``wanted`` would stand in the order."""
         order, read, size = self._order, self._read, len(wanted)
         return bisect(order, wanted, key=lambda place: read(place, size))
 
     def _read(self, place: int, size: int) -> bytes:
-        return bytes(self._tokens[place * _WORD : place * _WORD + size])
+        return bytes(self._tokens[place * _WORD_BYTES : place * _WORD_BYTES + size])
 
 
-def _words_in_common(one: bytes, other: bytes) -> int:
+def _count_common_words(one: bytes, other: bytes) -> int:
     """Return the number of equal words at the beginning of two byte strings."""
-    size = min(len(one), len(other)) // _WORD * _WORD
+    size = min(len(one), len(other)) // _WORD_BYTES * _WORD_BYTES
     while one[:size] != other[:size]:
-        size -= _WORD
-    return size // _WORD
+        size -= _WORD_BYTES
+    return size // _WORD_BYTES
 
 
 def open_corpus(names: Sequence[str], vocabulary: str, encode: Encode, say: Say) -> StoredCorpus:
@@ -138,39 +139,39 @@ def open_corpus(names: Sequence[str], vocabulary: str, encode: Encode, say: Say)
     folder = cache_folder() / "corpus"
     try:
         path = folder / _digest([vocabulary, *listed]).hex()[:_DIGEST_BYTES]
-        if (store := _opened(path, digest)) is None:
+        if (store := _open_store(path, digest)) is None:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, digest + _content(texts, encode, say))
-            store = _opened(path, digest)
+            replace_file(path, digest + _build_store(texts, encode, say))
+            store = _open_store(path, digest)
     except OSError as error:
         raise SetupError(
             f"the store of draft.corpus cannot be written: {error.filename or folder}:"
             f" {error.strerror or error}\n  free some space, or set XDG_CACHE_HOME to another disk"
         ) from error
     assert store is not None
-    _forget_all_but_the_last(folder, path)
+    _delete_old_stores(folder, path)
     return store
 
 
-def _opened(path: Path, digest: bytes) -> StoredCorpus | None:
+def _open_store(path: Path, digest: bytes) -> StoredCorpus | None:
     with suppress(FileNotFoundError, ValueError), path.open("rb") as file:
         store = StoredCorpus(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         return store if store.digest == digest else None
     return None
 
 
-def _forget_all_but_the_last(folder: Path, used: Path) -> None:
+def _delete_old_stores(folder: Path, used: Path) -> None:
     with suppress(OSError):  # Another process may be doing the same, or may own the files.
         used.touch()
         stores = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in stores[_MOST_STORES:]:
+        for path in stores[_MAX_STORES:]:
             path.unlink()
 
 
 def _digest(parts: Sequence[Content]) -> bytes:
     digest = hashlib.sha256(f"{_FORMAT} {sys.byteorder} {CORPUS_LENGTH}".encode())
     for part in parts:
-        digest.update(hashlib.sha256(_bytes(part)).digest())
+        digest.update(hashlib.sha256(_to_bytes(part)).digest())
     return digest.digest()
 
 
@@ -195,26 +196,26 @@ def _read_all(names: Sequence[str], vocabulary: str) -> list[Content]:
             raise ConfigError(f"draft.corpus: {error}") from None
         except OSError as error:
             raise ConfigError(f"draft.corpus: {path}: {error.strerror or error}") from None
-        room -= len(_bytes(text))
+        room -= len(_to_bytes(text))
         texts.append(text)
     if not any(texts):
         raise ConfigError(f"draft.corpus: {', '.join(names)}: there is no text")
     return texts
 
 
-def _read(path: Path, most: int, vocabulary: str) -> Content:
+def _read(path: Path, max_bytes: int, vocabulary: str) -> Content:
     if not is_recording(path):
-        return read_text(path, most)
-    if (size := len(committed := _committed(path, vocabulary))) > most:
-        raise TooLargeError(f"{size} bytes, but at most {most} are read")
+        return read_text(path, max_bytes)
+    if (size := len(committed := _read_committed(path, vocabulary))) > max_bytes:
+        raise TooLargeError(f"{size} bytes, but at most {max_bytes} are read")
     return committed
 
 
-def _bytes(content: Content) -> bytes:
+def _to_bytes(content: Content) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
-def _committed(path: Path, vocabulary: str) -> bytes:
+def _read_committed(path: Path, vocabulary: str) -> bytes:
     """Return the committed ids of a recording, as 32-bit integers, with -1 around each text.
 
     Each text begins with up to ``CORPUS_LENGTH`` tokens of its prompt, which a lookup may match.
@@ -247,42 +248,42 @@ def _files(names: Sequence[str]) -> Iterator[tuple[Path, bool]]:
 # --- making a store -----------------------------------------------------------------------------
 
 
-def _content(texts: Sequence[Content], encode: Encode, say: Say) -> bytes:
+def _build_store(texts: Sequence[Content], encode: Encode, say: Say) -> bytes:
     """Return a store without its digest."""
     import numpy as np
 
     size = sum(map(len, texts))
     say(f"draft.corpus: {size / 1e6:.1f} MB in {len(texts)} files are indexed, once")
-    told = say if size > _TOLD_FROM_BYTES else lambda text: None
+    report = say if size > _PROGRESS_FROM_BYTES else lambda text: None
     parts, done, percent = list[Any](), 0, 0
     for text in texts:
         if isinstance(text, bytes):
             parts.append(np.frombuffer(text, np.int32).astype(np.int64) + 1)
             done += len(text)
             continue
-        for piece in _pieces(text):
+        for piece in _split_text(text):
             parts.append(np.asarray(encode(piece), np.int64) + 1)
             done += len(piece)
             if done * 10 // size > percent // 10:
                 percent = done * 10 // size * 10
-                told(f"draft.corpus: {percent} % read")
+                report(f"draft.corpus: {percent} % read")
         parts.append(np.zeros(1, np.int64))
     backwards = np.concatenate(parts)[::-1]
-    told(f"draft.corpus: {len(backwards):,} tokens are sorted")
-    return _order(backwards).tobytes() + backwards.astype(">u4").tobytes()
+    report(f"draft.corpus: {len(backwards):,} tokens are sorted")
+    return _sort_places(backwards).tobytes() + backwards.astype(">u4").tobytes()
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Yield pieces of about ``_PIECE`` characters, cut after the end of a line if there is one."""
+def _split_text(text: str) -> Iterator[str]:
+    """Yield pieces of about ``_PIECE_CHARS`` characters, cut after an end of line if possible."""
     start = 0
     while start < len(text):
-        end = text.rfind("\n", start, start + _PIECE) + 1
-        end = end if end and start + _PIECE < len(text) else start + _PIECE
+        end = text.rfind("\n", start, start + _PIECE_CHARS) + 1
+        end = end if end and start + _PIECE_CHARS < len(text) else start + _PIECE_CHARS
         yield text[start:end]
         start = end
 
 
-def _order(tokens: NDArray[np.int64]) -> NDArray[np.int32]:
+def _sort_places(tokens: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return all places, ordered by the ``CORPUS_LENGTH`` tokens that begin there.
 
     Their ranks by one token are refined to ranks by two, four and more tokens, each time by pairs

@@ -19,7 +19,7 @@ from edgespec.core.device import memory
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.checkpoint import DecoderShape, read_shape
-from edgespec.device.export.export import DEFAULT_CONTEXT_LIMIT, exported
+from edgespec.device.export.export import DEFAULT_CONTEXT_LIMIT, export_to_cache
 from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import (
     DRAFT_MANIFEST,
@@ -45,7 +45,9 @@ BUNDLED: Final = "bundled"
 _DEFAULT = DraftSection()
 
 
-def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say) -> Drafter:
+def load_model_drafter(
+    draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say
+) -> Drafter:
     """Return a loaded drafter on the model of ``draft.model``.
 
     Args:
@@ -69,13 +71,13 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
                 )
         texts = resolve_texts(tokenizer) if tokenizer else None
         with needs("onnxruntime", "edgespec[cpu]"):
-            drafter = foreign_drafter(source, say, draft, texts)
+            drafter = load_foreign_drafter(source, say, draft, texts)
     elif draft.memory_budget:
         if draft.provider != CPU:
             raise SetupError(
                 f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
             )
-        return planned_drafter(draft, policy.width, say)
+        return load_planned_drafter(draft, policy.width, say)
     else:
         folder = _draft_folder(source.folder, draft, say)
         with needs("onnxruntime", "edgespec[cpu]"):
@@ -90,14 +92,14 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
         )
     if draft.provider == CPU:
         return drafter
-    if (placement := drafter.placement) is not None and not placement.taken:
+    if (placement := drafter.placement) is not None and not placement.accelerated:
         drafter.close()
         raise SetupError(f"provider {draft.provider} runs no node of this draft's graph")
     say(f"the draft runs on {draft.provider}" + (f": {placement}" if placement else ""))
     return drafter
 
 
-def foreign_drafter(
+def load_foreign_drafter(
     source: DraftSource, say: Say, draft: DraftSection = _DEFAULT, tokenizer: Path | None = None
 ) -> ForeignDrafter:
     """Return a drafter on the first usable graph of ``source``.
@@ -129,12 +131,12 @@ def foreign_drafter(
     raise first_error or ValueError(f"{source.folder}: no graph")
 
 
-def inspected(source: DraftSource, variant: str) -> str:
+def describe_graph(source: DraftSource, variant: str) -> str:
     """Load and try one graph of ``source`` and return a description of it in lines for people.
 
     Raises ``ValueError`` naming the file."""
     path = source.graphs[variant]
-    drafter = foreign_drafter(replace(source, graphs={variant: path}), lambda text: None)
+    drafter = load_foreign_drafter(replace(source, graphs={variant: path}), lambda text: None)
     try:
         graph, behaviour, info = drafter.graph, drafter.behaviour, drafter.info
         size_mb = drafter.weights_bytes / 1e6
@@ -170,13 +172,13 @@ def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
         model_info(folder)  # This raises if the folder's tokenizer has changed since the export.
         return folder
     with needs("onnx", "edgespec[export]"):
-        return exported(folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32)
+        return export_to_cache(folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32)
 
 
 # The first onnxruntime whose CPU attention accepted int8 keys and values in our tests.
-_INT8_FROM: Final = (1, 31)
+_INT8_FROM_VERSION: Final = (1, 31)
 
-_STORED_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
+_BYTES_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
 """Bytes per weight, by its bits, with the scales of the blocks."""
 _SIZES = ("vocabulary_size", "layers", "heads", "kv_heads", "head_dim", "hidden", "feed_forward")
 _ENDPOINT_BYTES: Final = 8 << 20
@@ -185,24 +187,28 @@ _REQUESTS_BYTES: Final = EndpointSection().most_bodies_bytes(has_budget=True)
 """Bytes that the bodies of requests may hold."""
 
 
-def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftVariant, ...]:
+def list_variants(draft: DraftSection, reference: str = "") -> tuple[memory.DraftVariant, ...]:
     """Return the variants of a draft.
 
     An exported folder has one. A Hugging Face folder has one for each type of keys and values that
     it can be exported with. Raises ``ValueError`` naming the file."""
     folder = resolve_model(reference or draft.model, Role.DRAFT)
     if (folder / DRAFT_MANIFEST).is_file():
-        return (exported_variant(folder),)
+        return (read_exported_variant(folder),)
     if (kv_type := draft.kv_type) is not None:
-        return (source_variant(folder, draft.bits, kv_type),)
+        return (predict_variant(folder, draft.bits, kv_type),)
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.models.onnx_runtime import ort
     version = tuple(map(int, ort.__version__.split(".")[:2]))
-    types = [one for one in memory.KvType if one is not memory.KvType.INT8 or version >= _INT8_FROM]
-    return tuple(source_variant(folder, draft.bits, kv_type) for kv_type in types)
+    types = [
+        one
+        for one in memory.KvType
+        if one is not memory.KvType.INT8 or version >= _INT8_FROM_VERSION
+    ]
+    return tuple(predict_variant(folder, draft.bits, kv_type) for kv_type in types)
 
 
-def exported_variant(folder: Path) -> memory.DraftVariant:
+def read_exported_variant(folder: Path) -> memory.DraftVariant:
     """Return the variant in a draft folder, from its manifest, its files and its config.json."""
     manifest, shape = read_manifest(folder), read_shape(folder)
     parts = [part for part in folder.glob(f"{MODEL_FILE}*") if part.is_file()]
@@ -219,14 +225,14 @@ def exported_variant(folder: Path) -> memory.DraftVariant:
         bits=manifest.bits,
         kv_type=memory.KvType(manifest.kv_type),
         stored_bytes=sum(part.stat().st_size for part in parts),
-        table_bytes=int(table * _STORED_PER_WEIGHT[manifest.table_bits]),
+        table_bytes=int(table * _BYTES_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
         context_length=manifest.window or manifest.model.context_length,
         **_sizes(shape),
     )
 
 
-def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.DraftVariant:
+def predict_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.DraftVariant:
     """Return the variant that an export of a Hugging Face folder would make, from its config.json.
 
     Bytes stored: (layers * (hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 *
@@ -238,7 +244,7 @@ def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.Dr
     context = min(trained_length(folder) or positions, positions)
     layer = hidden * dim * 2 * (shape.heads + shape.kv_heads) + 3 * hidden * shape.feed_forward
     tables = 1 if shape.tied else 2
-    per_weight = _STORED_PER_WEIGHT[bits]
+    per_weight = _BYTES_PER_WEIGHT[bits]
     table = int(vocabulary * hidden * per_weight)
     return memory.DraftVariant(
         name=folder.name,
@@ -257,7 +263,7 @@ def _sizes(shape: DecoderShape) -> dict[str, int]:
     return {name: getattr(shape, name) for name in _SIZES}
 
 
-def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
+def measure_memory_question(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
     """Return the input of a memory plan, measured now. Load the tokenizer before.
 
     Raises ``ValueError`` for a budget that cannot be read."""
@@ -286,22 +292,22 @@ def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
     )
 
 
-def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
+def load_planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     """Return a guarded drafter that fits in ``draft.memory_budget``.
 
     Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
         from edgespec.device.drafters.token_cache import CacheGroup, GuardedDrafter
-    variants = variants_of(draft)
+    variants = list_variants(draft)
     folder = resolve_model(draft.model, Role.DRAFT)
-    question = question_of(draft, most_width)
+    question = measure_memory_question(draft, most_width)
     plan = memory.plan_memory(variants, question)
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):
-            folder = exported(folder, draft.bits, say, plan.variant.kv_type)
-        plan = memory.plan_memory((exported_variant(folder),), question)
-    say(summary(plan, memory.unbounded(variants, question)))
+            folder = export_to_cache(folder, draft.bits, say, plan.variant.kv_type)
+        plan = memory.plan_memory((read_exported_variant(folder),), question)
+    say(summarise_plan(plan, memory.unbounded(variants, question)))
     settings = plan.settings
     try:
         drafter = OnnxDrafter(
@@ -319,7 +325,7 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     return GuardedDrafter(drafter, caches)
 
 
-def summary(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:
+def summarise_plan(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:
     """Return one line for the user: the plan, and what it gave up to fit."""
     settings = plan.settings
     line = (

@@ -95,7 +95,7 @@ class VerifierMonitor:
         self.refreshed_at = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._refresh_now = asyncio.Event()
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     @property
     def ready(self) -> bool:
@@ -115,7 +115,7 @@ class VerifierMonitor:
 
     async def refresh_if_stale(self) -> None:
         """Probe now, unless that was done within the last second."""
-        async with self._one_at_a_time:
+        async with self._lock:
             if time.monotonic() - self.refreshed_at >= _FRESH_S:
                 await self.refresh()
 

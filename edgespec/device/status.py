@@ -216,7 +216,7 @@ class StatusSource:
             drafter = getattr(drafter, "inner", None)
         if drafter is None:
             return st.MemoryStatus(resident)
-        budget, now = drafter.caches.budget_bytes, drafter.caches.governor.current
+        budget, now = drafter.caches.budget_bytes, drafter.caches.guard.current
         return st.MemoryStatus(resident, budget, now.window, now.width, resting=not now.window)
 
 

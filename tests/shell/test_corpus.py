@@ -171,7 +171,7 @@ def test_a_damaged_store_is_made_anew(tmp_path: Path, damage: bytes | None) -> N
 def test_stores_that_were_not_used_of_late_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "_MOST_STORES", 2)
+    monkeypatch.setattr(corpus, "_MAX_STORES", 2)
     for number in range(4):
         opened(write(tmp_path / f"{number}.txt", f"text {number}"))
     assert len([*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]) == 2

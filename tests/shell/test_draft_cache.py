@@ -26,7 +26,7 @@ from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import kv_buffers
 from edgespec.device.drafters.decoder_graph import CacheTensor
-from edgespec.device.drafters.kv_buffers import PROBED_ROWS, KvBuffers, frequencies_of
+from edgespec.device.drafters.kv_buffers import PROBED_ROWS, KvBuffers, measure_frequencies
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.token_cache import SINKS, DraftWindow
@@ -118,7 +118,7 @@ def test_a_window_whose_rows_do_not_move_is_a_fresh_draft_of_its_last_tokens(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Those of int8, and of a graph whose keys are turned in no way that is known."""
-    monkeypatch.setattr(kv_buffers, "LARGEST_RESIDUE", -1.0)
+    monkeypatch.setattr(kv_buffers, "MAX_RESIDUE", -1.0)
     folder = drafts[kv_type]
     sliding, text = OnnxDrafter(folder, window=64), list[int]()
     assert sliding.info.context_length > 250
@@ -433,7 +433,7 @@ def test_frequencies_are_found_as_the_model_was_made(name: str, bits: int, tmp_p
     turns = (cos + 1j * sin) / np.hypot(cos[0], sin[0])
     for cache, rows in drafter.cached_rows(PROBED_ROWS):
         if cache.part == "key":
-            found = frequencies_of(rows, cache.past)[: shape.head_dim // 2]
+            found = measure_frequencies(rows, cache.past)[: shape.head_dim // 2]
             angles = np.outer(np.arange(250), found)
             np.testing.assert_allclose(np.exp(1j * angles), turns, atol=2e-3)
     drafter.close()
@@ -445,4 +445,4 @@ def test_keys_that_are_turned_otherwise_are_refused_by_name() -> None:
     learned = np.random.default_rng(0).normal(size=(2, PROBED_ROWS, 8))
     for keys in (pairs.reshape(1, PROBED_ROWS, 4), learned, np.zeros((1, PROBED_ROWS, 4))):
         with pytest.raises(DraftModelError, match=r"past\.1\.key: cached keys are not turned"):
-            frequencies_of(keys, "past.1.key")
+            measure_frequencies(keys, "past.1.key")

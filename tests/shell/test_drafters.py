@@ -41,7 +41,7 @@ from edgespec.device.drafters.onnx_drafter import (
 )
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.export.export import export_draft
-from edgespec.device.model_drafter import foreign_drafter
+from edgespec.device.model_drafter import load_foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.onnx_runtime import ort
 from tests.adversarial import AdversarialDrafter
@@ -309,7 +309,7 @@ def test_a_paced_step_takes_its_time_in_total() -> None:
 
 def load(folder: Path, context_length: int = 0, window: int = 0) -> ForeignDrafter:
     draft = DraftSection(context_length=context_length, window=window)
-    return foreign_drafter(find_draft(str(folder)), print, draft)
+    return load_foreign_drafter(find_draft(str(folder)), print, draft)
 
 
 def greedy(drafter: Drafter, count: int = 80) -> list[int]:
@@ -398,10 +398,10 @@ def test_the_context_ends_where_the_config_says(
 class NoMoreMemory(ReslicedCache):
     """Fails to grow past 40 tokens."""
 
-    def _with_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
+    def _ensure_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
         if needed > 40:
             raise MemoryError("no more")
-        return super()._with_room(tensor, buffer, needed)
+        return super()._ensure_room(tensor, buffer, needed)
 
 
 def test_without_memory_a_step_fails_and_what_is_kept_stays(
@@ -526,7 +526,7 @@ def test_an_accelerator_drafts_what_the_cpu_drafts(
     for folder in (own_folder, folder_of("optimum"), folder_of("float16")):
         drafter, said = on_provider(provider, str(folder))
         assert isinstance(drafter, GraphDrafter)
-        assert drafter.placement is None or drafter.placement.taken
+        assert drafter.placement is None or drafter.placement.accelerated
         assert said[0].startswith(f"the draft runs on {provider}")
         assert greedy(drafter) == greedy(on_provider("cpu", str(folder))[0])
         drafter.close()

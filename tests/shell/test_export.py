@@ -28,8 +28,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.export.checkpoint import read_shape
-from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, work_folder
-from edgespec.device.model_drafter import foreign_drafter
+from edgespec.device.export.export import WORK_PREFIX, export_draft, export_to_cache, work_folder
+from edgespec.device.model_drafter import load_foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import ModelFolderError, token_count
 from tests.shell.foreign_graphs import concatenating_graph
@@ -171,19 +171,19 @@ def test_an_export_on_the_fly_is_kept_under_a_key_of_its_content(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source, said = write_checkpoint(tmp_path / "source"), list[str]()
-    first = exported(source, 4, said.append)
-    assert exported(source, 4, said.append) == first
-    assert exported(source, 8, said.append) != first
-    half = exported(source, 4, said.append, KvType.FLOAT16)
+    first = export_to_cache(source, 4, said.append)
+    assert export_to_cache(source, 4, said.append) == first
+    assert export_to_cache(source, 8, said.append) != first
+    half = export_to_cache(source, 4, said.append, KvType.FLOAT16)
     assert read_manifest(half).kv_type == "float16"
     assert len(said) == 3
     (source / "generation_config.json").write_text("{}")
-    second = exported(source, 4, said.append)
+    second = export_to_cache(source, 4, said.append)
     weights = source / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    third = exported(source, 4, said.append)
+    third = export_to_cache(source, 4, said.append)
     assert len({first, half, second, third}) == 4
     assert not list(first.parent.glob(f"{WORK_PREFIX}*"))
 
@@ -362,7 +362,7 @@ def test_optimum_s_graph_drafts_as_ours(
     result = call("export", plain_source, out, "--optimum", python, "--bits", bits)
     assert result.exit_code == 0, result.output
     assert f"by Optimum, {bits} bits" in result.stdout
-    foreign = foreign_drafter(find_draft(str(out)), lambda text: None)
+    foreign = load_foreign_drafter(find_draft(str(out)), lambda text: None)
     assert continued(foreign) == continued(OnnxDrafter(export(plain_source, bits)))
     if bits != 32:
         graph = onnx.load(out / "model.onnx").graph

@@ -25,8 +25,8 @@ from edgespec.device.build import load_drafter
 from edgespec.device.drafters.manifest import read_manifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.export.checkpoint import read_shape
-from edgespec.device.export.export import export_draft, exported
-from edgespec.device.model_drafter import exported_variant, variants_of
+from edgespec.device.export.export import export_draft, export_to_cache
+from edgespec.device.model_drafter import list_variants, read_exported_variant
 from edgespec.models.folders import DRAFT_MODEL_TYPES, ModelFolderError, model_info
 from edgespec.verifier.build import load_target
 from tests.shell.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
@@ -73,7 +73,7 @@ def drafted(folder: Path) -> None:
 
 
 def planned(folder: Path) -> None:
-    variants_of(DraftSection(str(folder)))
+    list_variants(DraftSection(str(folder)))
 
 
 def served(folder: Path) -> None:
@@ -200,7 +200,7 @@ OPTIONAL = ["token_count", "trained_length", "kv_type", "source", "file_bytes"]
 MODEL = ["vocabulary_size", "context_length", "eos_token_ids", "name", "vocabulary"]
 
 
-@pytest.mark.parametrize("reader", [OnnxDrafter, exported_variant, model_info, read_manifest])
+@pytest.mark.parametrize("reader", [OnnxDrafter, read_exported_variant, model_info, read_manifest])
 def test_a_value_of_a_manifest_is_named(reader: Any, draft: Path) -> None:
     path = draft / "edgespec.json"
     before = path.read_text()
@@ -243,7 +243,7 @@ def test_a_cached_export_that_was_cut_is_made_again(
     name: str, left: float | None, source: Path, cache: Path
 ) -> None:
     said: list[str] = []
-    folder = exported(source, 4, said.append)
+    folder = export_to_cache(source, 4, said.append)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     path = folder / name
     if left is None:
@@ -251,13 +251,13 @@ def test_a_cached_export_that_was_cut_is_made_again(
     else:
         path.write_bytes(whole[name][: int(left * len(whole[name]))])
     said.clear()
-    assert exported(source, 4, said.append) == folder
+    assert export_to_cache(source, 4, said.append) == folder
     assert str(path) in said[0]
     assert "made again" in said[0]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     said.clear()
-    assert exported(source, 4, said.append) == folder
+    assert export_to_cache(source, 4, said.append) == folder
     assert not said
 
 

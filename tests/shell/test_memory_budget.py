@@ -42,7 +42,7 @@ from edgespec.device.drafter_pool import DraftThread
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec.device.model_drafter import exported_variant, source_variant, variants_of
+from edgespec.device.model_drafter import list_variants, predict_variant, read_exported_variant
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
@@ -94,12 +94,12 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
 def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
     """The bundled draft from its config.json alone, against its exported folder."""
     folder = resolve_model(BUNDLED, Role.DRAFT)
-    real, guessed = exported_variant(folder), source_variant(folder, 4, KvType.FLOAT32)
+    real, guessed = read_exported_variant(folder), predict_variant(folder, 4, KvType.FLOAT32)
     assert guessed.kv_bytes_per_token == real.kv_bytes_per_token
     assert abs(guessed.stored_bytes / real.stored_bytes - 1) < 0.05
     assert guessed.table_bytes == real.table_bytes
     assert real.inline
-    (only,) = variants_of(DraftSection())
+    (only,) = list_variants(DraftSection())
     assert only == real
 
 

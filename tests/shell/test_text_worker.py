@@ -186,7 +186,7 @@ def test_a_memory_budget_counts_the_child_and_bounds_it(
 
     monkeypatch.setattr(model_drafter, "resident_bytes", lambda: 0)
     sizes = [
-        model_drafter.question_of(DraftSection(model=name), 1).runtime_bytes
+        model_drafter.measure_memory_question(DraftSection(model=name), 1).runtime_bytes
         for name in ("bundled", str(tmp_path))
     ]
     assert sizes[1] - sizes[0] == text_worker.RESIDENT_BYTES

@@ -127,9 +127,9 @@ def read_graph(path: Path, session: ort.InferenceSession, hint: HeadHint = (0, 0
     pasts: dict[tuple[int, str], Port] = {}
     for port in inputs:
         role = _ALIASES.get(port.name)
-        place = None if role else _place(port.name)
+        place = None if role else _cache_slot(port.name)
         if role:
-            roles[role] = _checked(path, role, port)
+            roles[role] = _check_input(path, role, port)
         elif place:
             pasts[place] = port
         else:
@@ -142,7 +142,7 @@ def read_graph(path: Path, session: ort.InferenceSession, hint: HeadHint = (0, 0
     return DecoderGraph(roles, caches, _logits(path, outputs))
 
 
-def _place(name: str) -> tuple[int, str] | None:
+def _cache_slot(name: str) -> tuple[int, str] | None:
     """Return (layer, "key" or "value") of a cache tensor's name. The layer is its only number."""
     numbers = re.findall(r"\d+", name)
     parts = _PART.findall(name)
@@ -167,7 +167,7 @@ def _unknown(path: Path, port: Port) -> DraftModelError:
     )
 
 
-def _checked(path: Path, role: Role, port: Port) -> Port:
+def _check_input(path: Path, role: Role, port: Port) -> Port:
     types, ranks = _TYPES[role]
     if port.dtype not in types or len(port.shape) not in ranks:
         raise DraftModelError(
@@ -198,7 +198,7 @@ def _caches(
     presents = {
         place: port
         for port in outputs
-        if port.name.startswith("present") and (place := _place(port.name))
+        if port.name.startswith("present") and (place := _cache_slot(port.name))
     }
     if not pasts:
         raise DraftModelError(
@@ -210,16 +210,16 @@ def _caches(
     layers = {layer for layer, _ in pasts}
     expected = {(layer, part) for layer in layers for part in ("key", "value")}
     if missing := sorted(expected - set(pasts)):
-        raise DraftModelError(f"{path}: inputs are missing: past {_words(missing)}")
+        raise DraftModelError(f"{path}: inputs are missing: past {_list_slots(missing)}")
     if missing := sorted(expected - set(presents)):
-        raise DraftModelError(f"{path}: outputs are missing: present {_words(missing)}")
+        raise DraftModelError(f"{path}: outputs are missing: present {_list_slots(missing)}")
     return tuple(
         _cache(path, part, pasts[layer, part], presents[layer, part], hint)
         for layer, part in sorted(expected)
     )
 
 
-def _words(places: Iterable[tuple[int, str]]) -> str:
+def _list_slots(places: Iterable[tuple[int, str]]) -> str:
     listed = [f"{part} of layer {layer}" for layer, part in places]
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 
@@ -274,7 +274,7 @@ The CPU runs what the first one does not support. Keys and values lie in the CPU
 accelerator may well be slower."""
 _NVIDIA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _OPENVINO = "OpenVINOExecutionProvider"
-_PLACES = "session.record_ep_graph_assignment_info"
+_RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 _RUNTIME_TYPES = {"tensor(float)": "float32"}
 _RUNTIME_TYPES |= {f"tensor({one})": one for one in ("float16", "int8", "int32", "int64", "bool")}
 
@@ -282,7 +282,7 @@ _RUNTIME_TYPES |= {f"tensor({one})": one for one in ("float16", "int8", "int32",
 _TWO_THREADS_FROM_BYTES = 8_000_000
 
 
-def usual_threads(weights_bytes: int, two_from_bytes: int = _TWO_THREADS_FROM_BYTES) -> int:
+def default_threads(weights_bytes: int, two_from_bytes: int = _TWO_THREADS_FROM_BYTES) -> int:
     """Return the threads of a draft step unless the user sets them.
 
     A small draft has one, since its step is shorter than waking a thread. Others have two, which
@@ -315,7 +315,7 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     if providers[0] not in CPU:
-        options.add_session_config_entry(_PLACES, "1")
+        options.add_session_config_entry(_RECORD_PLACEMENT, "1")
     if providers[0] in _NVIDIA:
         # CUDA libraries that pip installed are found in their packages, others by the system.
         with suppress(Exception):
@@ -346,33 +346,33 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NodePlacement:
     """Number of nodes that the first provider of a session took, and the other nodes by kind."""
 
-    taken: int
+    accelerated: int
     others: Mapping[str, int]
 
     def __str__(self) -> str:
-        total = self.taken + sum(self.others.values())
+        total = self.accelerated + sum(self.others.values())
         kinds = ", ".join(f"{kind} ({count})" for kind, count in self.others.items())
-        return f"{self.taken} of {total} nodes" + (f", on the CPU {kinds}" if kinds else "")
+        return f"{self.accelerated} of {total} nodes" + (f", on the CPU {kinds}" if kinds else "")
 
 
-def placement(session: ort.InferenceSession) -> Placement | None:
+def read_placement(session: ort.InferenceSession) -> NodePlacement | None:
     """Return where the nodes of a session run.
 
     None without an accelerator, or with an onnxruntime before 1.24."""
-    first, look = session.get_providers()[0], "get_provider_graph_assignment_info"
-    if first in CPU or not hasattr(session, look):
+    first, getter = session.get_providers()[0], "get_provider_graph_assignment_info"
+    if first in CPU or not hasattr(session, getter):
         return None
-    taken, others = 0, Counter[str]()
-    for part in getattr(session, look)():
+    accelerated, others = 0, Counter[str]()
+    for part in getattr(session, getter)():
         nodes = part.get_nodes()
         if part.ep_name == first:
-            taken += len(nodes)
+            accelerated += len(nodes)
         else:
             others.update(node.op_type for node in nodes)
-    return Placement(taken, dict(others))
+    return NodePlacement(accelerated, dict(others))
 
 
 def _ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:

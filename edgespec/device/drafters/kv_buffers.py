@@ -36,7 +36,7 @@ Frequencies = NDArray[np.float64]
 Turns = Sequence[Frequencies | None]
 
 
-def block_tokens(row_bytes: int) -> int:
+def growth_tokens(row_bytes: int) -> int:
     """Return the number of tokens by which a buffer grows.
 
     It is the smallest for which the rows of one head fill whole pages. Rows of 512 bytes, on pages
@@ -58,7 +58,7 @@ class KvBuffers:
 
     def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
         self._tensors = tuple(tensors)
-        self._block = math.lcm(*(block_tokens(one.row_bytes // one.heads) for one in tensors))
+        self._block = math.lcm(*(growth_tokens(one.row_bytes // one.heads) for one in tensors))
         self.capacity = -(-capacity // self._block) * self._block
         self.bytes_per_token = sum(one.row_bytes for one in tensors)
         self.touched_length = 0
@@ -107,7 +107,7 @@ class KvBuffers:
         for (_, array), angles in zip(self.rows(length), turns, strict=True):
             # One head at a time, since a copy of all heads would show in the memory.
             for rows in array:
-                rows[start : length - count] = turned_back(rows[start + count :], angles)
+                rows[start : length - count] = turn_back(rows[start + count :], angles)
 
     def shrink(self, length: int) -> None:
         """Return the blocks behind row ``length`` to the system; they read as zeros afterwards.
@@ -164,10 +164,10 @@ class ReslicedCache:
         assert cached == self._length, (cached, self._length)
         self._next_length = cached + count
         for index, tensor in enumerate(self._tensors):
-            past = self._past[index] = self._with_room(tensor, self._past[index], max(1, cached))
+            past = self._past[index] = self._ensure_room(tensor, self._past[index], max(1, cached))
             shape = tensor.shape(cached)
             binding.bind_input(tensor.past, "cpu", 0, past.dtype.type, shape, past.ctypes.data)
-            present = self._with_room(tensor, self._present[index], self._next_length)
+            present = self._ensure_room(tensor, self._present[index], self._next_length)
             self._present[index], shape = present, tensor.shape(self._next_length)
             place = present.dtype.type, shape, present.ctypes.data
             binding.bind_output(tensor.present, "cpu", 0, *place)
@@ -184,7 +184,7 @@ class ReslicedCache:
         for index, tensor in enumerate(self._tensors):
             if tensor.tokens_first or not length:
                 continue  # The beginning of the buffer is what is kept.
-            other = self._with_room(tensor, present[index], length)
+            other = self._ensure_room(tensor, present[index], length)
             source = past[index][: tensor.row_elements * self._length]
             kept = other[: tensor.row_elements * length].reshape(tensor.shape(length))
             kept[...] = source.reshape(tensor.shape(self._length))[:, :, :length]
@@ -197,8 +197,8 @@ class ReslicedCache:
             rows = past[: tensor.row_elements * length].reshape(tensor.shape(length))
             axis = 1 if tensor.tokens_first else 2
             kept, _, moved = np.split(rows, (start, start + count), axis)
-            left = np.concatenate([kept, turned_back(moved, angles)], axis)
-            past[: left.size] = left.ravel()
+            rest = np.concatenate([kept, turn_back(moved, angles)], axis)
+            past[: rest.size] = rest.ravel()
         self._length = length - count
 
     def shrink(self, length: int) -> None:
@@ -208,7 +208,7 @@ class ReslicedCache:
         self._past = self._present = []
         self._tensors = ()
 
-    def _with_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
+    def _ensure_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
         if buffer.size >= tensor.row_elements * needed:
             return buffer
         room = max(_FIRST_CAPACITY, 1 << (needed - 1).bit_length())
@@ -222,12 +222,12 @@ class ReslicedCache:
 
 PROBED_ROWS: Final = 16
 _LAGS: Final = (1, 2, 4, 8)
-LARGEST_RESIDUE: Final = 0.02
+MAX_RESIDUE: Final = 0.02
 """Largest root mean square that rotations may leave unexplained, as a share of that of the keys.
 float32 leaves 2e-7, float16 leaves 5e-4."""
 
 
-def frequencies_of(keys: NDArray[Any], name: str) -> Frequencies:
+def measure_frequencies(keys: NDArray[Any], name: str) -> Frequencies:
     """Return the radians per position of each pair, [head size / 2].
 
     ``keys`` [heads, rows, head size] belong to one repeated token, and ``name`` names them in
@@ -246,15 +246,15 @@ def frequencies_of(keys: NDArray[Any], name: str) -> Frequencies:
     rest = np.abs(back - back.mean(1, keepdims=True))
     size = float(np.mean(np.abs(points) ** 2))
     residue = math.sqrt(np.mean(rest**2) / size) if size > 0.0 else math.inf
-    if keys.shape[-1] % 2 or not residue <= LARGEST_RESIDUE:
+    if keys.shape[-1] % 2 or not residue <= MAX_RESIDUE:
         raise DraftModelError(
             f"{name}: cached keys are not turned by their position: a share of {residue:.2g} of"
-            f" them is left unexplained, at most {LARGEST_RESIDUE}"
+            f" them is left unexplained, at most {MAX_RESIDUE}"
         )
     return found
 
 
-def turned_back(rows: Buffer, angles: Frequencies | None) -> Buffer:
+def turn_back(rows: Buffer, angles: Frequencies | None) -> Buffer:
     """Return keys ``rows`` [..., head size] with each pair turned back by its angle in radians.
 
     Values have no angles and are returned as they are."""

@@ -24,9 +24,9 @@ MAX_CONTEXT_LENGTH = 1 << 20
 MAX_VOCABULARY_SIZE = 1 << 20
 MAX_TOKEN_ID = (1 << 24) - 1
 MAX_FILE_BYTES = 1 << 40
-_NEEDED = ("bits", "table_bits", "block_size", "layers", "kv_heads", "head_dim")
+_REQUIRED = ("bits", "table_bits", "block_size", "layers", "kv_heads", "head_dim")
 _NUMBERS = {
-    **dict.fromkeys(_NEEDED, (1, 1 << 12)),
+    **dict.fromkeys(_REQUIRED, (1, 1 << 12)),
     "token_count": (0, MAX_VOCABULARY_SIZE),
     "trained_length": (0, MAX_CONTEXT_LENGTH),
 }
@@ -61,7 +61,7 @@ class DraftManifest:
     exports."""
 
     @property
-    def proposable(self) -> int:
+    def proposable_count(self) -> int:
         """Number of ids, from 0 on, that a draft step may propose."""
         return self.token_count or self.model.vocabulary_size
 
@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> DraftManifest:
         raise DraftModelError(f"{path}: {surplus[0]} is no key of a manifest; export it again")
     model = _model(path, data.pop("model", None))
     for name, (low, high) in _NUMBERS.items():
-        if name in data or name in _NEEDED:
+        if name in data or name in _REQUIRED:
             _check(path, name, data.get(name), high, low)
     for name in ("bits", "table_bits"):
         if data[name] not in BITS:
@@ -141,7 +141,7 @@ def _model(path: Path, data: Any) -> ModelInfo:
         raise DraftModelError(f"{path}: model: {error}") from error
 
 
-def damage(folder: Path, manifest: DraftManifest, names: Iterable[str] = ()) -> str:
+def find_damage(folder: Path, manifest: DraftManifest, names: Iterable[str] = ()) -> str:
     """Return a line about the first file whose size is not the one in the manifest, or "" if none.
 
     ``names`` are the files to check, by default all that the manifest lists."""

@@ -71,25 +71,26 @@ class GraphDrafter:
         info: ports.ModelInfo,
         *,
         capacity: int,
-        proposable: int,
+        proposable_count: int,
         chunk: int = CHUNK,
         window: int = 0,
     ) -> None:
         self._path, self.info, self._graph, self._chunk = path, info, graph, chunk
         self._session: ort.InferenceSession | None = session
-        self.placement = dg.placement(session)
+        self.placement = dg.read_placement(session)
         """Which nodes of the graph run where. None if only the CPU runs them, or if it is not
         known."""
-        self._proposable, self._capacity = proposable, capacity
+        self._proposable_count, self._capacity = proposable_count, capacity
         self._binding: Any = None  # onnxruntime has no types.
-        self._chunks = True
+        self._takes_chunks = True
         """Whether several tokens may be fed behind a cache, instead of one at a time."""
-        self._store_kind: type[kv.KvBuffers] | type[kv.ReslicedCache] = kv.KvBuffers
+        self._store_type: type[kv.KvBuffers] | type[kv.ReslicedCache] = kv.KvBuffers
         self.weights_bytes = dg.weights_bytes(path)
         """Size of the file and its external data."""
         self._run_options: ort.RunOptions | None = None
         moving = not any(cache.dtype == "int8" for cache in graph.caches)
-        self._most_guesses, self._window = MAX_WIDTH, DraftWindow(window or capacity, moving=moving)
+        self._max_candidates = MAX_WIDTH
+        self._window = DraftWindow(window or capacity, moving=moving)
         self._frequencies: list[kv.Frequencies | None] = []
         """Frequencies of each cache tensor, measured when a sequence first outgrows the window. The
         entry of values is None."""
@@ -100,7 +101,7 @@ class GraphDrafter:
             raise ValueError("the drafter is closed")
         twin = copy(self)
         twin._window = DraftWindow(self._window.size, moving=self._window.moving)
-        twin._lay_out()
+        twin._bind_buffers()
         return twin
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
@@ -115,7 +116,7 @@ class GraphDrafter:
         the first one."""
         bounded("window", window, 0, self._capacity)
         self._window.resize(window)
-        self._most_guesses = width if window else 0
+        self._max_candidates = width if window else 0
         self._store.shrink(window)
 
     @property
@@ -140,25 +141,25 @@ class GraphDrafter:
         if self._session is None:
             raise ValueError("the drafter is closed")
         position = self._cache.advance(keep_length, feed)
-        if not self._most_guesses:
+        if not self._max_candidates:
             self._window.clear()
             return ()
         try:
-            window = self._place(keep_length, position)
+            window = self._move_window(keep_length, position)
             first, end = window.held, position - window.skipped
             while (start := window.held) < end:
                 if cancelled():
                     raise ports.StepCancelledError(
                         f"cancelled with {start - first} of {end - first} tokens fed"
                     )
-                count = self._chunk if self._chunks or not start else 1
+                count = self._chunk if self._takes_chunks or not start else 1
                 tokens = window.tokens(self._cache.tokens, start, min(start + count, end))
                 self._forward(start, tokens)
         except Exception:
             self._cache.forget(keep_length)  # Rows behind it may hold anything after a failed run.
             raise
-        self.logits[self._proposable :] = -np.inf
-        return self._guesses(position, min(width, self._most_guesses))
+        self.logits[self._proposable_count :] = -np.inf
+        return self._candidates(position, min(width, self._max_candidates))
 
     def close(self) -> None:
         """Free weights and buffers. Further steps are refused."""
@@ -174,11 +175,11 @@ class GraphDrafter:
 
     # --- the window -------------------------------------------------------------------------
 
-    def _place(self, keep_length: int, length: int) -> DraftWindow:
+    def _move_window(self, keep_length: int, length: int) -> DraftWindow:
         """Move the window to the end of the sequence and return it."""
         window = self._window
         if window.moving and length > window.size and not self._frequencies:
-            self._find_frequencies()
+            self._measure_frequencies()
         if leaving := window.place(keep_length, length):
             held, window.held = window.held, 0  # No row is valid while they move.
             angles = [None if one is None else leaving * one for one in self._frequencies]
@@ -186,16 +187,16 @@ class GraphDrafter:
             window.held = held
         return window
 
-    def _find_frequencies(self) -> None:
+    def _measure_frequencies(self) -> None:
         """Measure the frequencies once, by a few tokens in a second cache.
 
         A graph that turns its keys in no known way gets a window whose rows do not move."""
         probe, count = self.twin(), min(kv.PROBED_ROWS, self._window.size)
         try:
             probe.begin(1, SamplingParams())
-            probe.step(0, [self._proposable // 2] * count, 1)
+            probe.step(0, [self._proposable_count // 2] * count, 1)
             self._frequencies = [
-                kv.frequencies_of(rows, f"{self._path}: {cache.past}")
+                kv.measure_frequencies(rows, f"{self._path}: {cache.past}")
                 if cache.part == "key"
                 else None
                 for cache, rows in probe.cached_rows(count)
@@ -209,19 +210,19 @@ class GraphDrafter:
 
     # --- one run ----------------------------------------------------------------------------
 
-    def _lay_out(self) -> None:
+    def _bind_buffers(self) -> None:
         """Make the buffers and the arrays that inputs are slices of, and bind all that stay the
         same."""
         assert self._session is not None
         self._cache, self._work = TokenCache(self.info), Workspace()
         self._binding = self._session.io_binding()
-        self._store = self._store_kind(self._graph.caches, self._capacity)
+        self._store = self._store_type(self._graph.caches, self._capacity)
         roles = self._graph.roles
         self._ids = np.zeros((1, CHUNK), dtype=roles[dg.Role.IDS].dtype)
         self._bound_count = 0
         mask = roles.get(dg.Role.MASK)
         self._ones = np.ones(self._capacity, dtype=mask.dtype) if mask else None
-        self._counted = {
+        self._counting_arrays = {
             role: np.arange(self._capacity, dtype=roles[role].dtype)
             for role in (dg.Role.POSITIONS, dg.Role.CACHE_POSITIONS)
             if role in roles
@@ -253,7 +254,7 @@ class GraphDrafter:
             self._bound_count = count
         if self._ones is not None:
             self._bind_input(dg.Role.MASK, self._ones, (1, length))
-        for role, array in self._counted.items():
+        for role, array in self._counting_arrays.items():
             shape = (1, count) if role is dg.Role.POSITIONS else (count,)
             self._bind_input(role, array[cached:], shape)
         for number, value_of in self._numbers:
@@ -272,7 +273,7 @@ class GraphDrafter:
         self.logits[:] = rows[-1]
         return rows
 
-    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
+    def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         """Return candidates for ``position``, at most ``width``.
 
         Tokens that the constraint forbids lose their ``logits``. If it allows none, there are no
@@ -293,14 +294,14 @@ class GraphDrafter:
         self._binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
 
-def _limited(
-    info: ports.ModelInfo, context_length: int, usual: int, window: int, trained: int = 0
+def _limit_length(
+    info: ports.ModelInfo, context_length: int, default: int, window: int, trained: int = 0
 ) -> tuple[ports.ModelInfo, int]:
     """Return ``info`` with the longest sequence that is drafted for, and the rows that it takes.
 
     A sliding window accepts any length."""
     bounded("context_length", context_length, 0, info.context_length)
-    limit = context_length or min(info.context_length, usual)
+    limit = context_length or min(info.context_length, default)
     bounded("window", window, 0, limit)
     trained = min(trained, limit)
     slides = window or (trained and not context_length)
@@ -339,15 +340,15 @@ class OnnxDrafter(GraphDrafter):
         providers: Sequence[str] = dg.CPU,
     ) -> None:
         self.manifest = manifest = mf.read_manifest(folder)
-        info, capacity = _limited(
+        info, capacity = _limit_length(
             manifest.model, context_length, mf.MAX_CONTEXT_LENGTH, window, manifest.window
         )
         bounded("chunk", chunk, 1, CHUNK)
         path = folder / mf.MODEL_FILE
-        if why := mf.damage(folder, manifest, (mf.MODEL_FILE, f"{mf.MODEL_FILE}.data")):
+        if why := mf.find_damage(folder, manifest, (mf.MODEL_FILE, f"{mf.MODEL_FILE}.data")):
             raise mf.DraftModelError(f"{why}; export or copy the draft again")
         two_from = _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0)
-        threads = threads or dg.usual_threads(dg.weights_bytes(path), two_from)
+        threads = threads or dg.default_threads(dg.weights_bytes(path), two_from)
         session = dg.load_session(path, threads, providers)
         graph = dg.read_graph(path, session)
         _check_manifest(path, graph, manifest)
@@ -357,23 +358,25 @@ class OnnxDrafter(GraphDrafter):
             replace(graph, one_row=True),
             info,
             capacity=capacity,
-            proposable=manifest.proposable,
+            proposable_count=manifest.proposable_count,
             chunk=chunk,
         )
-        self._lay_out()
+        self._bind_buffers()
 
 
 def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: mf.DraftManifest) -> None:
     """Compare the graph with its manifest, before any buffer is sized by it."""
     cache = graph.caches[0]
-    for name, found, said in (
+    for name, actual, expected in (
         ("layers", len(graph.caches) // 2, manifest.layers),
         ("kv_heads", cache.heads, manifest.kv_heads),
         ("head_dim", cache.head_size, manifest.head_dim),
         ("ids", graph.logits.shape[-1], manifest.model.vocabulary_size),
     ):
-        if found != said:
-            raise mf.DraftModelError(f"{path}: has {found} {name}, but the manifest says {said}")
+        if actual != expected:
+            raise mf.DraftModelError(
+                f"{path}: has {actual} {name}, but the manifest says {expected}"
+            )
 
 
 # --- drafts of other exporters ------------------------------------------------------------------
@@ -392,11 +395,11 @@ def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: mf.DraftManife
 # deal between all these ways. A wrong mask or a wrong row of the cache differs far more, so the
 # bound between them is wide.
 
-LARGEST_DIFFERENCE = 0.35
+MAX_DIFFERENCE = 0.35
 """Largest root mean square of a difference of logits, divided by their standard deviation."""
-_TOKENS = (1, 2, 3, 1)
-_LATER = (4, 5, 6, 7, 8, 9, 10, 11)
-_CHECKED_LENGTH = 2 + len(_LATER)
+_PROBE_TOKENS = (1, 2, 3, 1)
+_LATER_TOKENS = (4, 5, 6, 7, 8, 9, 10, 11)
+_CHECKED_LENGTH = 2 + len(_LATER_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +423,7 @@ def check_behaviour(
 
     ``decode_rows(keep, tokens)`` truncates the cache, feeds the tokens and returns logits [rows,
     V]."""
-    a, b, c, d, *later = (token % vocabulary_size for token in (*_TOKENS, *_LATER))
+    a, b, c, d, *later = (token % vocabulary_size for token in (*_PROBE_TOKENS, *_LATER_TOKENS))
     rows = decode_rows(0, (a, b, c, d))
     whole = rows[-1]
     if not np.isfinite(whole).all():
@@ -429,14 +432,14 @@ def check_behaviour(
     decode_rows(2, (c,))
     for way in ("decoding token by token", "decoding after a rollback"):
         difference = _difference(decode_rows(3, (d,))[-1], whole)
-        if not difference <= LARGEST_DIFFERENCE:
+        if not difference <= MAX_DIFFERENCE:
             by = f"by {difference:.2f} standard deviations of the logits"
             return Behaviour(reason=f"{way} differs from decoding at once {by}")
     several = _difference(decode_rows(1, (b, c, d))[-1], whole)
-    alone, fed = decode_rows(1, (b,))[-1], decode_rows(1, (b, *later))
-    if len(fed) > 1:
-        several = max(several, _difference(fed[0], alone))
-    return Behaviour(several <= LARGEST_DIFFERENCE, all_rows=len(rows) > 1)
+    alone, rows_of_feed = decode_rows(1, (b,))[-1], decode_rows(1, (b, *later))
+    if len(rows_of_feed) > 1:
+        several = max(several, _difference(rows_of_feed[0], alone))
+    return Behaviour(several <= MAX_DIFFERENCE, all_rows=len(rows) > 1)
 
 
 def _difference(row: Row, reference: Row) -> float:
@@ -478,10 +481,10 @@ class ForeignDrafter(GraphDrafter):
         providers: Sequence[str] = dg.CPU,
     ) -> None:
         session = dg.load_session(
-            path, threads or dg.usual_threads(dg.weights_bytes(path)), providers
+            path, threads or dg.default_threads(dg.weights_bytes(path)), providers
         )
         self.graph = graph = dg.read_graph(path, session, hint)
-        limited, capacity = _limited(info, context_length, DEFAULT_CONTEXT_LIMIT, window)
+        limited, capacity = _limit_length(info, context_length, DEFAULT_CONTEXT_LIMIT, window)
         size = graph.logits.shape[-1]
         size = size if isinstance(size, int) else info.vocabulary_size
         super().__init__(
@@ -490,32 +493,32 @@ class ForeignDrafter(GraphDrafter):
             graph,
             replace(limited, vocabulary_size=size),
             capacity=max(capacity, _CHECKED_LENGTH),
-            proposable=min(token_count or size, size),
+            proposable_count=min(token_count or size, size),
             window=window,
         )
         self._run_options = ort.RunOptions()
         self._run_options.log_severity_level = 4  # A way that is tried may fail.
-        self._settle()
+        self._choose_store()
 
-    def _settle(self) -> None:
+    def _choose_store(self) -> None:
         """Find a way to use the graph that works. Raises ``DraftModelError`` if there is none."""
         reason = ""
         in_place = not any(cache.tokens_first for cache in self.graph.caches)
         for kind in (kv.KvBuffers, kv.ReslicedCache) if in_place else (kv.ReslicedCache,):
-            self._store_kind = kind
+            self._store_type = kind
             try:
-                self._lay_out()
-                found = check_behaviour(self._tried, self.info.vocabulary_size)
+                self._bind_buffers()
+                found = check_behaviour(self._decode_rows, self.info.vocabulary_size)
             # The exceptions of onnxruntime share no base class of their own.
             except Exception as error:
                 reason = f"it does not run: {error}"
                 continue
             if not (reason := found.reason):
                 self.behaviour = replace(found, in_place=kind is kv.KvBuffers)
-                self._chunks, self._run_options = found.chunks, None
-                self._lay_out()
+                self._takes_chunks, self._run_options = found.chunks, None
+                self._bind_buffers()
                 return
         raise mf.DraftModelError(f"{self._path}: the graph cannot draft: {reason}")
 
-    def _tried(self, keep_length: int, tokens: Sequence[int]) -> Row:
+    def _decode_rows(self, keep_length: int, tokens: Sequence[int]) -> Row:
         return self._forward(keep_length, tokens).astype(np.float32)

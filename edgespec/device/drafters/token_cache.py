@@ -30,7 +30,7 @@ class TokenCache:
         self.sampling = SamplingParams()
         self.counts: TokenCounts | None = None
         self.constrained: ConstrainedText | None = None
-        self._held: MinTokensMask | None = None
+        self._min_tokens_mask: MinTokensMask | None = None
         self._info = info
         self.tokens: list[int] = []
         self._prompt_length = 0
@@ -43,10 +43,10 @@ class TokenCache:
         self.sampling = sampling
         self.counts = TokenCounts(self._info.vocabulary_size) if sampling.penalised else None
         constraint, ends = sampling.constraint, self._info.eos_token_ids
-        known = constraint is not None and constraint.matcher is not None and ends
-        self.constrained = ConstrainedText(constraint, ends) if constraint and known else None
-        size, least = self._info.vocabulary_size, sampling.min_tokens
-        self._held = MinTokensMask(sampling, size, ends) if least else None
+        is_readable = constraint is not None and constraint.matcher is not None and ends
+        self.constrained = ConstrainedText(constraint, ends) if constraint and is_readable else None
+        size, min_tokens = self._info.vocabulary_size, sampling.min_tokens
+        self._min_tokens_mask = MinTokensMask(sampling, size, ends) if min_tokens else None
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate to ``keep_length``, append ``feed``, return the new length.
@@ -66,14 +66,14 @@ class TokenCache:
         self.forget(keep_length)
         self.tokens.extend(feed)
         if self.counts is not None:
-            for part, in_output in self._parts(keep_length):
+            for part, in_output in self._split_at(keep_length):
                 self.counts.add(part, in_output=in_output)
         return length
 
     def forget(self, length: int) -> None:
         """Truncate to ``length``, for example because a forward pass failed after ``advance``."""
         if self.counts is not None:
-            for part, in_output in self._parts(length):
+            for part, in_output in self._split_at(length):
                 self.counts.remove(part, in_output=in_output)
         del self.tokens[length:]
 
@@ -84,11 +84,13 @@ class TokenCache:
         if self.constrained is not None:
             self.constrained.follow(self.output)
             mask = self.constrained.mask()
-        if self._held is None:
+        if self._min_tokens_mask is None:
             return mask
-        return self._held.mask(mask, len(self.tokens) - self._prompt_length)
+        return self._min_tokens_mask.mask(mask, len(self.tokens) - self._prompt_length)
 
-    def _parts(self, start: int) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
+    def _split_at(
+        self, start: int
+    ) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
         """Return the tokens from ``start`` on, separately for the prompt and the output."""
         middle = max(start, self._prompt_length)
         return (self.tokens[start:middle], False), (self.tokens[middle:], True)
@@ -156,7 +158,7 @@ class DraftWindow:
         have to be fed."""
         sinks, kept = min(self.sinks, self.held, keep_length), keep_length - self.skipped
         if self.skipped and kept < self.sinks:  # The correction is from before the window.
-            self._fill(sinks, length)
+            self._refill(sinks, length)
             return 0
         self.held = min(self.held, self.size, kept)
         excess = length - self.skipped - self.size
@@ -164,7 +166,7 @@ class DraftWindow:
             return 0
         leaving = -(-excess // self.block) * self.block
         if not self.moving or self.held <= self.sinks + leaving:
-            self._fill(sinks, length)
+            self._refill(sinks, length)
             return 0
         self.skipped += leaving
         self.held -= leaving
@@ -176,7 +178,7 @@ class DraftWindow:
         last = text[max(start, sinks) + skipped : max(end, sinks) + skipped]
         return [*text[start : min(end, sinks)], *last]
 
-    def _fill(self, held: int, length: int) -> None:
+    def _refill(self, held: int, length: int) -> None:
         room = self.size if length <= self.size else max(1, self.size - self.block)
         self.skipped, self.held = max(0, length - room), held
 
@@ -199,7 +201,7 @@ def twin_of(drafter: Drafter) -> Drafter:
 # a measurement fails, the last one counts, plus all growth since.
 
 MEASURE_EVERY_S: Final = 0.5
-_MUCH_BYTES: Final = 1 << 20
+_LARGE_GROWTH_BYTES: Final = 1 << 20
 
 
 @runtime_checkable
@@ -224,45 +226,45 @@ class CacheGroup:
     """The caches of one draft, which one memory guard bounds together.
 
     A row that the guard takes away is taken from every cache. ``measure`` returns the resident
-    bytes of the process, ``most`` is the largest number of caches, and ``budget_bytes`` is for
-    display."""
+    bytes of the process, ``max_caches`` is the largest number of caches, and ``budget_bytes`` is
+    for display."""
 
     def __init__(
         self,
-        governor: MemoryGuard,
+        guard: MemoryGuard,
         measure: Callable[[], int],
         clock: Callable[[], float],
-        most: int = 1,
+        max_caches: int = 1,
         budget_bytes: int = 0,
     ) -> None:
         self.members: list[Restrictable] = []
-        self.most, self.budget_bytes = most, budget_bytes
-        self.governor, self._measure, self._clock = governor, measure, clock
+        self.max_caches, self.budget_bytes = max_caches, budget_bytes
+        self.guard, self._measure, self._clock = guard, measure, clock
         self._measured_at = -MEASURE_EVERY_S
         self._resident = 0
-        self._failed = False
+        self._has_failed = False
 
-    def look(self, growth: int) -> None:
+    def check(self, growth: int) -> None:
         """Measure, if it is time, before a step that may add ``growth`` bytes, and restrict the
         draft."""
         now = self._clock()
-        if growth < _MUCH_BYTES and now - self._measured_at < MEASURE_EVERY_S:
+        if growth < _LARGE_GROWTH_BYTES and now - self._measured_at < MEASURE_EVERY_S:
             return
         self._measured_at = now
         try:
             self._resident = self._measure()
         except Exception as error:  # Systems differ in the errors that they raise here.
             self._resident += growth
-            if not self._failed:
-                self._failed = True
+            if not self._has_failed:
+                self._has_failed = True
                 _log.warning("this process's memory cannot be measured any more: %s", error)
         held = max(member.held_tokens for member in self.members)
-        restriction = self.governor.observe(self._resident, growth, held, now)
+        restriction = self.guard.observe(self._resident, growth, held, now)
         if restriction is None:
             return
         window, width = restriction.window, restriction.width
-        told = "%d MiB resident: the draft may hold %d tokens and give %d guesses a step"
-        _log.info(told, self._resident >> 20, window, width)
+        text = "%d MiB resident: the draft may hold %d tokens and give %d guesses a step"
+        _log.info(text, self._resident >> 20, window, width)
         for member in self.members:
             member.restrict(window, width)
 
@@ -277,8 +279,8 @@ class GuardedDrafter:
 
     def twin(self) -> GuardedDrafter:
         """Return a twin in the same caches. Raises ``MemoryError`` if there is no room."""
-        if len(self.caches.members) >= self.caches.most:
-            raise MemoryError(f"the memory budget was planned with {self.caches.most} caches")
+        if len(self.caches.members) >= self.caches.max_caches:
+            raise MemoryError(f"the memory budget was planned with {self.caches.max_caches} caches")
         inner = twin_of(self.inner)
         assert isinstance(inner, Restrictable)
         return GuardedDrafter(inner, self.caches)
@@ -290,5 +292,5 @@ class GuardedDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        self.caches.look(self.inner.growth_bytes(keep_length + len(feed)))
+        self.caches.check(self.inner.growth_bytes(keep_length + len(feed)))
         return self.inner.step(keep_length, feed, width, cancelled)

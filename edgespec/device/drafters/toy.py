@@ -36,12 +36,12 @@ class SilentDrafter:
     ) -> tuple[ports.Candidate, ...]:
         if cancelled():
             raise ports.StepCancelledError("the step was cancelled before it began")
-        return self._guesses(self._cache.advance(keep_length, feed), width)
+        return self._candidates(self._cache.advance(keep_length, feed), width)
 
     def close(self) -> None:
         self._cache.forget(0)
 
-    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
+    def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         return ()
 
 
@@ -60,17 +60,17 @@ class ToyDrafter(SilentDrafter):
         """Return another sequence on the same model (``ports.Twinned``)."""
         return ToyDrafter(self._model, self.info)
 
-    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
+    def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         cache, params = self._cache, self._cache.sampling
         logits = masked(self._model.logits(cache.tokens), cache.mask())
         if max(logits) == -math.inf:
             return ()
         prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
-        found = best_of(warp(logits, params, prompt, output), params, position, width)
+        found = rank_candidates(warp(logits, params, prompt, output), params, position, width)
         if len(found) == width or params.greedy:
             return found
         open_params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
-        others = best_of(
+        others = rank_candidates(
             warp(logits, open_params, prompt, output), open_params, position, len(logits)
         )
         inside = {candidate.token for candidate in found}
@@ -78,7 +78,7 @@ class ToyDrafter(SilentDrafter):
         return found + tuple(fill[: width - len(found)])
 
 
-def best_of(
+def rank_candidates(
     scores: Sequence[float], params: SamplingParams, position: int, width: int
 ) -> tuple[ports.Candidate, ...]:
     """Return the best candidates of already warped scores, like ``arrays.best_candidates``.
@@ -122,7 +122,7 @@ class RandomDrafter(SilentDrafter):
         super().__init__(info)
         self._seed = seed
 
-    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
+    def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         logprob = -math.log(self.info.vocabulary_size)
         ids = random_ids(self._seed, position, self.info.vocabulary_size, width)
         return tuple(ports.Candidate(token, logprob) for token in ids)
@@ -138,7 +138,7 @@ def random_ids(seed: int, position: int, vocabulary_size: int, count: int) -> li
 
 
 # Longest seconds between two checks whether an emulated step was cancelled.
-NAP_S = 0.05
+MAX_NAP_S = 0.05
 
 
 class PacedDrafter:
@@ -176,5 +176,5 @@ class PacedDrafter:
                 raise ports.StepCancelledError(
                     f"cancelled {remaining_s:.3f} s before its emulated end"
                 )
-            self._sleep(min(remaining_s, NAP_S))
+            self._sleep(min(remaining_s, MAX_NAP_S))
         return candidates

@@ -33,7 +33,7 @@ _ROPE_FIELDS = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 # Values that a family's configuration may leave out, if the default differs between families.
-_LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
+_FAMILY_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "phi3": {"rms_norm_eps": 1e-5},
     "qwen2": {"num_key_value_heads": 32},
@@ -137,12 +137,12 @@ def read_shape(folder: Path) -> DecoderShape:
         raise ModelFolderError(
             f"{path}: model_type {model_type!r} is not one of {DRAFT_MODEL_TYPES}"
         )
-    config = {**_LEFT_OUT.get(model_type, {}), **config}
+    config = {**_FAMILY_DEFAULTS.get(model_type, {}), **config}
     check_sizes(path, config)
     whole, real = partial(whole_number, path, config), partial(real_number, path, config)
     gemma = model_type in _GEMMA
-    usual = "gelu_pytorch_tanh" if gemma else "silu"
-    act = config.get("hidden_activation") or config.get("hidden_act") or usual
+    default = "gelu_pytorch_tanh" if gemma else "silu"
+    act = config.get("hidden_activation") or config.get("hidden_act") or default
     if not isinstance(act, str) or act not in ACTIVATIONS:
         raise ModelFolderError(f"{path}: hidden_act {act!r} is not one of {sorted(ACTIVATIONS)}")
     hidden, heads = whole("hidden_size"), whole("num_attention_heads")
@@ -161,10 +161,10 @@ def read_shape(folder: Path) -> DecoderShape:
         norm_epsilon=real("rms_norm_eps", 1e-6, least=0.0),
         activation=ACTIVATIONS[act],
         tied=truth(path, config, "tie_word_embeddings"),
-        window=_window(path, config),
-        rope=_rope(path, config),
-        biased=_biased(path, config),
-        **_specialities(path, config, hidden, head_dim),
+        window=_read_window(path, config),
+        rope=_read_rope(path, config),
+        biased=_read_biased(path, config),
+        **_read_family_fields(path, config, hidden, head_dim),
     )
 
 
@@ -172,7 +172,7 @@ _ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-def _biased(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
+def _read_biased(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
     """Return the matrices of a layer that have a bias in this family and configuration."""
     kind = config["model_type"]
     attention, mlp = (truth(path, config, name) for name in ("attention_bias", "mlp_bias"))
@@ -184,7 +184,7 @@ def _biased(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
     return (_ATTENTION if attention else ()) + (_MLP if has_mlp else ())
 
 
-def _layer_types(path: Path, config: dict[str, Any]) -> list[str]:
+def _read_layer_types(path: Path, config: dict[str, Any]) -> list[str]:
     """Return the kinds of a model's layers from ``layer_types``, or an empty list without that
     key."""
     kinds = config.get("layer_types")
@@ -200,8 +200,8 @@ def _layer_types(path: Path, config: dict[str, Any]) -> list[str]:
     return kinds
 
 
-def _window(path: Path, config: dict[str, Any]) -> int:
-    kinds = set(_layer_types(path, config))
+def _read_window(path: Path, config: dict[str, Any]) -> int:
+    kinds = set(_read_layer_types(path, config))
     if len(kinds) > 1 and config["model_type"] not in _GEMMA:
         raise ModelFolderError(f"{path}: layer_types mixes {sorted(kinds)}, which is not supported")
     if config["model_type"] not in _WINDOWED:
@@ -211,7 +211,9 @@ def _window(path: Path, config: dict[str, Any]) -> int:
     return whole_number(path, config, "sliding_window", least=0, absent=0)
 
 
-def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int) -> dict[str, Any]:
+def _read_family_fields(
+    path: Path, config: dict[str, Any], hidden: int, head_dim: int
+) -> dict[str, Any]:
     """Return the fields that only some families have, with the families' own defaults."""
     real = partial(real_number, path, config)
     match config["model_type"]:
@@ -223,12 +225,12 @@ def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int
                 "logits_divisor": real("logits_scaling", 1.0, above=0.0),
             }
         case "gemma2" | "gemma3_text":
-            return _gemma(path, config, hidden)
+            return _read_gemma(path, config, hidden)
         case "smollm3":
             layers = range(whole_number(path, config, "num_hidden_layers"))
-            every = whole_number(path, config, "no_rope_layer_interval", absent=4)
+            interval = whole_number(path, config, "no_rope_layer_interval", absent=4)
             # The list names the layers that do rotate, in spite of its name.
-            rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
+            rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
             if not isinstance(rotated, list) or len(rotated) != len(layers):
                 raise ModelFolderError(
                     f"{path}: no_rope_layers is {rotated!r}, but must have an entry for each of"
@@ -240,13 +242,13 @@ def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int
             return {"attention_scale": head_dim**-0.5}
 
 
-def _gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, Any]:
+def _read_gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, Any]:
     second = config["model_type"] == "gemma2"
     if config.get("use_bidirectional_attention"):
         raise ModelFolderError(f"{path}: use_bidirectional_attention is not supported")
-    every = 2 if second else whole_number(path, config, "sliding_window_pattern", absent=6)
-    kinds = _layer_types(path, config) or [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
+    interval = 2 if second else whole_number(path, config, "sliding_window_pattern", absent=6)
+    kinds = _read_layer_types(path, config) or [
+        "sliding_attention" if (layer + 1) % interval else "full_attention"
         for layer in range(whole_number(path, config, "num_hidden_layers"))
     ]
     real = partial(real_number, path, config)
@@ -262,24 +264,24 @@ def _gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, Any]:
         local = section(path, section(path, config, "rope_parameters"), "sliding_attention") or {
             "rope_theta": real("rope_local_base_freq", 10_000.0, above=0.0)
         }
-        found["local_rope"] = _rope(path, {"rope_parameters": local})
+        found["local_rope"] = _read_rope(path, {"rope_parameters": local})
     return found
 
 
-def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of a configuration.
 
     Both spellings are read: ``rope_parameters`` (transformers 5), and ``rope_theta`` with
     ``rope_scaling``."""
-    usual = 1_000_000.0 if config.get("model_type") == "gemma3_text" else 10_000.0
-    rope = {"rope_theta": config.get("rope_theta", usual)}
+    default = 1_000_000.0 if config.get("model_type") == "gemma3_text" else 10_000.0
+    rope = {"rope_theta": config.get("rope_theta", default)}
     rope |= section(path, config, "rope_scaling")
     parameters = section(path, config, "rope_parameters")
     # This configuration has rotary parameters for each kind of layer.
     if "full_attention" in parameters:
         parameters = section(path, parameters, "full_attention")
     rope |= parameters
-    rope["rope_theta"] = real_number(path, rope, "rope_theta", usual, above=0.0)
+    rope["rope_theta"] = real_number(path, rope, "rope_theta", default, above=0.0)
     rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
     if kind not in ROPE_TYPES:
         raise ModelFolderError(f"{path}: rope_type {kind!r} is not one of {ROPE_TYPES}")
@@ -326,22 +328,22 @@ class Checkpoint:
         self._folder, self._shape = folder, shape
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files or self._joint_matrix(name)[0] in self._files
+        return name in self._files or self._find_fused(name)[0] in self._files
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Return a float32 copy. Raises ``ModelFolderError`` if it is missing or has another
         shape."""
-        whole, start, rows = self._joint_matrix(name)
+        whole, start, rows = self._find_fused(name)
         if name in self._files or whole not in self._files:
-            value = self._stored(name, shape)
+            value = self._read_stored(name, shape)
         else:
-            value = self._stored(whole, (rows, *shape[1:]))[start : start + shape[0]]
+            value = self._read_stored(whole, (rows, *shape[1:]))[start : start + shape[0]]
         if len(shape) == 1 and "norm." in name:
             value = value + np.float32(self._shape.norm_offset)
         factor = self._factor(name)
         return value if factor == 1.0 else value * np.float32(factor)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def _read_stored(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         from safetensors import safe_open
 
         path = self._files.get(name)
@@ -353,7 +355,7 @@ class Checkpoint:
             raise ModelFolderError(f"{path}: tensor {name} has shape {value.shape}, not {shape}")
         return value.astype(np.float32)
 
-    def _joint_matrix(self, name: str) -> tuple[str, int, int]:
+    def _find_fused(self, name: str) -> tuple[str, int, int]:
         """Return where ``name`` is in a matrix that some families fuse with others.
 
         The result is (name of the fused matrix, first row there, rows of that matrix), and an empty

@@ -22,7 +22,7 @@ from edgespec.device.drafters.manifest import (
     MODEL_FILE,
     DraftManifest,
     DraftModelError,
-    damage,
+    find_damage,
     read_manifest,
     write_manifest,
 )
@@ -133,7 +133,7 @@ def _with_int8_cache(
 
 
 WORK_PREFIX = ".edgespec-export-"
-_LEFT_BEHIND_S = 86_400.0
+_ABANDONED_AFTER_S = 86_400.0
 
 
 @contextmanager
@@ -143,10 +143,10 @@ def work_folder(beside: Path) -> Iterator[Path]:
     The folder is deleted at the end, also after a signal that ends this process. Folders of
     processes that were killed are deleted after a day. Raises ``OSError``."""
     beside.mkdir(parents=True, exist_ok=True)
-    for left in beside.glob(f"{WORK_PREFIX}????????"):
+    for folder in beside.glob(f"{WORK_PREFIX}????????"):
         with suppress(OSError):
-            if time.time() - left.lstat().st_mtime > _LEFT_BEHIND_S:
-                shutil.rmtree(left)
+            if time.time() - folder.lstat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(folder)
     with temporary_folder(beside, WORK_PREFIX) as folder:
         yield folder
 
@@ -154,7 +154,7 @@ def work_folder(beside: Path) -> Iterator[Path]:
 # Number that is increased when an export of the same input would give other bytes.
 _EXPORT_VERSION = 5
 _CHUNK_BYTES = 1 << 20
-_HASHED = ("config.json", "generation_config.json", "*token*.json", "*.safetensors")
+_HASHED_FILES = ("config.json", "generation_config.json", "*token*.json", "*.safetensors")
 
 
 def exported(
@@ -167,37 +167,39 @@ def exported(
     example). ``say`` is called with lines about slow work. Raises ``ValueError`` naming the file
     for a folder that cannot be exported."""
     folders.check_checkpoint(source)
-    folder = folders.cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
+    folder = (
+        folders.cache_folder() / "drafts" / f"{source.name}-{_source_digest(source, bits, kv_type)}"
+    )
     if folder.exists():
-        if not (why := _fault(folder)):
+        if not (why := _find_fault(folder)):
             return folder
         say(f"the cached draft is damaged and made again ({why})")
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
     # The draft is built aside and moved, so no process ever finds a half-written folder.
     with work_folder(folder.parent) as work:
         export_draft(source, work, bits=bits, kv_type=kv_type)
-        if folder.exists() and _fault(folder):
+        if folder.exists() and _find_fault(folder):
             with work_folder(folder.parent) as aside:
                 folder.rename(aside / "damaged")
         try:
             work.rename(folder)
         except OSError:
-            if not folder.exists() or _fault(folder):
+            if not folder.exists() or _find_fault(folder):
                 raise
     return folder
 
 
-def _fault(folder: Path) -> str:
+def _find_fault(folder: Path) -> str:
     """Return why a draft folder of the cache cannot be used, or "" if it can."""
     try:
-        return damage(folder, read_manifest(folder))
+        return find_damage(folder, read_manifest(folder))
     except DraftModelError as error:
         return str(error)
 
 
-def _key(source: Path, bits: int, kv_type: KvType) -> str:
+def _source_digest(source: Path, bits: int, kv_type: KvType) -> str:
     digest = hashlib.blake2b(f"{_EXPORT_VERSION} {bits} {kv_type.value}".encode(), digest_size=8)
-    for path in sorted(found for pattern in _HASHED for found in source.glob(pattern)):
+    for path in sorted(found for pattern in _HASHED_FILES for found in source.glob(pattern)):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):

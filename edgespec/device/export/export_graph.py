@@ -178,15 +178,15 @@ class GraphBuilder:
         ``progress`` is called with the number of finished layers and of all layers. Raises
         ``ModelFolderError`` for a missing or misshapen tensor."""
         shape = self._shape
-        self._rotations()
-        self._constant("last", np.array(-1, dtype=np.int64))
-        residual, branch = self._embedding(), ""
+        self._add_rotations()
+        self._add_constant("last", np.array(-1, dtype=np.int64))
+        residual, branch = self._add_embedding(), ""
         for layer in range(shape.layers):
-            residual, branch = self._layer(layer, residual, branch)
+            residual, branch = self._add_layer(layer, residual, branch)
             if progress is not None:
                 progress(layer + 1, shape.layers)
-        normed, _ = self._norm("model.norm", residual, branch)
-        self._head(normed)
+        normed, _ = self._add_norm("model.norm", residual, branch)
+        self._add_head(normed)
         value = helper.make_tensor_value_info
         dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
         parts = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
@@ -208,7 +208,7 @@ class GraphBuilder:
             graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="edgespec"
         )
 
-    def _rotations(self) -> None:
+    def _add_rotations(self) -> None:
         """Add the rotary tables [positions, d / 2], widened to [positions, P / 2] by angles of
         zero."""
         shape, dim = self._shape, self._source.head_dim
@@ -216,70 +216,76 @@ class GraphBuilder:
         for suffix, rope in (("", shape.rope), (".local", shape.local_rope)):
             if rope:
                 cos, sin = rope_tables(rope, dim, self._context_length)
-                self._constant(f"cos{suffix}", np.pad(cos, added, constant_values=1.0))
-                self._constant(f"sin{suffix}", np.pad(sin, added))
+                self._add_constant(f"cos{suffix}", np.pad(cos, added, constant_values=1.0))
+                self._add_constant(f"sin{suffix}", np.pad(sin, added))
 
     # --- parts of the decoder ---------------------------------------------------------------
 
-    def _embedding(self) -> str:
+    def _add_embedding(self) -> str:
         shape, name = self._shape, _TABLE
         weight = self._read(f"{name}.weight", (shape.vocabulary_size, shape.hidden))
         if self._bits == 32:
-            self._constant(f"{name}.weight", weight)
-            return self._node("Gather", [f"{name}.weight", "input_ids"], name)
-        filled = self._quantized(name, weight)
+            self._add_constant(f"{name}.weight", weight)
+            return self._add_node("Gather", [f"{name}.weight", "input_ids"], name)
+        filled = self._add_quantized(name, weight)
         width = filled * self._bits // 8
-        self._constant(f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64))
-        table = self._node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
-        rows = self._node(
+        self._add_constant(
+            f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64)
+        )
+        table = self._add_node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
+        rows = self._add_node(
             "GatherBlockQuantized",
             [table, "input_ids", f"{name}.scales"],
             name if filled == shape.hidden else f"{name}.filled",
-            **qz.rows_of(self._bits),
+            **qz.gather_attributes(self._bits),
         )
         if filled == shape.hidden:
             return rows
         for part, value in (("start", 0), ("end", shape.hidden), ("axis", 2)):
-            self._constant(f"{name}.{part}", np.array([value], dtype=np.int64))
-        return self._node("Slice", [rows, *(f"{name}.{x}" for x in ("start", "end", "axis"))], name)
+            self._add_constant(f"{name}.{part}", np.array([value], dtype=np.int64))
+        return self._add_node(
+            "Slice", [rows, *(f"{name}.{x}" for x in ("start", "end", "axis"))], name
+        )
 
-    def _layer(self, layer: int, residual: str, branch: str) -> tuple[str, str]:
+    def _add_layer(self, layer: int, residual: str, branch: str) -> tuple[str, str]:
         """Add a layer. Return (residual stream, output of the MLP that is still to be added to
         it)."""
         shape, name = self._shape, f"model.layers.{layer}"
-        normed, residual = self._norm(f"{name}.input_layernorm", residual, branch)
-        attended = self._attention(layer, normed)
+        normed, residual = self._add_norm(f"{name}.input_layernorm", residual, branch)
+        attended = self._add_attention(layer, normed)
         if layer == shape.layers - 1:
-            attended = self._node("Gather", [attended, "last"], f"{name}.attended_last", axis=1)
-            residual = self._node("Gather", [residual, "last"], f"{name}.residual_last", axis=1)
-        attended = self._output_projection(f"{name}.self_attn.o_proj", attended)
+            attended = self._add_node("Gather", [attended, "last"], f"{name}.attended_last", axis=1)
+            residual = self._add_node("Gather", [residual, "last"], f"{name}.residual_last", axis=1)
+        attended = self._add_output_projection(f"{name}.self_attn.o_proj", attended)
         before = "post_attention_layernorm"
         if shape.normalises_branches:
-            attended = self._simple_norm(f"{name}.{before}", attended, shape.norm_epsilon)
+            attended = self._add_simple_norm(f"{name}.{before}", attended, shape.norm_epsilon)
             before = "pre_feedforward_layernorm"
-        normed, residual = self._norm(f"{name}.{before}", residual, attended)
-        gate = self._linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
-        up = self._linear(f"{name}.mlp.up_proj", normed, shape.feed_forward, shape.hidden)
+        normed, residual = self._add_norm(f"{name}.{before}", residual, attended)
+        gate = self._add_linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
+        up = self._add_linear(f"{name}.mlp.up_proj", normed, shape.feed_forward, shape.hidden)
         kind, form = _ACTIVATIONS[shape.activation]
-        active = self._node(kind, [gate], f"{name}.mlp.active", **form)
-        product = self._node("Mul", [active, up], f"{name}.mlp.product")
-        down = self._linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
+        active = self._add_node(kind, [gate], f"{name}.mlp.active", **form)
+        product = self._add_node("Mul", [active, up], f"{name}.mlp.product")
+        down = self._add_linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
         if shape.normalises_branches:
-            down = self._simple_norm(f"{name}.post_feedforward_layernorm", down, shape.norm_epsilon)
+            down = self._add_simple_norm(
+                f"{name}.post_feedforward_layernorm", down, shape.norm_epsilon
+            )
         return residual, down
 
-    def _attention(self, layer: int, normed: str) -> str:
+    def _add_attention(self, layer: int, normed: str) -> str:
         shape, name = self._shape, f"model.layers.{layer}.self_attn"
         heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
-        query, key, value = self._joint_projection(name, normed, heads), "", ""
+        query, key, value = self._add_joint_projection(name, normed, heads), "", ""
         if shape.normalises_heads:  # Without norms, the attention accepts the three in one tensor.
             widths = np.array([*heads.values()], dtype=np.int64) * shape.head_dim
-            self._constant(f"{name}.qkv.widths", widths)
+            self._add_constant(f"{name}.qkv.widths", widths)
             joint, parts = [query, f"{name}.qkv.widths"], [f"{name}.qkv.{x}" for x in range(3)]
-            self._node("Split", joint, f"{name}.qkv", outputs=parts, axis=-1)
+            self._add_node("Split", joint, f"{name}.qkv", outputs=parts, axis=-1)
             query, key, value = parts
-            query = self._head_norm(f"{name}.q_norm", query, shape.heads)
-            key = self._head_norm(f"{name}.k_norm", key, shape.kv_heads)
+            query = self._add_head_norm(f"{name}.q_norm", query, shape.heads)
+            key = self._add_head_norm(f"{name}.k_norm", key, shape.kv_heads)
         past = [f"past.{layer}.key", f"past.{layer}.value"]
         present = [f"present.{layer}.key", f"present.{layer}.value"]
         lengths = ["seqlens_k", "total_sequence_length"]
@@ -288,7 +294,7 @@ class GraphBuilder:
         suffix = ".local" if rope is shape.local_rope else ""
         tables = [f"cos{suffix}", f"sin{suffix}"] if rope else []
         extra = {"softcap": shape.attention_cap} if shape.attention_cap else {}
-        return self._node(
+        return self._add_node(
             "GroupQueryAttention",
             [query, key, value, *past, *lengths, *tables],
             f"{name}.attention",
@@ -301,7 +307,7 @@ class GraphBuilder:
             **extra,
         )
 
-    def _joint_projection(self, name: str, normed: str, heads: Mapping[str, int]) -> str:
+    def _add_joint_projection(self, name: str, normed: str, heads: Mapping[str, int]) -> str:
         """Return the product with the projections of ``heads`` (name: number of heads), all in
         one."""
         hidden, dim = self._shape.hidden, self._source.head_dim
@@ -310,43 +316,45 @@ class GraphBuilder:
             for x, count in heads.items()
         ]
         joint = f"{name}.qkv_proj"
-        product = self._product(joint, normed, np.concatenate(weights))
+        product = self._add_product(joint, normed, np.concatenate(weights))
         if "q_proj" not in self._shape.biased:
             return product
         biases = [
             pad_outputs(self._read(f"{name}.{x}_proj.bias", (count * dim,)), dim)
             for x, count in heads.items()
         ]
-        self._constant(f"{joint}.bias", np.concatenate(biases))
-        return self._node("Add", [product, f"{joint}.bias"], f"{joint}.biased")
+        self._add_constant(f"{joint}.bias", np.concatenate(biases))
+        return self._add_node("Add", [product, f"{joint}.bias"], f"{joint}.biased")
 
-    def _output_projection(self, name: str, attended: str) -> str:
+    def _add_output_projection(self, name: str, attended: str) -> str:
         hidden, dim = self._shape.hidden, self._source.head_dim
         weight = self._read(f"{name}.weight", (hidden, self._shape.heads * dim))
         # Columns are widened in the same way as rows.
         weight = np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), dim).T)
-        return self._biased(name, self._product(name, attended, weight), hidden)
+        return self._add_bias(name, self._add_product(name, attended, weight), hidden)
 
-    def _head_norm(self, name: str, value: str, heads: int) -> str:
+    def _add_head_norm(self, name: str, value: str, heads: int) -> str:
         """Add an RMS norm of every head's vector (Qwen3). All heads share the weight."""
         dim = self._shape.head_dim
         # 0 keeps the input's dimension: [1, T, heads * dim] -> [1, T, heads, dim] and back.
-        self._constant(f"{name}.split", np.array([0, 0, heads, dim], dtype=np.int64))
-        self._constant(f"{name}.join", np.array([0, 0, heads * dim], dtype=np.int64))
-        split = self._node("Reshape", [value, f"{name}.split"], f"{name}.heads")
+        self._add_constant(f"{name}.split", np.array([0, 0, heads, dim], dtype=np.int64))
+        self._add_constant(f"{name}.join", np.array([0, 0, heads * dim], dtype=np.int64))
+        split = self._add_node("Reshape", [value, f"{name}.split"], f"{name}.heads")
         source_dim = self._source.head_dim
         weight = pad_outputs(self._read(f"{name}.weight", (source_dim,)), source_dim)
         weight = weight * np.float32(math.sqrt(source_dim / dim))
-        normed = self._simple_norm(name, split, self._shape.norm_epsilon * source_dim / dim, weight)
-        return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
+        normed = self._add_simple_norm(
+            name, split, self._shape.norm_epsilon * source_dim / dim, weight
+        )
+        return self._add_node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
 
-    def _norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
+    def _add_norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
         """Return (norm of residual + branch, residual + branch). Only the first layer has no
         branch."""
         if not branch:
-            return self._simple_norm(name, residual, self._shape.stream_epsilon), residual
-        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
-        normed = self._node(
+            return self._add_simple_norm(name, residual, self._shape.stream_epsilon), residual
+        self._add_constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
+        normed = self._add_node(
             "SkipSimplifiedLayerNormalization",
             [branch, residual, f"{name}.weight"],
             name,
@@ -355,30 +363,32 @@ class GraphBuilder:
         )
         return normed, f"{name}.sum"
 
-    def _simple_norm(
+    def _add_simple_norm(
         self, name: str, value: str, epsilon: float, weight: NDArray[np.float32] | None = None
     ) -> str:
         """Add an RMS norm. Without a ``weight``, it is the checkpoint's, for the whole stream."""
         weight = self._read(f"{name}.weight", (self._shape.hidden,)) if weight is None else weight
-        self._constant(f"{name}.weight", weight)
+        self._add_constant(f"{name}.weight", weight)
         inputs = [value, f"{name}.weight"]
-        return self._node("SimplifiedLayerNormalization", inputs, name, axis=-1, epsilon=epsilon)
+        return self._add_node(
+            "SimplifiedLayerNormalization", inputs, name, axis=-1, epsilon=epsilon
+        )
 
-    def _head(self, normed: str) -> None:
+    def _add_head(self, normed: str) -> None:
         shape, table = self._shape, _TABLE
         size = (shape.vocabulary_size, shape.hidden)
         out = "logits.uncapped" if shape.logits_cap else "logits"
         if not shape.tied or self._has_own_head(size):
-            self._product("lm_head", normed, self._read("lm_head.weight", size), out)
+            self._add_product("lm_head", normed, self._read("lm_head.weight", size), out)
         elif self._bits == 32:  # The embedding table itself, read transposed.
-            self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
+            self._add_node("Gemm", [normed, f"{table}.weight"], out, transB=1)
         else:
-            self._block_product(table, normed, size, out)
+            self._add_block_product(table, normed, size, out)
         if shape.logits_cap:
-            self._constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
-            share = self._node("Div", [out, "logits.cap"], "logits.share")
-            bent = self._node("Tanh", [share], "logits.bent")
-            self._node("Mul", [bent, "logits.cap"], "logits")
+            self._add_constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
+            share = self._add_node("Div", [out, "logits.cap"], "logits.share")
+            bent = self._add_node("Tanh", [share], "logits.bent")
+            self._add_node("Mul", [bent, "logits.cap"], "logits")
 
     def _has_own_head(self, size: tuple[int, int]) -> bool:
         """Return whether a checkpoint that ties its tables holds a head other than the embedding.
@@ -391,33 +401,35 @@ class GraphBuilder:
 
     # --- matrices ---------------------------------------------------------------------------
 
-    def _linear(self, name: str, value: str, rows: int, columns: int) -> str:
+    def _add_linear(self, name: str, value: str, rows: int, columns: int) -> str:
         weight = self._read(f"{name}.weight", (rows, columns))
-        return self._biased(name, self._product(name, value, weight), rows)
+        return self._add_bias(name, self._add_product(name, value, weight), rows)
 
-    def _biased(self, name: str, product: str, rows: int) -> str:
+    def _add_bias(self, name: str, product: str, rows: int) -> str:
         if name.rpartition(".")[2] not in self._shape.biased:
             return product
-        self._constant(f"{name}.bias", self._read(f"{name}.bias", (rows,)))
-        return self._node("Add", [product, f"{name}.bias"], f"{name}.biased")
+        self._add_constant(f"{name}.bias", self._read(f"{name}.bias", (rows,)))
+        return self._add_node("Add", [product, f"{name}.bias"], f"{name}.biased")
 
-    def _product(self, name: str, value: str, weight: NDArray[np.float32], output: str = "") -> str:
+    def _add_product(
+        self, name: str, value: str, weight: NDArray[np.float32], output: str = ""
+    ) -> str:
         if self._bits == 32:
-            self._constant(f"{name}.weight", np.ascontiguousarray(weight.T))
-            return self._node("MatMul", [value, f"{name}.weight"], output or name)
-        self._quantized(name, weight)
+            self._add_constant(f"{name}.weight", np.ascontiguousarray(weight.T))
+            return self._add_node("MatMul", [value, f"{name}.weight"], output or name)
+        self._add_quantized(name, weight)
         rows, columns = weight.shape
-        return self._block_product(name, value, (rows, columns), output or name)
+        return self._add_block_product(name, value, (rows, columns), output or name)
 
-    def _quantized(self, name: str, weight: NDArray[np.float32]) -> int:
+    def _add_quantized(self, name: str, weight: NDArray[np.float32]) -> int:
         """Add a rounded matrix. Return its number of columns, filled up to whole blocks."""
         packed, scales = wb.quantize_matrix(weight, self._bits)
-        self._constant(f"{name}.packed", packed)
-        self._constant(f"{name}.scales", scales)
+        self._add_constant(f"{name}.packed", packed)
+        self._add_constant(f"{name}.scales", scales)
         return int(scales.shape[1]) * wb.BLOCK_SIZE
 
-    def _block_product(self, name: str, value: str, size: tuple[int, int], output: str) -> str:
-        return self._node(
+    def _add_block_product(self, name: str, value: str, size: tuple[int, int], output: str) -> str:
+        return self._add_node(
             "MatMulNBits",
             [value, f"{name}.packed", f"{name}.scales"],
             output,
@@ -426,10 +438,10 @@ class GraphBuilder:
 
     # --- plumbing ---------------------------------------------------------------------------
 
-    def _constant(self, name: str, value: NDArray[np.generic]) -> None:
+    def _add_constant(self, name: str, value: NDArray[np.generic]) -> None:
         self._initializers.append(onnx.numpy_helper.from_array(value, name))
 
-    def _node(
+    def _add_node(
         self,
         kind: str,
         inputs: Sequence[str],

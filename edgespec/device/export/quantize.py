@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_SINGLE_FILE_BYTES = 4_000_000
 
 
-def rows_of(bits: int) -> dict[str, Any]:
+def gather_attributes(bits: int) -> dict[str, Any]:
     """Return the attributes of ``GatherBlockQuantized`` on a matrix whose rows are looked up."""
     return {"bits": bits, "block_size": BLOCK_SIZE, "gather_axis": 0, "quantize_axis": 1}
 
@@ -39,7 +39,7 @@ def round_graph(path: Path, bits: int) -> None:
     large = [one for one in graph.initializer if len(one.dims) == 2 and min(one.dims) >= BLOCK_SIZE]
     matrices = {one.name: one for one in large if one.data_type == TensorProto.FLOAT}
 
-    def rounded(weight: NDArray[np.float32]) -> tuple[str, str]:
+    def round_matrix(weight: NDArray[np.float32]) -> tuple[str, str]:
         """Return the names of (integers, scales). They are made of the content, so equal matrices
         are one."""
         digest = hashlib.blake2b(weight.data, digest_size=16).hexdigest()
@@ -52,7 +52,7 @@ def round_graph(path: Path, bits: int) -> None:
         make, read = partial(helper.make_node, name=node.name, domain=CONTRIB), node.input
         if node.op_type == "MatMul" and read[1] in matrices:
             weight = np.ascontiguousarray(numpy_helper.to_array(matrices[read[1]]).T)
-            (rows, columns), inputs = weight.shape, [read[0], *rounded(weight)]
+            (rows, columns), inputs = weight.shape, [read[0], *round_matrix(weight)]
             sizes = product_of(rows, columns, bits)
             nodes.append(make("MatMulNBits", inputs, node.output, **sizes))
         elif (
@@ -62,12 +62,14 @@ def round_graph(path: Path, bits: int) -> None:
             and not any(axis.i for axis in node.attribute)
         ):
             weight = numpy_helper.to_array(matrices[read[0]])
-            packed, scales = rounded(weight)
+            packed, scales = round_matrix(weight)
             table, shape = f"{packed}.table", f"{packed}.shape"
             added[shape] = np.array([len(weight), weight.shape[1] * bits // 8], dtype=np.int64)
             nodes.append(helper.make_node("Reshape", [packed, shape], [table], name=table))
             inputs = [table, read[1], scales]
-            nodes.append(make("GatherBlockQuantized", inputs, node.output, **rows_of(bits)))
+            nodes.append(
+                make("GatherBlockQuantized", inputs, node.output, **gather_attributes(bits))
+            )
         else:
             nodes.append(node)
     known = {name for node in nodes for name in node.input}
@@ -100,9 +102,9 @@ Scales = Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
 _ATTENTION = "GroupQueryAttention"
 _SEQUENCES, _LENGTH = 4, 64
 # Factor on the largest value of the calibration, since later texts may exceed it.
-_HEADROOM = 1.15
+_HEADROOM_FACTOR = 1.15
 # Position of the keys' scales among the attention's inputs. The values' scales follow.
-_SCALES_AT = 12
+_SCALES_INDEX = 12
 
 
 def halve_cache(model: onnx.ModelProto) -> None:
@@ -139,14 +141,20 @@ def scale_cache(model: onnx.ModelProto, scales: Scales) -> None:
     This needs an onnxruntime whose CPU attention accepts such a cache (tried: 1.31)."""
     graph = model.graph
     _set_cache_type(graph, TensorProto.INT8)
-    said = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+    attributes = {
+        "k_quant_type": "PER_CHANNEL",
+        "v_quant_type": "PER_CHANNEL",
+        "kv_cache_bit_width": 8,
+    }
     attentions = [node for node in graph.node if node.op_type == _ATTENTION]
     for node, pair in zip(attentions, scales, strict=True):
-        node.input.extend([""] * (_SCALES_AT - len(node.input)))
+        node.input.extend([""] * (_SCALES_INDEX - len(node.input)))
         for part, scale in zip(("key", "value"), pair, strict=True):
             node.input.append(f"{node.name}.{part}_scale")
             graph.initializer.append(numpy_helper.from_array(scale, node.input[-1]))
-        node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())
+        node.attribute.extend(
+            helper.make_attribute(name, value) for name, value in attributes.items()
+        )
 
 
 def _set_cache_type(graph: onnx.GraphProto, element: int) -> None:
@@ -167,7 +175,7 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
     channels and keep its norm, so both channels get the scale of the largest norm, which bounds
     them at every position."""
     largest: list[NDArray[np.float32]] = []
-    size = drafter.manifest.proposable
+    size = drafter.manifest.proposable_count
     length = min(_LENGTH, drafter.info.context_length)
     for index in range(_SEQUENCES):
         drafter.begin(1, SamplingParams(temperature=1.0, seed=index))
@@ -175,16 +183,16 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
         token = first[0] if index == 0 and first else token
         for position in range(length):
             token = drafter.step(position, [token], 1)[0].token
-        found = [_largest(one.part, rows) for one, rows in drafter.cached_rows(length)]
+        found = [_channel_bounds(one.part, rows) for one, rows in drafter.cached_rows(length)]
         largest = [np.maximum(a, b) for a, b in zip(largest or found, found, strict=True)]
     scales = [
-        np.where(one > 0, one * np.float32(_HEADROOM / 127), 1).astype(np.float32)
+        np.where(one > 0, one * np.float32(_HEADROOM_FACTOR / 127), 1).astype(np.float32)
         for one in largest
     ]
     return list(zip(scales[::2], scales[1::2], strict=True))
 
 
-def _largest(part: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
+def _channel_bounds(part: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
     """Return a bound of each channel of ``rows`` [heads, tokens, head dim], as [heads * head
     dim]."""
     found: NDArray[np.float32] = np.abs(rows.astype(np.float32))

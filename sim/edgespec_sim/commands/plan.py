@@ -92,13 +92,13 @@ def _measure_memory(
     the drafting commands load."""
     import edgespec.cli.chat
     import edgespec.cli.serve  # noqa: F401
-    from edgespec.device.model_drafter import question_of, variants_of
+    from edgespec.device.model_drafter import list_variants, measure_memory_question
 
     tokenizer = load_tokenizer(references[0])
     variants = tuple(
-        variant for reference in references for variant in variants_of(section, reference)
+        variant for reference in references for variant in list_variants(section, reference)
     )
-    question = question_of(section, DEFAULT_WIDTH)
+    question = measure_memory_question(section, DEFAULT_WIDTH)
     del tokenizer
     return variants, replace(question, runtime_bytes=question.runtime_bytes + _SPREAD_BYTES)
 
