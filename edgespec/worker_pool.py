@@ -88,7 +88,7 @@ class WorkerPool:
         except TimeoutError:
             if done.done() and not done.cancelled():
                 raise  # The function itself raised this error.
-            why = f"{self.name} took longer than the {self.within_s:g} s that are given"
+            why = f"{self.name} took longer than its limit of {self.within_s:g} s"
             raise PoolLateError(why) from None
 
     def close(self) -> None:

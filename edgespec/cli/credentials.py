@@ -17,7 +17,7 @@ from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError, load_config
 from edgespec.config.common import needs
-from edgespec.wire.access import KeyEntry, KeyFile, new_key, save_keys
+from edgespec.wire.access import KeyEntry, KeyFile, make_key, save_keys
 
 File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file of keys")]
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]
@@ -41,7 +41,7 @@ def add(name: Name, file: File, limits: Annotated[list[str] | None, _LIMITS] = N
     """
     with reported(), _alone(file):
         known = load_config(KeyFile, file) if file.exists() else KeyFile({})
-        key, sha256 = new_key()
+        key, sha256 = make_key()
         try:
             if name in known.keys:
                 raise ValueError(f"{name!r} has a key already; revoke it, or take another name")

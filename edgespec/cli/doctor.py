@@ -23,7 +23,7 @@ from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import probe_verifiers, with_port
 from edgespec.models.folders import BUNDLED_FOLDER, Role
-from edgespec.wire.access import tls_access
+from edgespec.wire.access import load_tls_access
 
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
 """Distributions of onnxruntime, which write the same files: one of them is installed."""
@@ -176,8 +176,8 @@ def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
     if not 0.0 < within_s <= _MAX_PROBE_S:
         raise ConfigError(f"--probe is {within_s:g}, but must be in (0, {_MAX_PROBE_S:g}]")
     with needs("grpc", "edgespec"):
-        from edgespec.wire.grpc_client import SERVING, ask_health
-    answer = asyncio.run(ask_health(with_port(address), tls_access(settings.tls), within_s))
+        from edgespec.wire.grpc_client import SERVING, check_health
+    answer = asyncio.run(check_health(with_port(address), load_tls_access(settings.tls), within_s))
     typer.echo(answer)
     if answer != SERVING:
         fail(f"the verifier at {with_port(address)} says {answer}")

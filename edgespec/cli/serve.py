@@ -37,7 +37,7 @@ from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
-from edgespec.wire.access import device_access, endpoint_key
+from edgespec.wire.access import load_device_access, load_endpoint_key
 from edgespec.worker_pool import exit_despite_stuck_work
 
 _MOST_NAMED = 8
@@ -48,7 +48,7 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     """Until a signal. Raises ``ConfigError``, ``SetupError``, ``OSError``."""
     with needs("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
         import edgespec.endpoint.app  # what a memory budget is planned beside  # noqa: F401
-    key = endpoint_key(config.endpoint)
+    key = load_endpoint_key(config.endpoint)
     host = config.endpoint.host
     if not (key or config.endpoint.insecure or is_loopback(host)):
         raise ConfigError(
@@ -162,7 +162,7 @@ async def _waiting(
 async def _watching(held: Sequence[AgentConfig]) -> AsyncIterator[VerifierMonitor]:
     """The verifiers, asked once; ``held[0]`` is the configuration, which may get other texts.
     Raises ``SetupError`` where none will ever do."""
-    access = device_access(held[0])
+    access = load_device_access(held[0])
     addresses = [build.with_port(one) for one in held[0].verifiers]
     watch = VerifierMonitor(
         {one: build.connect(one, access=access) for one in addresses},

@@ -37,8 +37,8 @@ from edgespec.models.folders import generation_sampling
 from edgespec.models.grammar import device_reader
 from edgespec.models.toy import TOY
 from edgespec.telemetry.trace import Tracer
-from edgespec.wire.access import device_access
-from edgespec.wire.tokenizer_lending import TOKENIZER_JSON, Announced, TokenizerFetch
+from edgespec.wire.access import load_device_access
+from edgespec.wire.tokenizer_lending import TOKENIZER_JSON, Announcement, TokenizerFetch
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -80,11 +80,11 @@ async def with_tokenizer(
     if not takes_target_texts(config):
         return config
     address = build.with_port(address or config.verifiers[0])
-    transport = build.dial(address, device_access(config))
+    transport = build.dial(address, load_device_access(config))
     try:
-        fetch = TokenizerFetch(partial(transport.ask, "Tokenizer"), address)
+        fetch = TokenizerFetch(partial(transport.call_unary, "Tokenizer"), address)
         try:
-            announced = await fetch.announced()
+            announced = await fetch.fetch_announcement()
         except LinkError as error:
             if error.retryable or borrows_tokenizer(config):
                 raise
@@ -115,7 +115,7 @@ def _keep_own_texts(config: AgentConfig, info: ModelInfo, say: build.Say, why: s
 
 async def _fetch_texts(
     fetch: TokenizerFetch,
-    announced: Announced,
+    announced: Announcement,
     info: ModelInfo,
     say: build.Say,
     config: AgentConfig,
@@ -130,17 +130,17 @@ async def _fetch_texts(
     for parent in build.lent_folders():
         if (parent / name / TOKENIZER_JSON).is_file():
             return parent / name
-    texts = await fetch.facts(announced)
+    texts = await fetch.fetch_facts(announced)
     tokenizer = await _WORKERS.run(_read_own_tokenizer, config, announced.tokenizer_sha256)
     if tokenizer is None:
         size = f"{announced.size / 1e3:,.0f} kB"
         say(f"fetching the tokenizer of {info.name} from the verifier, once: {size}")
-        whole = await fetch.texts(announced)
+        whole = await fetch.fetch_texts(announced)
         tokenizer = whole[TOKENIZER_JSON]
         if announced.facts is None:
             texts = whole
         elif hashlib.sha256(tokenizer).digest() != announced.tokenizer_sha256:
-            why = f"the tokenizer.json of {info.name!r} has not the SHA-256 that was announced"
+            why = f"the tokenizer.json of {info.name!r} does not have the announced SHA-256"
             raise LinkError(why, retryable=False)
     try:
         return await _WORKERS.run(_store_texts, name, {**texts, TOKENIZER_JSON: tokenizer}, info)

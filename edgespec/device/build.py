@@ -44,7 +44,7 @@ from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import Tracer
-from edgespec.wire.access import DeviceAccess, device_access
+from edgespec.wire.access import DeviceAccess, load_device_access
 
 if TYPE_CHECKING:
     from edgespec.wire.codec import WireLimits
@@ -293,7 +293,7 @@ def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
 
     One name may stand for several verifiers. Raises ``ConfigError`` if others could read the API
     key."""
-    access = device_access(config)
+    access = load_device_access(config)
     addresses = tuple(map(with_port, config.verifiers))
     for address in addresses:
         access.key_for(address)
@@ -306,7 +306,7 @@ def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
 
 async def probe_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, ProbeResult]:
     """Probe the verifiers of ``config``. Return the answers by address. Raises ``ConfigError``."""
-    access = device_access(config)
+    access = load_device_access(config)
     links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
         return await probe_all(links, timed=timed)

@@ -99,7 +99,7 @@ class DrafterPool:
             return lease.is_ended
 
         if cancelled():
-            raise ports.StepCancelledError("the generation is over")
+            raise ports.StepCancelledError("the generation has ended")
         keep_length, feed = step.keep_length, step.feed
         lease.tokens[keep_length:] = feed
         if lease.drafter is None:

@@ -106,7 +106,7 @@ class VerifierPool:
         self._streams.pop(number, None)
         future = self._waiters.pop(number, None)
         if future is not None and not future.done():
-            future.set_exception(LinkError("the generation is over", retryable=False))
+            future.set_exception(LinkError("the generation has ended", retryable=False))
 
     def note_model(self, route: int, model: m.ModelIdentity, address: str) -> None:
         """Note the model that a verifier opened with.

@@ -99,7 +99,7 @@ def build_verifier(
             address_rate=bounds.address_message_rate,
         ),
         credentials=access.credentials,
-        authenticate=access.authenticate if access.asks_for_keys else None,
+        authenticate=access.authenticate if access.requires_keys else None,
         texts=packed_texts(config.model),
     )
     return verifier, server

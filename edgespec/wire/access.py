@@ -146,7 +146,7 @@ class KeyFile:
         return KeyRing(found)
 
 
-def new_key() -> tuple[str, str]:
+def make_key() -> tuple[str, str]:
     """Make an API key of 256 random bits. Return it, and its digest as the file holds it."""
     # The prefix makes a leaked key recognisable, for example in a repository.
     key = "edgespec-" + secrets.token_urlsafe(32)
@@ -166,7 +166,7 @@ def save_keys(path: Path, keys: KeyFile) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class ReloadResult:
     keys: KeyChanges
     certificate: bool
     """Whether another certificate is shown from now on."""
@@ -188,7 +188,7 @@ class ServerAccess:
         self._keys, self._tls = config.keys, config.tls
         self._ring = self._read_ring()
         self._identity = identity = load_server_identity(self._tls)
-        self._asks_for_certificates = identity is not None and identity.client_ca is not None
+        self._requires_certificates = identity is not None and identity.client_ca is not None
         self.credentials = None if identity is None else self._port_credentials
         """Makes the credentials of one port of a server. None for plaintext.
 
@@ -196,14 +196,14 @@ class ServerAccess:
         identities require one too."""
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         return self._ring is not None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         found = []
         if self._ring is not None and not len(self._ring):
-            found.append(f"{self._keys} holds no key: nobody is let in")
+            found.append(f"{self._keys} holds no key: every device is refused")
         if self._identity is not None:
             ends = self._identity.expires
             if (days := (ends - datetime.now(UTC)).days) < _EXPIRES_SOON_DAYS:
@@ -216,7 +216,7 @@ class ServerAccess:
         assert self._ring is not None
         return self._ring.credential(key)
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """Read all files again. Raises ``ConfigError``, in which case nothing has changed."""
         ring, identity = self._read_ring(), load_server_identity(self._tls)
         changes, replaced = KeyChanges(), False
@@ -224,7 +224,7 @@ class ServerAccess:
             changes, self._ring = self._ring.changes(ring), ring
         if identity is not None:
             replaced, self._identity = identity != self._identity, identity
-        return Reloaded(changes, replaced, self.warnings)
+        return ReloadResult(changes, replaced, self.warnings)
 
     def _port_credentials(self) -> grpc.ServerCredentials:
         """Return credentials for one port.
@@ -250,14 +250,14 @@ class ServerAccess:
         return grpc.dynamic_ssl_server_credentials(
             shown.configuration(),
             newest,
-            require_client_authentication=self._asks_for_certificates,
+            require_client_authentication=self._requires_certificates,
         )
 
     def _read_ring(self) -> KeyRing | None:
-        return load_config(KeyFile, _checked(self._keys)).ring() if self._keys else None
+        return load_config(KeyFile, _checked_path(self._keys)).ring() if self._keys else None
 
 
-def _checked(name: str, *, secret: bool = False) -> Path:
+def _checked_path(name: str, *, secret: bool = False) -> Path:
     path = Path(os.path.expanduser(name))
     check_file_permissions(path, secret=secret)
     return path
@@ -300,42 +300,46 @@ class DeviceAccess:
             return None
         if found := _NOT_TRUSTED.search(details):
             why = f": {found[1].strip()}" if found[1] else ""
-            return f"its certificate is not trusted{why}; --ca FILE says which CA to trust"
+            return f"its certificate is not trusted{why}; name a CA to trust with --ca FILE"
         if "Hostname Verification Check failed" in details:
-            why = "--set tls.server_name says which one it has"
+            why = "--set tls.server_name=NAME names the one it has"
             return f"its certificate is for another name; {why}"
         if "WRONG_VERSION_NUMBER" in details:
-            return "it does not speak TLS; leave --ca and tls out if that is meant so"
+            return "it does not use TLS; leave out --ca and tls if that is intended"
         if "andshake failed" in details:
             return f"the TLS handshake failed: {details.rpartition('SSL routines:')[2][-200:]}"
         if "Socket closed" not in details and "reset by peer" not in details:
             return None
         closes = "it closes the connection"
         if self.credentials is None:
-            return f"{closes}; it may want TLS: --ca FILE, or --set tls.enabled=true"
+            return f"{closes}; it may require TLS: --ca FILE, or --set tls.enabled=true"
         if self.shows_certificate:
             return f"{closes} in the handshake; it may not accept tls.client_cert"
-        return f"{closes} in the handshake; it may want tls.client_cert and .client_key"
+        return f"{closes} in the handshake; it may require tls.client_cert and .client_key"
 
 
-def device_access(config: AgentConfig, environment: Mapping[str, str] = os.environ) -> DeviceAccess:
-    key = _key(config.api_key_file, environment, "EDGESPEC_API_KEY")
-    return replace(tls_access(config.tls), key=key, insecure=config.insecure)
+def load_device_access(
+    config: AgentConfig, environment: Mapping[str, str] = os.environ
+) -> DeviceAccess:
+    key = _load_key(config.api_key_file, environment, "EDGESPEC_API_KEY")
+    return replace(load_tls_access(config.tls), key=key, insecure=config.insecure)
 
 
-def endpoint_key(settings: EndpointSection, environment: Mapping[str, str] = os.environ) -> str:
+def load_endpoint_key(
+    settings: EndpointSection, environment: Mapping[str, str] = os.environ
+) -> str:
     """Return the API key that clients of a device's endpoint must show. Empty if none is required.
 
     Raises ``ConfigError``."""
-    return _key(settings.key_file, environment, "EDGESPEC_ENDPOINT_KEY")
+    return _load_key(settings.key_file, environment, "EDGESPEC_ENDPOINT_KEY")
 
 
-def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
+def _load_key(path: str, environment: Mapping[str, str], variable: str) -> str:
     source, key = variable, environment.get(variable, "").strip()
     if not key and path:
         source = path
         try:
-            found = read_bytes(_checked(path, secret=True), MAX_KEY_LENGTH + len("\r\n"))
+            found = read_bytes(_checked_path(path, secret=True), MAX_KEY_LENGTH + len("\r\n"))
             key = found.decode("ascii").strip()
         except TooLargeError as error:
             raise ConfigError(f"{path}: holds no key: {error}") from None
@@ -352,7 +356,7 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
     return key
 
 
-def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
+def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
     """Return the device's access without an API key. Raises ``ConfigError`` for files of no use."""
     if not tls.used:
         return DeviceAccess()
@@ -361,7 +365,7 @@ def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
     check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     roots = shown = secret = None
     if tls.ca:
-        roots = _read(ca := _checked(tls.ca))
+        roots = _read(ca := _checked_path(tls.ca))
         try:
             check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
         except ssl.SSLError as error:
@@ -370,7 +374,10 @@ def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
     elif known := ssl.get_default_verify_paths().cafile:
         roots = _read(Path(known))  # Without them, gRPC uses the certificates that it brings along.
     if tls.client_cert:
-        certificate, key = _checked(tls.client_cert), _checked(tls.client_key, secret=True)
+        certificate, key = (
+            _checked_path(tls.client_cert),
+            _checked_path(tls.client_key, secret=True),
+        )
         shown, secret = _read(certificate), _read(key)
         try:
             check.load_cert_chain(certificate, key, password="")
@@ -414,11 +421,11 @@ def load_server_identity(tls: ServerTlsSection) -> ServerIdentity | None:
     ``SetupError``."""
     if not tls.used:
         return None
-    certificate, key = _checked(tls.cert), _checked(tls.key, secret=True)
+    certificate, key = _checked_path(tls.cert), _checked_path(tls.key, secret=True)
     with needs("cryptography", "edgespec[certs]"):
         shown, certificates = read_certificates(certificate)
         secret, _ = read_key(key, certificate, certificates[0])
-        trusted = read_certificates(_checked(tls.client_ca))[0] if tls.client_ca else None
+        trusted = read_certificates(_checked_path(tls.client_ca))[0] if tls.client_ca else None
     expires = min(one.not_valid_after_utc for one in certificates)
     return ServerIdentity(shown, secret, trusted, expires)
 

@@ -21,18 +21,18 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
 from edgespec.wire.grpc_calls import KEY_HEADER, KEY_SCHEME, peer_address, refuse
 
-FIRST_S: Final = 0.5
-PER_S: Final = 20.0
-LAST_S: Final = 10.0
-MAX_HELD: Final = 512
+MIN_DELAY_S: Final = 0.5
+REFUSALS_PER_S: Final = 20.0
+MAX_DELAY_S: Final = 10.0
+MAX_DELAYED_CALLS_PER_PAYER: Final = 512
 """Most calls of one payer that are held."""
-MAX_HELD_IN_ALL: Final = 4_096
-LAST_WORDS_S: Final = 0.5
+MAX_DELAYED_CALLS: Final = 4_096
+LAST_FAULT_TIMEOUT_S: Final = 0.5
 """Seconds for a last fault to leave, although its device may not read."""
-_HINT: Final = "EDGESPEC_API_KEY or the file that api_key_file names holds it on the device"
-NO_KEY: Final = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
+_HINT: Final = "set EDGESPEC_API_KEY or api_key_file on the device"
+NO_KEY: Final = Fault(FaultCode.UNAUTHENTICATED, f"this verifier requires an API key; {_HINT}")
 WRONG_KEY: Final = Fault(
-    FaultCode.UNAUTHENTICATED, f"this verifier does not know the key, or not any more; {_HINT}"
+    FaultCode.UNAUTHENTICATED, f"the API key is unknown to this verifier or was revoked; {_HINT}"
 )
 # A tokenizer of 11 MB travels as 3 MB, which is 24 parts. All peers together receive at most 8 MiB
 # a second, and one peer 4 MiB.
@@ -43,69 +43,69 @@ SPARE_STREAMS: Final = 8
 _S = TypeVar("_S", bound=Hashable)
 
 
-class Refusals:
+class RefusalDelay:
     """Delays refusals: the more calls of a payer are held, the later each of them is refused.
 
     A refusal costs the event loop about 0.4 ms, so a caller that is refused at once and calls again
     in a loop could fill it. Each refused call is held for half a second, or longer if many of one
-    payer's calls are held, so that at most ``PER_S`` of them end in a second. Held calls cost
-    memory only. Beyond ``MAX_HELD`` calls are refused at once again, but that takes as many calls
-    open at the same time."""
+    payer's calls are held, so that at most ``REFUSALS_PER_S`` of them end in a second. Held calls
+    cost memory only. Beyond ``MAX_DELAYED_CALLS_PER_PAYER`` calls are refused at once again, but
+    that takes as many calls open at the same time."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
-        self.held = 0
+        self.delayed = 0
 
-    async def hold(
+    async def delay(
         self, payer: str, wait: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
         """Return when a call of ``payer`` may be refused.
 
         ``wait`` waits for the given seconds, or until the call has ended."""
-        if self._held[payer] >= MAX_HELD or self.held >= MAX_HELD_IN_ALL:
+        if self._held[payer] >= MAX_DELAYED_CALLS_PER_PAYER or self.delayed >= MAX_DELAYED_CALLS:
             return
         self._held[payer] += 1
-        self.held += 1
+        self.delayed += 1
         try:
-            await wait(min(max(FIRST_S, self._held[payer] / PER_S), LAST_S))
+            await wait(min(max(MIN_DELAY_S, self._held[payer] / REFUSALS_PER_S), MAX_DELAY_S))
         finally:
-            self.held -= 1
+            self.delayed -= 1
             self._held[payer] -= 1
             if not self._held[payer]:
                 del self._held[payer]
 
 
-def caller(peer: str, credential: Credential) -> str:
+def caller_name(peer: str, credential: Credential) -> str:
     """Return the name under which a call waits in a queue: the peer, and the name of its API key.
 
     So no key can fill the queue of others that call from the same address, such as a proxy's."""
     return f"{peer} (key {credential.name!r})" if credential.name else peer
 
 
-def payer(peer: str, credential: Credential) -> str:
+def payer_name(peer: str, credential: Credential) -> str:
     """Return the name under which a call or a message is charged.
 
     It is the API key, from any address, or the peer if no key was shown."""
     return f"key {credential.name!r}" if credential.name else peer
 
 
-class CallLine:
+class CallQueue:
     """One queue for all callers, in which each peer has its own rate."""
 
     def __init__(self, limits: CallLimits) -> None:
         self._budget = CallBudget(limits, time.monotonic())
-        self._refusals = Refusals()
+        self._refusals = RefusalDelay()
 
-    async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
+    async def wait_turn(self, context: Any, credential: Credential = ANYBODY) -> None:
         """Wait until the call of ``context`` is next. Abort the call if the queue is too long."""
         address = peer_address(str(context.peer()))
-        peer = caller(address, credential)
-        wait_s = self._budget.turn(peer, time.monotonic(), payer(address, credential))
+        peer = caller_name(address, credential)
+        wait_s = self._budget.turn(peer, time.monotonic(), payer_name(address, credential))
         most_s = self._budget.limits.max_wait_s
         if wait_s > most_s:
             wait = f"the wait would be {wait_s:.1f} s, the limit is {most_s:g} s"
-            await self._refusals.hold(peer)
-            why = f"{peer} asks too often: {wait}"
+            await self._refusals.delay(peer)
+            why = f"{peer} calls too often: {wait}"
             await refuse(context, Fault(FaultCode.OVERLOADED, why, wait_s - most_s))
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)
@@ -117,8 +117,8 @@ class SideServices(grpc.aio.ServerInterceptor):
     The library's health and reflection services would otherwise answer a peer that calls in a loop
     as fast as they can."""
 
-    def __init__(self, own: str, line: CallLine) -> None:
-        self._own, self._line = f"/{own}/", line
+    def __init__(self, own: str, queue: CallQueue) -> None:
+        self._own, self._queue = f"/{own}/", queue
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -128,23 +128,29 @@ class SideServices(grpc.aio.ServerInterceptor):
             return handler
         parts = handler.request_deserializer, handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._one(handler.unary_unary), *parts)
+            return grpc.unary_unary_rpc_method_handler(
+                self._queue_call(handler.unary_unary), *parts
+            )
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._one(handler.unary_stream), *parts)
-        return grpc.stream_stream_rpc_method_handler(self._each(handler.stream_stream), *parts)
+            return grpc.unary_stream_rpc_method_handler(
+                self._queue_call(handler.unary_stream), *parts
+            )
+        return grpc.stream_stream_rpc_method_handler(
+            self._queue_messages(handler.stream_stream), *parts
+        )
 
-    def _one(self, answer: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    def _queue_call(self, answer: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         async def in_turn(request: Any, context: Any) -> Any:
-            await self._line.turn(context)
+            await self._queue.wait_turn(context)
             return await answer(request, context)
 
         return in_turn
 
-    def _each(self, answer: Callable[[Any, Any], Any]) -> Any:
+    def _queue_messages(self, answer: Callable[[Any, Any], Any]) -> Any:
         async def in_turn(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             async def paced() -> AsyncIterator[Any]:
                 async for request in requests:
-                    await self._line.turn(context)
+                    await self._queue.wait_turn(context)
                     yield request
 
             async for reply in answer(paced(), context):
@@ -153,7 +159,7 @@ class SideServices(grpc.aio.ServerInterceptor):
         return in_turn
 
 
-def shown_key(context: Any) -> str:
+def read_key(context: Any) -> str:
     """Return the API key in a call's metadata. Empty if there is none, or more than one."""
     values = [value for key, value in context.invocation_metadata() or () if key == KEY_HEADER]
     if len(values) != 1 or not isinstance(values[0], str):
@@ -163,7 +169,7 @@ def shown_key(context: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[_S]):
+class SlotGrant(Generic[_S]):
     refusal: str | None = None
     """Reason why the stream got no slot, with the bound and the value."""
     evicted: _S | None = None
@@ -189,22 +195,24 @@ class StreamSlots(Generic[_S]):
         assert 0.0 < peer_share <= 1.0
         self.max_streams = max_streams
         self.peer_streams = max(1, math.floor(max_streams * peer_share))
-        self._owners_of: dict[_S, tuple[str, ...]] = {}
+        self._owners: dict[_S, tuple[str, ...]] = {}
         """Owners of each stream, its peer first."""
         self._held: Counter[str] = Counter()
         self._idle: dict[_S, None] = {}
         """Idle streams in the order of arrival."""
 
     def __len__(self) -> int:
-        return len(self._owners_of)
+        return len(self._owners)
 
-    def enter(self, stream: _S, peer: str, credential: Credential = ANYBODY) -> Entry[_S]:
+    def acquire(self, stream: _S, peer: str, credential: Credential = ANYBODY) -> SlotGrant[_S]:
         """Take a slot for a new stream of ``peer``, which showed the key of ``credential``."""
         bounds = {peer: self.peer_streams}
         if credential.name:
-            most = 2 * credential.max_sessions + SPARE_STREAMS
-            least = min(self.peer_streams, most) if credential.max_sessions else self.peer_streams
-            bounds[payer(peer, credential)] = least
+            key_bound = 2 * credential.max_sessions + SPARE_STREAMS
+            bound = (
+                min(self.peer_streams, key_bound) if credential.max_sessions else self.peer_streams
+            )
+            bounds[payer_name(peer, credential)] = bound
         owners = tuple(bounds)
         full = [owner for owner in owners if self._held[owner] >= bounds[owner]]
         evicted = None
@@ -213,29 +221,29 @@ class StreamSlots(Generic[_S]):
                 for owner in full:
                     if bounds[owner] < self.max_streams:
                         held = f"{self._held[owner]} streams of {owner} are open"
-                        return Entry(f"{held}, the limit is {bounds[owner]}")
-                return Entry(f"{len(self)} streams are open, the limit is {self.max_streams}")
-            self.leave(evicted)
-        self._owners_of[stream], self._idle[stream] = owners, None
+                        return SlotGrant(f"{held}, the limit is {bounds[owner]}")
+                return SlotGrant(f"{len(self)} streams are open, the limit is {self.max_streams}")
+            self.release(evicted)
+        self._owners[stream], self._idle[stream] = owners, None
         self._held.update(owners)
-        return Entry(evicted=evicted)
+        return SlotGrant(evicted=evicted)
 
     def _oldest_idle(self, owners: set[str]) -> _S | None:
         """Return the oldest idle stream that counts for all of ``owners``.
 
         Without owners, it is the oldest one of the peer with most idle streams."""
         if not owners:
-            idle_peers = Counter(self._owners_of[one][0] for one in self._idle)
+            idle_peers = Counter(self._owners[one][0] for one in self._idle)
             owners = {peer for peer, _ in idle_peers.most_common(1)}
-        return next((one for one in self._idle if owners.issubset(self._owners_of[one])), None)
+        return next((one for one in self._idle if owners.issubset(self._owners[one])), None)
 
-    def opened(self, stream: _S) -> None:
+    def mark_opened(self, stream: _S) -> None:
         """Note that the stream's Open has arrived. A stream without a slot is ignored."""
         self._idle.pop(stream, None)
 
-    def leave(self, stream: _S) -> None:
+    def release(self, stream: _S) -> None:
         self._idle.pop(stream, None)
-        for owner in self._owners_of.pop(stream, ()):
+        for owner in self._owners.pop(stream, ()):
             self._held[owner] -= 1
             if not self._held[owner]:
                 del self._held[owner]

@@ -31,7 +31,7 @@ from edgespec.wire.access import read_certificates, read_key
 CA_NAME: Final = "ca"
 CA_DAYS: Final = 3650
 LEAF_DAYS: Final = 397
-_MAX_NAME_LENGTH: Final = 64  # This is the limit of a common name by X.520.
+_MAX_NAME_CHARS: Final = 64  # This is the limit of a common name by X.520.
 _MAX_NAMES: Final = 100
 # Clocks differ, so a certificate is valid from a little before it was made.
 _BACKDATED: Final = timedelta(minutes=5)
@@ -47,9 +47,9 @@ Files = tuple[Path, Path]
 
 def make_ca(folder: Path) -> Files:
     """Make ``ca.pem`` and ``ca.key``. Raises ``SetupError`` and ``OSError``."""
-    files, key = _free(folder, CA_NAME), ec.generate_private_key(ec.SECP256R1())
-    subject = _name("edgespec CA")
-    builder = _builder(subject, subject, key.public_key(), CA_DAYS, ca=True)
+    files, key = _new_paths(folder, CA_NAME), ec.generate_private_key(ec.SECP256R1())
+    subject = _common_name("edgespec CA")
+    builder = _make_builder(subject, subject, key.public_key(), CA_DAYS, ca=True)
     _write(files, builder.sign(key, hashes.SHA256()), key)
     return files
 
@@ -60,19 +60,19 @@ def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> F
     Raises ``SetupError`` and ``OSError``."""
     if not 1 <= len(names) <= _MAX_NAMES:
         raise SetupError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
-    alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
-    shown = names[0][:_MAX_NAME_LENGTH]  # The name is for people; TLS checks the alternatives.
-    return _signed(folder, out, shown, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
+    alternatives = x509.SubjectAlternativeName([_parse_alternative(name) for name in names])
+    shown = names[0][:_MAX_NAME_CHARS]  # The name is for people; TLS checks the alternatives.
+    return _sign(folder, out, shown, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
 
 
 def make_device(folder: Path, name: str) -> Files:
     """Make a device's certificate, signed by the folder's CA. The files are named after the device.
 
     Raises ``SetupError`` and ``OSError``."""
-    return _signed(folder, name, name, ExtendedKeyUsageOID.CLIENT_AUTH)
+    return _sign(folder, name, name, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
-def _signed(
+def _sign(
     folder: Path,
     stem: str,
     name: str,
@@ -81,7 +81,7 @@ def _signed(
 ) -> Files:
     if stem == CA_NAME:
         raise SetupError(f"the name {stem!r} is the CA's own")
-    files = _free(folder, stem)
+    files = _new_paths(folder, stem)
     ca, ca_key = _load_ca(folder)
     ends = datetime.now(UTC) + timedelta(days=LEAF_DAYS)
     if ends > ca.not_valid_after_utc:
@@ -90,7 +90,7 @@ def _signed(
             f" {ca.not_valid_after_utc:%Y-%m-%d}: make a new one in another folder"
         )
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(_name(name), ca.subject, key.public_key(), LEAF_DAYS, ca=False)
+    builder = _make_builder(_common_name(name), ca.subject, key.public_key(), LEAF_DAYS, ca=False)
     signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     for one in (x509.ExtendedKeyUsage([purpose]), signer, *alternatives):
         builder = builder.add_extension(one, critical=False)
@@ -98,7 +98,7 @@ def _signed(
     return files
 
 
-def _builder(
+def _make_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int, *, ca: bool
 ) -> x509.CertificateBuilder:
     """Return a builder for a certificate. With ``ca`` it signs certificates, and nothing else."""
@@ -116,15 +116,15 @@ def _builder(
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 
-def _name(text: str) -> x509.Name:
-    if not 1 <= len(text) <= _MAX_NAME_LENGTH or not text.isprintable():
+def _common_name(text: str) -> x509.Name:
+    if not 1 <= len(text) <= _MAX_NAME_CHARS or not text.isprintable():
         raise SetupError(
-            f"the name {text[:80]!r} must have 1 to {_MAX_NAME_LENGTH} printable characters"
+            f"the name {text[:80]!r} must have 1 to {_MAX_NAME_CHARS} printable characters"
         )
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
-def _alternative(name: str) -> x509.GeneralName:
+def _parse_alternative(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ip_address(name))
     except ValueError:
@@ -146,7 +146,7 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
         raise SetupError(str(error)) from None
 
 
-def _free(folder: Path, stem: str) -> Files:
+def _new_paths(folder: Path, stem: str) -> Files:
     if not _FILE.fullmatch(stem):
         raise SetupError(f"{stem[:80]!r} cannot be the name of a file here: letters, digits, ._-")
     files = folder / f"{stem}.pem", folder / f"{stem}.key"

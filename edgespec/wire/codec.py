@@ -144,11 +144,11 @@ _MEMBERS: Final[dict[type[Any], dict[int, Any]]] = {
         (m.FaultCode, pb.FaultCode),
     )
 }
-_NUMBER: Final[dict[Enum, Any]] = {
+_NUMBERS: Final[dict[Enum, Any]] = {
     member: number for members in _MEMBERS.values() for number, member in members.items()
 }
 # The wire has one value for both, and the device distinguishes them.
-_NUMBER[m.FinishReason.CONTEXT] = _NUMBER[m.FinishReason.LENGTH]
+_NUMBERS[m.FinishReason.CONTEXT] = _NUMBERS[m.FinishReason.LENGTH]
 
 
 def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
@@ -165,14 +165,14 @@ def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> byt
             wire = pb.DeviceMessage(open=_encode_open(message, limits))
         case _:
             assert_never(message)
-    return _serialised(wire, limits)
+    return _serialise(wire, limits)
 
 
 def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Uplink:
     """Return the message in ``payload``.
 
     Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
-    wire = parsed(pb.DeviceMessage, payload, limits.max_message_bytes)
+    wire = parse_message(pb.DeviceMessage, payload, limits.max_message_bytes)
     if wire.HasField("draft"):  # This is the usual case.
         return _decode_draft(wire.draft)
     match wire.WhichOneof("kind"):
@@ -198,14 +198,14 @@ def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) ->
             wire = pb.VerifierMessage(fault=_to_wire(cut))
         case _:
             assert_never(message)
-    return _serialised(wire, limits)
+    return _serialise(wire, limits)
 
 
 def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Downlink:
     """Return the message in ``payload``.
 
     Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
-    wire = parsed(pb.VerifierMessage, payload, limits.max_message_bytes)
+    wire = parse_message(pb.VerifierMessage, payload, limits.max_message_bytes)
     match wire.WhichOneof("kind"):
         case "commit":
             return _decode_commit(wire.commit)
@@ -229,16 +229,16 @@ def encode_info(info: m.VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> by
     _check_info(info)
     wire: pb.InfoReply = _to_wire(info)
     wire.protocol_version = m.PROTOCOL_VERSION
-    return _serialised(wire, limits)
+    return _serialise(wire, limits)
 
 
 def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.VerifierInfo:
-    wire = parsed(pb.InfoReply, payload, limits.max_message_bytes)
+    wire = parse_message(pb.InfoReply, payload, limits.max_message_bytes)
     _check_info(wire)
     return _from_wire(m.VerifierInfo, wire)
 
 
-def parsed(kind: type[_P], payload: bytes, max_bytes: int) -> _P:
+def parse_message(kind: type[_P], payload: bytes, max_bytes: int) -> _P:
     """Return the protobuf message of that kind. Raises ``ProtocolViolation``."""
     if len(payload) > max_bytes:
         check_number("bytes of the message", len(payload), 0, max_bytes)
@@ -251,7 +251,7 @@ def parsed(kind: type[_P], payload: bytes, max_bytes: int) -> _P:
     return wire
 
 
-def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
+def _serialise(wire: ProtobufMessage, limits: WireLimits) -> bytes:
     payload = wire.SerializeToString()
     if len(payload) > limits.max_message_bytes:
         check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
@@ -283,15 +283,15 @@ def _encode_draft(draft: m.Draft) -> pb.Draft:
 
 
 def _decode_draft(wire: pb.Draft) -> m.Draft:
-    sent, given = wire.tokens, wire.parent_deltas
+    sent, sent_deltas = wire.tokens, wire.parent_deltas
     count, first = len(sent), wire.first_node_id
     if not (0 < count <= _MAX_DRAFT_NODES and 0 < first <= MAX_UINT32 - count):
         _check_node_ids(first, count)
-    if given and len(given) != count:
+    if sent_deltas and len(sent_deltas) != count:
         raise ProtocolViolation(
-            f"Draft.parent_deltas has {len(given)} entries, but must have none or {count}"
+            f"Draft.parent_deltas has {len(sent_deltas)} entries, but must have none or {count}"
         )
-    tokens, deltas = tuple(sent[:]), given[:] or [1] * count
+    tokens, deltas = tuple(sent[:]), sent_deltas[:] or [1] * count
     parents = tuple([at - delta if delta else 0 for at, delta in enumerate(deltas, first)])
     if count and min(parents) <= 0:
         for at, delta in enumerate(deltas):
@@ -330,7 +330,7 @@ def _encode_commit(commit: m.Commit) -> pb.VerifierMessage:
     wire.accepted = commit.accepted
     wire.echo = check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
     if commit.finish is not None:
-        wire.finish = _NUMBER[commit.finish]
+        wire.finish = _NUMBERS[commit.finish]
     if commit.row_price is not None:
         wire.row_price = check_number("Commit.row_price", commit.row_price, 0, m.MAX_PRICE)
     if commit.credit is not None:
@@ -420,7 +420,7 @@ def _check_length(field: str, count: int, wanted: str, length: int) -> None:
 
 # --- messages whose fields have the same names here and on the wire ------------------------------
 
-_WIRE: Final[dict[type[Any], type[ProtobufMessage]]] = {
+_WIRE_TYPES: Final[dict[type[Any], type[ProtobufMessage]]] = {
     m.Open: pb.Open,
     SamplingParams: pb.Sampling,
     Constraint: pb.Constraint,
@@ -435,14 +435,17 @@ _TEXT_BYTES: Final = {
     **{"session_id": _MAX_SESSION_ID_BYTES, "rule": _MAX_RULE_BYTES},
     **dict.fromkeys(("model", "name", "vocabulary", "fingerprint"), m.MAX_NAME_BYTES),
 }
-_MOST_ENTRIES: Final = {
+_MAX_ENTRIES: Final = {
     "logit_bias": MAX_BIASES,
     "stop_token_ids": MAX_STOP_IDS,
     "eos_token_ids": MAX_STOP_IDS,
     "adapters": m.MAX_ADAPTERS,
 }
-_HOLD_TOKENS: Final = ("prompt", "committed", "logit_bias", "stop_token_ids", "eos_token_ids")
-_BITS: Final = {FieldDescriptor.TYPE_UINT32: MAX_UINT32, FieldDescriptor.TYPE_UINT64: MAX_UINT64}
+_TOKEN_FIELDS: Final = ("prompt", "committed", "logit_bias", "stop_token_ids", "eos_token_ids")
+_MAX_OF_TYPE: Final = {
+    FieldDescriptor.TYPE_UINT32: MAX_UINT32,
+    FieldDescriptor.TYPE_UINT64: MAX_UINT64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,17 +453,17 @@ class _SharedField:
     name: str
     kind: type[Any]
     """Type of the value, or of each of several values."""
-    many: bool
-    optional: bool
+    is_repeated: bool
+    is_optional: bool
     """Whether the wire shows that the field is missing. A missing field has its default."""
     default: object
-    most: int
+    largest: int
     """Largest number on the wire, or -1 if the value is no number."""
 
 
 def _shared_fields(message: type[Any]) -> tuple[_SharedField, ...]:
     """Return the fields of ``message`` that travel."""
-    hints, on_wire = get_type_hints(message), _WIRE[message].DESCRIPTOR.fields_by_name
+    hints, on_wire = get_type_hints(message), _WIRE_TYPES[message].DESCRIPTOR.fields_by_name
     found = []
     for field in fields(message):
         if (wire := on_wire.get(field.name)) is None:
@@ -468,13 +471,13 @@ def _shared_fields(message: type[Any]) -> tuple[_SharedField, ...]:
         # The value type of ``X | None`` and of ``tuple[X, ...]``.
         kind = (*get_args(hints[field.name]), hints[field.name])[0]
         required = field.default is MISSING and field.default_factory is MISSING
-        optional, most = wire.has_presence and not required, _BITS.get(wire.type, -1)
+        optional, most = wire.has_presence and not required, _MAX_OF_TYPE.get(wire.type, -1)
         shared = _SharedField(field.name, kind, wire.is_repeated, optional, field.default, most)
         found.append(shared)
     return tuple(found)
 
 
-_FIELDS: Final = {message: _shared_fields(message) for message in _WIRE}
+_FIELDS: Final = {message: _shared_fields(message) for message in _WIRE_TYPES}
 
 
 def _check_field(name: str, value: Any, one: _SharedField) -> None:
@@ -484,29 +487,29 @@ def _check_field(name: str, value: Any, one: _SharedField) -> None:
     elif one.kind is float and one.name.endswith("_s"):
         if not 0.0 <= value < math.inf:
             raise ProtocolViolation(f"{name} is {value}, but must be finite and not negative")
-    elif one.most >= 0 and not one.many:
-        check_number(name, value, 0, one.most)
-    if (most := _MOST_ENTRIES.get(one.name)) is not None:
+    elif one.largest >= 0 and not one.is_repeated:
+        check_number(name, value, 0, one.largest)
+    if (most := _MAX_ENTRIES.get(one.name)) is not None:
         check_count(name, len(value), most)
-    if one.name in _HOLD_TOKENS:
+    if one.name in _TOKEN_FIELDS:
         check_tokens(name, tuple(value))
 
 
 def _to_wire(message: Any) -> Any:
     """Return the protobuf message of a core message. Raises ``ProtocolViolation``."""
-    kind, given = _WIRE[type(message)], dict[str, Any]()
+    kind, given = _WIRE_TYPES[type(message)], dict[str, Any]()
     for one in _FIELDS[type(message)]:
         value = getattr(message, one.name)
-        if value is None or (one.optional and value == one.default):
+        if value is None or (one.is_optional and value == one.default):
             continue
         if isinstance(value, Enum):
-            value = _NUMBER[value]
+            value = _NUMBERS[value]
         else:
             _check_field(f"{kind.DESCRIPTOR.name}.{one.name}", value, one)
-            if one.kind in _WIRE:
-                parts = value if one.many else (value,)
+            if one.kind in _WIRE_TYPES:
+                parts = value if one.is_repeated else (value,)
                 wires = [_to_wire(part) for part in parts]
-                value = wires if one.many else wires[0]
+                value = wires if one.is_repeated else wires[0]
         given[one.name] = value
     return kind(**given)
 
@@ -517,19 +520,19 @@ def _from_wire(kind: type[_T], wire: Any) -> _T:
     Raises ``ProtocolViolation``, also with the error of a dataclass that refuses a value."""
     place, given = wire.DESCRIPTOR.name, dict[str, Any]()
     for one in _FIELDS[kind]:
-        if one.optional and not wire.HasField(one.name):
+        if one.is_optional and not wire.HasField(one.name):
             continue
         name, value = f"{place}.{one.name}", getattr(wire, one.name)
         if issubclass(one.kind, Enum):
             value = check_member(name, _MEMBERS[one.kind], value)
         else:
-            if one.many:
+            if one.is_repeated:
                 value = dict(value) if isinstance(value, Mapping) else tuple(value)
             _check_field(name, value, one)
-            if one.kind in _WIRE:
-                parts = value if one.many else (value,)
+            if one.kind in _WIRE_TYPES:
+                parts = value if one.is_repeated else (value,)
                 found = tuple([_from_wire(one.kind, part) for part in parts])
-                value = found if one.many else found[0]
+                value = found if one.is_repeated else found[0]
         given[one.name] = value
     try:
         return kind(**given)
@@ -572,7 +575,7 @@ def _check_info(info: m.VerifierInfo | pb.InfoReply) -> None:
         check_number("ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32)
         check_number("ModelInfo.context_length", model.context_length, 1, MAX_UINT32)
     if (drafts := info.drafts) is not None:
-        for who in ("device", "model", "text"):
-            most = getattr(drafts, f"{who}_nodes")
-            name = f"{who}_accepted"
+        for source in ("device", "model", "text"):
+            most = getattr(drafts, f"{source}_nodes")
+            name = f"{source}_accepted"
             check_number(f"DraftTotals.{name}", getattr(drafts, name), 0, most)

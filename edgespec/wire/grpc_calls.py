@@ -34,10 +34,10 @@ class ShieldedCall(Generic[_T]):
         self._task: asyncio.Task[_T] | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self._task is not None
 
-    def begin(
+    def start(
         self, operation: Coroutine[Any, Any, _T], failed: Callable[[BaseException], None]
     ) -> None:
         """Start ``operation`` without waiting for it.
@@ -56,7 +56,7 @@ class ShieldedCall(Generic[_T]):
 
         task.add_done_callback(forget)
 
-    async def take(
+    async def run(
         self,
         operation: Callable[[], Coroutine[Any, Any, _T]],
         unless: asyncio.Future[Any] | None = None,
@@ -73,7 +73,7 @@ class ShieldedCall(Generic[_T]):
             raise InterruptedOperation("the operation was cancelled")
         return task.result()
 
-    async def settle(self, unless: asyncio.Future[Any] | None = None) -> None:
+    async def wait_finished(self, unless: asyncio.Future[Any] | None = None) -> None:
         """Wait for the operation that a cancelled caller left running, and drop its result.
 
         Raises ``InterruptedOperation``."""
@@ -91,7 +91,7 @@ class ShieldedCall(Generic[_T]):
         return task
 
 
-GONE: Final = (
+CALL_ENDED_ERRORS: Final = (
     grpc.aio.BaseError,
     grpc.RpcError,
     ConnectionError,
@@ -111,12 +111,12 @@ async def abort_call(
         await context.abort(code, details, metadata)
     except grpc.aio.AbortError:
         raise
-    except GONE as error:
+    except CALL_ENDED_ERRORS as error:
         raise asyncio.CancelledError(f"the client left before its refusal: {error}") from None
     raise AssertionError("abort raises")
 
 
-STATUS: Final = {
+STATUS_OF_FAULT: Final = {
     FaultCode.RESYNC: grpc.StatusCode.ABORTED,
     FaultCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     FaultCode.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
@@ -129,7 +129,7 @@ STATUS: Final = {
 }
 # Most characters of a status. It travels in a header, and peers refuse long ones. The Fault message
 # carries the whole text.
-_MAX_DETAILS: Final = 512
+_MAX_DETAILS_CHARS: Final = 512
 
 
 async def refuse(context: Any, fault: Fault) -> NoReturn:
@@ -141,7 +141,9 @@ async def refuse(context: Any, fault: Fault) -> NoReturn:
     if (wait_s := fault.retry_after_s) > 0.0:
         whole, milliseconds = str(math.ceil(wait_s)), str(math.ceil(wait_s * 1e3))
         advice = ("retry-after", whole), ("grpc-retry-pushback-ms", milliseconds)
-    await abort_call(context, STATUS[fault.code], fault.message[:_MAX_DETAILS], advice)
+    await abort_call(
+        context, STATUS_OF_FAULT[fault.code], fault.message[:_MAX_DETAILS_CHARS], advice
+    )
 
 
 # Channel arguments of both ends bound messages and windows, and detect dead peers.
@@ -153,14 +155,14 @@ async def refuse(context: Any, fault: Fault) -> NoReturn:
 # relaxed.
 
 Options = list[tuple[str, int | str]]
-PING_EVERY_S = PING_TIMEOUT_S = 1.5
+PING_INTERVAL_S = PING_TIMEOUT_S = 1.5
 """Seconds between pings while a stream is open, and until a ping counts as lost. A dead peer is
 noticed after about the sum of the two."""
 
 
 def client_options(limits: WireLimits, connect_timeout_s: float) -> Options:
     return [
-        *_common(limits),
+        *_common_options(limits),
         # A transport has one connection. The library would share it with every equal channel.
         ("grpc.use_local_subchannel_pool", 1),
         # An idle device does not ping, to save battery and mobile radio.
@@ -178,7 +180,7 @@ def client_options(limits: WireLimits, connect_timeout_s: float) -> Options:
 
 def server_options(limits: WireLimits) -> Options:
     return [
-        *_common(limits),
+        *_common_options(limits),
         # Off, so that a second daemon on the port fails instead of stealing half of the devices.
         ("grpc.so_reuseport", 0),
         # Limit of a client's TLS handshake. The library waits two minutes.
@@ -188,12 +190,12 @@ def server_options(limits: WireLimits) -> Options:
     ]
 
 
-def _common(limits: WireLimits) -> Options:
+def _common_options(limits: WireLimits) -> Options:
     timeout_ms = int(PING_TIMEOUT_S * 1000)
     return [
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.keepalive_time_ms", int(PING_EVERY_S * 1000)),
+        ("grpc.keepalive_time_ms", int(PING_INTERVAL_S * 1000)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.http2.max_pings_without_data", 0),

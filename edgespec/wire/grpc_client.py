@@ -24,15 +24,17 @@ from edgespec.wire import codec, grpc_calls
 from edgespec.wire.access import DeviceAccess
 
 # Statuses that a second attempt would meet again.
-_FINAL: Final = {status for code, status in grpc_calls.STATUS.items() if not code.retryable} | {
+_FINAL_STATUSES: Final = {
+    status for code, status in grpc_calls.STATUS_OF_FAULT.items() if not code.retryable
+} | {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.PERMISSION_DENIED,
 }
-_TOO_LARGE: Final = "message larger than max"
-ANSWER_WITHIN_S = 5.0
+_TOO_LARGE_TEXT: Final = "message larger than max"
+CALL_TIMEOUT_S = 5.0
 """Limit in seconds for connecting and for each unary call."""
 # Seconds that a closed stream may wait for the verifier to end it too.
-_LINGER_S: Final = 1.0
+_LINGER_TIMEOUT_S: Final = 1.0
 
 
 class GrpcTransport:
@@ -68,15 +70,15 @@ class GrpcTransport:
 
     async def connect(self) -> DeviceStream:
         """Open a stream. Raises ``LinkError`` naming the address and the reason."""
-        method: Any = self._open_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
+        method: Any = self._get_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
             metadata = (*metadata, (grpc_calls.CONVERSATION_HEADER, conversation))
         call = method(metadata=metadata)
         try:
-            with self._calling("connect"):
+            with self._counted_call("connect"):
                 # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
-                async with asyncio.timeout(ANSWER_WITHIN_S):
+                async with asyncio.timeout(CALL_TIMEOUT_S):
                     await call.wait_for_connection()
         except BaseException:
             call.cancel()
@@ -86,17 +88,17 @@ class GrpcTransport:
         return stream
 
     async def info(self) -> VerifierInfo:
-        payload = await self.ask("Info", b"")
+        payload = await self.call_unary("Info", b"")
         try:
             return codec.decode_info(payload, self.limits)
         except codec.ProtocolViolation as violation:
             raise LinkError(f"verifier at {self.address}: {violation}", retryable=False) from None
 
-    async def ask(self, name: str, request: bytes) -> bytes:
+    async def call_unary(self, name: str, request: bytes) -> bytes:
         """Make one unary call of the service, such as ``Tokenizer``. Raises ``LinkError``."""
-        method: Any = self._open_channel().unary_unary(f"/{codec.SERVICE}/{name}", None, None)
-        with self._calling(name.lower()):
-            return bytes(await method(request, timeout=ANSWER_WITHIN_S, metadata=self._metadata))
+        method: Any = self._get_channel().unary_unary(f"/{codec.SERVICE}/{name}", None, None)
+        with self._counted_call(name.lower()):
+            return bytes(await method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
 
     async def close(self) -> None:
         """End all streams, after a moment in which sent messages may arrive."""
@@ -109,13 +111,13 @@ class GrpcTransport:
             await channel.close(None)
 
     @contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
+    def _counted_call(self, what: str) -> Iterator[None]:
         """Count a call that is under way, and turn the library's errors into a ``LinkError``."""
         self._calls += 1
         try:
             yield
         except (TimeoutError, grpc.aio.AioRpcError) as error:
-            raise self._refused(error, what) from None
+            raise self._call_error(error, what) from None
         finally:
             self._calls -= 1
 
@@ -126,27 +128,27 @@ class GrpcTransport:
         self._lingering.add(task)
         task.add_done_callback(self._lingering.discard)
 
-    def _open_channel(self) -> grpc.aio.Channel:
+    def _get_channel(self) -> grpc.aio.Channel:
         """Return the channel. It is made on first use, because it belongs to the running event
         loop."""
         if self._closed:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
-            options = grpc_calls.client_options(self.limits, ANSWER_WITHIN_S)
-            self._channel = _channel(self.address, self._access, options)
+            options = grpc_calls.client_options(self.limits, CALL_TIMEOUT_S)
+            self._channel = _make_channel(self.address, self._access, options)
         return self._channel
 
-    def _refused(self, error: TimeoutError | grpc.aio.AioRpcError, what: str) -> LinkError:
+    def _call_error(self, error: TimeoutError | grpc.aio.AioRpcError, what: str) -> LinkError:
         """Return the reason why a call failed. gRPC's own words for a failed handshake hide it."""
         if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            late = f"no answer to {what} within {ANSWER_WITHIN_S} s"
-            proxy = _proxy_in_words(self.address, self._access)
+            late = f"no answer to {what} within {CALL_TIMEOUT_S} s"
+            proxy = _describe_proxy(self.address, self._access)
             return LinkError(f"verifier at {self.address}: {late}{proxy}")
         if (why := self._access.handshake_failure(error.details() or "")) is not None:
             return UntrustedPeerError(f"verifier at {self.address}: {why}")
         details = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            details += _proxy_in_words(self.address, self._access)
+            details += _describe_proxy(self.address, self._access)
         return _link_error(self.address, error.code(), details)
 
 
@@ -176,31 +178,31 @@ class GrpcDeviceStream:
         payload = codec.encode_uplink(message, self._limits)
         async with self._write_lock:
             if self._closed.done() or self._call.done():
-                raise await self._ended()
+                raise await self._end_error()
             try:
-                await self._writing.settle(self._closed)
-                await self._writing.take(lambda: self._write(payload), self._closed)
-            except grpc_calls.GONE:
-                raise await self._ended() from None
+                await self._writing.wait_finished(self._closed)
+                await self._writing.run(lambda: self._write(payload), self._closed)
+            except grpc_calls.CALL_ENDED_ERRORS:
+                raise await self._end_error() from None
 
     async def receive(self) -> Downlink:
         """Return the next message.
 
         Raises ``LinkError`` if the stream has ended, also because a message exceeded a bound."""
         if self._closed.done():
-            raise await self._ended()
+            raise await self._end_error()
         try:
-            payload = await self._reading.take(self._call.read, self._closed)
-        except grpc_calls.GONE:
-            raise await self._ended() from None
+            payload = await self._reading.run(self._call.read, self._closed)
+        except grpc_calls.CALL_ENDED_ERRORS:
+            raise await self._end_error() from None
         if payload is EOF:
-            raise await self._ended()
+            raise await self._end_error()
         try:
             message = codec.decode_downlink(payload, self._limits)
         except codec.ProtocolViolation as violation:
             self._violation = str(violation)
             self._call.cancel()
-            raise await self._ended() from None
+            raise await self._end_error() from None
         if isinstance(message, Fault):
             self._fault = message
         return message
@@ -227,19 +229,19 @@ class GrpcDeviceStream:
         Cancelling the call at once would drop messages that the verifier has not read. A call that
         ended with unread messages here would never be freed by the library."""
         try:
-            async with asyncio.timeout(_LINGER_S):
-                with suppress(*grpc_calls.GONE):
+            async with asyncio.timeout(_LINGER_TIMEOUT_S):
+                with suppress(*grpc_calls.CALL_ENDED_ERRORS):
                     async with self._write_lock:
-                        await self._writing.settle()
-                        await self._writing.take(self._call.done_writing)
-                while await self._reading.take(self._call.read) is not EOF:
+                        await self._writing.wait_finished()
+                        await self._writing.run(self._call.done_writing)
+                while await self._reading.run(self._call.read) is not EOF:
                     pass
-        except (TimeoutError, *grpc_calls.GONE):
+        except (TimeoutError, *grpc_calls.CALL_ENDED_ERRORS):
             return
         finally:
             self._call.cancel()
 
-    async def _ended(self) -> LinkError:
+    async def _end_error(self) -> LinkError:
         if self._violation is not None:
             return LinkError(f"verifier at {self._address}: {self._violation}", retryable=False)
         if self._closed.done():
@@ -256,37 +258,39 @@ def _link_error(address: str, code: grpc.StatusCode, details: str | None) -> Lin
         return LinkError(f"verifier at {address} ended the stream")
     text = f"verifier at {address}: {code.name}: {details or 'no details'}"
     # The library's own refusal of a message has the status of a verifier that is merely busy.
-    too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (details or "")
-    alive = code in _FINAL or code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    return LinkError(text, retryable=code not in _FINAL and not too_large, alive=alive)
+    too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE_TEXT in (details or "")
+    alive = code in _FINAL_STATUSES or code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return LinkError(text, retryable=code not in _FINAL_STATUSES and not too_large, alive=alive)
 
 
 SERVING = "SERVING"
 
 
-async def ask_health(address: str, access: DeviceAccess, timeout_s: float) -> str:
+async def check_health(address: str, access: DeviceAccess, timeout_s: float) -> str:
     """Return ``SERVING``, or another state of the daemon from gRPC's standard health service.
 
     This is for probes that run in separate processes. Raises ``LinkError``."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    async with _channel(address, access, []) as channel:
+    async with _make_channel(address, access, []) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}{_proxy_in_words(address, access)}"
+            why = f"{error.code().name}: {error.details()}{_describe_proxy(address, access)}"
             raise LinkError(f"no health from {address}: {why}") from None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def _proxy_in_words(address: str, access: DeviceAccess) -> str:
+def _describe_proxy(address: str, access: DeviceAccess) -> str:
     """Return the proxy on the way to ``address`` as words to append to an error, or "" if none."""
     proxy = proxy_of_address(address, access.server_name)
     return "" if proxy is None else f" ({proxy.explain(access.server_name or host_of(address))})"
 
 
-def _channel(address: str, access: DeviceAccess, options: grpc_calls.Options) -> grpc.aio.Channel:
+def _make_channel(
+    address: str, access: DeviceAccess, options: grpc_calls.Options
+) -> grpc.aio.Channel:
     if proxy_of_address(address, access.server_name) is None:
         options = [*options, ("grpc.enable_http_proxy", 0)]
     if access.server_name:

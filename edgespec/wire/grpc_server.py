@@ -46,8 +46,8 @@ class GrpcVerifierStream:
     """The verifier's end of one stream, a ``VerifierStream``.
 
     The stream is open until something ends it: the device leaves, a side breaks the protocol, a
-    Fault was sent, the device does not read for too long, or the server hangs up. ``over`` then
-    returns. The first verdict counts, and from then on every ``send`` and ``receive`` raises
+    Fault was sent, the device does not read for too long, or the server hangs up. ``wait_ended``
+    then returns. The first verdict counts, and from then on every ``send`` and ``receive`` raises
     ``LinkError``. A device that only *half-closes*, which means that it sends no more, still reads:
     ``receive`` raises and ``send`` goes on, so a Fault that is on its way is the one that ends the
     stream.
@@ -67,25 +67,28 @@ class GrpcVerifierStream:
     ) -> None:
         self._context, self.address, self.credential = context, address, credential
         self.peer = peer = grpc_calls.peer_address(address)
-        self.caller, self.payer = callers.caller(peer, credential), callers.payer(peer, credential)
+        self.caller, self.payer = (
+            callers.caller_name(peer, credential),
+            callers.payer_name(peer, credential),
+        )
         self._server, self._limits = server, server.limits
         self._budget = server.uplink.open(time.monotonic(), self.payer)
         self._count = server.watch.traffic.count
         self._loop = asyncio.get_running_loop()
-        self._verdict: asyncio.Future[m.Fault | None] = self._loop.create_future()
+        self._end_verdict: asyncio.Future[m.Fault | None] = self._loop.create_future()
         self._reading: asyncio.Task[None] | None = None
-        self._arrived: deque[m.Uplink] = deque()
-        self._receiver: asyncio.Future[None] | None = None
+        self._received: deque[m.Uplink] = deque()
+        self._receiver_wakeup: asyncio.Future[None] | None = None
         """Future of a receiver that waits for a message."""
-        self._room: asyncio.Future[None] | None = None
+        self._reader_wakeup: asyncio.Future[None] | None = None
         """Future of the reading task while it waits until a message is received."""
-        self._take: Callable[[m.Uplink], None] | None = None
+        self._on_message: Callable[[m.Uplink], None] | None = None
         """Callback that receives the messages instead of a receiver."""
         self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
-        self._watch: asyncio.TimerHandle | None = None
-        self.greeted = False
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self.is_opened = False
         self._reason = "the stream is open"
         self._retryable = True
         self._stalled = False
@@ -100,19 +103,19 @@ class GrpcVerifierStream:
             return
         payload = codec.encode_downlink(message, self._limits)
         if isinstance(message, m.Fault):
-            self._raise_if_over()
+            self._raise_if_ended()
             return self.hang_up(message)
         async with self._write_lock:
             with suppress(grpc_calls.InterruptedOperation):  # The stream has ended.
-                await self._writing.settle(self._verdict)
-            self._raise_if_over()
+                await self._writing.wait_finished(self._end_verdict)
+            self._raise_if_ended()
             self._write(message, payload)
 
     def send_now(self, message: m.Downlink) -> bool:
         """Send ``message`` if that needs no wait, and return whether it was sent."""
-        if self._verdict.done() or isinstance(message, m.Fault):
+        if self._end_verdict.done() or isinstance(message, m.Fault):
             return False
-        if self._writing.busy or self._write_lock.locked():
+        if self._writing.is_busy or self._write_lock.locked():
             return False
         try:
             payload = codec.encode_downlink(message, self._limits)
@@ -125,156 +128,156 @@ class GrpcVerifierStream:
         """Return the next message.
 
         Raises ``LinkError`` if the device is gone, sends no more or broke the protocol."""
-        self._raise_if_over()
-        while not self._arrived:
-            await self._until_news()
-        _wake(self._room)
-        return self._arrived.popleft()
+        self._raise_if_ended()
+        while not self._received:
+            await self._wait_message()
+        _wake(self._reader_wakeup)
+        return self._received.popleft()
 
     async def feed(self, take: Callable[[m.Uplink], None]) -> NoReturn:
         """Pass each message to ``take`` as it arrives, until the stream ends.
 
         Then it raises as ``receive`` does, or the error of ``take``. A message costs one iteration
         of the event loop less than with ``receive``."""
-        while self._arrived:
+        while self._received:
             take(await self.receive())
-        self._raise_if_over()
-        self._take = take
+        self._raise_if_ended()
+        self._on_message = take
         try:
             while True:
-                await self._until_news()
+                await self._wait_message()
         finally:
-            self._take = None
+            self._on_message = None
 
-    async def _until_news(self) -> None:
+    async def _wait_message(self) -> None:
         if self._reading is None:
-            self._reading = self._loop.create_task(self._read_on())
+            self._reading = self._loop.create_task(self._read_messages())
         if self._reading.done():
             self._reading.result()  # This raises if reading failed.
             # The device may still read, so the stream has not ended.
             raise LinkError(f"the device at {self.address} sends no more")
-        self._receiver = self._loop.create_future()
+        self._receiver_wakeup = self._loop.create_future()
         try:
-            await self._receiver
+            await self._receiver_wakeup
         finally:
-            self._receiver = None
-        self._raise_if_over()
+            self._receiver_wakeup = None
+        self._raise_if_ended()
 
     async def close(self) -> None:
         self.hang_up(None)
 
-    async def over(self, timeout_s: float | None = None) -> bool:
+    async def wait_ended(self, timeout_s: float | None = None) -> bool:
         """Wait for the end of the stream, at most ``timeout_s`` seconds. Return whether it has
         ended."""
-        await asyncio.wait((self._verdict,), timeout=timeout_s)
-        return self._verdict.done()
+        await asyncio.wait((self._end_verdict,), timeout=timeout_s)
+        return self._end_verdict.done()
 
     @property
     def verdict(self) -> m.Fault | None:
         """Fault that ended the stream, or None for an end without one. Only valid after the end."""
-        return self._verdict.result()
+        return self._end_verdict.result()
 
     def hang_up(self, fault: m.Fault | None) -> None:
-        self._end(fault, "the stream was closed here" if fault is None else fault.message)
+        self._set_verdict(fault, "the stream was closed here" if fault is None else fault.message)
 
-    def lost(self, error: BaseException | None = None) -> None:
+    def mark_lost(self, error: BaseException | None = None) -> None:
         """End the stream because the library reports that the device left."""
         why = "" if error is None else f": {error}"
-        self._end(None, f"the device at {self.address} is gone{why}")
+        self._set_verdict(None, f"the device at {self.address} is gone{why}")
 
-    async def say_last(self, fault: m.Fault | None) -> None:
+    async def send_last(self, fault: m.Fault | None) -> None:
         """After the end, let accepted messages leave, and then ``fault``, unless the device has
         left."""
         if self._stalled:  # A stalled stream has no room for another message.
             return
         try:
-            async with asyncio.timeout(callers.LAST_WORDS_S), self._write_lock:
-                await self._writing.settle()
+            async with asyncio.timeout(callers.LAST_FAULT_TIMEOUT_S), self._write_lock:
+                await self._writing.wait_finished()
                 if fault is None:
                     return
                 payload = codec.encode_downlink(fault, self._limits)
-                await self._writing.take(lambda: self._context.write(payload))
-        except (TimeoutError, *grpc_calls.GONE):
+                await self._writing.run(lambda: self._context.write(payload))
+        except (TimeoutError, *grpc_calls.CALL_ENDED_ERRORS):
             return
         self._count(fault, len(payload))
 
-    async def _read_on(self) -> None:
+    async def _read_messages(self) -> None:
         """Read until the device sends no more or the stream has ended. Raises errors of reading
         itself."""
         try:
-            while not self._verdict.done():
+            while not self._end_verdict.done():
                 payload = await self._context.read()
                 if payload is EOF:
                     return
-                hold_s = self._take_in(payload)
-                if hold_s > 0.0:
-                    await self.over(hold_s)
-                while len(self._arrived) > _READ_AHEAD and not self._verdict.done():
-                    self._room = self._loop.create_future()
-                    await self._room
+                pause_s = self._receive_payload(payload)
+                if pause_s > 0.0:
+                    await self.wait_ended(pause_s)
+                while len(self._received) > _READ_AHEAD and not self._end_verdict.done():
+                    self._reader_wakeup = self._loop.create_future()
+                    await self._reader_wakeup
         except asyncio.CancelledError:  # The library cancels the task when the call has ended.
-            self.lost()
+            self.mark_lost()
             raise
         except codec.ProtocolViolation as violation:
             self._retryable = False
             self.hang_up(m.Fault(violation.code, str(violation)))
-        except grpc_calls.GONE as error:
-            self.lost(error)
+        except grpc_calls.CALL_ENDED_ERRORS as error:
+            self.mark_lost(error)
         finally:
-            _wake(self._receiver)
+            _wake(self._receiver_wakeup)
 
-    def _take_in(self, payload: bytes) -> float:
+    def _receive_payload(self, payload: bytes) -> float:
         """Pass on a message. Return the seconds for which no other message must be read."""
-        hold_s = self._budget.spend(time.monotonic(), len(payload))
+        pause_s = self._budget.spend(time.monotonic(), len(payload))
         message = codec.decode_uplink(payload, self._limits)
         if isinstance(message, m.Open):
-            self._server.slots.opened(self)
+            self._server.slots.mark_opened(self)
         self._count(message, len(payload))
-        if self._take is not None:
-            self._take(message)
+        if self._on_message is not None:
+            self._on_message(message)
         else:
-            self._arrived.append(message)
-            _wake(self._receiver)
-        return hold_s
+            self._received.append(message)
+            _wake(self._receiver_wakeup)
+        return pause_s
 
     def _write(self, message: m.Commit | m.Opened, payload: bytes) -> None:
         """Begin to write. No other write may be under way."""
         self._write_began = now = time.monotonic()
-        self._writing.begin(self._context.write(payload), self.lost)
-        if self._watch is None:
-            self._watch = self._loop.call_later(self._server.stalled_s, self._look_for_stall)
+        self._writing.start(self._context.write(payload), self.mark_lost)
+        if self._stall_timer is None:
+            self._stall_timer = self._loop.call_later(self._server.stalled_s, self._check_stall)
         self._count(message, len(payload))
         if isinstance(message, m.Commit):
             self._budget.earn(len(message.tokens), now, message.accepted)
         else:
-            self.greeted = True
+            self.is_opened = True
 
-    def _look_for_stall(self) -> None:
+    def _check_stall(self) -> None:
         """End the stream if a write takes too long. This is the stream's only timer."""
-        self._watch = None
-        if self._verdict.done() or not self._writing.busy:
+        self._stall_timer = None
+        if self._end_verdict.done() or not self._writing.is_busy:
             return
         stalled_s = self._server.stalled_s
-        left_s = self._write_began + stalled_s - time.monotonic()
-        if left_s > 0.0:
-            self._watch = self._loop.call_later(left_s, self._look_for_stall)
+        remaining_s = self._write_began + stalled_s - time.monotonic()
+        if remaining_s > 0.0:
+            self._stall_timer = self._loop.call_later(remaining_s, self._check_stall)
             return
         self._stalled = True
         why = f"the device at {self.address} did not read for {stalled_s:g} s"
         self.hang_up(m.Fault(m.FaultCode.OVERLOADED, why))
 
-    def _end(self, fault: m.Fault | None, reason: str) -> None:
-        if self._verdict.done():
+    def _set_verdict(self, fault: m.Fault | None, reason: str) -> None:
+        if self._end_verdict.done():
             return
         self._reason = reason
-        self._verdict.set_result(fault)
-        for waiter in (self._receiver, self._room):
+        self._end_verdict.set_result(fault)
+        for waiter in (self._receiver_wakeup, self._reader_wakeup):
             _wake(waiter)
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
 
-    def _raise_if_over(self) -> None:
-        if self._verdict.done():
+    def _raise_if_ended(self) -> None:
+        if self._end_verdict.done():
             raise LinkError(self._reason, retryable=self._retryable)
 
 
@@ -286,7 +289,7 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 _LOG = logging.getLogger(__name__)
 # Seconds that a refused device should wait. By then a slot or a place in the queue may be free.
 _RETRY_AFTER_S = 1.0
-_MOST_RETRY_S = 10.0
+_MAX_RETRY_S = 10.0
 # Calls of one peer, beyond its slots and its places in the queue, that may wait for their refusal.
 _SPARE_CALLS = 64
 _SHUTTING_DOWN = m.Fault(
@@ -339,30 +342,30 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
         self._authenticate = authenticate or (lambda _: ANYBODY)
-        self._strangers = callers.Refusals()
-        """Refusals of calls without a valid key. They are separate, so that guessing keys delays no
-        client that has one."""
+        self._key_refusals = callers.RefusalDelay()
+        """Delay of calls without a valid key. It is separate, so that guesses at keys delay no
+        other client."""
         self.stalled_s, self._texts = stalled_s, texts
         self.watch = watch = watch or Watch()
-        self._refused = watch.streams.refused
+        self._count_refusal = watch.streams.refused
         uplink = uplink or budgets.UplinkLimits()
         if authenticate is None:
             uplink = budgets.without_keys(uplink)
         self.uplink = budgets.UplinkBudget(uplink, time.monotonic(), watch.waited)
         self._opens = budgets.CallBudget(opens, time.monotonic())
-        self._questions = callers.CallLine(infos)
-        self._lending = callers.CallLine(callers.TOKENIZER_LIMITS)
+        self._info_queue = callers.CallQueue(infos)
+        self._tokenizer_queue = callers.CallQueue(callers.TOKENIZER_LIMITS)
         self.slots: callers.StreamSlots[GrpcVerifierStream] = callers.StreamSlots(
             max_streams, peer_share
         )
         self._max_peer_calls = self.slots.peer_streams + _SPARE_CALLS
         self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
         self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
-        self._in_line: set[GrpcVerifierStream] = set()
+        self._queued: set[GrpcVerifierStream] = set()
         self._calls: Counter[str] = Counter()
-        self._refusals = callers.Refusals()
-        self._told: m.VerifierInfo | None = None
-        self._answer = b""
+        self._refusals = callers.RefusalDelay()
+        self._encoded_info: m.VerifierInfo | None = None
+        self._info_reply = b""
         self._draining = False
         self.port = 0
         """Port that the server listens on. 0 before ``start`` and for unix sockets."""
@@ -372,9 +375,9 @@ class GrpcServer:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        beside = callers.SideServices(codec.SERVICE, self._questions)
+        side_services = callers.SideServices(codec.SERVICE, self._info_queue)
         options = grpc_calls.server_options(self.limits)
-        server = grpc.aio.server(options=options, interceptors=(beside,))
+        server = grpc.aio.server(options=options, interceptors=(side_services,))
         # Without serialisers the handlers receive bytes, so that the codec's errors are answered
         # here.
         handlers: Any = {
@@ -401,12 +404,12 @@ class GrpcServer:
         if self._address.startswith("unix:"):
             self._bind_one(server, self._address)
             return 0
-        asked, port = int(self._address.rpartition(":")[2]), 0
+        wanted_port, port = int(self._address.rpartition(":")[2]), 0
         for host in host_names(host_of(self._address)):
             try:
-                port = self._bind_one(server, join_host_port(host, port or asked))
+                port = self._bind_one(server, join_host_port(host, port or wanted_port))
             except OSError:
-                if asked or not port:
+                if wanted_port or not port:
                     raise
         return port
 
@@ -421,13 +424,13 @@ class GrpcServer:
 
     async def _answer_info(self, _request: bytes, context: Any) -> bytes:
         """Return the reply to one call of ``Info``. It is encoded again only if it differs."""
-        await self._questions.turn(context, await self._let_in(context))
-        if (info := self._info()) != self._told:
-            self._told, self._answer = info, codec.encode_info(info, self.limits)
-        return self._answer
+        await self._info_queue.wait_turn(context, await self._authenticate_call(context))
+        if (info := self._info()) != self._encoded_info:
+            self._encoded_info, self._info_reply = info, codec.encode_info(info, self.limits)
+        return self._info_reply
 
     async def _answer_tokenizer(self, request: bytes, context: Any) -> bytes:
-        await self._lending.turn(context, await self._let_in(context))
+        await self._tokenizer_queue.wait_turn(context, await self._authenticate_call(context))
         if isinstance(self._texts, str):
             await grpc_calls.abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
         try:
@@ -435,22 +438,22 @@ class GrpcServer:
         except codec.ProtocolViolation as error:
             await grpc_calls.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    async def _let_in(self, context: Any, *, stream: bool = False) -> Credential:
+    async def _authenticate_call(self, context: Any, *, stream: bool = False) -> Credential:
         """Return the credential of a call's API key, before anything of the call is read.
 
         A call without a valid key is refused after a while. On a ``stream``, the device first
         receives the reason as a Fault."""
-        key = callers.shown_key(context)
+        key = callers.read_key(context)
         if (credential := self._authenticate(key)) is not None:
             return credential
         fault = callers.WRONG_KEY if key else callers.NO_KEY
         if stream:
-            self._refused(fault.code)
+            self._count_refusal(fault.code)
         # The peer is read while the call certainly exists (see ``_speculate``).
-        await self._strangers.hold(grpc_calls.peer_address(str(context.peer())))
+        await self._key_refusals.delay(grpc_calls.peer_address(str(context.peer())))
         if stream:
-            with suppress(TimeoutError, *grpc_calls.GONE):
-                async with asyncio.timeout(callers.LAST_WORDS_S):
+            with suppress(TimeoutError, *grpc_calls.CALL_ENDED_ERRORS):
+                async with asyncio.timeout(callers.LAST_FAULT_TIMEOUT_S):
                     await context.write(codec.encode_downlink(fault, self.limits))
         await grpc_calls.refuse(context, fault)
 
@@ -465,9 +468,9 @@ class GrpcServer:
         self._draining = True
         # A client that watches the health and does not read would block this for ever.
         with suppress(TimeoutError):
-            async with asyncio.timeout(callers.LAST_WORDS_S):
+            async with asyncio.timeout(callers.LAST_FAULT_TIMEOUT_S):
                 await self._health.enter_graceful_shutdown()
-        for stream in tuple(self._in_line):
+        for stream in tuple(self._queued):
             stream.hang_up(_SHUTTING_DOWN)
 
     async def drained(self) -> None:
@@ -486,60 +489,61 @@ class GrpcServer:
             await asyncio.wait(self._streams.values(), timeout=grace_s)
         for stream in tuple(self._streams):
             stream.hang_up(_SHUTTING_DOWN)
-        await server.stop(callers.LAST_WORDS_S)
-        left = tuple(self._streams.values())
-        for task in left:
+        await server.stop(callers.LAST_FAULT_TIMEOUT_S)
+        remaining = tuple(self._streams.values())
+        for task in remaining:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*remaining, return_exceptions=True)
 
     async def _speculate(self, _requests: Any, context: Any) -> None:
         # The peer is read once: grpcio 1.85 reads freed memory if it is read after the call has
         # ended.
         address = str(context.peer())
-        key, credential = callers.shown_key(context), await self._let_in(context, stream=True)
-        peer = callers.caller(grpc_calls.peer_address(address), credential)
+        key, credential = (
+            callers.read_key(context),
+            await self._authenticate_call(context, stream=True),
+        )
+        peer = callers.caller_name(grpc_calls.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
-            self._refused(m.FaultCode.OVERLOADED)
+            self._count_refusal(m.FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way"
             text += f", the limit is {self._max_peer_calls}"
-            await self._refusals.hold(peer)
+            await self._refusals.delay(peer)
             fault = m.Fault(m.FaultCode.OVERLOADED, text, _RETRY_AFTER_S)
             await grpc_calls.refuse(context, fault)
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
             stream = GrpcVerifierStream(self, context, address, credential)
-            await self._from_line_to_status(stream, context, key)
+            await self._run_to_status(stream, context, key)
         finally:
             self._calls[peer] -= 1
             if not self._calls[peer]:
                 del self._calls[peer]
 
-    async def _from_line_to_status(
-        self, stream: GrpcVerifierStream, context: Any, key: str
-    ) -> None:
+    async def _run_to_status(self, stream: GrpcVerifierStream, context: Any, key: str) -> None:
         try:
-            if refusal := await self._refusal(stream):
+            if refusal := await self._take_slot(stream):
                 stream.hang_up(refusal)
-            elif not await stream.over(0.0):
+            elif not await stream.wait_ended(0.0):
                 task = asyncio.create_task(self._run(stream, key))
                 self._streams[stream] = task
                 task.add_done_callback(lambda _: self._streams.pop(stream, None))
-            await stream.over()
-            self.slots.leave(stream)
+            await stream.wait_ended()
+            self.slots.release(stream)
             fault = stream.verdict
-            if fault is not None and not stream.greeted:
-                self._refused(fault.code)
-            await stream.say_last(fault)
+            if fault is not None and not stream.is_opened:
+                self._count_refusal(fault.code)
+            await stream.send_last(fault)
         except asyncio.CancelledError:  # The device is gone, or the server stops.
-            stream.lost()
+            stream.mark_lost()
             raise
         finally:
-            self.slots.leave(stream)
+            self.slots.release(stream)
         if fault is not None:
             await grpc_calls.refuse(context, fault)
 
-    async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
+    async def _take_slot(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it. Return the reason if it gets none,
         else None."""
         most_s, now = self._opens.limits.max_wait_s, time.monotonic()
@@ -547,27 +551,27 @@ class GrpcServer:
         if wait_s <= most_s:
             wait_s = max(wait_s, self.uplink.turn(stream.payer, now, most_s))
         if wait_s > most_s:
-            await self._refusals.hold(stream.payer, stream.over)
-            retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MOST_RETRY_S)
+            await self._refusals.delay(stream.payer, stream.wait_ended)
+            retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MAX_RETRY_S)
             wait = f"the wait would be {wait_s:.1f} s, the limit is {most_s:g} s"
             text = f"{stream.caller} opens streams too often: {wait}"
             return m.Fault(m.FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
-            self._in_line.add(stream)
+            self._queued.add(stream)
             self.watch.waited(budgets.Wait.LINE, wait_s)
             try:
-                await stream.over(wait_s)
+                await stream.wait_ended(wait_s)
             finally:
-                self._in_line.discard(stream)
+                self._queued.discard(stream)
         if self._draining:
             return _SHUTTING_DOWN
-        entry = self.slots.enter(stream, stream.peer, stream.credential)
-        if entry.evicted is not None:
-            text = "no Open has come on this stream, and its place is needed for another"
-            entry.evicted.hang_up(m.Fault(m.FaultCode.OVERLOADED, text, _RETRY_AFTER_S))
-        if entry.refusal is None:
+        grant = self.slots.acquire(stream, stream.peer, stream.credential)
+        if grant.evicted is not None:
+            text = "no Open has arrived on this stream, and its slot is needed for another"
+            grant.evicted.hang_up(m.Fault(m.FaultCode.OVERLOADED, text, _RETRY_AFTER_S))
+        if grant.refusal is None:
             return None
-        return m.Fault(m.FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
+        return m.Fault(m.FaultCode.OVERLOADED, grant.refusal, _RETRY_AFTER_S)
 
     async def _run(self, stream: GrpcVerifierStream, key: str) -> None:
         """Serve one stream. An error ends this stream only."""

@@ -25,7 +25,7 @@ from edgespec.core.protocol import messages as m
 from edgespec.wire.codec import ProtocolViolation, WireLimits, payload_bytes
 
 _T = TypeVar("_T")
-_DEPTH: Final = 1024
+_MAX_ITEMS: Final = 1024
 """Messages under way in each direction of a stream before a sender has to wait."""
 # Bytes of opening and closing: TCP's and HTTP/2's own packets.
 _HANDSHAKE_BYTES: Final = 64
@@ -210,8 +210,8 @@ class _ShapedStream:
         self._inner, self._up, self._down = inner, link.up, link.down
         self._wait_until = link.wait_until
         self._limits, self._meter = link.limits, link.meter
-        self._going_up: Pipe[tuple[float, m.Uplink]] = Pipe(_DEPTH)
-        self._coming_down: Pipe[tuple[float, m.Downlink | LinkError]] = Pipe(_DEPTH)
+        self._going_up: Pipe[tuple[float, m.Uplink]] = Pipe(_MAX_ITEMS)
+        self._coming_down: Pipe[tuple[float, m.Downlink | LinkError]] = Pipe(_MAX_ITEMS)
         self._closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.reader: asyncio.Task[None] | None = None
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from edgespec.core.ports import LinkError
-from edgespec.wire.codec import ProtocolViolation, check_number, parsed
+from edgespec.wire.codec import ProtocolViolation, check_number, parse_message
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
@@ -49,15 +49,15 @@ MAX_TEXT_BYTES: Final = 64 << 20
 PART_BYTES: Final = 1 << 17
 SHA256_BYTES: Final = 32
 _MAX_REQUEST_BYTES: Final = 1 << 10
-_ENTRY, _MOST_ENTRIES = b"PK\x01\x02", 64
+_ENTRY_MARK, _MAX_ENTRIES = b"PK\x01\x02", 64
 """First bytes of each entry in an archive's directory. The library reads the whole directory."""
-_WORK: Final = WorkerPool("unpacking a tokenizer", threads=1, most_waiting=64, within_s=60.0)
+_WORKERS: Final = WorkerPool("unpacking a tokenizer", threads=1, most_waiting=64, within_s=60.0)
 _ATTEMPTS: Final = 8
-_AGAIN_S: Final = 0.5
+_RETRY_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class Announcement:
     """An archive that a device may fetch. Raises ``ProtocolViolation`` for sizes out of bounds."""
 
     sha256: bytes
@@ -65,7 +65,7 @@ class Announced:
     """Size of the archive in bytes."""
     tokenizer_sha256: bytes = b""
     """SHA-256 of ``tokenizer.json``. Empty from an older verifier."""
-    facts: Announced | None = None
+    facts: Announcement | None = None
     """The second archive. None from an older verifier."""
 
     def __post_init__(self) -> None:
@@ -82,30 +82,33 @@ class PackedTexts:
     """Both archives of a model's files. The same texts give the same bytes."""
 
     def __init__(self, texts: Mapping[str, bytes]) -> None:
-        first = _packed({name: texts[name] for name in TEXT_FILES if name in texts})
-        facts = _packed({name: texts[name] for name in FACT_FILES if name in texts})
+        first = _pack({name: texts[name] for name in TEXT_FILES if name in texts})
+        facts = _pack({name: texts[name] for name in FACT_FILES if name in texts})
         self._archives = {hashlib.sha256(one).digest(): one for one in (first, facts)}
-        sizes = [Announced(sha256, len(one)) for sha256, one in self._archives.items()]
+        sizes = [Announcement(sha256, len(one)) for sha256, one in self._archives.items()]
         tokenizer = hashlib.sha256(texts.get(TOKENIZER_JSON, b"")).digest()
         self.announced = replace(sizes[0], tokenizer_sha256=tokenizer, facts=sizes[-1])
 
     def answer(self, request: bytes) -> bytes:
         """Return the reply to one call of ``Tokenizer``. Raises ``ProtocolViolation``."""
-        wire, own = parsed(pb.TokenizerRequest, request, _MAX_REQUEST_BYTES), self.announced
+        wire = parse_message(pb.TokenizerRequest, request, _MAX_REQUEST_BYTES)
+        announced = self.announced
         reply = pb.TokenizerReply(
-            sha256=own.sha256, bytes=own.size, tokenizer_sha256=own.tokenizer_sha256
+            sha256=announced.sha256,
+            bytes=announced.size,
+            tokenizer_sha256=announced.tokenizer_sha256,
         )
-        if own.facts is not None:
-            reply.facts_sha256, reply.facts_bytes = own.facts.sha256, own.facts.size
+        if announced.facts is not None:
+            reply.facts_sha256, reply.facts_bytes = announced.facts.sha256, announced.facts.size
         if wire.sha256:
             if (archive := self._archives.get(wire.sha256)) is None:
-                raise ProtocolViolation("there is no such archive here")
+                raise ProtocolViolation("TokenizerRequest.sha256 names no archive of this verifier")
             check_number("TokenizerRequest.offset", wire.offset, 0, len(archive) - 1)
             reply.data = archive[wire.offset : wire.offset + PART_BYTES]
         return bytes(reply.SerializeToString())
 
 
-def _packed(texts: Mapping[str, bytes]) -> bytes:
+def _pack(texts: Mapping[str, bytes]) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         for name, content in texts.items():
@@ -113,11 +116,11 @@ def _packed(texts: Mapping[str, bytes]) -> bytes:
     return archive.getvalue()
 
 
-def unpacked(archive: bytes, names: Sequence[str] = TEXT_FILES) -> dict[str, bytes]:
+def unpack_texts(archive: bytes, names: Sequence[str] = TEXT_FILES) -> dict[str, bytes]:
     """Return the files of an archive by name. All must be in ``names``.
 
     Nothing that exceeds a bound is unpacked. Raises ``ProtocolViolation``."""
-    check_number("files of the archive", archive.count(_ENTRY), 0, _MOST_ENTRIES)
+    check_number("files of the archive", archive.count(_ENTRY_MARK), 0, _MAX_ENTRIES)
     needed = {TOKENIZER_JSON} & {*names}
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as file:
@@ -140,66 +143,66 @@ def unpacked(archive: bytes, names: Sequence[str] = TEXT_FILES) -> dict[str, byt
 class TokenizerFetch:
     """Fetches the archives of one verifier.
 
-    ``ask`` makes a call of ``Tokenizer`` or raises ``LinkError``. ``who`` names the verifier in
+    ``call`` makes a call of ``Tokenizer`` or raises ``LinkError``. ``verifier`` is its name in
     errors."""
 
-    def __init__(self, ask: Callable[[bytes], Awaitable[bytes]], who: str) -> None:
-        self._ask_once, self._who = ask, who
+    def __init__(self, call: Callable[[bytes], Awaitable[bytes]], verifier: str) -> None:
+        self._call, self._verifier = call, verifier
 
-    async def announced(self) -> Announced:
+    async def fetch_announcement(self) -> Announcement:
         """Return the archives that the verifier offers.
 
         Raises ``LinkError``, which is not retryable if the reply is of no use."""
-        with self._of_use():
-            wire = await self._ask(b"", 0)
+        with self._checked_reply():
+            wire = await self._request(b"", 0)
             facts = None
             if len(wire.facts_sha256) > 0:
-                facts = Announced(wire.facts_sha256, wire.facts_bytes)
-            return Announced(wire.sha256, wire.bytes, wire.tokenizer_sha256, facts)
+                facts = Announcement(wire.facts_sha256, wire.facts_bytes)
+            return Announcement(wire.sha256, wire.bytes, wire.tokenizer_sha256, facts)
 
-    async def facts(self, announced: Announced) -> dict[str, bytes]:
+    async def fetch_facts(self, announced: Announcement) -> dict[str, bytes]:
         """Fetch the files of the second archive by name. There are none at an older verifier.
 
-        Raises ``LinkError`` in the same way as ``announced``."""
+        Raises ``LinkError`` in the same way as ``fetch_announcement``."""
         if announced.facts is None:
             return {}
-        return await self.texts(announced.facts, FACT_FILES)
+        return await self.fetch_texts(announced.facts, FACT_FILES)
 
-    async def texts(
-        self, announced: Announced, names: Sequence[str] = TEXT_FILES
+    async def fetch_texts(
+        self, announced: Announcement, names: Sequence[str] = TEXT_FILES
     ) -> dict[str, bytes]:
         """Fetch the files of an archive by name. All must be in ``names``.
 
-        Raises ``LinkError`` in the same way as ``announced``."""
+        Raises ``LinkError`` in the same way as ``fetch_announcement``."""
         archive = bytearray()
-        with self._of_use():
+        with self._checked_reply():
             while len(archive) < announced.size:
-                data = (await self._ask(announced.sha256, len(archive))).data
+                data = (await self._request(announced.sha256, len(archive))).data
                 check_number("bytes of TokenizerReply.data", len(data), 1, PART_BYTES)
                 archive += data
             # Unpacking and hashing take tens of milliseconds for a large vocabulary.
-            if (await _WORK.run(hashlib.sha256, archive)).digest() != announced.sha256:
+            if (await _WORKERS.run(hashlib.sha256, archive)).digest() != announced.sha256:
                 raise ProtocolViolation("the archive does not have the SHA-256 that was announced")
-            return await _WORK.run(unpacked, bytes(archive), names)
+            return await _WORKERS.run(unpack_texts, bytes(archive), names)
 
-    async def _ask(self, sha256: bytes, offset: int) -> pb.TokenizerReply:
+    async def _request(self, sha256: bytes, offset: int) -> pb.TokenizerReply:
         request = pb.TokenizerRequest(sha256=sha256, offset=offset).SerializeToString()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return parsed(pb.TokenizerReply, await self._ask_once(request), 2 * PART_BYTES)
+                return parse_message(pb.TokenizerReply, await self._call(request), 2 * PART_BYTES)
             except LinkError as error:
                 if not error.retryable or attempt == _ATTEMPTS:
                     raise
-                await asyncio.sleep(_AGAIN_S * attempt)
+                await asyncio.sleep(_RETRY_S * attempt)
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
-    def _of_use(self) -> Iterator[None]:
+    def _checked_reply(self) -> Iterator[None]:
         """Turn errors in the verifier's data into a ``LinkError``, which is not retryable."""
         try:
             yield
         except ProtocolViolation as error:
-            why = f"the tokenizer of the verifier at {self._who}: {error}"
+            why = f"the tokenizer of the verifier at {self._verifier}: {error}"
             raise LinkError(why, retryable=False) from None
         except (PoolBusyError, PoolLateError) as error:
             raise LinkError(str(error)) from None

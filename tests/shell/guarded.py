@@ -20,7 +20,7 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, Chunk
 from edgespec.models.toy import ToyTokenizer
-from edgespec.wire.access import KeyEntry, KeyFile, new_key, save_keys
+from edgespec.wire.access import KeyEntry, KeyFile, make_key, save_keys
 from tests.shell.live_verifier import toy_text
 
 PROMPT = "the quick brown fox"
@@ -56,7 +56,7 @@ async def collect(agent: Agent, params: SamplingParams = PARAMS) -> list[int]:
 
 def keys_in(path: Path, *names: str, **limits: Any) -> dict[str, str]:
     """A file of new keys; the keys by name."""
-    made = {name: new_key() for name in names}
+    made = {name: make_key() for name in names}
     entries = {name: KeyEntry(of_key, **limits) for name, (_, of_key) in made.items()}
     save_keys(path, KeyFile(entries))
     return {name: key for name, (key, _) in made.items()}

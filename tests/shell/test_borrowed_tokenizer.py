@@ -32,7 +32,7 @@ from edgespec.wire.access import DeviceAccess
 from edgespec.wire.codec import ProtocolViolation
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.tokenizer_lending import PackedTexts, TokenizerFetch, unpacked
+from edgespec.wire.tokenizer_lending import PackedTexts, TokenizerFetch, unpack_texts
 from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import call, ready, serving, start
@@ -122,12 +122,14 @@ async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
         _,
         transport,
     ):
-        with pytest.raises(LinkError, match="asks for a key"):
-            await TokenizerFetch(partial(transport.ask, "Tokenizer"), "here").announced()
+        with pytest.raises(LinkError, match="requires an API key"):
+            await TokenizerFetch(
+                partial(transport.call_unary, "Tokenizer"), "here"
+            ).fetch_announcement()
         known = GrpcTransport(transport.address, DeviceAccess("right"))
         try:
-            fetch = TokenizerFetch(partial(known.ask, "Tokenizer"), "here")
-            found = await fetch.texts(await fetch.announced())
+            fetch = TokenizerFetch(partial(known.call_unary, "Tokenizer"), "here")
+            found = await fetch.fetch_texts(await fetch.fetch_announcement())
             assert found == {name: (model / name).read_bytes() for name in NAMES}
         finally:
             await known.close()
@@ -181,7 +183,7 @@ def test_archives_that_no_device_takes(
 ) -> None:
     monkeypatch.setattr(tokenizer_lending, "MAX_TEXT_BYTES", 108)
     with pytest.raises(ProtocolViolation, match=message):
-        unpacked(archive)
+        unpack_texts(archive)
 
 
 @tabled
@@ -192,7 +194,7 @@ async def test_what_cannot_be_an_archive_is_not_fetched(
         return bytes(pb.TokenizerReply(sha256=bytes(hash_bytes), bytes=size).SerializeToString())
 
     with pytest.raises(LinkError, match=message) as refused:
-        await TokenizerFetch(ask, "there").announced()
+        await TokenizerFetch(ask, "there").fetch_announcement()
     assert not refused.value.retryable
 
 
@@ -217,14 +219,14 @@ async def test_parts_that_do_not_fit_are_refused(
 
     fetch = TokenizerFetch(ask, "there")
     with pytest.raises(LinkError, match=message) as refused:
-        await fetch.texts(await fetch.announced())
+        await fetch.fetch_texts(await fetch.fetch_announcement())
     assert not refused.value.retryable
 
 
 async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_lending, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(tokenizer_lending, "_RETRY_S", 0.0)
     tries = 0
 
     async def ask(request: bytes) -> bytes:
@@ -234,10 +236,10 @@ async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does(
             raise LinkError("away")
         return FILES.answer(request)
 
-    assert await TokenizerFetch(ask, "there").announced() == FILES.announced
+    assert await TokenizerFetch(ask, "there").fetch_announcement() == FILES.announced
     tries = -100
     with pytest.raises(LinkError, match="away"):
-        await TokenizerFetch(ask, "there").announced()
+        await TokenizerFetch(ask, "there").fetch_announcement()
     assert tries == -100 + 8
 
 
@@ -246,11 +248,11 @@ FILES = PackedTexts({"tokenizer.json": b"{}"})
 
 async def test_a_request_for_what_is_not_there_is_refused() -> None:
     async with served(echo, texts=FILES) as (_, transport):
-        assert await transport.ask("Tokenizer", b"") == FILES.answer(b"")
+        assert await transport.call_unary("Tokenizer", b"") == FILES.answer(b"")
         other = bytes(pb.TokenizerRequest(sha256=b"x").SerializeToString())
         for bad in (b"\xff", b"x" * 2000, other):
             with pytest.raises(LinkError, match=r"a TokenizerRequest|bytes of the message|no such"):
-                await transport.ask("Tokenizer", bad)
+                await transport.call_unary("Tokenizer", bad)
 
 
 def test_files_that_cannot_be_lent_keep_no_verifier_from_serving(

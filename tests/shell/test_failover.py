@@ -75,7 +75,7 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
         def swap() -> None:
             nonlocal kills
             for gate, port in found:
-                if gate.address == present(present(one.stats).route).now.using:
+                if gate.address == present(present(one.stats).route).current.using:
                     gate.kill()
                     kills += 1
                 else:

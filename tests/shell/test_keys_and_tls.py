@@ -50,7 +50,7 @@ from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire import access, certificates
-from edgespec.wire.access import KeyFile, ServerAccess, device_access
+from edgespec.wire.access import KeyFile, ServerAccess, load_device_access
 from tests.present import present
 from tests.shell import guarded
 from tests.shell.guarded import Pki
@@ -160,13 +160,13 @@ def test_a_key_behind_a_password_is_refused_without_asking_for_it(pki: Pki, tmp_
         access.load_server_identity(ServerTlsSection(str(pki.folder / "server.pem"), str(path)))
     tls = DeviceTlsSection(client_cert=str(pki.folder / "server.pem"), client_key=str(path))
     with pytest.raises(ConfigError, match=r"locked\.key: no PEM certificate and plain"):
-        access.tls_access(tls)
+        access.load_tls_access(tls)
 
 
 def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
     ca, mine, key = (str(pki.folder / name) for name in ("ca.pem", "device.pem", "device.key"))
     for right in (DeviceTlsSection(True), DeviceTlsSection(False, ca, mine, key)):
-        assert access.tls_access(right).credentials is not None
+        assert access.load_tls_access(right).credentials is not None
     other, none = str(pki.folder / "server.key"), str(tmp_path / "none")
     for wrong, why in (
         (DeviceTlsSection(ca=key), r"device\.key: holds no PEM certificate"),
@@ -174,7 +174,7 @@ def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
         (DeviceTlsSection(ca=none), "none: No such file"),
     ):
         with pytest.raises(ConfigError, match=why):
-            access.tls_access(wrong)
+            access.load_tls_access(wrong)
 
 
 def keys(*arguments: str | Path) -> Result:
@@ -336,10 +336,10 @@ def test_all_files_that_say_who_is_who_are_looked_at(
         before = path.stat().st_mode
         path.chmod(0o666)
         with pytest.raises(ConfigError, match=f"{path.name}: others can write"):
-            access.device_access(config, {})
+            access.load_device_access(config, {})
         path.chmod(before)
-    assert access.device_access(config, {}).key == "edgespec-key"
-    assert access.endpoint_key(EndpointSection(key_file=str(key)), {}) == "edgespec-key"
+    assert access.load_device_access(config, {}).key == "edgespec-key"
+    assert access.load_endpoint_key(EndpointSection(key_file=str(key)), {}) == "edgespec-key"
     assert [record.getMessage() for record in caplog.records] == [
         f"{key}: others can read this secret (mode 0644); run: chmod 600 {key}"
     ]
@@ -400,7 +400,10 @@ async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
 
 @pytest.mark.parametrize(
     ("key", "why"),
-    [("", "this verifier asks for a key"), ("edgespec-wrong", "does not know the key")],
+    [
+        ("", "this verifier requires an API key"),
+        ("edgespec-wrong", "unknown to this verifier or was revoked"),
+    ],
 )
 async def test_without_the_right_key_nothing_but_health_is_answered(
     key: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -444,7 +447,7 @@ async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
 def test_a_key_stays_where_nobody_listens(address: str, sent: bool, pki: Pki) -> None:
     config = guarded.device_config(address)
     environment = {"EDGESPEC_API_KEY": "edgespec-secret"}
-    access = device_access(config, environment)
+    access = load_device_access(config, environment)
     if sent:
         assert access.key_for(address) == "edgespec-secret"
     else:
@@ -452,7 +455,7 @@ def test_a_key_stays_where_nobody_listens(address: str, sent: bool, pki: Pki) ->
             connect(address, access=access)
         assert "edgespec-secret" not in str(caught.value)
     for safe in (replace(config, insecure=True), replace(config, tls=pki.device())):
-        assert device_access(safe, environment).key_for(address) == "edgespec-secret"
+        assert load_device_access(safe, environment).key_for(address) == "edgespec-secret"
     assert "edgespec-secret" not in repr(access)
 
 
@@ -465,10 +468,10 @@ def test_a_file_without_a_key_is_named(content: str, why: str, tmp_path: Path) -
     path.write_text(content, encoding="utf-8")
     config = replace(AgentConfig(), api_key_file=str(path))
     with pytest.raises(ConfigError, match=why) as caught:
-        device_access(config, {})
+        load_device_access(config, {})
     assert str(path) in str(caught.value)
     with pytest.raises(ConfigError, match="No such file"):
-        device_access(replace(config, api_key_file=str(tmp_path / "none")), {})
+        load_device_access(replace(config, api_key_file=str(tmp_path / "none")), {})
 
 
 async def test_the_text_is_the_same_over_mutual_tls(pki: Pki) -> None:
@@ -496,7 +499,7 @@ async def test_a_handshake_that_fails_is_explained(
     shown, known = servers.get(server), devices.get(device)
     async with serving(config=guarded.verifier_config(shown)) as (address, _):
         config = guarded.device_config(address, known)
-        transport = connect(address, access=device_access(config))
+        transport = connect(address, access=load_device_access(config))
         for ask in (transport.info, transport.connect):
             with pytest.raises(UntrustedPeerError, match=said) as caught:
                 await ask()

@@ -30,7 +30,7 @@ from edgespec.config.files import (
 )
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import TraceFile
-from edgespec.wire.access import ServerAccess, device_access, new_key
+from edgespec.wire.access import ServerAccess, load_device_access, make_key
 from tests.sources import modules, within
 
 
@@ -122,7 +122,7 @@ def test_a_device_without_end_is_too_large() -> None:
 
 def test_a_reload_ends_where_the_keys_have_become_a_pipe(tmp_path: Path) -> None:
     """And the next one counts: a key that was revoked goes, however the file was meanwhile."""
-    (key, digest), path = new_key(), tmp_path / "keys.yaml"
+    (key, digest), path = make_key(), tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  one: {{sha256: {digest}}}\n", encoding="utf-8")
     access = ServerAccess(VerifierConfig(model="toy", keys=str(path)))
     path.unlink()
@@ -142,7 +142,7 @@ def test_a_reload_ends_where_the_keys_have_become_a_pipe(tmp_path: Path) -> None
 def test_a_key_file_that_is_no_file_is_named(things: dict[str, Path], kind: str) -> None:
     config = AgentConfig(api_key_file=str(things[kind]))
     with pytest.raises(ConfigError, match=str(things[kind])):
-        device_access(config, {})
+        load_device_access(config, {})
 
 
 # --- writing --------------------------------------------------------------------------------------

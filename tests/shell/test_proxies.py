@@ -19,7 +19,7 @@ from edgespec.config.proxies import (
 from edgespec.core.ports import LinkError
 from edgespec.device.build import connect
 from edgespec.wire.access import DeviceAccess
-from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
+from edgespec.wire.grpc_client import SERVING, GrpcTransport, check_health
 from tests.shell import echo_verifier
 from tests.shell.live_verifier import serving
 
@@ -55,7 +55,7 @@ async def test_a_verifier_on_this_machine_is_reached_without_a_proxy(
         assert not asked
     async with echo_verifier.served() as (server, _):
         where = f"127.0.0.1:{server.port}"
-        assert await ask_health(where, DeviceAccess(), echo_verifier.PATIENCE_S) == SERVING
+        assert await check_health(where, DeviceAccess(), echo_verifier.PATIENCE_S) == SERVING
 
 
 @pytest.mark.parametrize("variable", VARIABLES)

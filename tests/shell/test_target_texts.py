@@ -30,7 +30,7 @@ from edgespec.device.prober import VerifierMonitor, probe_all
 from edgespec.models import folders as model_folders
 from edgespec.models.shared_ids import SharedIds, ids_apart
 from edgespec.models.tokenizer import TextTokenizer, render_chat
-from edgespec.wire.tokenizer_lending import Announced, TokenizerFetch
+from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
 from tests.endpoint.live_endpoint import live
 from tests.present import present
 from tests.shell.live_verifier import own_port, ready, serving, start
@@ -192,13 +192,13 @@ async def test_a_draft_of_another_family_is_refused_in_numbers(folders: dict[str
 async def test_an_older_verifier_is_met_with_the_drafts_texts_and_told_once(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = TokenizerFetch.announced
+    real = TokenizerFetch.fetch_announcement
 
-    async def older(self: TokenizerFetch) -> Announced:
+    async def older(self: TokenizerFetch) -> Announcement:
         found = await real(self)
-        return Announced(found.sha256, found.size)
+        return Announcement(found.sha256, found.size)
 
-    monkeypatch.setattr(TokenizerFetch, "announced", older)
+    monkeypatch.setattr(TokenizerFetch, "fetch_announcement", older)
     said: list[str] = []
     small = str(folders["small"])
     async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):

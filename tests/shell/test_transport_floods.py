@@ -134,14 +134,14 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One has the slot, 64 more wait for their refusal, and the others hear a status."""
-    for name in ("FIRST_S", "LAST_S"):
+    for name in ("MIN_DELAY_S", "MAX_DELAY_S"):
         monkeypatch.setattr(f"edgespec.wire.callers.{name}", 3600.0)
     calls = replace(CALLS, peer_rate=1e-3, max_wait_s=1e-3)
     async with served(max_streams=1, opens=calls) as (_, transport):
         first = await opened(transport)
         waiting = [await transport.connect() for _ in range(64)]
         await transport.info()  # answered after they have come to wait
-        monkeypatch.setattr("edgespec.wire.callers.LAST_S", 0.0)
+        monkeypatch.setattr("edgespec.wire.callers.MAX_DELAY_S", 0.0)
         for _ in range(5):
             error: Exception | None = None
             try:  # its status may come before or after the stream stands
@@ -191,7 +191,7 @@ async def test_health_and_reflection_are_asked_in_the_same_line() -> None:
             lambda: reflection.ServerReflectionInfo(iter([services])).read(),
         )
         for ask in asks:
-            with pytest.raises(grpc.aio.AioRpcError, match="asks too often") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match="calls too often") as caught:
                 await ask()
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await channel.close(None)
@@ -223,10 +223,10 @@ def test_all_connections_of_a_peer_share_an_address(uri: str, peer: str) -> None
 
 def test_the_peer_with_most_idle_streams_gives_way() -> None:
     slots: callers.StreamSlots[int] = callers.StreamSlots(4, 1.0)
-    slots.enter(1, "honest, in the middle of its round trip")
+    slots.acquire(1, "honest, in the middle of its round trip")
     for stream in (2, 3, 4):
-        slots.enter(stream, "hostile")
-    assert slots.enter(5, "another") == callers.Entry(evicted=2)
+        slots.acquire(stream, "hostile")
+    assert slots.acquire(5, "another") == callers.SlotGrant(evicted=2)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -239,7 +239,7 @@ def test_random_comings_and_goings_keep_the_bounds(seed: int) -> None:
     opened: set[int] = set()
     for stream in range(400):
         peer = dice.choice("aaab")
-        entry = slots.enter(stream, peer)
+        entry = slots.acquire(stream, peer)
         if entry.evicted is not None:
             assert entry.refusal is None
             assert entry.evicted not in opened
@@ -247,41 +247,41 @@ def test_random_comings_and_goings_keep_the_bounds(seed: int) -> None:
         if entry.refusal is None:
             held[stream] = peer
         if dice.random() < 0.6:
-            slots.opened(stream)
+            slots.mark_opened(stream)
             opened |= {stream} & held.keys()
         if held and dice.random() < 0.4:
             left = dice.choice(list(held))
-            slots.leave(left)
-            slots.leave(left)
+            slots.release(left)
+            slots.release(left)
             del held[left]
         assert len(slots) == len(held) <= slots.max_streams
         assert sum(p == "a" for p in held.values()) <= slots.peer_streams
     for stream in list(held):
-        slots.leave(stream)
+        slots.release(stream)
     assert len(slots) == 0
-    assert slots.enter(1000, "a") == callers.Entry()
+    assert slots.acquire(1000, "a") == callers.SlotGrant()
 
 
 def test_a_key_with_few_sessions_has_few_streams_and_loses_its_own_idle_ones_first() -> None:
     slots: callers.StreamSlots[int] = callers.StreamSlots(100, 1.0)
     key = Credential("k", max_sessions=1)
-    slots.enter(99, "peer", Credential("other"))
+    slots.acquire(99, "peer", Credential("other"))
     for stream in range(10):
-        assert slots.enter(stream, "peer", key) == callers.Entry()
-    assert slots.enter(10, "peer", key) == callers.Entry(evicted=0)
+        assert slots.acquire(stream, "peer", key) == callers.SlotGrant()
+    assert slots.acquire(10, "peer", key) == callers.SlotGrant(evicted=0)
     for stream in range(1, 11):
-        slots.opened(stream)
+        slots.mark_opened(stream)
     text = "10 streams of key 'k' are open, the limit is 10"
-    assert slots.enter(11, "peer", key) == callers.Entry(refusal=text)
+    assert slots.acquire(11, "peer", key) == callers.SlotGrant(refusal=text)
 
 
 def test_where_address_and_key_are_full_an_idle_stream_of_both_leaves() -> None:
     slots: callers.StreamSlots[int] = callers.StreamSlots(4, 0.5)
     mine, other = Credential("mine"), Credential("other")
-    slots.enter(1, "here", other)
-    slots.enter(2, "there", mine)
-    slots.enter(3, "here", mine)
-    assert slots.enter(4, "here", mine) == callers.Entry(evicted=3)
+    slots.acquire(1, "here", other)
+    slots.acquire(2, "there", mine)
+    slots.acquire(3, "here", mine)
+    assert slots.acquire(4, "here", mine) == callers.SlotGrant(evicted=3)
     assert len(slots) == 3
 
 
@@ -289,7 +289,7 @@ class Calls:
     """Refused calls that are held until ``let_go``."""
 
     def __init__(self) -> None:
-        self.refusals = callers.Refusals()
+        self.refusals = callers.RefusalDelay()
         self.waits: list[float] = []
         self._over = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -300,7 +300,7 @@ class Calls:
 
     async def come(self, payer: str, count: int) -> None:
         for _ in range(count):
-            self._tasks.append(asyncio.create_task(self.refusals.hold(payer, self._wait)))
+            self._tasks.append(asyncio.create_task(self.refusals.delay(payer, self._wait)))
         await asyncio.sleep(0)
 
     async def let_go(self) -> None:
@@ -314,23 +314,23 @@ async def test_the_more_are_held_the_longer_they_are() -> None:
     await calls.come("b", 1)
     assert calls.waits[:10] == [0.5] * 10
     assert calls.waits[19] == pytest.approx(1.0)
-    assert calls.waits[149] == pytest.approx(150 / callers.PER_S)
+    assert calls.waits[149] == pytest.approx(150 / callers.REFUSALS_PER_S)
     assert calls.waits[150] == 0.5  # another's
-    assert calls.refusals.held == 151
+    assert calls.refusals.delayed == 151
     await calls.let_go()
-    assert calls.refusals.held == 0
+    assert calls.refusals.delayed == 0
 
 
 async def test_what_is_held_is_bounded_by_payer_and_in_all() -> None:
     calls = Calls()
-    await calls.come("a", 2 * callers.MAX_HELD)
-    assert calls.refusals.held == len(calls.waits) == callers.MAX_HELD
-    assert max(calls.waits) == callers.LAST_S
+    await calls.come("a", 2 * callers.MAX_DELAYED_CALLS_PER_PAYER)
+    assert calls.refusals.delayed == len(calls.waits) == callers.MAX_DELAYED_CALLS_PER_PAYER
+    assert max(calls.waits) == callers.MAX_DELAY_S
     for number in range(20):
-        await calls.come(f"other {number}", callers.MAX_HELD)
-    assert calls.refusals.held == len(calls.waits) == callers.MAX_HELD_IN_ALL
+        await calls.come(f"other {number}", callers.MAX_DELAYED_CALLS_PER_PAYER)
+    assert calls.refusals.delayed == len(calls.waits) == callers.MAX_DELAYED_CALLS
     await calls.let_go()
-    assert calls.refusals.held == 0
+    assert calls.refusals.delayed == 0
 
 
 ONE_A_SECOND = CallLimits(

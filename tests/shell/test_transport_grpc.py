@@ -31,9 +31,9 @@ from edgespec.core.ports import DeviceStream, LinkError, ModelInfo, VerifierStre
 from edgespec.core.protocol import messages as m
 from edgespec.testing import LoopbackTransport
 from edgespec.wire import grpc_calls
-from edgespec.wire.access import DeviceAccess, tls_access
+from edgespec.wire.access import DeviceAccess, load_tls_access
 from edgespec.wire.codec import WireLimits, payload_bytes
-from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
+from edgespec.wire.grpc_client import SERVING, GrpcTransport, check_health
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
 from tests.shell import echo_verifier
@@ -193,7 +193,7 @@ async def test_a_fault_reaches_a_device_that_is_sending() -> None:
 async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("edgespec.wire.grpc_client._LINGER_S", echo_verifier.PATIENCE_S)
+    monkeypatch.setattr("edgespec.wire.grpc_client._LINGER_TIMEOUT_S", echo_verifier.PATIENCE_S)
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def listen(stream: VerifierStream) -> None:
@@ -235,7 +235,7 @@ async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
             return lambda metadata: Connecting()
 
     transport = GrpcTransport("127.0.0.1:1")
-    monkeypatch.setattr(transport, "_open_channel", Channel)
+    monkeypatch.setattr(transport, "_get_channel", Channel)
     connecting = asyncio.create_task(transport.connect())
     await asked.wait()
     connected.set_result(None)  # the connection stands, and nobody has heard of it
@@ -277,7 +277,7 @@ async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
 @pytest.mark.slow
 async def test_an_idle_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with gRPC's default ping policy ends it with "too many pings"."""
-    monkeypatch.setattr(grpc_calls, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(grpc_calls, "PING_INTERVAL_S", 0.1)
     monkeypatch.setattr(grpc_calls, "PING_TIMEOUT_S", echo_verifier.PATIENCE_S)
     with verifier_process() as (_, address):
         transport = GrpcTransport(address)
@@ -293,7 +293,7 @@ async def test_a_peer_that_never_answers_is_noticed_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes the connection and says nothing, not even HTTP/2."""
-    monkeypatch.setattr("edgespec.wire.grpc_client.ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr("edgespec.wire.grpc_client.CALL_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel connects, nobody reads
         port = listener.getsockname()[1]
         transport = GrpcTransport(f"127.0.0.1:{port}")
@@ -318,7 +318,7 @@ async def test_a_stopped_device_is_noticed_in_time(monkeypatch: pytest.MonkeyPat
             gone.set_result(error)
 
     async with echo_verifier.served(watch) as (server, _), Gate(server.port) as gate:
-        monkeypatch.setattr(grpc_calls, "PING_EVERY_S", 3600.0)  # the device itself asks nothing
+        monkeypatch.setattr(grpc_calls, "PING_INTERVAL_S", 3600.0)  # the device itself asks nothing
         transport = GrpcTransport(gate.address)
         stream = await transport.connect()
         await stream.send(echo_verifier.OPEN)
@@ -410,7 +410,7 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     async def not_serving(address: str, *_: object) -> str:
         return "NOT_SERVING"
 
-    monkeypatch.setattr("edgespec.wire.grpc_client.ask_health", not_serving)
+    monkeypatch.setattr("edgespec.wire.grpc_client.check_health", not_serving)
     result = call("gpu-box")
     assert (result.exit_code, result.stdout) == (1, "NOT_SERVING\n")
     assert result.stderr == "error: the verifier at gpu-box:7420 says NOT_SERVING\n"
@@ -420,7 +420,7 @@ async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.Monk
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     async with echo_verifier.served() as (server, _):
         where = f"127.0.0.1:{server.port}"
-        assert await ask_health(where, DeviceAccess(), echo_verifier.PATIENCE_S) == SERVING
+        assert await check_health(where, DeviceAccess(), echo_verifier.PATIENCE_S) == SERVING
 
 
 @pytest.fixture(scope="module")
@@ -433,19 +433,19 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
-    ours = tls_access(DeviceTlsSection(ca=str(identity / "ca.pem"))).credentials
-    systems = tls_access(DeviceTlsSection(enabled=True)).credentials
+    ours = load_tls_access(DeviceTlsSection(ca=str(identity / "ca.pem"))).credentials
+    systems = load_tls_access(DeviceTlsSection(enabled=True)).credentials
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
     async with echo_verifier.served(
         echo_verifier.echo, credentials=lambda: grpc.ssl_server_credentials([pair])
     ) as (server, _):
         address = f"127.0.0.1:{server.port}"
         access = DeviceAccess(credentials=ours, server_name=NAME)
-        assert await ask_health(address, access, echo_verifier.PATIENCE_S) == SERVING
+        assert await check_health(address, access, echo_verifier.PATIENCE_S) == SERVING
         for wrong, name in ((ours, ""), (systems, NAME), (None, "")):
             access = DeviceAccess(credentials=wrong, server_name=name)
             with pytest.raises(LinkError, match="no health from"):
-                await ask_health(address, access, 20.0)
+                await check_health(address, access, 20.0)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ async def test_a_cancelled_work_leaves_the_queue_and_is_never_run() -> None:
 async def test_work_beyond_its_deadline_costs_its_own_pool_a_thread_until_it_ends() -> None:
     async with works(threads=2, within_s=0.01) as found, works() as other:
         await found.start("a1")
-        with pytest.raises(PoolLateError, match=r"the work took longer than the 0.01 s"):
+        with pytest.raises(PoolLateError, match=r"the work took longer than its limit of 0.01 s"):
             await found.tasks["a1"]
         assert found.pool.busy == 1
         assert await found.pool.run(lambda: "the other thread") == "the other thread"
