@@ -36,7 +36,7 @@ from edgespec.core.protocol.messages import Draft, Message
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.models.toy import TOY_MODEL
-from edgespec.wire.access import KeyEntry, KeyFile, new_key, save_keys
+from edgespec.wire.access import KeyEntry, KeyFile, make_key, save_keys
 
 HERE = Path(__file__).resolve().parent
 # Also for a loaded machine.
@@ -89,7 +89,7 @@ def make_keys(folder: Path, max_sessions: Mapping[str, int]) -> str:
     them."""
     entries: dict[str, KeyEntry] = {}
     for name, bound in max_sessions.items():
-        key, digest = new_key()
+        key, digest = make_key()
         (folder / name).touch(0o600)
         (folder / name).write_text(key)
         entries[name] = KeyEntry(digest, max_sessions=bound)

@@ -157,7 +157,7 @@ _CHUNK_BYTES = 1 << 20
 _HASHED_FILES = ("config.json", "generation_config.json", "*token*.json", "*.safetensors")
 
 
-def exported(
+def export_to_cache(
     source: Path, bits: int, say: Callable[[str], None], kv_type: KvType = KvType.FLOAT32
 ) -> Path:
     """Return the draft folder made from the Hugging Face folder ``source``.
