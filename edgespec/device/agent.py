@@ -314,7 +314,7 @@ class Agent:
             within_s=_GRAMMAR_TIMEOUT_S,
         )
         self._disk = WorkerPool(
-            "recording a text",
+            "recording a generation",
             threads=1,
             most_waiting=_MAX_WAITING_RECORDINGS,
             within_s=_DISK_TIMEOUT_S,
@@ -399,7 +399,7 @@ class Agent:
         finally:
             self.activity.finish(notes)
             if why := session.counters.draft_failure:
-                self._warn_once(f"the draft model failed, the text went on without drafts: {why}")
+                self._warn_once(f"the draft model failed, the generation went on without drafts: {why}")
             elif session.has_given_up:
                 why = useless(session.estimates.evidence)
                 self._warn_once(why, about=f"useless draft for {model}, {rule}")
@@ -489,7 +489,7 @@ class Agent:
         try:
             await self._disk.run(recording.add, self._vocabulary, prompt, committed)
         except (RecordingError, PoolBusyError, PoolLateError) as error:
-            self._warn_once(f"a text could not be recorded: {error}")
+            self._warn_once(f"a generation could not be recorded: {error}")
 
     def _warn_once(self, failure: str, about: str = "") -> None:
         """Log a warning, but only once for each text of it, or for each subject that it is

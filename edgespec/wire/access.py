@@ -286,7 +286,7 @@ class DeviceAccess:
         private = self.credentials is not None or is_loopback(host_of(address))
         if self.key and not (private or self.insecure):
             raise ConfigError(
-                f"the key for {address} would be sent without TLS, where others can read it: give"
+                f"the key for {address} would be sent without TLS, so others could read it: give"
                 " --ca FILE, or --set insecure=true if the network is yours"
             )
         return self.key

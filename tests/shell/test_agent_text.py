@@ -247,7 +247,7 @@ async def test_a_failed_draft_is_told_once_in_words(
             assert "drafting stopped: RuntimeError: head_size" in summary(Progress(), one.stats)
         with pytest.raises(GenerationError, match="draft model failed: RuntimeError: head_size"):
             await measure(one, PROMPT, SamplingParams(max_tokens=len(TOKENS)), ())
-    assert caplog.text.count("the text went on without drafts") == 1
+    assert caplog.text.count("the generation went on without drafts") == 1
 
 
 async def test_a_useless_draft_is_told_once_in_a_line(caplog: pytest.LogCaptureFixture) -> None:

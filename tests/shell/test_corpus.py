@@ -199,7 +199,7 @@ def test_large_texts_are_cut_into_pieces_and_told_of(tmp_path: Path) -> None:
 
     open_corpus([str(path)], "v", encode, said.append)
     assert "".join(pieces) == lines + "x" * 200_000
-    assert max(map(len, pieces)) <= corpus._PIECE
+    assert max(map(len, pieces)) <= corpus._PIECE_CHARS
     assert said[1] == "draft.corpus: 10 % read"
     assert said[-2:] == [
         "draft.corpus: 100 % read",
@@ -508,7 +508,7 @@ async def test_a_full_disk_does_the_text_no_harm(
                 assert [t async for c in generate(one, 11) for t in c.tokens] == TOKENS
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert caplog.text.count("a text could not be recorded: ") == 1
+        assert caplog.text.count("a generation could not be recorded: ") == 1
         assert f"{path}: " in caplog.text
         assert texts(path, "") == []
         assert [t async for c in generate(one, 11) for t in c.tokens] == TOKENS

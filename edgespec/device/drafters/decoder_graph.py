@@ -242,7 +242,7 @@ def _cache(path: Path, part: str, past: Port, present: Port, hint: HeadHint) -> 
     if heads < 1 or size < 1:
         raise DraftModelError(
             f"{what} and leaves {'heads' if heads < 1 else 'head size'} open; a config.json or"
-            " genai_config.json beside it must say num_key_value_heads and head_dim"
+            " genai_config.json beside it must set num_key_value_heads and head_dim"
         )
     return CacheTensor(past.name, present.name, part, past.dtype, heads, size, tokens_first)
 

@@ -202,7 +202,7 @@ class GraphDrafter:
                 for cache, rows in probe.cached_rows(count)
             ]
         except mf.DraftModelError as error:
-            _log.warning("of a long text each half of the window is fed anew: %s", error)
+            _log.warning("beyond the window, half of its tokens are fed again: %s", error)
             self._window.moving = False
             self._window.resize(self._window.size)
         finally:

@@ -263,7 +263,7 @@ class CacheGroup:
         if restriction is None:
             return
         window, width = restriction.window, restriction.width
-        text = "%d MiB resident: the draft may hold %d tokens and give %d guesses a step"
+        text = "%d MiB resident: the draft may hold %d tokens and propose %d candidates a step"
         _log.info(text, self._resident >> 20, window, width)
         for member in self.members:
             member.restrict(window, width)
