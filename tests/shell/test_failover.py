@@ -145,7 +145,7 @@ async def test_who_waits_hears_of_a_machine_that_breaks(
 
     monkeypatch.setattr(pool.failover, "handle", breaks)
     with pytest.raises(LinkError, match="chosen to break"):
-        await asyncio.wait_for(pool.stream(ev.Wanted(1, 10)), WITHIN_S)
+        await asyncio.wait_for(pool.open_stream(ev.Wanted(1, 10)), WITHIN_S)
     await pool.close()
 
 
