@@ -28,9 +28,9 @@ from rich.markup import escape
 
 from edgespec.cli.running import reported, set_up_logging
 from edgespec.config import AgentConfig, ConfigError, VerifierConfig, load_config
+from edgespec.config.file_permissions import check_file_permissions
 from edgespec.config.groups import HEADINGS, Group, group_of
 from edgespec.config.loading import NULL, plain
-from edgespec.wire.access import check_file_permissions
 
 _Config = TypeVar("_Config", bound=AgentConfig | VerifierConfig)
 GENERATION, VERIFIER, DRAFTING = "Generation", "Verifier", "Drafting"

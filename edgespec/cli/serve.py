@@ -19,6 +19,7 @@ from edgespec.cli import running
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
 from edgespec.config import AgentConfig, ConfigError
+from edgespec.config.api_keys import load_api_key
 from edgespec.config.common import SetupError, is_loopback, join_host_port, local_host_of, needs
 from edgespec.core.device.memory import MIB
 from edgespec.core.ports import LinkError, ModelInfo
@@ -37,7 +38,7 @@ from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
-from edgespec.wire.access import load_device_access, load_endpoint_key
+from edgespec.wire.access import load_device_access
 from edgespec.worker_pool import exit_despite_stuck_work
 
 _MOST_NAMED = 8
@@ -48,7 +49,7 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     """Until a signal. Raises ``ConfigError``, ``SetupError``, ``OSError``."""
     with needs("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
         import edgespec.endpoint.app  # what a memory budget is planned beside  # noqa: F401
-    key = load_endpoint_key(config.endpoint)
+    key = load_api_key(config.endpoint.key_file, "EDGESPEC_ENDPOINT_KEY")
     host = config.endpoint.host
     if not (key or config.endpoint.insecure or is_loopback(host)):
         raise ConfigError(

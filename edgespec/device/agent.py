@@ -399,7 +399,9 @@ class Agent:
         finally:
             self.activity.finish(notes)
             if why := session.counters.draft_failure:
-                self._warn_once(f"the draft model failed, the generation went on without drafts: {why}")
+                self._warn_once(
+                    f"the draft model failed, the generation went on without drafts: {why}"
+                )
             elif session.has_given_up:
                 why = useless(session.estimates.evidence)
                 self._warn_once(why, about=f"useless draft for {model}, {rule}")

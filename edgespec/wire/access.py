@@ -4,9 +4,8 @@ The verifier's side can be read again while it runs (``ServerAccess.reload``). A
 and checked first, and only if all of them are valid does anything change. So a typing error in a
 file leaves the verifier as it was.
 
-The device's API key comes from the environment or a file, never from the command line, which other
-users of a machine can read. It is sent only where it cannot be intercepted: over TLS, on this
-machine, or where the user allows it.
+The device sends its API key only where it cannot be intercepted: over TLS, on this machine, or
+where the user allows it.
 
 gRPC accepts any certificate file and reports only "failed to bind" or "failed to connect" if it is
 of no use. So a verifier's files are checked first (``cryptography``: PEM, dates, whether key and
@@ -17,23 +16,20 @@ while it runs: gRPC requests the current one at every handshake. Existing connec
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
-import shlex
 import ssl
-import stat
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierConfig
+from edgespec.config import AgentConfig, ConfigError, VerifierConfig
+from edgespec.config.api_keys import load_api_key
 from edgespec.config.common import DeviceTlsSection, ServerTlsSection, host_of, is_loopback, needs
+from edgespec.config.file_permissions import checked_path
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
 from edgespec.config.loading import dump_config, load_config
 from edgespec.core.protocol.checks import check_limits, limited
@@ -43,40 +39,10 @@ if TYPE_CHECKING:
     import grpc
     from cryptography.x509 import Certificate
 
-MAX_KEY_LENGTH = 4096
-"""Most characters of an API key, which travels as a header."""
 _EXPIRES_SOON_DAYS = 14
-_LOG = logging.getLogger(__name__)
 
 
-def check_file_permissions(path: Path, *, secret: bool) -> None:
-    """Raise ``ConfigError`` for a file that others can write.
-
-    Log a warning, once, for a ``secret`` file that others can read. A missing file is left to its
-    reader. "Others" are users who are neither the owner nor in the group: a container's secrets are
-    mounted for a group (0440, 0640), and many users have a group of their own (umask 002). A link
-    is judged by its target. On Windows the mode does not describe others."""
-    try:
-        found = os.stat(path).st_mode
-    except OSError:
-        return
-    # The mode of a pipe or a device does not show who writes into it.
-    if sys.platform == "win32" or not stat.S_ISREG(found):
-        return
-    mode = stat.S_IMODE(found)
-    name = shlex.quote(str(path))
-    if mode & stat.S_IWOTH:
-        advice = f"chmod {'600' if secret else 'o-w'} {name}"
-        raise ConfigError(f"{path}: others can write this file (mode {mode:04o}); run: {advice}")
-    if secret and mode & stat.S_IROTH:
-        _warn_once(f"{path}: others can read this secret (mode {mode:04o}); run: chmod 600 {name}")
-
-
-_warn_once = cache(partial(_LOG.warning, "%s"))
-
-
-# --- the file of API keys: which clients may use a verifier, and how much of it
-# ---------------------
+# --- the file of API keys, with the limits of each key -------------------------------------------
 #
 #     keys:
 #       workshop:
@@ -254,13 +220,7 @@ class ServerAccess:
         )
 
     def _read_ring(self) -> KeyRing | None:
-        return load_config(KeyFile, _checked_path(self._keys)).ring() if self._keys else None
-
-
-def _checked_path(name: str, *, secret: bool = False) -> Path:
-    path = Path(os.path.expanduser(name))
-    check_file_permissions(path, secret=secret)
-    return path
+        return load_config(KeyFile, checked_path(self._keys)).ring() if self._keys else None
 
 
 _NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")
@@ -321,39 +281,9 @@ class DeviceAccess:
 def load_device_access(
     config: AgentConfig, environment: Mapping[str, str] = os.environ
 ) -> DeviceAccess:
-    key = _load_key(config.api_key_file, environment, "EDGESPEC_API_KEY")
+    """Return the device's access to its verifiers. Raises ``ConfigError`` for files of no use."""
+    key = load_api_key(config.api_key_file, "EDGESPEC_API_KEY", environment)
     return replace(load_tls_access(config.tls), key=key, insecure=config.insecure)
-
-
-def load_endpoint_key(
-    settings: EndpointSection, environment: Mapping[str, str] = os.environ
-) -> str:
-    """Return the API key that clients of a device's endpoint must show. Empty if none is required.
-
-    Raises ``ConfigError``."""
-    return _load_key(settings.key_file, environment, "EDGESPEC_ENDPOINT_KEY")
-
-
-def _load_key(path: str, environment: Mapping[str, str], variable: str) -> str:
-    source, key = variable, environment.get(variable, "").strip()
-    if not key and path:
-        source = path
-        try:
-            found = read_bytes(_checked_path(path, secret=True), MAX_KEY_LENGTH + len("\r\n"))
-            key = found.decode("ascii").strip()
-        except TooLargeError as error:
-            raise ConfigError(f"{path}: holds no key: {error}") from None
-        except OSError as error:
-            why = f"{error.strerror or error}; name a file with the key, or set {variable}"
-            raise ConfigError(f"{path}: {why}") from error
-        except UnicodeDecodeError:
-            raise ConfigError(f"{path}: holds no key: it is not plain ASCII") from None
-        if not key:
-            raise ConfigError(f"{path}: holds no key")
-    if len(key) > MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()) or " " in key:
-        wanted = f"one word of at most {MAX_KEY_LENGTH} characters"
-        raise ConfigError(f"{source}: holds no key, which is {wanted}")
-    return key
 
 
 def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
@@ -365,7 +295,7 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
     check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     roots = shown = secret = None
     if tls.ca:
-        roots = _read(ca := _checked_path(tls.ca))
+        roots = _read(ca := checked_path(tls.ca))
         try:
             check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
         except ssl.SSLError as error:
@@ -375,8 +305,8 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
         roots = _read(Path(known))  # Without them, gRPC uses the certificates that it brings along.
     if tls.client_cert:
         certificate, key = (
-            _checked_path(tls.client_cert),
-            _checked_path(tls.client_key, secret=True),
+            checked_path(tls.client_cert),
+            checked_path(tls.client_key, secret=True),
         )
         shown, secret = _read(certificate), _read(key)
         try:
@@ -421,11 +351,11 @@ def load_server_identity(tls: ServerTlsSection) -> ServerIdentity | None:
     ``SetupError``."""
     if not tls.used:
         return None
-    certificate, key = _checked_path(tls.cert), _checked_path(tls.key, secret=True)
+    certificate, key = checked_path(tls.cert), checked_path(tls.key, secret=True)
     with needs("cryptography", "edgespec[certs]"):
         shown, certificates = read_certificates(certificate)
         secret, _ = read_key(key, certificate, certificates[0])
-        trusted = read_certificates(_checked_path(tls.client_ca))[0] if tls.client_ca else None
+        trusted = read_certificates(checked_path(tls.client_ca))[0] if tls.client_ca else None
     expires = min(one.not_valid_after_utc for one in certificates)
     return ServerIdentity(shown, secret, trusted, expires)
 

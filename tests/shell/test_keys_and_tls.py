@@ -35,13 +35,15 @@ from typer.testing import Result
 from edgespec.cli import credentials as keys_command
 from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
-from edgespec.config import AgentConfig, ConfigError, EndpointSection, PacingSection, load_config
+from edgespec.config import AgentConfig, ConfigError, PacingSection, load_config
+from edgespec.config.api_keys import load_api_key
 from edgespec.config.common import (
     DeviceTlsSection,
     ServerTlsSection,
     SetupError,
     host_names,
 )
+from edgespec.config.file_permissions import check_file_permissions
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.credential import Credential
@@ -306,7 +308,7 @@ def test_what_others_can_write_is_refused(
     path.touch()
     path.chmod(mode)
     with pytest.raises(ConfigError, match=f"mode {mode:04o}.; run: chmod {advice} '{path}'"):
-        access.check_file_permissions(path, secret=secret)
+        check_file_permissions(path, secret=secret)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o600, 0o640, 0o440, 0o660])
@@ -318,8 +320,8 @@ def test_a_secret_that_others_can_read_is_warned_of_once(
     path.chmod(mode)
     (link := tmp_path / "link").symlink_to(path)
     for _ in range(2):
-        access.check_file_permissions(link, secret=True)
-        access.check_file_permissions(path, secret=False)
+        check_file_permissions(link, secret=True)
+        check_file_permissions(path, secret=False)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if mode & 0o004 else 0)
     assert all(line.endswith(f"(mode {mode:04o}); run: chmod 600 {link}") for line in said)
@@ -339,7 +341,7 @@ def test_all_files_that_say_who_is_who_are_looked_at(
             access.load_device_access(config, {})
         path.chmod(before)
     assert access.load_device_access(config, {}).key == "edgespec-key"
-    assert access.load_endpoint_key(EndpointSection(key_file=str(key)), {}) == "edgespec-key"
+    assert load_api_key(str(key), "EDGESPEC_ENDPOINT_KEY", {}) == "edgespec-key"
     assert [record.getMessage() for record in caplog.records] == [
         f"{key}: others can read this secret (mode 0644); run: chmod 600 {key}"
     ]

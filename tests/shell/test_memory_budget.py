@@ -345,7 +345,9 @@ async def crowd(
         try:
             async with agent:
                 yield agent
-                await asyncio.gather(*(one for driver in agent._drivers for one in driver.running_tasks))
+                await asyncio.gather(
+                    *(one for driver in agent._drivers for one in driver.running_tasks)
+                )
                 pool = present(agent._pool)
                 await asyncio.wrap_future(pool._thread.submit(lambda: None))
                 assert len(pool._free) == len(pool._drafters) <= caches
