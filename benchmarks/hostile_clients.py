@@ -37,7 +37,7 @@ from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened,
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.wire.codec import WireLimits, decode_downlink, encode_uplink
-from edgespec.wire.grpc_calls import KEY_HEADER, KEY_SCHEME
+from edgespec.wire.headers import KEY_HEADER, KEY_SCHEME
 from tests.shell.gate import Gate
 
 SERVICE = "/edgespec.v1.Verifier/"

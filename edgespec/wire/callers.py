@@ -11,7 +11,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass
+from ipaddress import IPv6Network, ip_address
 from typing import Any, Final, Generic, TypeVar
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -19,7 +21,8 @@ import grpc.aio
 from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
-from edgespec.wire.grpc_calls import KEY_HEADER, KEY_SCHEME, peer_address, refuse
+from edgespec.wire.call_end import refuse
+from edgespec.wire.headers import KEY_HEADER, KEY_SCHEME
 
 MIN_DELAY_S: Final = 0.5
 REFUSALS_PER_S: Final = 20.0
@@ -73,6 +76,29 @@ class RefusalDelay:
             self._held[payer] -= 1
             if not self._held[payer]:
                 del self._held[payer]
+
+
+_NETWORK_BITS: Final = 64
+"""Size of the network of an IPv6 host, which can call from any address in it."""
+
+
+def peer_address(uri: str) -> str:
+    """Return the peer in ``uri``, as gRPC spells it, in a form that all its connections share.
+
+    ``ipv4:10.0.0.7:5123`` becomes ``ipv4:10.0.0.7``, ``ipv6:%5B2001:db8::7%5D:5123`` becomes
+    ``ipv6:2001:db8::/64``, and any unix socket becomes ``unix``."""
+    kind, _, rest = uri.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind
+    host = unquote(rest).rpartition(":")[0].strip("[]")
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return f"{kind}:{host}"
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.version == 4:
+        return f"ipv4:{address}"
+    return f"ipv6:{IPv6Network((int(address), _NETWORK_BITS), strict=False)}"
 
 
 def caller_name(peer: str, credential: Credential) -> str:

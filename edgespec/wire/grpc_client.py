@@ -20,12 +20,13 @@ from edgespec.config.common import host_of
 from edgespec.config.proxies import proxy_of_address
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
-from edgespec.wire import codec, grpc_calls
+from edgespec.wire import call_end, channel_options, codec, headers
 from edgespec.wire.access import DeviceAccess
+from edgespec.wire.shielded_call import ShieldedCall
 
 # Statuses that a second attempt would meet again.
 _FINAL_STATUSES: Final = {
-    status for code, status in grpc_calls.STATUS_OF_FAULT.items() if not code.retryable
+    status for code, status in call_end.STATUS_OF_FAULT.items() if not code.retryable
 } | {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -55,7 +56,7 @@ class GrpcTransport:
         self.address, self._access = address, access or DeviceAccess()
         self.limits = limits or codec.WireLimits()
         key = self._access.key_for(address)
-        self._metadata = ((grpc_calls.KEY_HEADER, f"{grpc_calls.KEY_SCHEME} {key}"),) if key else ()
+        self._metadata = ((headers.KEY_HEADER, f"{headers.KEY_SCHEME} {key}"),) if key else ()
         self._conversation = conversation
         self._channel: grpc.aio.Channel | None = None
         self._streams: set[GrpcDeviceStream] = set()
@@ -73,7 +74,7 @@ class GrpcTransport:
         method: Any = self._get_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
-            metadata = (*metadata, (grpc_calls.CONVERSATION_HEADER, conversation))
+            metadata = (*metadata, (headers.CONVERSATION_HEADER, conversation))
         call = method(metadata=metadata)
         try:
             with self._counted_call("connect"):
@@ -134,7 +135,7 @@ class GrpcTransport:
         if self._closed:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
-            options = grpc_calls.client_options(self.limits, CALL_TIMEOUT_S)
+            options = channel_options.client_options(self.limits, CALL_TIMEOUT_S)
             self._channel = _make_channel(self.address, self._access, options)
         return self._channel
 
@@ -161,8 +162,8 @@ class GrpcDeviceStream:
     def __init__(self, transport: GrpcTransport, call: Any) -> None:
         self._transport, self._call = transport, call
         self._address, self._limits = transport.address, transport.limits
-        self._reading: grpc_calls.ShieldedCall[Any] = grpc_calls.ShieldedCall()
-        self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
+        self._reading: ShieldedCall[Any] = ShieldedCall()
+        self._writing: ShieldedCall[None] = ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fault: Fault | None = None
@@ -182,7 +183,7 @@ class GrpcDeviceStream:
             try:
                 await self._writing.wait_finished(self._closed)
                 await self._writing.run(lambda: self._write(payload), self._closed)
-            except grpc_calls.CALL_ENDED_ERRORS:
+            except call_end.CALL_ENDED_ERRORS:
                 raise await self._end_error() from None
 
     async def receive(self) -> Downlink:
@@ -193,7 +194,7 @@ class GrpcDeviceStream:
             raise await self._end_error()
         try:
             payload = await self._reading.run(self._call.read, self._closed)
-        except grpc_calls.CALL_ENDED_ERRORS:
+        except call_end.CALL_ENDED_ERRORS:
             raise await self._end_error() from None
         if payload is EOF:
             raise await self._end_error()
@@ -230,13 +231,13 @@ class GrpcDeviceStream:
         ended with unread messages here would never be freed by the library."""
         try:
             async with asyncio.timeout(_LINGER_TIMEOUT_S):
-                with suppress(*grpc_calls.CALL_ENDED_ERRORS):
+                with suppress(*call_end.CALL_ENDED_ERRORS):
                     async with self._write_lock:
                         await self._writing.wait_finished()
                         await self._writing.run(self._call.done_writing)
                 while await self._reading.run(self._call.read) is not EOF:
                     pass
-        except (TimeoutError, *grpc_calls.CALL_ENDED_ERRORS):
+        except (TimeoutError, *call_end.CALL_ENDED_ERRORS):
             return
         finally:
             self._call.cancel()
@@ -289,7 +290,7 @@ def _describe_proxy(address: str, access: DeviceAccess) -> str:
 
 
 def _make_channel(
-    address: str, access: DeviceAccess, options: grpc_calls.Options
+    address: str, access: DeviceAccess, options: channel_options.Options
 ) -> grpc.aio.Channel:
     if proxy_of_address(address, access.server_name) is None:
         options = [*options, ("grpc.enable_http_proxy", 0)]

@@ -32,7 +32,8 @@ from edgespec.core.verifier import traffic_budget as budgets
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.verifier_counts import Watch
-from edgespec.wire import callers, codec, grpc_calls
+from edgespec.wire import call_end, callers, channel_options, codec
+from edgespec.wire.shielded_call import InterruptedOperation, ShieldedCall
 from edgespec.wire.tokenizer_lending import PackedTexts
 
 STALLED_S = 10.0
@@ -66,7 +67,7 @@ class GrpcVerifierStream:
         self, server: GrpcServer, context: Any, address: str, credential: Credential
     ) -> None:
         self._context, self.address, self.credential = context, address, credential
-        self.peer = peer = grpc_calls.peer_address(address)
+        self.peer = peer = callers.peer_address(address)
         self.caller, self.payer = (
             callers.caller_name(peer, credential),
             callers.payer_name(peer, credential),
@@ -84,7 +85,7 @@ class GrpcVerifierStream:
         """Future of the reading task while it waits until a message is received."""
         self._on_message: Callable[[m.Uplink], None] | None = None
         """Callback that receives the messages instead of a receiver."""
-        self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
+        self._writing: ShieldedCall[None] = ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -106,7 +107,7 @@ class GrpcVerifierStream:
             self._raise_if_ended()
             return self.hang_up(message)
         async with self._write_lock:
-            with suppress(grpc_calls.InterruptedOperation):  # The stream has ended.
+            with suppress(InterruptedOperation):  # The stream has ended.
                 await self._writing.wait_finished(self._end_verdict)
             self._raise_if_ended()
             self._write(message, payload)
@@ -197,7 +198,7 @@ class GrpcVerifierStream:
                     return
                 payload = codec.encode_downlink(fault, self._limits)
                 await self._writing.run(lambda: self._context.write(payload))
-        except (TimeoutError, *grpc_calls.CALL_ENDED_ERRORS):
+        except (TimeoutError, *call_end.CALL_ENDED_ERRORS):
             return
         self._count(fault, len(payload))
 
@@ -221,7 +222,7 @@ class GrpcVerifierStream:
         except codec.ProtocolViolation as violation:
             self._retryable = False
             self.hang_up(m.Fault(violation.code, str(violation)))
-        except grpc_calls.CALL_ENDED_ERRORS as error:
+        except call_end.CALL_ENDED_ERRORS as error:
             self.mark_lost(error)
         finally:
             _wake(self._receiver_wakeup)
@@ -376,7 +377,7 @@ class GrpcServer:
         from grpc_reflection.v1alpha import reflection
 
         side_services = callers.SideServices(codec.SERVICE, self._info_queue)
-        options = grpc_calls.server_options(self.limits)
+        options = channel_options.server_options(self.limits)
         server = grpc.aio.server(options=options, interceptors=(side_services,))
         # Without serialisers the handlers receive bytes, so that the codec's errors are answered
         # here.
@@ -432,11 +433,11 @@ class GrpcServer:
     async def _answer_tokenizer(self, request: bytes, context: Any) -> bytes:
         await self._tokenizer_queue.wait_turn(context, await self._authenticate_call(context))
         if isinstance(self._texts, str):
-            await grpc_calls.abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
+            await call_end.abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
         try:
             return self._texts.answer(request)
         except codec.ProtocolViolation as error:
-            await grpc_calls.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await call_end.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def _authenticate_call(self, context: Any, *, stream: bool = False) -> Credential:
         """Return the credential of a call's API key, before anything of the call is read.
@@ -450,12 +451,12 @@ class GrpcServer:
         if stream:
             self._count_refusal(fault.code)
         # The peer is read while the call certainly exists (see ``_speculate``).
-        await self._key_refusals.delay(grpc_calls.peer_address(str(context.peer())))
+        await self._key_refusals.delay(callers.peer_address(str(context.peer())))
         if stream:
-            with suppress(TimeoutError, *grpc_calls.CALL_ENDED_ERRORS):
+            with suppress(TimeoutError, *call_end.CALL_ENDED_ERRORS):
                 async with asyncio.timeout(callers.LAST_FAULT_TIMEOUT_S):
                     await context.write(codec.encode_downlink(fault, self.limits))
-        await grpc_calls.refuse(context, fault)
+        await call_end.refuse(context, fault)
 
     @property
     def stream_count(self) -> int:
@@ -503,14 +504,14 @@ class GrpcServer:
             callers.read_key(context),
             await self._authenticate_call(context, stream=True),
         )
-        peer = callers.caller_name(grpc_calls.peer_address(address), credential)
+        peer = callers.caller_name(callers.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._count_refusal(m.FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way"
             text += f", the limit is {self._max_peer_calls}"
             await self._refusals.delay(peer)
             fault = m.Fault(m.FaultCode.OVERLOADED, text, _RETRY_AFTER_S)
-            await grpc_calls.refuse(context, fault)
+            await call_end.refuse(context, fault)
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
@@ -541,7 +542,7 @@ class GrpcServer:
         finally:
             self.slots.release(stream)
         if fault is not None:
-            await grpc_calls.refuse(context, fault)
+            await call_end.refuse(context, fault)
 
     async def _take_slot(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it. Return the reason if it gets none,

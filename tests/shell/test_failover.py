@@ -46,7 +46,7 @@ from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.grpc_calls import CONVERSATION_HEADER
+from edgespec.wire.headers import CONVERSATION_HEADER
 from tests.present import present
 from tests.shell.failing_verifiers import (
     EXPECTED,

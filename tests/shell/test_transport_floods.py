@@ -27,9 +27,8 @@ from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, Uplin
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire import callers
 from edgespec.wire.access import DeviceAccess
-from edgespec.wire.callers import WRONG_KEY
+from edgespec.wire.callers import WRONG_KEY, peer_address
 from edgespec.wire.codec import WireLimits, encode_uplink
-from edgespec.wire.grpc_calls import peer_address
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer
 from tests.shell.echo_verifier import (

@@ -30,7 +30,7 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
 from edgespec.core.protocol import messages as m
 from edgespec.testing import LoopbackTransport
-from edgespec.wire import grpc_calls
+from edgespec.wire import channel_options
 from edgespec.wire.access import DeviceAccess, load_tls_access
 from edgespec.wire.codec import WireLimits, payload_bytes
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, check_health
@@ -277,8 +277,8 @@ async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
 @pytest.mark.slow
 async def test_an_idle_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with gRPC's default ping policy ends it with "too many pings"."""
-    monkeypatch.setattr(grpc_calls, "PING_INTERVAL_S", 0.1)
-    monkeypatch.setattr(grpc_calls, "PING_TIMEOUT_S", echo_verifier.PATIENCE_S)
+    monkeypatch.setattr(channel_options, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(channel_options, "PING_TIMEOUT_S", echo_verifier.PATIENCE_S)
     with verifier_process() as (_, address):
         transport = GrpcTransport(address)
         stream = await echo_verifier.opened(transport)
@@ -318,7 +318,10 @@ async def test_a_stopped_device_is_noticed_in_time(monkeypatch: pytest.MonkeyPat
             gone.set_result(error)
 
     async with echo_verifier.served(watch) as (server, _), Gate(server.port) as gate:
-        monkeypatch.setattr(grpc_calls, "PING_INTERVAL_S", 3600.0)  # the device itself asks nothing
+        # The device itself sends no pings.
+        monkeypatch.setattr(
+            channel_options, "PING_INTERVAL_S", 3600.0
+        )  # the device itself asks nothing
         transport = GrpcTransport(gate.address)
         stream = await transport.connect()
         await stream.send(echo_verifier.OPEN)
