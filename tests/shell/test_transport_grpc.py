@@ -319,9 +319,7 @@ async def test_a_stopped_device_is_noticed_in_time(monkeypatch: pytest.MonkeyPat
 
     async with echo_verifier.served(watch) as (server, _), Gate(server.port) as gate:
         # The device itself sends no pings.
-        monkeypatch.setattr(
-            channel_options, "PING_INTERVAL_S", 3600.0
-        )  # the device itself asks nothing
+        monkeypatch.setattr(channel_options, "PING_INTERVAL_S", 3600.0)
         transport = GrpcTransport(gate.address)
         stream = await transport.connect()
         await stream.send(echo_verifier.OPEN)
