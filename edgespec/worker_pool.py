@@ -49,13 +49,13 @@ class WorkerPool:
     Args:
         name: Name of the work, for errors and for the names of threads.
         threads: Most calls that run at the same time.
-        most_waiting: Most calls that wait for a thread.
-        within_s: Limit in seconds for one call, including its time in the queue.
+        max_waiting: Most calls that wait for a thread.
+        timeout_s: Limit in seconds for one call, including its time in the queue.
     """
 
-    def __init__(self, name: str, *, threads: int, most_waiting: int, within_s: float) -> None:
-        self.name, self.within_s = name, within_s
-        self._most_threads, self._most_waiting = threads, most_waiting
+    def __init__(self, name: str, *, threads: int, max_waiting: int, timeout_s: float) -> None:
+        self.name, self.timeout_s = name, timeout_s
+        self._max_threads, self._max_waiting = threads, max_waiting
         self._changed = threading.Condition()
         self._queues: dict[str, deque[_Work]] = {}
         """Waiting calls, by client. The client whose turn is next stands first."""
@@ -82,13 +82,13 @@ class WorkerPool:
         context = contextvars.copy_context()
         done = self._submit(client, partial(context.run, partial(function, *args, **kwargs)))
         try:
-            async with asyncio.timeout(self.within_s):
-                found: _T = await asyncio.wrap_future(done)
-                return found
+            async with asyncio.timeout(self.timeout_s):
+                result: _T = await asyncio.wrap_future(done)
+                return result
         except TimeoutError:
             if done.done() and not done.cancelled():
                 raise  # The function itself raised this error.
-            why = f"{self.name} took longer than its limit of {self.within_s:g} s"
+            why = f"{self.name} took longer than its limit of {self.timeout_s:g} s"
             raise PoolLateError(why) from None
 
     def close(self) -> None:
@@ -105,15 +105,15 @@ class WorkerPool:
         with self._changed:
             if self._closed:
                 raise PoolBusyError(f"{self.name}: this side is stopping")
-            is_idle = self._busy + self._waiting < self._most_threads
+            is_idle = self._busy + self._waiting < self._max_threads
             own = len(self._queues.get(client, ()))
-            share = max(1, int(_SHARE * self._most_waiting)) if client else self._most_waiting
-            if not is_idle and (self._waiting >= self._most_waiting or own >= share):
+            share = max(1, int(_SHARE * self._max_waiting)) if client else self._max_waiting
+            if not is_idle and (self._waiting >= self._max_waiting or own >= share):
                 whose = f"{own} of this client's, limit {share}" if own >= share else "a full queue"
                 raise PoolBusyError(f"{self.name}: {self._waiting} wait already ({whose})")
             self._queues.setdefault(client, deque()).append(work)
             self._waiting += 1
-            if self._threads < min(self._most_threads, self._busy + self._waiting):
+            if self._threads < min(self._max_threads, self._busy + self._waiting):
                 self._threads += 1
                 name = f"edgespec-{self.name.replace(' ', '-')}"
                 threading.Thread(target=self._serve, name=name, daemon=True).start()

@@ -310,14 +310,14 @@ class Agent:
         self._grammars = WorkerPool(
             "reading a grammar",
             threads=_GRAMMAR_THREADS,
-            most_waiting=_MAX_WAITING_GRAMMARS,
-            within_s=_GRAMMAR_TIMEOUT_S,
+            max_waiting=_MAX_WAITING_GRAMMARS,
+            timeout_s=_GRAMMAR_TIMEOUT_S,
         )
         self._disk = WorkerPool(
             "recording a generation",
             threads=1,
-            most_waiting=_MAX_WAITING_RECORDINGS,
-            within_s=_DISK_TIMEOUT_S,
+            max_waiting=_MAX_WAITING_RECORDINGS,
+            timeout_s=_DISK_TIMEOUT_S,
         )
         draft_vocabulary = "" if drafter is None else drafter.info.vocabulary
         self._vocabulary = self.options.vocabulary or draft_vocabulary

@@ -44,7 +44,7 @@ from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 logger = logging.getLogger(__name__)
 
 _NAME_DIGITS = 32
-_WORKERS = WorkerPool("preparing a tokenizer", threads=2, most_waiting=64, within_s=300.0)
+_WORKERS = WorkerPool("preparing a tokenizer", threads=2, max_waiting=64, timeout_s=300.0)
 
 
 def borrows_tokenizer(config: AgentConfig) -> bool:

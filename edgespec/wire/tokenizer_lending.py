@@ -51,7 +51,7 @@ SHA256_BYTES: Final = 32
 _MAX_REQUEST_BYTES: Final = 1 << 10
 _ENTRY_MARK, _MAX_ENTRIES = b"PK\x01\x02", 64
 """First bytes of each entry in an archive's directory. The library reads the whole directory."""
-_WORKERS: Final = WorkerPool("unpacking a tokenizer", threads=1, most_waiting=64, within_s=60.0)
+_WORKERS: Final = WorkerPool("unpacking a tokenizer", threads=1, max_waiting=64, timeout_s=60.0)
 _ATTEMPTS: Final = 8
 _RETRY_S: Final = 0.5
 

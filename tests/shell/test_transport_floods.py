@@ -66,7 +66,7 @@ async def test_a_stream_without_an_open_gives_way_to_a_new_one() -> None:
         fault = await asyncio.wait_for(idle.receive(), PATIENCE_S)
         assert isinstance(fault, Fault)
         assert fault.code is FaultCode.OVERLOADED
-        assert "no Open has come" in fault.message
+        assert "no Open has arrived" in fault.message
         third = await transport.connect()
         refusal = await third.receive()
         assert refusal == Fault(FaultCode.OVERLOADED, "2 streams are open, the limit is 2", 1.0)

@@ -39,9 +39,9 @@ class Works:
 
 @asynccontextmanager
 async def works(
-    threads: int = 1, most_waiting: int = 8, within_s: float = 600.0
+    threads: int = 1, max_waiting: int = 8, timeout_s: float = 600.0
 ) -> AsyncIterator[Works]:
-    pool = WorkerPool("the work", threads=threads, most_waiting=most_waiting, within_s=within_s)
+    pool = WorkerPool("the work", threads=threads, max_waiting=max_waiting, timeout_s=timeout_s)
     found = Works(pool)
     try:
         yield found
@@ -79,7 +79,7 @@ async def test_clients_take_turns() -> None:
 
 
 async def test_a_full_queue_and_a_full_share_are_refused() -> None:
-    async with works(threads=2, most_waiting=4) as found:
+    async with works(threads=2, max_waiting=4) as found:
         await found.start("a1", "a2")
         await until(lambda: len(found.begun) == 2)
         await found.start("a3", "a4", "a5", "a6")
@@ -92,7 +92,7 @@ async def test_a_full_queue_and_a_full_share_are_refused() -> None:
 
 
 async def test_a_cancelled_work_leaves_the_queue_and_is_never_run() -> None:
-    async with works(most_waiting=1) as found:
+    async with works(max_waiting=1) as found:
         await found.start("a1")
         await until(lambda: len(found.begun) == 1)
         await found.start("b1")
@@ -106,7 +106,7 @@ async def test_a_cancelled_work_leaves_the_queue_and_is_never_run() -> None:
 
 
 async def test_work_beyond_its_deadline_costs_its_own_pool_a_thread_until_it_ends() -> None:
-    async with works(threads=2, within_s=0.01) as found, works() as other:
+    async with works(threads=2, timeout_s=0.01) as found, works() as other:
         await found.start("a1")
         with pytest.raises(PoolLateError, match=r"the work took longer than its limit of 0.01 s"):
             await found.tasks["a1"]
