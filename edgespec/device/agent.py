@@ -541,9 +541,12 @@ class Agent:
     async def _chunks(
         self, driver: SessionDriver, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> AsyncGenerator[Chunk, None]:
-        counters, min_tokens = driver.session.counters, sampling.min_tokens
         reader = OutputReader(
-            self._decoder(prompt), sampling.stop, len(prompt), counters, min_tokens
+            self._decoder(prompt),
+            sampling.stop,
+            position=len(prompt),
+            counters=driver.session.counters,
+            min_tokens=sampling.min_tokens,
         )
         async for outcome in driver.outcomes():
             match outcome:

@@ -320,8 +320,13 @@ def load_planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Draf
     drafter.restrict(full.window, full.width)
     row_bytes = settings.caches * plan.variant.kv_bytes_per_token
     guard = memory.MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
-    clock, most = time.monotonic, settings.caches
-    caches = CacheGroup(guard, resident_bytes, clock, most, plan.budget_bytes)
+    caches = CacheGroup(
+        guard,
+        resident_bytes,
+        time.monotonic,
+        max_caches=settings.caches,
+        budget_bytes=plan.budget_bytes,
+    )
     return GuardedDrafter(drafter, caches)
 
 

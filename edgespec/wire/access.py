@@ -99,9 +99,9 @@ class KeyFile:
                     f"the name {name[:80]!r} must have 1 to {MAX_NAME_LENGTH} letters, digits,"
                     " dots, dashes or underscores, and begin with a letter or digit"
                 )
-        self.ring()
+        self.make_ring()
 
-    def ring(self) -> KeyRing:
+    def make_ring(self) -> KeyRing:
         """Return the keys for lookups. Raises ``ValueError`` for too many keys, or for a key with
         two names."""
         found = {}
@@ -199,28 +199,28 @@ class ServerAccess:
         configuration, and each later one, to one port only."""
         import grpc
 
-        shown = self._identity
-        assert shown is not None
+        current = self._identity
+        assert current is not None
 
-        def newest() -> Any:
+        def fetch_newer() -> Any:
             """Return the new identity for the port, or None if the port shows it already.
 
             gRPC calls this at every handshake, in its own thread."""
-            nonlocal shown
+            nonlocal current
             identity = self._identity
-            if identity is None or identity is shown:
+            if identity is None or identity is current:
                 return None
-            shown = identity
-            return identity.configuration()
+            current = identity
+            return identity.make_configuration()
 
         return grpc.dynamic_ssl_server_credentials(
-            shown.configuration(),
-            newest,
+            current.make_configuration(),
+            fetch_newer,
             require_client_authentication=self._requires_certificates,
         )
 
     def _read_ring(self) -> KeyRing | None:
-        return load_config(KeyFile, checked_path(self._keys)).ring() if self._keys else None
+        return load_config(KeyFile, checked_path(self._keys)).make_ring() if self._keys else None
 
 
 _NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")
@@ -293,7 +293,7 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
     import grpc
 
     check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    roots = shown = secret = None
+    roots = certificate_pem = key_pem = None
     if tls.ca:
         roots = _read(ca := checked_path(tls.ca))
         try:
@@ -301,24 +301,30 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
         except ssl.SSLError as error:
             raise ConfigError(f"{ca}: holds no PEM certificate: {error.reason}") from None
     # OpenSSL would trust these certificates here.
-    elif known := ssl.get_default_verify_paths().cafile:
-        roots = _read(Path(known))  # Without them, gRPC uses the certificates that it brings along.
+    elif system_roots := ssl.get_default_verify_paths().cafile:
+        roots = _read(
+            Path(system_roots)
+        )  # Without them, gRPC uses the certificates that it brings along.
     if tls.client_cert:
-        certificate, key = (
+        certificate_path, key_path = (
             checked_path(tls.client_cert),
             checked_path(tls.client_key, secret=True),
         )
-        shown, secret = _read(certificate), _read(key)
+        certificate_pem, key_pem = _read(certificate_path), _read(key_path)
         try:
-            check.load_cert_chain(certificate, key, password="")
+            check.load_cert_chain(certificate_path, key_path, password="")
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
-                why = f"the key does not belong to the certificate in {certificate}"
-                raise ConfigError(f"{key}: {why}") from None
+                why = f"the key does not belong to the certificate in {certificate_path}"
+                raise ConfigError(f"{key_path}: {why}") from None
             why = f"no PEM certificate and plain private key: {error.reason or error}"
-            raise ConfigError(f"{certificate} and {key}: {why}") from None
-    credentials = grpc.ssl_channel_credentials(roots, secret, shown)
-    return DeviceAccess("", False, credentials, bool(shown), tls.server_name)
+            raise ConfigError(f"{certificate_path} and {key_path}: {why}") from None
+    credentials = grpc.ssl_channel_credentials(roots, key_pem, certificate_pem)
+    return DeviceAccess(
+        credentials=credentials,
+        shows_certificate=certificate_pem is not None,
+        server_name=tls.server_name,
+    )
 
 
 # --- certificates and private keys as gRPC takes them ---------------------------------------------
@@ -338,7 +344,7 @@ class ServerIdentity:
     expires: datetime
     """Expiry of the certificate that expires first."""
 
-    def configuration(self) -> Any:
+    def make_configuration(self) -> Any:
         """Return the identity in gRPC's form."""
         import grpc
 
@@ -351,13 +357,13 @@ def load_server_identity(tls: ServerTlsSection) -> ServerIdentity | None:
     ``SetupError``."""
     if not tls.used:
         return None
-    certificate, key = checked_path(tls.cert), checked_path(tls.key, secret=True)
+    certificate_path, key_path = checked_path(tls.cert), checked_path(tls.key, secret=True)
     with needs("cryptography", "edgespec[certs]"):
-        shown, certificates = read_certificates(certificate)
-        secret, _ = read_key(key, certificate, certificates[0])
-        trusted = read_certificates(checked_path(tls.client_ca))[0] if tls.client_ca else None
+        certificate_pem, certificates = read_certificates(certificate_path)
+        key_pem, _ = read_key(key_path, certificate_path, certificates[0])
+        client_ca = read_certificates(checked_path(tls.client_ca))[0] if tls.client_ca else None
     expires = min(one.not_valid_after_utc for one in certificates)
-    return ServerIdentity(shown, secret, trusted, expires)
+    return ServerIdentity(certificate_pem, key_pem, client_ca, expires)
 
 
 def read_certificates(path: Path) -> tuple[bytes, Sequence[Certificate]]:
@@ -380,7 +386,7 @@ def read_certificates(path: Path) -> tuple[bytes, Sequence[Certificate]]:
     return pem, found
 
 
-def read_key(path: Path, of: Path, certificate: Certificate) -> tuple[bytes, Any]:
+def read_key(path: Path, certificate_path: Path, certificate: Certificate) -> tuple[bytes, Any]:
     """Return a file's content and its private key, which must belong to the certificate in
     ``of``."""
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -394,7 +400,9 @@ def read_key(path: Path, of: Path, certificate: Certificate) -> tuple[bytes, Any
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path}: holds no PEM private key to be read: {error}") from None
     if key.public_key() != certificate.public_key():
-        raise ConfigError(f"{path}: the key does not belong to the certificate in {of}")
+        raise ConfigError(
+            f"{path}: the key does not belong to the certificate in {certificate_path}"
+        )
     return pem, key
 
 

@@ -302,7 +302,7 @@ def _decode_draft(wire: pb.Draft) -> m.Draft:
     if 0 not in parents:
         return m.Draft(first, parents, tokens)
     position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
-    return m.Draft(first, parents, tokens, position, wire.base_hash)
+    return m.Draft(first, parents, tokens, base_position=position, base_hash=wire.base_hash)
 
 
 def _check_node_ids(first: int, count: int) -> None:
@@ -471,8 +471,14 @@ def _shared_fields(message: type[Any]) -> tuple[_SharedField, ...]:
         # The value type of ``X | None`` and of ``tuple[X, ...]``.
         kind = (*get_args(hints[field.name]), hints[field.name])[0]
         required = field.default is MISSING and field.default_factory is MISSING
-        optional, most = wire.has_presence and not required, _MAX_OF_TYPE.get(wire.type, -1)
-        shared = _SharedField(field.name, kind, wire.is_repeated, optional, field.default, most)
+        shared = _SharedField(
+            name=field.name,
+            kind=kind,
+            is_repeated=wire.is_repeated,
+            is_optional=wire.has_presence and not required,
+            default=field.default,
+            largest=_MAX_OF_TYPE.get(wire.type, -1),
+        )
         found.append(shared)
     return tuple(found)
 

@@ -195,9 +195,9 @@ def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path) -> No
     assert key not in made.stderr
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     credential = Credential("workshop", 8, 4096, 12.5, -2, ("big", "small"))
-    assert load_config(KeyFile, path).ring().credential(key) == credential
+    assert load_config(KeyFile, path).make_ring().credential(key) == credential
     other = keys("add", "phone.7", "--file", path).stdout.strip()
-    ring = load_config(KeyFile, path).ring()
+    ring = load_config(KeyFile, path).make_ring()
     assert ring.credential(other) == Credential("phone.7")
     assert ring.credential(key) == credential
     assert ring.credential(key + "x") is None
@@ -213,7 +213,7 @@ def test_a_revoked_key_opens_no_more(tmp_path: Path) -> None:
     first = keys("add", "first", "--file", path).stdout.strip()
     second = keys("add", "second", "--file", path).stdout.strip()
     assert keys("revoke", "first", "--file", path).exit_code == 0
-    ring = load_config(KeyFile, path).ring()
+    ring = load_config(KeyFile, path).make_ring()
     assert ring.credential(first) is None
     assert ring.credential(second) == Credential("second")
     gone = keys("revoke", "first", "--file", path)

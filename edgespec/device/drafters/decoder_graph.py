@@ -244,7 +244,15 @@ def _cache(path: Path, part: str, past: Port, present: Port, hint: HeadHint) -> 
             f"{what} and leaves {'heads' if heads < 1 else 'head size'} open; a config.json or"
             " genai_config.json beside it must set num_key_value_heads and head_dim"
         )
-    return CacheTensor(past.name, present.name, part, past.dtype, heads, size, tokens_first)
+    return CacheTensor(
+        past=past.name,
+        present=present.name,
+        part=part,
+        dtype=past.dtype,
+        heads=heads,
+        head_size=size,
+        tokens_first=tokens_first,
+    )
 
 
 def _is_length(dimension: int | str | None) -> bool:
