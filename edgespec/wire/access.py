@@ -300,11 +300,9 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
             check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
         except ssl.SSLError as error:
             raise ConfigError(f"{ca}: holds no PEM certificate: {error.reason}") from None
-    # OpenSSL would trust these certificates here.
     elif system_roots := ssl.get_default_verify_paths().cafile:
-        roots = _read(
-            Path(system_roots)
-        )  # Without them, gRPC uses the certificates that it brings along.
+        # OpenSSL would trust these here. Without them, gRPC uses the ones that it brings along.
+        roots = _read(Path(system_roots))
     if tls.client_cert:
         certificate_path, key_path = (
             checked_path(tls.client_cert),
