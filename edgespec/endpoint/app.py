@@ -409,7 +409,7 @@ def status_routes(status: StatusSource) -> list[Route]:
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
     async def serve_numbers(request: Request) -> Response:
-        status.looked_upon()
+        status.refresh_for_display()
         after = request.query_params.get("after", "0")
         after_event = int(after) if re.fullmatch("[0-9]{1,15}", after) else 0
         return JSONResponse(status.snapshot(after_event).as_json(), headers=_PAGE_HEADERS)

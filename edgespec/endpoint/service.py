@@ -371,7 +371,7 @@ class ServedModels:
     def _name_to_request(self, served: ServedModel) -> str:
         """Return the name to request for ``served``. If the verifiers serve one and the same model
         under several names, none is requested, so that each of them can serve it."""
-        models = [info.model for info in self._watch.told]
+        models = [info.model for info in self._watch.known_infos]
         fingerprints = {one.fingerprint for one in models}
         is_one_model = fingerprints == {served.info.fingerprint} != {""}
         if len({one.name for one in models}) > 1 and is_one_model:
@@ -660,7 +660,7 @@ class Endpoint:
                 self.idle.set()
             if run.has_begun:
                 if has_succeeded not in (None, self.verifiers.ready):
-                    self.verifiers.hurry()
+                    self.verifiers.refresh_soon()
                 self.counts.add_answer(
                     prepared.metric_name, prepared.prompt_tokens, prepared.choices
                 )

@@ -24,7 +24,7 @@ from edgespec.core.protocol.constraint import Constraint, ConstraintError
 from edgespec.core.protocol.messages import Limits
 from edgespec.device.agent import Agent
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
-from edgespec.device.prober import VerifierWatch
+from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.admission import Admission, client_address, current_client
 from edgespec.endpoint.bodies import SMALL_BYTES, STALLED_S, Body, BodyRoom
 from edgespec.endpoint.request_json import ApiError

@@ -15,7 +15,7 @@ from edgespec.core.device import events as ev
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
-from edgespec.device.agent import ReplyReader
+from edgespec.device.agent import OutputReader
 from edgespec.endpoint.choices import ChatEnvelope, Choice, CompletionEnvelope, Delta
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.tokenizer import TextTokenizer

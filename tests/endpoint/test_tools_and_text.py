@@ -24,7 +24,7 @@ from edgespec.core.protocol.checks import REPLACEMENT
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Agent, AgentOptions
-from edgespec.device.prober import VerifierWatch
+from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.tool_calls import (
     ToolCall,
     ToolFormat,
