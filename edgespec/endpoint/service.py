@@ -380,7 +380,7 @@ class ServedModels:
 
 
 def _make_pool(name: str, threads: int) -> WorkerPool:
-    return WorkerPool(name, threads=threads, most_waiting=_MAX_WAITING, within_s=_WORK_WITHIN_S)
+    return WorkerPool(name, threads=threads, max_waiting=_MAX_WAITING, timeout_s=_WORK_WITHIN_S)
 
 
 def _too_slow(why: str) -> ApiError:
