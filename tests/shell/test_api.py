@@ -167,16 +167,14 @@ def test_the_drawn_tree_of_exceptions_is_the_real_one() -> None:
         depth = (len(indent) - 4) // 4
         path[depth:] = [name]
         drawn[name] = path[depth - 1] if depth else "Exception"
-    real = {
-        one.__name__: one.__bases__[0].__name__
-        for one in [edgespec.EdgespecError, *_below(edgespec.EdgespecError)]
-    }
+    classes: list[type[Exception]] = [edgespec.EdgespecError, *_below(edgespec.EdgespecError)]
+    real = {one.__name__: one.__bases__[0].__name__ for one in classes}
     assert drawn == {name: base for name, base in real.items() if name in drawn}
     assert len(drawn) == 12 - 1
     assert {name for name in real if hasattr(edgespec, name)} <= drawn.keys()
 
 
-def _below(kind: type[edgespec.EdgespecError]) -> list[type[edgespec.EdgespecError]]:
+def _below(kind: type[Exception]) -> list[type[Exception]]:
     return [one for direct in kind.__subclasses__() for one in (direct, *_below(direct))]
 
 
