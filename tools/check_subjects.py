@@ -19,9 +19,9 @@ LONGEST = 72
 SUBJECT = re.compile(r"[a-z][a-z0-9_./-]*(, [a-z][a-z0-9_./-]*)*: (?P<verb>[A-Z][a-z]+)\b.*[^.\s]")
 # Words that begin a subject that is no order. The list grows when one slips through.
 NO_VERBS = frozenset(
-    "A An All Any As At Both But Each Every Fewer For From How If In It Its Less More Most No Not Now"
-    " Of On One Only Or So Some That The There These They This Those To Two What When Where Which"
-    " Who Whoever Why With".split()
+    "A An All Any As At Both But Each Every Fewer For From How If In It Its Less More Most No Not"
+    " Now Of On One Only Or So Some That The There These They This Those To Two What When Where"
+    " Which Who Whoever Why With".split()
 )
 
 
