@@ -1,10 +1,10 @@
-"""What a device sends of its tree, and how it reads a commit: checks that it continues, moves the
-root, learns from it.
+"""The device's side of the stream: the drafts it sends, and how it reads a commit.
 
-Every position at which the drafter had a guess is one trial of its ranks, whoever decided it: the
-acceptance rate is a property of the draft on committed prefixes, not of what happened to be sent. A
-verifier that sends more than was asked for, or ids that do not exist, breaks the protocol: what it
-sent before the first such token is still the user's, nothing behind it is.
+Reading a commit checks that it continues the committed prefix, moves the root, and updates the
+estimates. Every position at which the drafter had a candidate is one trial of its ranks, whether
+the candidate was sent or not: the acceptance rate is a property of the draft on committed prefixes.
+A verifier that sends more tokens than were requested, or ids that do not exist, breaks the
+protocol: the tokens before the first such one are delivered, the rest is dropped.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from edgespec.core.protocol.tree import ROOT, UNRANKED, Node, SpeculationTree
 from edgespec.core.statically_frozen import statically_frozen
 
 MAX_NODES_PER_DRAFT = 64
-# Acknowledge at least this often, or before the verifier would pause, if that is sooner: flow
-# control and round-trip samples cost a few bytes each.
+# Acknowledge at least every this many tokens, or before the verifier would pause, if that is
+# sooner: flow control and round-trip samples cost a few bytes each.
 RECEIVED_EVERY = 8
 
 
 class DraftOutbox:
-    """Knows which nodes of the tree were sent, and makes the messages that send the rest. A stream
-    knows only what was sent on it: after a reconnect every alive node is unsent again."""
+    """Keeps which nodes of the tree were sent, and makes the messages that send the rest.
+
+    A verifier's stream has only the nodes that were sent on it: after a reconnect every alive node
+    is unsent again."""
 
     __slots__ = ("_sent_through", "_tree")
 
     def __init__(self, tree: SpeculationTree) -> None:
         self._tree = tree
         self._sent_through = 0
-        """Alive nodes up to this id were sent: the oldest always go first."""
+        """Highest id of the sent nodes: alive nodes are sent lowest id first."""
 
     def new_stream(self) -> None:
         self._sent_through = 0
@@ -54,12 +56,15 @@ class DraftOutbox:
         return count
 
     def trim(self, limit: int) -> None:
-        """The verifier takes ``limit`` nodes: it dropped what was sent beyond them."""
+        """Forget that nodes beyond the first ``limit`` were sent: the verifier dropped them."""
         in_flight = (node_id for node_id in self._tree.nodes if node_id <= self._sent_through)
         self._sent_through = max(islice(in_flight, limit), default=0)
 
     def take(self, limit: int) -> list[Draft]:
-        """Of unsent alive nodes, oldest first, until ``limit`` are in flight; one a run of ids."""
+        """Return messages with the unsent alive nodes, oldest first, until ``limit`` nodes are in
+        flight.
+
+        Each message holds one run of consecutive ids. The nodes count as sent."""
         nodes, unsent = self._tree.nodes, self.unsent
         waiting = list(islice(reversed(nodes.values()), unsent))[::-1]
         if (room := limit - (len(nodes) - unsent)) < unsent:
@@ -68,7 +73,7 @@ class DraftOutbox:
             return []
         first, last = waiting[0].id, waiting[-1].id
         self._sent_through = last
-        if last - first < len(waiting) <= MAX_NODES_PER_DRAFT:  # one run, as usual
+        if last - first < len(waiting) <= MAX_NODES_PER_DRAFT:  # the usual case: one run
             return [self._message(waiting)]
         runs = [[waiting[0]]]
         for before, node in pairwise(waiting):
@@ -79,7 +84,7 @@ class DraftOutbox:
         return [self._message(run) for run in runs]
 
     def nothing(self) -> Draft:
-        """The message that says no draft is coming."""
+        """Return the message that announces that no draft is coming."""
         return Draft(self._tree.last_id + 1, (), ())
 
     def _message(self, run: list[Node]) -> Draft:
@@ -96,7 +101,7 @@ class DraftOutbox:
 
 
 class CommitReader:
-    """Moves one session's root, and holds what it counts and estimates."""
+    """Reads one session's commits: moves the root, and keeps the counters and estimates."""
 
     def __init__(
         self,
@@ -119,11 +124,12 @@ class CommitReader:
         self._commit_at = None
 
     def opened(self, max_unreceived: int) -> None:
-        """The verifier pauses before so many tokens that were not acknowledged."""
+        """Adapt to the verifier's limit: it pauses before this many tokens are unacknowledged."""
         self._every = min(RECEIVED_EVERY, max(1, max_unreceived))
 
     def continues(self, commit: Commit) -> bool:
-        """Whether it starts at or before the end of what is held, and agrees where it overlaps."""
+        """Return whether the commit starts at or before the end of the prefix and agrees where they
+        overlap."""
         overlap = self._prefix.length - commit.position
         if overlap < 0:
             return False
@@ -131,7 +137,7 @@ class CommitReader:
         return tuple(known) == commit.tokens[: len(known)]
 
     def read(self, commit: Commit, now: float) -> Deliver | None:
-        """Commit its new tokens; None when there are none."""
+        """Commit the message's new tokens and return them for delivery; None if there are none."""
         self._measure(commit, now)
         position = self._prefix.length
         overlap = position - commit.position
@@ -145,7 +151,7 @@ class CommitReader:
         return Deliver(position, tokens, kinds, commit.logprobs[overlap:]) if tokens else None
 
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
-        """What to answer, if it is time to."""
+        """Return the acknowledgement if one is due, else None."""
         length = self._prefix.length
         if not last and length - self._acknowledged < self._every:
             return None
@@ -156,7 +162,8 @@ class CommitReader:
         return Received(length, length)
 
     def score(self, offered: Sequence[Node], token: int) -> Node | None:
-        """A position was decided for which ``offered`` were guesses; the right one."""
+        """Judge the nodes ``offered`` for one position by the target's ``token``, and return the
+        right one."""
         self.counters.tried += 1
         self.counters.hits += offered[0].token == token
         right, drafted = None, 0
@@ -181,7 +188,7 @@ class CommitReader:
         self.counters.committed += 1
         self.counters.accepted += accepted or replaced
         self.counters.corrected += missed
-        if replaced:  # a commit that is sent again tells this and not that
+        if replaced:  # a resent commit carries ``replaced`` but not ``accepted``
             self.counters.replaced += 1
             return TokenKind.REPLACED
         if accepted:
@@ -211,8 +218,10 @@ class CommitReader:
 
 @statically_frozen
 class CommitBounds:
-    """How long an output may be, and which ids it may hold. ``context_length`` is 0 until a
-    verifier has announced it; ``vocabulary_size`` is the target's, 0 where it is not known."""
+    """Bounds on an output: its length and its token ids.
+
+    ``context_length`` is 0 until the first ``Opened`` reports the verifier's. ``vocabulary_size``
+    is the target's; 0 if it is not known."""
 
     prompt_length: int
     max_tokens: int
@@ -221,13 +230,13 @@ class CommitBounds:
 
     @property
     def length(self) -> int:
-        """Tokens that prompt and output may have together."""
+        """Maximum number of tokens of prompt and output together."""
         asked_for, context = self.prompt_length + self.max_tokens, self.context_length
         return context if 0 < context < asked_for else asked_for
 
     def fitting(self, commit: Commit) -> tuple[Commit, str | None]:
-        """Return the part of ``commit`` that is within the bounds, and what is wrong with the
-        rest."""
+        """Return the part of ``commit`` that is within the bounds, and what is wrong with the rest
+        (None if nothing is)."""
         tokens, why = commit.tokens, None
         size = self.vocabulary_size
         if size and max(tokens, default=0) >= size:
@@ -246,7 +255,10 @@ class CommitBounds:
         return commit, f"the verifier broke the protocol: {why}"
 
     def told_apart(self, finish: FinishReason, generated: int) -> FinishReason:
-        """The verifier has one word for a full output and a full context; the user gets two."""
+        """Return the finish reason as the user sees it.
+
+        The wire only has LENGTH. If fewer than ``max_tokens`` were generated, the context was full:
+        CONTEXT."""
         if finish is FinishReason.LENGTH and generated < self.max_tokens:
             return FinishReason.CONTEXT
         return finish

@@ -1,7 +1,7 @@
-"""What a device measures and learns: its link, its steps, the verifier's passes, its draft.
+"""Measurements of a device: its link, its draft steps, the verifier's passes, its draft's accuracy.
 
-What it learns of its draft and of a verifier outlives a generation (``Learned``,
-``VerifierEstimates``).
+Estimates about the draft (``Learned``) and about a verifier (``VerifierEstimates``) outlive a
+generation.
 """
 
 from __future__ import annotations
@@ -23,46 +23,48 @@ from edgespec.core.protocol.text_guesses import MEMORY, PRIOR_WEIGHT, TextChance
 from edgespec.core.protocol.tree import NO_CELL, UNRANKED, Node
 
 USUAL_FEED: Final = 2
-"""Tokens that a usual draft step feeds at most: a corrected token and the one behind it. Feeding
-more is prefill or catching up."""
+"""Tokens that a usual draft step feeds at most: a corrected token and the one behind it. A longer
+feed is prefill or catching up."""
 KEPT: Final = 2
-"""Samples of a verifier that what earlier texts measured counts for in the next."""
+"""Weight, in samples, that measurements of earlier generations have at the start of a
+generation."""
 MOST_MODELS: Final = 64
-"""Models beside the usual one of which something is kept."""
+"""Models beside the usual one whose estimates are kept."""
 
 
 USEFUL_RATE: Final = 0.03
-"""A draft model whose choices are right less often than this is of no use to anybody: each of its
-steps saves at most this part of a pass. ``plan link`` calls a gain of 3 % the least that is worth
-the effort as well."""
+"""Acceptance rate below which a draft model is useless: each of its steps saves at most this share
+of a pass. ``plan link`` also calls a gain of 3 % the smallest that is worth the effort."""
 _DEVIATIONS: Final = 3.0
-"""Standard deviations by which a draft has to miss ``USEFUL_RATE``: a draft that is as good as that
-is given up once in 700 times."""
+"""Standard deviations by which a draft has to miss ``USEFUL_RATE``: a draft that is exactly that
+good is given up once in 700 times."""
 
 
 @dataclass(slots=True)
 class DraftEvidence:
-    """How often a draft model's choices were the target's token, over the life of a process.
+    """Share of positions at which a draft model offered the target's token, over the life of a
+    process.
 
-    Only positions count at which the model had made its choices, and a hit of any of them counts.
-    ``DraftChances`` forget old trials, so that they follow a text; this forgets nothing."""
+    Only positions count at which the model had offered its candidates, and a hit of any of them
+    counts. ``DraftChances`` forget old trials, so that they follow the current output. This count
+    forgets nothing."""
 
     tried: int = 0
-    """Positions that were decided."""
+    """Decided positions at which the model had offered candidates."""
     hits: int = 0
-    """Decided positions at which one of the choices was the target's token."""
+    """Decided positions at which one of the candidates was the target's token."""
 
     def add(self, *, hit: bool) -> None:
-        """Count a position that was decided."""
+        """Count one decided position."""
         self.tried += 1
         self.hits += hit
 
     @property
     def is_useless(self) -> bool:
-        """Whether the model is surely right less often than ``USEFUL_RATE``.
+        """Whether the model is right less often than ``USEFUL_RATE``, almost certainly.
 
-        Formula: Wilson's upper end at three standard deviations is below ``USEFUL_RATE``. Without a
-        hit that takes 292 trials; with one hit, 355."""
+        Formula: Wilson's upper bound at three standard deviations is below ``USEFUL_RATE``. Without
+        a hit that takes 292 trials; with one hit, 355."""
         n, z = self.tried, _DEVIATIONS
         if self.hits >= USEFUL_RATE * n:
             return False
@@ -72,38 +74,44 @@ class DraftEvidence:
 
 
 class DraftChances:
-    """How likely guesses in a device's tree are right, by who made them. It depends on the two
-    models and on whether they sample, and outlives a generation."""
+    """Chances that nodes of a device's tree are right, by their draft source.
+
+    They depend on the two models and on whether they sample, and outlive a generation."""
 
     def __init__(self) -> None:
         self.alone = CalibratedChances()
-        """Of the draft's choices that the text did not name."""
+        """Accuracy of the draft model's candidates that text lookup did not offer."""
         self.confirmed = CalibratedChances()
-        """Of those that it named too."""
+        """Accuracy of the draft model's candidates that text lookup offered as well."""
         self.text = TextChances()
-        """Of what the text names, whatever the draft says of it."""
+        """Accuracy of text lookup's candidates, whatever the draft model offered."""
         self.acceptance = AcceptanceEstimator()
-        """Of the draft's choices by their rank alone."""
+        """Accuracy of the draft model's candidates by their rank alone."""
         self._opposed = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.by_cell]
 
     def opposed(self, cell: int) -> float:
-        """The chance of a guess of the text's where the draft has named other tokens: a quarter of
-        what it has else, until there are observations."""
+        """Return the chance of a lookup candidate where the draft model offered other tokens.
+
+        Until there are observations it is a quarter of the candidate's usual chance."""
         return self._opposed[cell].rate(self.text.by_cell[cell] / 4.0)
 
     def drafted(
         self, rank: int, logprob: float, rate: float, of_text: float | None = None
     ) -> float:
-        """The chance of the draft's choice of this rank. ``rate`` is that of the rank, ``of_text``
-        that of the text's guess of the same token; None: it has named none."""
+        """Return the chance of the draft model's candidate of this rank.
+
+        ``rate`` is the acceptance rate of the rank. ``lookup_chance`` is the chance of text
+        lookup's candidate of the same token; None if lookup did not offer it."""
         chance = self.alone.chance(rank, logprob, rate)
         if of_text is None:
             return chance
-        least = 0.0 if rank else of_text  # of another choice the draft has named a better one
+        # For rank > 0 the draft prefers another token, so lookup's chance is no lower bound.
+        least = 0.0 if rank else of_text
         return max(self.confirmed.chance(rank, logprob, max(chance, least)), least)
 
     def add(self, guess: Node, *, hit: bool) -> None:
-        """A position was decided at which the draft had made its choices, and this was a guess."""
+        """Record a candidate of a decided position at which the draft model had offered its
+        candidates."""
         if guess.rank == UNRANKED:
             self._opposed[guess.lookup_cell].add(hit)
         else:
@@ -113,32 +121,36 @@ class DraftChances:
 
 @dataclass(slots=True)
 class Learned:
-    """What is kept between generations: hand the same one to the next ``DraftSession``."""
+    """Estimates that are kept between generations: pass the same object to the next
+    ``DraftSession``."""
 
     greedy: DraftChances = field(default_factory=DraftChances)
     sampled: DraftChances = field(default_factory=DraftChances)
     step_s: MovingAverage = field(default_factory=MovingAverage)
-    """Seconds that a usual draft step takes. It depends on the device alone, so that drafts for all
-    models share it."""
+    """Seconds that a usual draft step takes. They depend on the device alone, so drafts for all
+    models share them."""
     evidence: DraftEvidence = field(default_factory=DraftEvidence)
-    """How often the draft model was right for this model at all, greedy and sampled texts
+    """Evidence whether the draft model is useful for this model, from greedy and sampled outputs
     together."""
 
     def guesses(self, sampling: SamplingParams) -> DraftChances:
-        """Of texts like this one: shared noise changes what a probability says."""
+        """Return the chances for outputs that are sampled like this one: shared noise changes what
+        a probability means."""
         return self.sampled if sampling.temperature > 0.0 else self.greedy
 
 
 class LearnedByModel:
-    """What was learned of each model that is asked for by name. ``usual`` is of the model called
-    ``name``; what was learned of the one asked for longest ago is forgotten."""
+    """Estimates for each model that is requested by name.
+
+    ``usual`` are those for the model called ``name``. Beyond ``MAX_OTHER_MODELS`` the estimates of
+    the model requested longest ago are dropped."""
 
     def __init__(self, name: str, usual: Learned) -> None:
         self._name, self._usual = name, usual
         self._others: dict[str, Learned] = {}
 
     def of(self, name: str) -> Learned:
-        """Hand it to the next session of this model."""
+        """Return the estimates for the next session of this model."""
         if name == self._name:
             return self._usual
         found = self._others.pop(name, None) or Learned(step_s=self._usual.step_s)
@@ -150,58 +162,62 @@ class LearnedByModel:
 
 @dataclass(slots=True)
 class RowPrice:
-    """What the verifier last said that a draft node costs."""
+    """The verifier's latest price of a row and credit of nodes."""
 
     least_chance: float = 0.0
-    """A node that is less likely to be right does not pay for its row."""
+    """Price of a row: a node that is less likely to be right is not worth its row."""
     credit: int | None = None
-    """Nodes that may be outstanding; None: as many as the limits say."""
+    """Number of nodes that may be outstanding; None: as many as the limits allow."""
 
     def take(self, commit: Commit) -> None:
-        """A commit of a pass came: what it leaves out costs nothing, or is unlimited."""
+        """Update from a commit of a pass. A commit without a price means that rows cost nothing,
+        and one without a credit that the limits apply."""
         self.least_chance = (commit.row_price or 0) / MAX_PRICE
         self.credit = commit.credit
 
 
 @dataclass(slots=True)
 class VerifierEstimates:
-    """One verifier and the way to it. It outlives a generation: hand the same one to the next
-    ``DraftSession`` with this verifier. All times are seconds, and unknown until first measured."""
+    """Estimates of one verifier and the link to it.
+
+    They outlive a generation: pass the same object to the next ``DraftSession`` with this verifier.
+    All times are in seconds and unknown until first measured."""
 
     price: RowPrice = field(default_factory=RowPrice)
     rtt_s: MovingAverage = field(default_factory=MovingAverage)
     pass_s: MovingAverage = field(default_factory=MovingAverage)
     commit_s: MovingAverage = field(default_factory=MovingAverage)
-    """From one commit to the next, as they arrive."""
+    """Time between two commits, as they arrive."""
     commit_tokens: MovingAverage = field(default_factory=MovingAverage)
     own_tokens: MovingAverage = field(default_factory=MovingAverage)
-    """Of a commit, what the verifier had without this device: a token and its own guesses."""
+    """Tokens of a commit that did not come from this device: the target's own token and the
+    verifier's own accepted drafts."""
 
 
 @dataclass(slots=True)
 class DraftEstimates(VerifierEstimates):
-    """The device's view of its world."""
+    """All estimates of one generation: those of its verifier and those of its draft."""
 
     step_s: MovingAverage = field(default_factory=MovingAverage)
     """Seconds that a draft step takes that feeds one or two tokens."""
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
-    """What one more draft node adds to a pass."""
+    """Seconds that one more draft node adds to a pass."""
     guesses: DraftChances = field(default_factory=DraftChances)
-    """How often guesses of a rank and a confidence are right."""
+    """Chances that draft nodes are right, by their source."""
     evidence: DraftEvidence = field(default_factory=DraftEvidence)
-    """Whether the draft model is of any use."""
+    """Evidence whether the draft model is useful."""
     greeting_s: float = math.inf
-    """How long this stream's verifier took to greet, in seconds: a round trip takes no longer."""
+    """Seconds that opening this stream took; a round trip takes no longer."""
 
     @classmethod
     def of(
         cls, verifier: VerifierEstimates, learned: Learned, sampling: SamplingParams
     ) -> DraftEstimates:
-        """Begin a text with what earlier texts have found out of the verifier and of the draft.
+        """Begin a generation with the estimates of earlier ones, which it goes on updating.
 
-        Both go on learning here. The next text may have another verifier, or another network, or
-        find the same one busy, or the device in another state of its battery, so each average
-        counts for at most ``KEPT`` samples."""
+        The next generation may have another verifier or another network, or find the same verifier
+        busy, or the device in another state of its battery. So each average starts with a weight of
+        at most ``PRIOR_SAMPLES`` samples."""
         known = {one.name: getattr(verifier, one.name) for one in fields(verifier)}
         for value in (*known.values(), learned.step_s):
             if isinstance(value, MovingAverage):
@@ -214,12 +230,12 @@ class DraftEstimates(VerifierEstimates):
         )
 
     def note_step(self, fed: int, took_s: float) -> None:
-        """Measure ``step_s`` by a step that fed so many tokens.
+        """Update ``step_s`` from a step that fed ``fed`` tokens.
 
-        A step that feeds more than ``USUAL_FEED`` tokens says little about a usual one, but it
-        bounds it: a usual one takes no longer. While the policy rests its probes feed many tokens,
-        and without the bound a step that was slow once would be taken for slow for ever. No bound
-        stands for a step that was never timed: that of a long prompt would be far from it."""
+        A step that feeds more than ``USUAL_FEED`` tokens is not a usual one, but it bounds it: a
+        usual one takes no longer. While the policy rests its probes feed many tokens, and without
+        the bound one slow step would count as the usual duration for ever. The bound does not stand
+        for a step that was never timed: that of a long prompt would be far from it."""
         if fed <= USUAL_FEED or (self.step_s.count and took_s < self.step_s.get(0.0)):
             self.step_s.add(took_s)
 

@@ -1,4 +1,4 @@
-"""These events can happen to a ``DraftSession``; it answers with these actions, and counts."""
+"""Events that a ``DraftSession`` handles, the actions that it returns, and its counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgespec.core.statically_frozen import statically_frozen
 
 
 class LinkState(Enum):
-    """Where a ``DraftSession`` is; the moves stand in ``DRAFT_MOVES``."""
+    """State of a ``DraftSession``; ``DRAFT_MOVES`` lists the transitions."""
 
     IDLE = "idle"
     CONNECTING = "connecting"
@@ -41,20 +41,22 @@ DRAFT_MOVES: Final[dict[tuple[LinkState, LinkState], str]] = {
     ),
     (BACKING_OFF, DONE): "`Stop`",
 }
-"""Every move of a ``DraftSession``, with its causes."""
+"""All transitions of a ``DraftSession``, with their causes."""
 
 
 class TokenKind(Enum):
-    """How a delivered token came about."""
+    """Origin of a delivered token."""
 
     ACCEPTED = "accepted"
-    """Drafted here, verified there."""
+    """The device drafted the token and the target chose the same one."""
     REPLACED = "replaced"
-    """Drafted here, and taken there by a relaxed rule in place of the target's own: LOSSY."""
+    """The device drafted the token, and a relaxed rule accepted it in place of the target's own:
+    LOSSY."""
     CORRECTED = "corrected"
-    """A draft was sent for this position, and the target said otherwise."""
+    """The device had sent a draft for this position, and the target chose another token."""
     DECODED = "decoded"
-    """The target's own: a bonus after a run of accepted ones, or run-ahead."""
+    """The target's own token where no draft was: a bonus after a run of accepted ones, or
+    run-ahead."""
 
 
 # --- events ---------------------------------------------------------------------------------
@@ -67,15 +69,16 @@ class Start:
 
 @statically_frozen
 class Connected:
-    """The stream that ``Connect`` asked for is there."""
+    """The stream that ``Connect`` requested is open."""
 
 
 @statically_frozen
 class LinkDown:
-    """The stream ended or could not be had. ``retryable`` False: no other one would fare better.
+    """The stream ended or could not be opened. ``retryable`` False: no other stream would fare
+    better.
 
-    ``again_s`` 0: try at once, there is another verifier; more: not before so many seconds; None:
-    after the usual wait."""
+    ``again_s`` is when to try again. 0: at once, because there is another verifier; a positive
+    number: not before that many seconds; None: after the usual wait."""
 
     why: str
     retryable: bool = True
@@ -84,28 +87,28 @@ class LinkDown:
 
 @statically_frozen
 class StepDone:
-    """The draft step is over, and these are its guesses, best first."""
+    """The draft step finished with these candidates, best first."""
 
     candidates: tuple[Candidate, ...]
 
 
 @statically_frozen
 class StepFailed:
-    """The drafter cannot go on; the session can."""
+    """The drafter failed and cannot go on; the session goes on without drafts."""
 
     why: str
 
 
 @statically_frozen
 class Stop:
-    """The user has enough, or a stop string was found."""
+    """The user needs no more tokens, or a stop string was found."""
 
     reason: FinishReason = FinishReason.CANCELLED
 
 
 @statically_frozen
 class Tick:
-    """The deadline has come."""
+    """The deadline was reached."""
 
 
 DraftEvent = (
@@ -118,24 +121,25 @@ DraftEvent = (
 
 @statically_frozen
 class Connect:
-    """Open a stream; answer with ``Connected`` or ``LinkDown``."""
+    """Open a stream. The driver answers with ``Connected`` or ``LinkDown``."""
 
 
 @statically_frozen
 class Disconnect:
-    """Let the stream go. Nothing that it still says may reach the session."""
+    """Close the stream. No later message of it may reach the session."""
 
 
 @statically_frozen
 class Transmit:
-    """Hand this message to the stream, in order."""
+    """Send this message on the stream, in order."""
 
     message: Uplink
 
 
 @statically_frozen
 class StartStep:
-    """Run the drafter (``ports.Drafter.step``); answer with ``StepDone`` or ``StepFailed``."""
+    """Run the drafter (``ports.Drafter.step``). The driver answers with ``StepDone`` or
+    ``StepFailed``."""
 
     keep_length: int
     feed: tuple[int, ...]
@@ -144,13 +148,13 @@ class StartStep:
 
 @statically_frozen
 class Deliver:
-    """Committed tokens for the user, once and in order."""
+    """Committed tokens for the user. Each token is delivered once, in order."""
 
     position: int
     tokens: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
     logprobs: tuple[TokenScore, ...] = ()
-    """One a token, or none where the verifier told none."""
+    """Scores, one for each token, or none if the verifier sent none."""
 
 
 @statically_frozen
@@ -162,7 +166,7 @@ class Finish:
 
 @statically_frozen
 class Fail:
-    """The generation cannot be completed; what was delivered stays valid."""
+    """The generation cannot be completed. Tokens that were delivered stay valid."""
 
     why: str
     code: FaultCode | None = None
@@ -178,42 +182,43 @@ DraftAction = Connect | Disconnect | Transmit | StartStep | Deliver | Finish | F
 
 @dataclass(slots=True)
 class DraftCounters:
-    """What a session has counted so far, over all its streams."""
+    """Counters of a session, over all its streams."""
 
     steps: int = 0
-    """Draft steps that ended well."""
+    """Draft steps that finished without failure."""
     sent: int = 0
-    """Nodes sent, those sent again on a new stream included."""
+    """Nodes sent; a node that is sent again on a new stream counts again."""
     committed: int = 0
-    """Tokens the user was given."""
+    """Committed tokens that were delivered to the user."""
     accepted: int = 0
-    """Of them, those drafted here and verified there."""
+    """Committed tokens that the device had drafted."""
     replaced: int = 0
-    """Of these, those that a relaxed rule took in place of the target's own."""
+    """Committed tokens that a relaxed rule accepted in place of the target's own."""
     corrected: int = 0
-    """Of them, those that came where a draft was sent and was wrong."""
+    """Committed tokens at positions where a sent draft was wrong."""
     passes: int = 0
-    """The verifier's passes for this session, as far as it told."""
+    """Passes that the verifier ran for this session, as far as it reported them."""
     rows: int = 0
     """Draft nodes in those passes."""
     tried: int = 0
-    """Positions decided while the drafter had a guess there."""
+    """Positions that were decided while the tree had a candidate there."""
     hits: int = 0
-    """Of them, those that its first choice won."""
+    """Decided positions at which the first candidate was right."""
     prompt_read: int = 0
-    """Tokens of the text that the verifier said it has read; 0: it did not say."""
+    """Prompt tokens that the verifier reported as computed; 0: not reported."""
     rested: int = 0
-    """Tokens that came while nothing was drafted and no sent node was undecided, though there is a
-    draft: it would not have paid."""
+    """Tokens that arrived while a draft model was there but nothing was drafted and no sent node
+    was undecided, because drafting would not have paid."""
     stale: int = 0
-    """Nodes the verifier dropped: their parent was dead, unknown or did not agree."""
+    """Nodes that the verifier dropped: their parent was dead or unknown, or they did not agree."""
     reconnects: int = 0
     draft_failure: str = ""
-    """Why drafting ended before the text did: what the drafter raised. Empty: it did not."""
+    """The drafter's error that ended drafting before the generation did; empty if there was
+    none."""
     queue_s: float = 0.0
-    """How long sent drafts waited at the verifier for the passes that took them, all together."""
+    """Total time that sent drafts waited at the verifier for the passes that took them."""
     verify_s: float = 0.0
-    """The length of all passes that brought tokens, all together."""
+    """Total duration of the passes that brought tokens."""
 
     @property
     def acceptance(self) -> float | None:
@@ -222,12 +227,14 @@ class DraftCounters:
 
     @property
     def wasted(self) -> int:
-        """Nodes sent that did not become tokens by being verified."""
+        """Sent nodes that did not become tokens by being verified."""
         return self.sent - self.accepted
 
     def take_back(self, kinds: Sequence[TokenKind]) -> None:
-        """Tokens of these kinds were committed but not given to the user: they stood behind a stop
-        string, and how many do depends on the drafts."""
+        """Remove committed tokens of these kinds from the counters because the user did not get
+        them.
+
+        They came behind a stop string, and how many do depends on the drafts."""
         self.committed -= len(kinds)
         replaced = kinds.count(TokenKind.REPLACED)
         self.replaced -= replaced

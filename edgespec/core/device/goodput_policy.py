@@ -1,24 +1,26 @@
-"""A draft policy that weighs what a step is expected to save against what it costs: goodput.
+"""The default draft policy: it weighs what a step is expected to save against what it costs
+(goodput).
 
-Theory of operation. While a device drafts, a verifier that runs ahead decodes on. So a node counts
-only if it arrives before its position is decoded, and a chain that is behind the verifier has to
-catch up first: its next nodes save nothing themselves. Each leaf of the tree is taken for what the
-best run of steps behind it would bring, tokens saved a step (a place where only the text has made
-guesses is one too, and worth the less the likelier they are right, ``_left_open``):
+Theory of operation. While a device drafts, a verifier that runs ahead decodes on. So a node only
+counts if it arrives before its position is decoded, and a chain that is behind the verifier has to
+catch up first: its next nodes save nothing themselves. Each leaf of the tree is valued by the best
+run of steps behind it, in tokens saved per step. (A place where only text lookup has added nodes is
+a leaf too; it is worth less the likelier those nodes are right, see ``_open_value``.)
 
     gain = c * (a**n + a**(n + 1) + .. + a**k) / k,  for the k = n, n + 1, .. with the largest
 
-with c the chance that the text goes through the leaf (the product along its path: of each node, by
-who guessed it and how sure, ``estimates.DraftChances``), a the acceptance rate of the draft model,
-and n the first step whose node is in time. At c = 0.5 and a = 0.8 a leaf that is in time at once
-brings 0.4 a step; one of which only the fourth node is, 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09
-with k = 7. The next step runs behind the leaf that brings most, unless that is less than a step has
-to bring. A row in a pass is paid for as in ``policy.WindowedPolicy``: at the verifier's price, by
-the chance that is left in its pass. (SmartSpec, arXiv 2406.14066, calls tokens committed a second
-under load goodput, and chooses draft lengths by it.)
+Here c is the chance that the output goes through the leaf: the product along its path of the nodes'
+chances, which depend on their draft source and its confidence (``estimates.DraftChances``). a is
+the acceptance rate of the draft model, and n the first step whose node arrives in time. At c = 0.5
+and a = 0.8 a leaf whose next node is in time brings 0.4 a step. If only the fourth node is in time,
+it brings 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09 with k = 7. The next step runs behind the leaf
+that brings most, unless that is less than a step has to bring. A row in a pass is paid for as in
+``policy.WindowedPolicy``: at the verifier's price, by the chance that remains in its pass.
+(SmartSpec, arXiv 2406.14066, defines goodput as tokens committed per second under load, and chooses
+draft lengths by it.)
 
-Where nothing pays, the policy rests: now and then one node is drafted and not sent, so that the
-acceptance rate is known when it changes.
+Where nothing pays, the policy rests: now and then it drafts one node that is not sent, so that a
+change of the acceptance rate is noticed.
 """
 
 from __future__ import annotations
@@ -44,29 +46,31 @@ from edgespec.core.device.policy import (
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, Node, SpeculationTree
 
 LEAST_GAIN: Final = 0.002
-"""Below that a step is not worth asking for, whatever it costs."""
+"""Tokens that a step must save to be run at all, whatever it costs."""
 LEAST_CHOICE: Final = 0.02
-"""Such a choice costs its row and its bytes, and is right once in fifty times."""
+"""Least chance of a kept candidate after the first one. Such a candidate costs its row and its
+bytes, and is right once in fifty times."""
 _FURTHEST: Final = 24
-"""Steps that are looked ahead."""
+"""Maximum number of steps to look ahead."""
 _ROUNDING: Final = 1e-9
-# While resting: a guess at each position until so many were decided of late, then at one in eight.
+# While resting, every position is probed until this many recent positions were decided, then one in
+# eight.
 _TRIALS_WANTED, _PROBE_EVERY = 24.0, 8
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputPolicy:
-    """Stream the nodes that are expected to save more tokens than they cost."""
+    """Sends the nodes that are expected to save more tokens than they cost."""
 
     width: int = 2
     least_gain: float = LEAST_GAIN
     """Tokens that a step has to save."""
     gather: float | None = None
-    """As of ``WindowedPolicy``."""
+    """Share of a pass, as in ``WindowedPolicy``."""
     window: int | None = None
-    """As of ``WindowedPolicy``."""
+    """Bound on outstanding steps, as in ``WindowedPolicy``."""
     least_choice: float = LEAST_CHOICE
-    """A choice after the first that is less likely to be right is not kept."""
+    """Least chance of a candidate after the first one; less likely ones are dropped."""
     gives_up: ClassVar[bool] = True
 
     def extend(self, view: DraftView) -> int | None:
@@ -80,24 +84,25 @@ class GoodputPolicy:
             return False
         alone = not view.in_flight and view.unsent <= self.width
         if alone and self.best(view)[1] < self.least_gain:
-            return False  # drafted to learn from, not to be sent
+            return False  # a probe: drafted to measure the acceptance rate, not to be sent
         return leaves_now(view, self.gather, by_rank=False)
 
     def best(self, view: DraftView) -> tuple[int, float]:
-        """The leaf behind which a step would bring most, and how many tokens a step."""
+        """Return the leaf behind which a step would bring most, and how many tokens it brings."""
         tree, gain_at = view.tree, dict[int, float]()
         rates = view.estimates.acceptance.first(self.width)
         priced = view.row_chance / rates[0]
         if priced > 1.0:
             return ROOT, 0.0
-        right, hit = rates[0], sum(rates)  # ``min`` would take thrice as long
+        right, hit = rates[0], sum(rates)  # ``min`` takes three times as long
         right, hit = right if right < 0.99 else 0.99, hit if hit < 0.99 else 0.99
         decoding_s, length, decoded, closer = view.decoding_s, tree.prefix.length, 0.0, 1.0
         if decoding_s is not None:
             decoded, closer = view.arrival_s / decoding_s, 1.0 - view.step_s / decoding_s
         end, settled = view.end, length + math.ceil(decoded)
         best, most = ROOT, 0.0
-        # The chances, now and in its pass, of a place to draft behind, and what stands there.
+        # Entries: chance now, chance in its pass, and the place to draft behind with its position
+        # and children.
         pending = [(1.0, 1.0, ROOT, length, tree.roots)]
         while pending:
             chance, pays, parent, position, children = pending.pop()
@@ -114,7 +119,7 @@ class GoodputPolicy:
                 # The oldest of equals.
                 if gain > most or (gain == most and parent < best):
                     best, most = parent, gain
-            for node in reversed(children):  # the likeliest is looked at first, and rules out most
+            for node in reversed(children):  # the likeliest is popped first
                 its = chance * node.chance
                 paying = pays if position < settled else pays * node.chance
                 if its * hit >= most and paying >= priced:
@@ -130,7 +135,7 @@ class GoodputPolicy:
 
 
 def _gain(right: float, hit: float, first: int) -> float:
-    """Tokens a step behind a leaf that is certain, by the formula above."""
+    """Return the tokens that a step brings behind a leaf that is certain, by the formula above."""
     if first == 1:
         return hit  # each further step brings less
     best, total, reached = 0.0, 0.0, right ** (first - 1)
@@ -144,13 +149,16 @@ def _gain(right: float, hit: float, first: int) -> float:
 
 
 def _in_time(behind: float, closer: float) -> int:
-    """The first step from now on whose node is not decoded by the verifier before it comes, if each
-    step drafts one position further; more than ``_FURTHEST`` if none is.
+    """Return the first step from now on whose node arrives before the verifier decodes its
+    position.
 
-    Formula: the node of step 1 + j at p + j tokens behind the root comes when the verifier has
-    decoded (arrival_s + j * step_s) / decoding_s, so j is the least with j * (1 - step_s /
-    decoding_s) >= arrival_s / decoding_s - p: j * ``closer`` >= ``behind``. An arrival after 30 ms
-    beside 25 ms a token, steps of 10 ms and p = 0: j >= 1.2 / 0.6, so the third step."""
+    Each step drafts one position further. The result exceeds ``_FURTHEST`` if no node is in time.
+
+    Formula: the node of step 1 + j, at p + j tokens behind the root, arrives when the verifier has
+    decoded (arrival_s + j * step_s) / decoding_s tokens. So j is the least with j * (1 - step_s /
+    decoding_s) >= arrival_s / decoding_s - p, which is j * ``closer`` >= ``behind``. With an
+    arrival after 30 ms, 25 ms a token, steps of 10 ms and p = 0: j >= 1.2 / 0.6, so the third
+    step."""
     behind -= _ROUNDING
     if behind <= 0.0:
         return 1
@@ -158,12 +166,13 @@ def _in_time(behind: float, closer: float) -> int:
 
 
 def _left_open(children: Sequence[Node]) -> float:
-    """What a step of the draft is worth at a place where the text alone has named these, beside one
-    where nothing stands; 0 where the draft was asked already.
+    """Return what a draft step is worth where text lookup alone has added ``children``, relative to
+    an empty place; 0 if the draft model was run there already.
 
-    Formula: 1 - s**3, with s the chance that one of them is right. It brings a token where they are
-    wrong, 1 - s; and the next steps, say two, would else run behind what is wrong: (1 - s) * (1 +
-    s + s**2). Beside a guess that is right with 0.9 it is worth 0.27, beside one of 0.5 0.88."""
+    Formula: 1 - s**3, with s the chance that one of the children is right. The step brings a token
+    where they are wrong, with 1 - s. The next steps, say two, would otherwise run behind what is
+    wrong: (1 - s) * (1 + s + s**2). Beside a child that is right with 0.9 the step is worth 0.27,
+    beside one of 0.5 0.88."""
     named = 0.0
     for child in children:
         if child.rank != UNRANKED:
@@ -173,7 +182,8 @@ def _left_open(children: Sequence[Node]) -> float:
 
 
 def useless(evidence: DraftEvidence) -> str:
-    """Say in a line how often a draft model was right that was given up, and what would help."""
+    """Return one line about a draft model that was given up: how often it was right, and what would
+    help."""
     hits, tried = evidence.hits, evidence.tried
     return (
         f"the draft model was right at {hits:,} of {tried:,} places ({hits / tried:.1%}), so it is"
@@ -183,11 +193,12 @@ def useless(evidence: DraftEvidence) -> str:
 
 
 def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
-    """Say why the policy would not begin to draft now. None: it would, or its rule is another."""
+    """Return why the policy would not begin to draft now. None if it would, or if its rule is
+    another."""
     if policy.gives_up and estimates.evidence.is_useless:
         return useless(estimates.evidence)
     if price.credit == 0:
-        # Not that the verifier has no place for sessions: its passes are what is short.
+        # The verifier may have room for sessions; what is short are its passes.
         why, least = "the verifier's passes are busy: it takes no drafts now", price.least_chance
         return f"{why}, a row pays from a chance of {least:.2f} on" if least else why
     chance = estimates.acceptance.rate(0)
@@ -218,9 +229,9 @@ class PolicyName(Enum):
 
 DEFAULT_POLICY: Final = PolicyName.GOODPUT
 GAMMA_OF: Final = (PolicyName.FIXED, PolicyName.PEARL)
-"""Those with a draft length."""
+"""Policies with a draft length."""
 WINDOW_OF: Final = (PolicyName.GOODPUT, PolicyName.WINDOWED)
-"""Those with a bound on steps outstanding."""
+"""Policies with a bound on outstanding steps."""
 
 
 def named_policy(
@@ -229,7 +240,7 @@ def named_policy(
     width: int = DEFAULT_WIDTH,
     window: int | None = None,
 ) -> DraftPolicy:
-    """``gamma`` and ``window`` None adapt."""
+    """Return the policy called ``name``. ``gamma`` and ``window`` None adapt to the estimates."""
     match name:
         case PolicyName.WINDOWED:
             return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)

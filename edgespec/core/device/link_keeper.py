@@ -1,29 +1,28 @@
-"""The link's half of a ``DraftSession``: it keeps a stream to the verifier open, or gives up.
+"""The link's half of a ``DraftSession``: it keeps a stream to the verifier open, or fails.
 
-Theory of operation. Four things can be wrong with a verifier, and each has its bound, in
-``ReconnectPolicy``: nobody is there (``give_up_s``), nobody greets (``answer_s``, and ``grammar_s``
-more where it has a constraint to read before), a stream falls silent (``silence_s``), or it talks
-and brings nothing: then either a stream lasts too long without progress (``progress_s``), or too
-many end without a token (``max_streams_without_token``). Progress is a token, or that more of the
-prompt is read. The first three end in another attempt as long
-as there is patience, the last two in ``Fail``.
+Theory of operation. A verifier can fail in four ways, and ``ReconnectPolicy`` has a bound for each:
+no connection (``give_up_s``), no ``Opened`` (``answer_s``, plus ``grammar_s`` if it has to parse a
+constraint first), a silent stream (``silence_s``), or messages without progress. Progress is a
+token, or that more of the prompt is computed. Without progress either a stream lasts too long
+(``progress_s``), or too many streams end without a token (``max_streams_without_token``). The first
+three end in another attempt while the bound allows it, the fourth ends in ``Fail``.
 
-Invariant: in every state but ``IDLE`` and ``DONE`` there is a ``deadline``, so no session waits
-for ever. What a stranger says passes ``one_line`` before it gets into a ``Fail``. And no text goes
-on with another model than it was begun with: a verifier that has become one of another is asked
-again for as long as one that brings no token.
+Invariants: in every state but ``IDLE`` and ``DONE`` there is a ``deadline``, so no session waits
+for ever. Text from the verifier passes ``one_line`` before it gets into a ``Fail``. A generation
+never goes on with another model than it began with: if the verifier now serves another model, that
+counts as a stream without tokens and is retried within the same limit.
 
-Before attempt n = 1, 2, ... it waits for
+Before attempt n = 1, 2, ... the session waits for
 
     wait_s = min(first_s * 2**(n - 1), longest_s) * (1 - jitter / 2),    jitter in [0, 1)
 
 where the jitter is the device's own, so that many devices do not come back together. With
 ``first_s`` 0.1 and ``longest_s`` 1 the fifth wait is min(1.6, 1) = 1 s, shortened to between 0.5
-and 1 s: a verifier that is back hears from everybody within the second. A verifier that asks for
-more time gets it, and up to half a ``longest_s`` on top, again so that not all come at once.
+and 1 s: all devices reconnect within a second after a verifier is back. A verifier that asks for
+more time gets it, plus up to half a ``longest_s``, again so that not all devices come at once.
 
-The waits start over when a token was delivered, not when a stream was opened: a verifier that
-greets and then says nothing useful is asked less and less often, and in the end no more.
+The waits start over when a token was delivered, not when a stream was opened: a verifier that opens
+streams without progress is contacted less and less often, and in the end not any more.
 """
 
 from __future__ import annotations
@@ -36,45 +35,47 @@ from edgespec.core.protocol.checks import bounded, one_line, transition
 from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, ModelIdentity, Open, Opened
 from edgespec.core.protocol.sampling import noise_bits
 
-# A verifier that is full or going away is not sick: asking again costs it nothing.
+# Faults of a verifier that is full or shutting down. It is not broken, so a retry costs nothing.
 _BUSY = (FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)
 
 LEAST_S: Final = 1e-3
 LONGEST_S: Final = 1e7
 MAX_STREAMS: Final = 10_000
-# 2**30 milliseconds are twelve days: no longer wait is of any use, and no float overflows.
+# 2**30 milliseconds are twelve days: a longer wait is of no use, and no float overflows.
 _MAX_DOUBLINGS: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
 class ReconnectPolicy:
-    """How patient a device is; seconds. Raises ``ValueError`` naming field, value and limit."""
+    """How long a device waits and retries; times are in seconds.
+
+    Raises ``ValueError`` with the field, the value and the limit."""
 
     first_s: float = 0.1
-    """The first wait; each further one is twice as long. A proxy that moves a stream is ready by
-    then."""
+    """Seconds of the first wait; each further wait is twice as long. A proxy that moves a stream is
+    ready by then."""
     longest_s: float = 1.0
-    """No wait is longer, unless the verifier asks for more time: a user sees a second."""
+    """Longest wait in seconds, unless the verifier asks for more time. A user notices about a
+    second."""
     give_up_first_s: float = 5.0
-    """How long to try for a first stream: somebody sits before the prompt, and the address may be
-    wrong."""
+    """Seconds to try to open the first stream. A user is waiting, and the address may be wrong."""
     give_up_s: float = 60.0
-    """How long to try for the next one after a stream broke: a verifier's restart with a large
-    model takes tens of seconds, and the text so far would be lost."""
+    """Seconds to try to reconnect after a stream broke. A restart of a verifier with a large model
+    takes tens of seconds, and giving up would lose the output so far."""
     answer_s: float = 10.0
-    """How long a connection may take to come up and the verifier to greet: three lost SYN packets
-    are sent again within 7 s."""
+    """Seconds that connecting and opening the session may take. Three lost SYN packets are sent
+    again within 7 s."""
     grammar_s: float = 60.0
-    """How much longer it may take to greet a text with a constraint: a grammar that it has not seen
-    is tried before, beside whatever keeps the machine busy."""
+    """Additional seconds for opening a session with a constraint. The verifier compiles a new
+    grammar first, beside its other work."""
     silence_s: float = 30.0
-    """A verifier that has greeted and then says nothing for so long counts as a broken link. An
-    empty ``Commit`` is a sign of life, and comes every 10 s."""
+    """Seconds without any message after which an open stream counts as broken. An empty ``Commit``
+    is sent every 10 s as a sign of life."""
     progress_s: float = 300.0
-    """A generation fails when for so long a verifier that answers has neither sent a token nor read
-    on in the prompt."""
+    """Seconds after which a generation fails if the verifier responds but has neither sent a token
+    nor computed more of the prompt."""
     max_streams_without_token: int = 8
-    """So many streams in a row that brought no token are enough: the generation fails."""
+    """Number of streams in a row without a token after which the generation fails."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -87,7 +88,7 @@ class ReconnectPolicy:
 
 
 class LinkKeeper:
-    """``state`` and ``deadline`` of one session. Its methods return what is to be done."""
+    """Keeps ``state`` and ``deadline`` of one session. Its methods return the actions to take."""
 
     def __init__(
         self, policy: ReconnectPolicy, jitter_seed: int, counters: ev.DraftCounters
@@ -100,21 +101,21 @@ class LinkKeeper:
         self._failing_since: float | None = None
         self._ever_greeted = False
         self._greeted = False
-        """Whether the verifier has answered on this stream."""
+        """Whether the verifier opened the session on this stream."""
         self._brought_token = False
-        """Whether a token has come on this stream."""
+        """Whether a token arrived on this stream."""
         self._model: ModelIdentity | None = None
-        """What the verifier of this stream serves it with."""
+        """Model that the verifier of this stream serves."""
         self._began: ModelIdentity | None = None
-        """What the text was begun with."""
+        """Model that the generation began with."""
         self._answer_s = policy.answer_s
-        """How long this stream may take to greet."""
+        """Seconds that opening the session on this stream may take."""
         self._waiting_since = 0.0
-        """When this stream greeted, last brought a token, or last read on in the prompt."""
+        """Time at which this stream was opened, or last made progress."""
         self._most_read = 0
-        """Tokens of the text that the verifier of this stream has read, at most."""
+        """Most prompt tokens that the verifier of this stream has computed."""
         self._waited_s = 0.0
-        """What the streams before it waited since the last token, in vain."""
+        """Seconds that earlier streams waited in vain since the last token."""
 
     # --- what happens to the stream --------------------------------------------------------
 
@@ -126,8 +127,8 @@ class LinkKeeper:
         return [ev.Connect()]
 
     def connected(self, request: Open) -> None:
-        """The stream is there; the verifier still has to greet, by the same deadline, or later if
-        it has a constraint to read first."""
+        """The stream is connected. The verifier still has to open the session by the same deadline,
+        or later if it has to parse a constraint first."""
         deadline = self.deadline
         if deadline is not None and request.sampling.constraint is not None:
             deadline += self._policy.grammar_s
@@ -135,8 +136,10 @@ class LinkKeeper:
         self._move(ev.STREAMING, deadline)
 
     def opened(self, request: Open, opened: Opened, now: float) -> list[ev.DraftAction]:
-        """The verifier greets. One that does not keep a constraint or a ``min_tokens`` which was
-        sent, or serves another model by now, would answer with another text: better none."""
+        """Handle the verifier's ``Opened``.
+
+        A verifier that does not keep a constraint or a ``min_tokens`` that was sent, or now serves
+        another model, would produce another output; then the stream is given up."""
         if (constraint := request.sampling.constraint) is not None and not opened.constrained:
             kind = constraint.kind.value
             why = f"the verifier is too old for a {kind} constraint: it did not confirm it"
@@ -153,18 +156,20 @@ class LinkKeeper:
 
     def greeted(self, now: float) -> None:
         self._greeted, self._waiting_since = True, now
-        # The time to give up after starts over, the waits do not.
+        # The time limit for reconnecting starts over, the waits do not.
         self._failing_since, self._ever_greeted = None, True
         self.heard(now)
 
     def heard(self, now: float) -> None:
-        """The verifier said something, if only that it is alive."""
+        """Postpone the deadline because a message arrived, if only a sign of life."""
         if self._greeted:
             self.deadline = min(now + self._policy.silence_s, self._token_is_owed_at)
 
     def has_read(self, count: int, now: float) -> None:
-        """The verifier says that it has read so many tokens of the text. More than before on this
-        stream is progress; a verifier that loses what it read, and reads it again, makes none."""
+        """Record how many prompt tokens the verifier has computed.
+
+        More than before on this stream is progress. A verifier that loses computed tokens and
+        computes them again makes none."""
         if count > self._most_read:
             self._most_read = count
             self._waiting_since, self._waited_s = now, 0.0
@@ -196,7 +201,7 @@ class LinkKeeper:
         return self.abandon(why, now)
 
     def down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:
-        """The stream ended or could not be had."""
+        """Handle a stream that ended or could not be opened."""
         why = one_line(event.why)
         if not event.retryable:
             return self.end(ev.Fail(why, is_disconnected=True))
@@ -204,16 +209,16 @@ class LinkKeeper:
         return self._again(why, now, retry_after_s=event.again_s or 0.0, at_once=at_once)
 
     def refused(self, fault: Fault, now: float) -> list[ev.DraftAction]:
-        """The verifier ended the stream, and said why."""
+        """Handle a fault with which the verifier ended the stream."""
         why, code = one_line(fault.message), fault.code
         if not code.retryable:
             return self.end(ev.Fail(why, code))
         if not self._greeted and code not in _BUSY:
-            self.greeted(now)  # a refusal is an answer, though one that brought nothing
+            self.greeted(now)  # a refusal shows that the verifier is reachable
         return [ev.Disconnect(), *self._again(why, now, code, fault.retry_after_s)]
 
     def abandon(self, why: str, now: float) -> list[ev.DraftAction]:
-        """The stream is of no use: let go of it and try another."""
+        """Close the stream and try another one."""
         return [ev.Disconnect(), *self._again(why, now)]
 
     def end(self, last: ev.Finish | ev.Fail) -> list[ev.DraftAction]:
@@ -253,8 +258,10 @@ class LinkKeeper:
         return self.end(ev.Fail(why, code, retry_after_s))
 
     def _again_at(self, now: float, retry_after_s: float, at_once: bool) -> float | None:
-        """When to try again, or None when the time to give up after is over. ``at_once``: another
-        verifier is there to be tried, so there is no wait, and none of the later ones grows."""
+        """Return when to try again, or None if the time limit for reconnecting has passed.
+
+        ``at_once`` means that another verifier can be tried: then there is no wait, and later waits
+        do not grow."""
         policy = self._policy
         if self._failing_since is None:
             self._failing_since = now

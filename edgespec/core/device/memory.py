@@ -1,18 +1,18 @@
-"""The memory of a device's process: what a user grants, what a draft takes, a plan, and a guard.
+"""Memory of a device's process: the user's budget, what a draft needs, a plan, and a guard.
 
-Theory of operation. The peak of a process is the sum of its terms: what is there before the draft
-(measured, since it differs by system), what the draft adds at rest (its weights), and what grows
-with a text (keys and values, guesses, workspace). A process peaks while it loads the draft or with
-full windows, so the last term is what loading needs beyond the others. Constants were measured with
-onnxruntime 1.31 on an x86-64 CPU, in fresh processes of drafts of 1 to 600 million parameters
-(``benchmarks/memory.py``). Modelling speculative decoding's memory term by term, to fit it to a
-device, is SpecMemo's idea (arXiv 2506.01986).
+Theory of operation. The peak of a process is the sum of its terms: what it holds before the draft
+is loaded (measured, since it differs by system), what the draft adds at rest (its weights), and
+what grows with a generation (keys and values, candidates, workspace). A process peaks while it
+loads the draft or with full windows, so the last term is what loading needs beyond the others.
+Constants were measured with onnxruntime 1.31 on an x86-64 CPU, in fresh processes of drafts of 1 to
+600 million parameters (``benchmarks/memory.py``). Modelling speculative decoding's memory term by
+term, to fit it to a device, is SpecMemo's idea (arXiv 2506.01986).
 
-``plan_memory`` takes the first combination that leaves a margin of the budget free. What is worth
-least is given up first: the prefill chunk, the precision of keys and values, the window (the last
-tokens of a text that the draft sees), the second guess a step. What is left over goes into further
-caches, for texts beside the first. ``MemoryGuard`` keeps the running process there. No text depends
-on any of it: drafts are hints.
+``plan_memory`` returns the first combination that leaves a margin of the budget free. It reduces
+what is worth least first: the prefill chunk, then the precision of keys and values, the window (the
+last tokens of a text that the draft sees), and the second candidate of a step. What is left over
+goes into further caches, for other generations at the same time. ``MemoryGuard`` keeps the running
+process within the budget. No output depends on any of it: drafts are hints.
 """
 
 from __future__ import annotations
@@ -32,40 +32,42 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+|%)")
 _FORM = "must be a size such as 600MiB, 0.5GiB or 600 MB, a share such as 25%, or auto"
-# More than any device has: a slip of a unit is more likely.
+# Larger than the memory of any device: a wrong unit is more likely.
 _MOST_BYTES = 1 << 44
 AUTO = "auto"
 AUTO_SHARE = 0.9
-"""Of what is free beside this process, how much ``auto`` takes: other programs grow too."""
+"""Share of the free memory that ``auto`` takes; the rest is for other programs that grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """What a machine and its limits leave to this process, in bytes."""
+    """Memory that a machine and its limits leave to this process, in bytes."""
 
     total: int
-    """Of the machine, or what the control group may hold, whichever is less."""
+    """Memory of the machine or limit of the control group, whichever is less."""
     available: int
-    """What this process may take beside what it has: free memory, the rest of the control group's
-    and of the process's own limits, whichever is least."""
+    """Memory that this process may take in addition: the least of the machine's free memory and
+    what the control group's and the process's own limits leave."""
     resident: int
-    """What this process has."""
+    """Memory that this process holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """``text`` as the user wrote it; at most one of the others says what it means; none: auto."""
+    """A user's memory budget. At most one of ``bytes`` and ``share`` is set; both None means auto.
+
+    ``text`` is the user's input, for messages."""
 
     text: str
     bytes: int | None = None
     share: float | None = None
-    """Of the machine's memory."""
+    """Share of the machine's memory."""
 
     def resolve(self, machine: MachineMemory) -> int:
-        """The budget of the whole process, in bytes.
+        """Return the budget of the whole process, in bytes.
 
-        Formula of auto: resident + 0.9 * available. A process of 80 MiB with 1000 MiB free gets
-        980 MiB."""
+        Formula of auto: resident + 0.9 * available. A process of 80 MiB with 1000 MiB free gets 980
+        MiB."""
         if self.bytes is not None:
             return self.bytes
         if self.share is not None:
@@ -74,8 +76,9 @@ class MemoryBudget:
 
 
 def parse_budget(text: str, name: str = "memory_budget") -> MemoryBudget:
-    """``600MiB``, ``600 MB``, ``25%`` or ``auto``. Raises ``ValueError`` naming the setting, the
-    text and what it must be."""
+    """Parse a budget such as ``600MiB``, ``600 MB``, ``25%`` or ``auto``.
+
+    Raises ``ValueError`` with the setting, the text and the allowed forms."""
     if text == AUTO:
         return MemoryBudget(text)
     found = _SIZE.fullmatch(text.strip())
@@ -99,7 +102,7 @@ def parse_budget(text: str, name: str = "memory_budget") -> MemoryBudget:
 
 
 def in_mib(size_bytes: float) -> str:
-    """A size as a user reads it: 614.4 MiB."""
+    """Return a size for display, such as 614.4 MiB."""
     return f"{size_bytes / MIB:.1f} MiB"
 
 
@@ -107,23 +110,24 @@ def in_mib(size_bytes: float) -> str:
 
 
 class KvType(Enum):
-    """The type of one number of a cached key or value."""
+    """Number type of cached keys and values."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     INT8 = "int8"
-    """With a scale for each layer, head and channel, fixed when the draft was exported."""
+    """8-bit integers, with a scale for each layer, head and channel that was fixed at export."""
 
     @property
     def bytes(self) -> int:
         return {KvType.FLOAT32: 4, KvType.FLOAT16: 2, KvType.INT8: 1}[self]
 
 
-# The runtime's code and tables that a first session touches.
+# Code and tables of the runtime that the first session loads.
 _SESSION_BYTES = 11 * MIB
-# (weights kept for the kernels, the table's second copy), over what is stored.
+# By bits of a weight: factors of (stored bytes for the kernels' copy, table bytes for a second
+# copy).
 _KEPT = {4: (1.67, 0.0), 8: (1.255, 0.94), 32: (1.0, 1.0)}
-# What a graph that holds its own weights keeps of them besides.
+# Share of the stored bytes that stays resident too if the weights lie inside the graph's file.
 _INLINE = 0.55
 _TABLE_INTEGERS = {4: 0.8, 8: 0.89, 32: 0.0}
 _LINK_BYTES = 5 * MIB
@@ -136,17 +140,17 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class DraftVariant:
-    """One exported draft as far as memory and speed depend on it."""
+    """Properties of one exported draft that its memory and speed depend on."""
 
     name: str
     bits: int
     kv_type: KvType
     stored_bytes: int
-    """Of the graph and its weights, on disk."""
+    """Bytes of the graph and its weights on disk."""
     table_bytes: int
-    """Of them, the embedding."""
+    """Bytes of the embedding table on disk."""
     inline: bool
-    """The weights lie inside the graph's file."""
+    """Whether the weights lie inside the graph's file."""
     layers: int
     heads: int
     kv_heads: int
@@ -155,15 +159,20 @@ class DraftVariant:
     feed_forward: int
     vocabulary_size: int
     context_length: int
-    """Tokens that it looks at, at most: its positions, or as many as it was trained on."""
+    """Longest context of the draft, in tokens: its positions, or the length that it was trained
+    on."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """2 * layers * kv_heads * head_dim numbers: 28 layers, 8 heads of 128 float32: 229,376."""
+        """Bytes of keys and values for one token.
+
+        Formula: 2 * layers * kv_heads * head_dim * bytes of a number. 28 layers with 8 heads of 128
+        float32 numbers make 229,376."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_type.bytes
 
     def kv_bytes(self, window: int) -> int:
-        """Keys and values of a full window, in whole pages for each head of each buffer.
+        """Return the bytes of keys and values of a full window, in whole pages for each head of
+        each buffer.
 
         Formula: 2 * layers * kv_heads * ceil(window * head_dim * bytes / 4096) * 4096. 28 layers of
         8 heads of 128 float32 numbers and 1024 tokens: 448 * 128 pages, 224 MiB."""
@@ -173,17 +182,17 @@ class DraftVariant:
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """What may be traded for memory."""
+    """Settings of a draft that can be reduced to save memory."""
 
     window: int
-    """Tokens whose keys and values are held; a longer text slides through."""
+    """Tokens whose keys and values are held; a longer text slides through the window."""
     width: int
-    """Guesses a step."""
+    """Candidates of a draft step."""
     chunk: int
-    """Prompt tokens fed at a time."""
+    """Prompt tokens that are fed in one run."""
     threads: int
     caches: int = 1
-    """Generations whose keys and values are held at once, a window of each."""
+    """Generations whose keys and values are held at the same time, a window for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +200,13 @@ class MemoryTerm:
     name: str
     bytes: int
     why: str
-    """The formula with its numbers."""
+    """The formula with its numbers, for display."""
 
 
 def memory_terms(
     variant: DraftVariant, settings: DraftSettings, runtime_bytes: int
 ) -> tuple[MemoryTerm, ...]:
-    """The terms whose sum is the predicted peak of the process, in bytes."""
+    """Return the terms whose sum is the predicted peak of the process, in bytes."""
     window, width, ids = settings.window, settings.width, variant.vocabulary_size
     stored, nodes = f"{variant.stored_bytes / MIB:.1f} MiB stored", _MOST_NODES * _NODE_BYTES
     tokens = f"{window} tokens of {variant.kv_bytes_per_token} bytes ({variant.kv_type.value})"
@@ -216,17 +225,18 @@ def memory_terms(
         ("workspace", workspace, f"{working}, threads: {settings.threads}"),
         ("link", _LINK_BYTES, "gRPC, event loop, messages"),
     )
-    # The integers of the largest matrix, the table, before they are repacked.
+    # While weights are loaded, the integers of the largest matrix (the table) exist before they are
+    # repacked.
     surplus = int(_TABLE_INTEGERS[variant.bits] * variant.table_bytes) - sum(x[1] for x in grown)
     loading = ("loading", max(0, surplus), "what the loading of weights needs for a moment")
     return tuple([MemoryTerm(*term) for term in (*rest, *grown, loading)])
 
 
 def _weights_bytes(variant: DraftVariant) -> int:
-    """What the weights keep resident: the kernels' repacked copy, and of 8 and 32 bits the table
-    again as it is stored, for looking up embeddings.
+    """Return the resident bytes of the weights: the kernels' repacked copy, and for 8 and 32 bits
+    the table again as it is stored, for looking up embeddings.
 
-    Formula: a * stored + b * table, (a, b) as in ``_KEPT``; and 0.55 * stored where the graph's
+    Formula: a * stored + b * table, with (a, b) from ``_KEPT``, plus 0.55 * stored if the graph's
     file holds the weights itself. 100 MiB of 4 bits keep 1.67 * 100 = 167 MiB."""
     kept, table = _KEPT[variant.bits]
     inline = _INLINE if variant.inline else 0.0
@@ -234,11 +244,11 @@ def _weights_bytes(variant: DraftVariant) -> int:
 
 
 def _workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
-    """Activations of a chunk, the attention's scratch, the threads' stacks.
+    """Return the bytes of a chunk's activations, the attention's scratch and the threads' stacks.
 
-    Formula: chunk * 4 * (3 * feed_forward + 2 * (heads + 2 * kv_heads) * head_dim + 4 * hidden)
-    + threads * 256 KiB; float16 keys and values are widened again for each product: heads * chunk *
-    window * 6 more. A chunk of 64 with 3072, (16 + 16) * 128, 1024 and one thread: 5.5 MiB."""
+    Formula: chunk * 4 * (3 * feed_forward + 2 * (heads + 2 * kv_heads) * head_dim + 4 * hidden) +
+    threads * 256 KiB. Float16 keys and values are widened for each product: heads * chunk * window
+    * 6 more. A chunk of 64 with 3072, (16 + 16) * 128, 1024 and one thread: 5.5 MiB."""
     heads = (variant.heads + 2 * variant.kv_heads) * variant.head_dim
     row = 4 * (3 * variant.feed_forward + 2 * heads + 4 * variant.hidden)
     widened = variant.kv_type is KvType.FLOAT16
@@ -250,32 +260,34 @@ def _workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
 
 SHORTEST_PLANNED = 128
 USUAL_TEXT = 1024
-"""Tokens: a longer window is planned only where the user asks for it."""
+"""Window in tokens that is planned at most, unless the user asks for a longer one."""
 CHUNKS = (64, 32, 16)
 MARGIN_SHARE, LEAST_MARGIN_BYTES = 0.05, 8 * MIB
-# Smaller weights are read by one thread as fast as by two.
+# Weights from which on two threads are faster: smaller ones are read by one thread as fast as by
+# two.
 _TWO_THREADS_FROM_BYTES = 6_000_000
 
 
 class MemoryPlanError(ValueError):
-    """No combination fits; the message names the budget that the leanest one needs."""
+    """No combination fits; the message gives the smallest budget that would do."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryQuestion:
     budget_bytes: int
-    """Of the whole process, at its peak."""
+    """Budget of the whole process at its peak."""
     runtime_bytes: int
-    """What the process holds before it loads a draft, its tokenizer included."""
+    """Bytes that the process holds before it loads a draft, its tokenizer included."""
     most_width: int
-    """Guesses a step that the user would have at most."""
+    """Largest number of candidates per step to plan for."""
     most_window: int = 0
-    """Tokens whose keys and values the user would have at most; 0: 1024, or the draft's context."""
+    """Longest window to plan for, in tokens; 0: 1024, or the draft's context if that is shorter."""
     threads: int = 0
-    """Of the draft; 0: two for a large one where there are so many cores, else one."""
+    """Threads of the draft; 0: two for a large draft on a machine with two cores or more, else
+    one."""
     cores: int = 1
     most_caches: int = 1
-    """Generations whose keys and values the user would have held at once at most."""
+    """Largest number of caches to plan for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +299,7 @@ class MemoryPlan:
 
     @property
     def predicted_bytes(self) -> int:
-        """The sum of the terms: the peak of the process."""
+        """The predicted peak of the process: the sum of the terms."""
         return sum(term.bytes for term in self.terms)
 
     @property
@@ -296,11 +308,11 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the margin is left free."""
+        """Whether the plan leaves the margin of the budget free."""
         return self.predicted_bytes + self.margin_bytes <= self.budget_bytes
 
     def traded(self, best: MemoryPlan) -> tuple[str, ...]:
-        """What this plan does with less of than ``best``, in words."""
+        """Return in words what this plan has less of than ``best``."""
         ours, theirs = self.settings, best.settings
         pairs = [
             ("draft", self.variant.name, best.variant.name),
@@ -314,17 +326,18 @@ class MemoryPlan:
 
 
 def margin_bytes(budget_bytes: int) -> int:
-    """What a plan leaves free: for the errors of its arithmetic, and for the guard to act in.
+    """Return the bytes that a plan leaves free, for errors of its arithmetic and for the guard to
+    act in.
 
     Formula: max(8 MiB, 0.05 * budget). A budget of 600 MiB keeps 30 MiB free."""
     return max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * budget_bytes))
 
 
 def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
-    """The best plan within the budget: of several drafts, the first that fits, with as many caches
-    as the question would have and the budget holds.
+    """Return the best plan within the budget.
 
-    Raises ``MemoryPlanError`` naming the smallest budget that would do."""
+    It is a plan of the first of ``variants`` that fits, with as many caches as were requested and
+    the budget holds. Raises ``MemoryPlanError`` with the smallest budget that would do."""
     assert variants
     plan = next((one for one in _plans(variants, question) if one.fits), None)
     if plan is None:
@@ -337,12 +350,12 @@ def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> M
 
 
 def unbounded(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
-    """The plan that would be taken if memory did not matter."""
+    """Return the plan for an unlimited budget."""
     return plan_memory(variants, replace(question, budget_bytes=1 << 62))
 
 
 def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) -> int:
-    """The least budget that any of ``variants`` fits into.
+    """Return the smallest budget that any of ``variants`` fits into.
 
     Formula: max(p + 8 MiB, p / 0.95) for a leanest prediction of p. 152 MiB need 160 MiB."""
     leanest = min(plan.predicted_bytes for plan in _plans(variants, question))
@@ -350,7 +363,7 @@ def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) 
 
 
 def _plans(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Iterator[MemoryPlan]:
-    """All combinations, the best first."""
+    """Yield all combinations, the best first."""
     for _, same in groupby(variants, key=lambda one: (one.name, one.bits)):
         kinds = tuple(same)
         large = question.cores > 1 and kinds[0].stored_bytes >= _TWO_THREADS_FROM_BYTES
@@ -368,7 +381,8 @@ def _plan(variant: DraftVariant, settings: DraftSettings, question: MemoryQuesti
 
 
 def windows(most: int) -> tuple[int, ...]:
-    """The windows that are tried: ``most``, and below it 384, 256, 192, 128 and so on upwards."""
+    """Return the windows to try, longest first: ``longest``, and below it ..., 384, 256, 192 and
+    128."""
     found, size = [], SHORTEST_PLANNED
     while size < most:
         found += [size, size * 3 // 2]
@@ -391,14 +405,14 @@ def _refusal(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Memo
 
 SMALLEST_WINDOW = 64
 RECOVERY_S = 30.0
-"""How long the process has to stay below before the draft gets more again, in seconds. What a page
-or a build takes of the memory comes and goes within a few seconds; the cache is filled anew each
-time that it changes."""
+"""Seconds that the process has to stay below the limit before the draft gets more memory again.
+Memory for a web page or a build comes and goes within a few seconds, and the cache is filled again
+each time its size changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """What a draft may use: ``window`` 0 is to rest."""
+    """What a draft may use at the moment. ``window`` 0 means that it rests."""
 
     window: int
     width: int
@@ -407,14 +421,15 @@ class Restriction:
 class MemoryGuard:
     """Keeps ``resident + growth`` below ``budget - margin``.
 
-    It is told before draft steps what the process holds and what the step may add. Where that does
-    not leave the margin free, it restricts the draft, in this order and no further than needed:
+    Before draft steps ``observe`` gets what the process holds and what the step may add. Where that
+    does not leave the margin free, it reduces the draft's allowance, in this order and no further
+    than needed:
 
-        whole window -> a shorter one, down to 64 tokens -> one guess a step -> rest: nothing held
+        whole window -> a shorter one, down to 64 tokens -> one candidate a step -> no cache at all
 
-    Rows given back count at once. When the process has stayed well below for a while, the guard
-    goes back one rung. Whatever it does, the stream goes on: a draft that rests has no guesses.
-    ``full`` is what was planned; ``bytes_per_token`` is what a row of the cache takes."""
+    Rows that are freed count at once. When the process has stayed well below the limit for a while,
+    the guard goes back one rung. The stream goes on in any case: a resting draft has no candidates.
+    ``full`` is what was planned; ``bytes_per_token`` is the size of a row of the cache."""
 
     def __init__(
         self,
@@ -433,8 +448,10 @@ class MemoryGuard:
     def observe(
         self, resident_bytes: int, growth_bytes: int, held_tokens: int, now: float
     ) -> Restriction | None:
-        """The restriction that holds from now on; None: as before. The process has
-        ``resident_bytes``, with ``held_tokens`` rows; the next step may add ``growth_bytes``."""
+        """Return the new allowance, or None if it does not change.
+
+        The process holds ``resident_bytes``, with ``held_tokens`` rows; the next step may add
+        ``growth_bytes``."""
         excess = resident_bytes + growth_bytes - self._most
         if excess > 0:
             self._calm_since = None
@@ -454,13 +471,14 @@ class MemoryGuard:
         return richer
 
     def _tighten(self, reached: int, excess: int) -> Restriction | None:
-        """The longest window that gives ``excess`` bytes back or does not take them.
+        """Reduce the allowance to the longest window that frees ``excess`` bytes or does not take
+        them.
 
-        Formula: held + growth / row, which are ``reached``, - ceil(excess / row) tokens. 1000 rows
-        of 1 KiB held, 24 more to come and 100 KiB too much leave a window of 924."""
+        Formula: reached - ceil(excess / row) tokens, where ``reached`` is held + growth / row. 1000
+        rows of 1 KiB held, 24 more to come and 100 KiB too much leave a window of 924."""
         current = self.current
         if not current.window:
-            return None  # it has nothing to give
+            return None  # it holds nothing
         window = min(current.window, reached) + -excess // self._row_bytes
         if window >= SMALLEST_WINDOW or current.window > SMALLEST_WINDOW:
             self.current = Restriction(max(window, SMALLEST_WINDOW), current.width)

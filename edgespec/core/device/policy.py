@@ -1,15 +1,15 @@
-"""A draft policy says what to draft next, and when to send what was drafted.
+"""Draft policies: they decide what to draft next, and when to send what was drafted.
 
-Theory of operation. After every event the session asks ``flush`` (send all unsent nodes now?) and,
-when no draft step runs, ``extend`` (behind which node shall the next step run?). Both are pure
-functions of a view. A policy is asked before a token is drafted; of what was drafted only choices
-after the first are left out, where they are hardly ever right. Nodes *in flight* are sent and
+Theory of operation. After every event the session calls ``flush`` (send all unsent nodes now?) and,
+when no draft step runs, ``extend`` (behind which node should the next step run?). Both are pure
+functions of a view. A policy is called before a token is drafted; of the drafted candidates only
+those after the first are dropped, if they are hardly ever right. Nodes *in flight* are sent and
 neither committed nor killed yet.
 
     fixed     draft gamma steps, send them, wait: split speculative decoding as published
-    pearl     send when nothing is in flight: the first node after a miss goes out at once
+    pearl     send when nothing is in flight: the first node after a rejection is sent at once
               (pre-verify) and drafting goes on behind what was sent (post-verify)
-    windowed  send every step at once or gather for the next pass, and draft on where a guess is
+    windowed  send every step at once or gather for the next pass, and draft on where a node is
               most likely to count by its rank, as long as it saves more than its row in a pass
               costs, here and by the verifier's price
     goodput   the default: ``goodput_policy.py``
@@ -29,49 +29,53 @@ from edgespec.core.protocol.estimators import ASSUMED_PASS_S, ASSUMED_RTT_S, ASS
 from edgespec.core.protocol.tree import ROOT, UNRANKED, SpeculationTree
 
 MAX_GAMMA = 32
-# Passes follow one another when commits come no further apart than they take, but for jitter.
+# Passes follow one another without a pause if commits come no further apart than this many pass
+# durations; the excess is for jitter.
 _WITHOUT_A_WAIT = 1.01
 GATHER_SHARE = 0.1
-"""The last part of a pass in which an agent's drafts leave at once: for the link's jitter."""
+"""Last part of a pass, as a share, in which an agent's drafts are sent at once: it allows for the
+link's jitter."""
 DEFAULT_WIDTH = 2
-"""Choices that a draft step adds unless a policy is told otherwise."""
+"""Candidates that a draft step adds by default."""
 
-# Commits that come further apart than so many passes take were waited for.
+# Commits that come further apart than this many pass durations were waited for.
 _WAITS = 1.25
-# No rate is taken to be better than that: it was counted over some fifty positions.
+# No rate is assumed to be better than this: it was counted over some fifty positions.
 _SURE_RATE = 0.99
-# Estimates are divided by: a clock may say that something took no time.
+# Lower bound of durations that others are divided by: a clock may measure 0.
 _LEAST_S = 1e-6
 
 
 @dataclass(slots=True)
 class DraftView:
-    """What a policy may know when it is asked. No policy changes it."""
+    """What a policy may use for a decision. No policy changes it."""
 
     tree: SpeculationTree
     unsent: int
-    """Alive nodes not sent yet."""
+    """Alive nodes that were not sent yet."""
     in_flight: int
-    """Alive nodes sent."""
+    """Alive nodes that were sent."""
     room: int
-    """How many more nodes the verifier takes."""
+    """Number of further nodes that the verifier accepts."""
     end: int
-    """Nodes at this position or later cannot matter any more."""
+    """Position from which on nodes cannot matter any more."""
     estimates: DraftEstimates
     since_commit_s: float | None = None
-    """How long ago the last commit of a pass came; None when it left nothing in flight, so that the
-    next pass may have waited for a draft."""
+    """Seconds since the last commit of a pass arrived. None if that commit left nothing in flight,
+    so that the next pass may have waited for a draft."""
     resting: bool = False
-    """No step runs and none is about to."""
+    """True if no step runs and none is about to start."""
     since_open_s: float | None = None
-    """How long ago the stream was opened, or 0 while it is not; None once a pass has committed."""
+    """Seconds since the stream was opened, 0 while it is not open; None once a pass has
+    committed."""
     idle_s: float | None = None
-    """Seconds since the last commit of a pass came, whatever it left in flight. None before the
-    first one of a stream."""
+    """Seconds since the last commit of a pass arrived, whatever it left in flight. None before the
+    first commit of a stream."""
     pass_s: float = field(init=False)
     step_s: float = field(init=False)
     rtt_s: float = field(init=False)
-    """These are asked for several times by each view's policy, so they are looked up once."""
+    """``pass_s``, ``step_s`` and ``rtt_s`` are used several times for each view, so they are looked
+    up once."""
 
     def __post_init__(self) -> None:
         self.pass_s = pass_s = self.estimates.pass_s.get(ASSUMED_PASS_S)
@@ -83,13 +87,13 @@ class DraftView:
 
     @property
     def round_s(self) -> float:
-        """The time from sending a node to hearing of its pass: rtt_s + pass_s. A round trip of
-        30 ms and a pass of 20 ms make a round of 50 ms."""
+        """The time from sending a node to receiving the commit of its pass: rtt_s + pass_s. A round
+        trip of 30 ms and a pass of 20 ms make a round of 50 ms."""
         return self.rtt_s + self.pass_s
 
     @property
     def token_s(self) -> float:
-        """The time a token takes of late: commit_s / commit_tokens. Commits of two tokens that come
+        """The recent time per token: commit_s / commit_tokens. Commits of two tokens that come
         every 30 ms make 15 ms a token."""
         estimates = self.estimates
         token_s = estimates.commit_s.get(ASSUMED_PASS_S) / estimates.commit_tokens.get(1.0)
@@ -97,21 +101,23 @@ class DraftView:
 
     @property
     def settled_position(self) -> int:
-        """Where the committed text ends at least when what is drafted now comes into a pass.
+        """Position that will at least be committed when what is drafted now gets into a pass.
 
         Formula: the root's position + arrival_s / decoding_s, rounded up. The first pass after the
-        last commit began when that left the verifier, and each one that begins before the draft
-        arrives commits a token, or more by its own drafts. With a round
-        trip of 14 ms, steps of 8 ms and commits every 33 ms it is one token at first, and two from
-        11 ms after the commit on. Where the verifier waits for drafts nothing is settled before
-        they come."""
+        last commit began when that left the verifier, and each pass that begins before the draft
+        arrives commits a token, or more by the verifier's own drafts. With a round trip of 14 ms,
+        steps of 8 ms and commits every 33 ms it is one token at first, and two from 11 ms after the
+        commit on. Where the verifier waits for drafts nothing is settled before they arrive."""
         commit_s, length = self.decoding_s, self.tree.prefix.length
         return length if commit_s is None else length + math.ceil(self.arrival_s / commit_s)
 
     @property
     def decoding_s(self) -> float | None:
-        """A token's time of a verifier that decodes on without this device's drafts, and maybe with
-        drafts of its own: commit_s / own_tokens. None where it waits, or nothing is known."""
+        """Time per token of a verifier that decodes on without this device's drafts: commit_s /
+        own_tokens.
+
+        The verifier may have drafts of its own. None if it waits for drafts, or if nothing is
+        known."""
         commit_s = self.estimates.commit_s.get(0.0)
         if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s:
             return None
@@ -120,9 +126,9 @@ class DraftView:
 
     @property
     def arrival_s(self) -> float:
-        """From the last commit's leaving the verifier to the arrival there of what a step brings
-        that begins now: since_commit_s + step_s + rtt_s. Before the first commit it is counted from
-        the arrival of what opened the stream, which takes as long as a draft: since_open_s +
+        """Time from the sending of the last commit by the verifier to the arrival there of what a
+        step brings that begins now: since_commit_s + step_s + rtt_s. Before the first commit it is
+        counted from the arrival of ``Open``, which takes as long as a draft: since_open_s +
         step_s."""
         if self.since_open_s is not None:
             return self.since_open_s + self.step_s
@@ -130,8 +136,8 @@ class DraftView:
         return since_s + self.step_s + self.rtt_s
 
     def paying(self, parent: int, width: int) -> int:
-        """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
-        price when they come into a pass; at least one."""
+        """Return how many of ``width`` candidates behind ``parent`` are worth their rows at the
+        verifier's price when they get into a pass; at least one."""
         price = self.estimates.price.least_chance
         if price <= 0.0 or width == 1:
             return width
@@ -144,14 +150,14 @@ class DraftView:
 
     @property
     def row_chance(self) -> float:
-        """With how large a chance a node has to be right in its pass: what a row costs, in tokens.
-        A row of 0.5 ms where a token takes 10 ms costs 0.05."""
+        """Least chance of being right in its pass at which a node is worth its row: what a row
+        costs, in tokens. A row of 0.5 ms where a token takes 10 ms costs 0.05."""
         row_s, least = self.estimates.row_s.get() or 0.0, self.estimates.price.least_chance
         own = row_s / self.token_s if row_s > 0.0 else 0.0
         return own if own > least else least
 
     def tip(self) -> int | None:
-        """The end of the chain of first choices; None when the text ends there."""
+        """Return the end of the chain of first candidates; None if the output ends there."""
         at, position, children = ROOT, self.tree.prefix.length, self.tree.roots
         while children:
             first = children[0]
@@ -162,27 +168,28 @@ class DraftView:
 class DraftPolicy(Protocol):
     @property
     def width(self) -> int:
-        """How many of the draft's choices each step adds."""
+        """Number of the draft model's candidates that each step adds."""
 
     @property
     def least_choice(self) -> float:
-        """How likely a choice after the first has to be right to be kept; 0: all are."""
+        """Least chance of a kept candidate after the first one; 0: all are kept."""
 
     @property
     def gives_up(self) -> bool:
-        """Whether a draft model that is of no use (``DraftEvidence``) makes no steps any more.
-        The published schemes draft on, as they have no rule for that."""
+        """Whether a useless draft model (``DraftEvidence``) makes no steps any more. The published
+        schemes draft on, as they have no rule for that."""
 
     def extend(self, view: DraftView) -> int | None:
-        """The node (or ``ROOT``) to draft behind, or None to rest until something happens."""
+        """Return the node (or ``ROOT``) to draft behind, or None to rest until something
+        happens."""
 
     def flush(self, view: DraftView) -> bool:
-        """Whether to send the unsent nodes now."""
+        """Return whether to send the unsent nodes now."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPolicy:
-    """Stop and wait with draft length ``gamma``; None picks the best one for the estimates."""
+    """Stop and wait with draft length ``gamma``; None picks the best length for the estimates."""
 
     gamma: int | None = None
     width: int = 1
@@ -205,8 +212,8 @@ class FixedPolicy:
 
 
 def best_gamma(rate: float, step_s: float, round_s: float) -> int:
-    """The draft length that gives the most tokens a second when each draft token is accepted with
-    probability ``rate``, whatever became of the others.
+    """Return the draft length that gives the most tokens per second if each draft token is accepted
+    with probability ``rate``, independently of the others.
 
     Formula: (1 - rate**(gamma + 1)) / (1 - rate) tokens every gamma * step_s + round_s seconds
     (Leviathan et al. 2211.17192, section 3.3, with the round trip added). At a rate of 0.8, steps
@@ -237,8 +244,8 @@ class PearlPolicy:
 
 
 def is_full(view: DraftView, width: int, window: int | None) -> bool:
-    """Whether as many nodes are outstanding as ``window`` steps have, of ``width`` choices each,
-    or the verifier takes no more. None: the steps of two rounds."""
+    """Return whether the nodes of ``window`` steps, ``width`` each, are outstanding, or the
+    verifier accepts no more. A window of None is the steps of two rounds."""
     steps = window or math.ceil(2 * view.round_s / view.step_s) + 4
     nodes, most = view.tree.nodes, steps * width
     if len(nodes) < most:
@@ -248,8 +255,10 @@ def is_full(view: DraftView, width: int, window: int | None) -> bool:
 
 
 def leaves_now(view: DraftView, gather: float | None, *, by_rank: bool) -> bool:
-    """Return whether unsent nodes leave at once, with ``gather`` as of ``WindowedPolicy``.
-    ``by_rank``: a node's chance is the rate of its rank, and not what the draft model says."""
+    """Return whether to send the unsent nodes now, with ``gather`` as in ``WindowedPolicy``.
+
+    ``by_rank`` means that a node's chance is the rate of its rank, and not what the draft model
+    reports."""
     if gather is None or view.resting:
         return True
     if not view.in_flight:
@@ -258,17 +267,18 @@ def leaves_now(view: DraftView, gather: float | None, *, by_rank: bool) -> bool:
 
 
 def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> bool:
-    """Whether a pass with one node more is worth the time of a step, where nothing is in flight.
+    """Return whether one more node in the next pass is worth the time of its step, if none is in
+    flight.
 
-    After a miss the verifier may wait for the next draft (``core/verifier/drafts.py``). Behind k
-    nodes that are right at a rate a, and n = pass_s / step_s nodes that are drafted in each pass,
-    the next miss is found in 1 + a**k / (1 - a**n) passes, so another node saves
+    After a rejection the verifier may wait for the next draft (``core/verifier/drafts.py``). Behind
+    k nodes that are right at a rate a, and n = pass_s / step_s nodes that are drafted in each pass,
+    the next rejection is found in 1 + a**k / (1 - a**n) passes, so another node saves
 
         pass_s * a**k * (1 - a) / (1 - a**n)
 
     and costs step_s. Passes of 40 ms, steps of 1 ms and a = 0.8 make ten nodes; passes of 8 ms and
     steps of 2 ms make two. a**k is the product of the chances of the chain's nodes. The verifier
-    may as well have gone on: a node that is held still has to be in time for the pass after this
+    may also have decoded on: a node that is held back must still be in time for the pass after this
     one."""
     pass_s, step_s = view.pass_s, view.step_s
     if view.idle_s is None or view.idle_s + view.rtt_s + step_s > (1.0 - gather) * pass_s:
@@ -283,13 +293,15 @@ def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> b
 
 
 def _in_time_s(view: DraftView) -> float:
-    """For how long what leaves still reaches the verifier before the next pass begins.
+    """Return for how many seconds a message that is sent still reaches the verifier before the next
+    pass begins.
 
-    Formula: a pass begins when the one before it is committed, so the k-th after the last
-    commit begins k * period - rtt_s / 2 behind the moment when that commit came, and what is to
-    be in it leaves rtt_s / 2 earlier: (-rtt_s - since_commit_s) modulo the period. With a round
-    trip of 10 ms and a period of 25 ms, 15 ms are left when a commit comes, and 5 ms later 10.
-    It is 0 where passes do not follow one another at once: nobody knows when the next begins."""
+    Formula: a pass begins when the one before it is committed, so the k-th after the last commit
+    begins k * period - rtt_s / 2 behind the moment when that commit arrived, and its drafts must be
+    sent rtt_s / 2 earlier: (-rtt_s - since_commit_s) modulo the period. With a round trip of 10 ms
+    and a period of 25 ms, 15 ms are left when a commit arrives, and 10 ms another 5 ms later. It is
+    0 where passes do not follow one another at once, because the begin of the next one is not
+    known."""
     estimates = view.estimates
     if view.since_commit_s is None or not estimates.rtt_s.count:
         return 0.0
@@ -300,31 +312,31 @@ def _in_time_s(view: DraftView) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WindowedPolicy:
-    """Drafting goes on where it is most likely to count.
+    """Drafts where a node is most likely to count.
 
     The chance that a node counts is the product of the acceptance rates of the ranks on its path:
-    with rates 0.7 and 0.1, the second choice behind two first choices has 0.7 * 0.7 * 0.1 = 0.05.
+    with rates 0.7 and 0.1, the second candidate behind two first ones has 0.7 * 0.7 * 0.1 = 0.05.
     The next step runs behind the likeliest leaf (with width 1: at the chain's end), unless even
     that is less likely than a step there is worth.
 
-    A row in a pass is paid for at the pass, when the tokens that were committed meanwhile are known
-    to be right. So the verifier's price is compared with the chance that is left then: the product
-    from ``DraftView.settled_position`` on. With first choices right at 0.8 and two passes to begin
+    A row is paid for at its pass, when the tokens that were committed meanwhile are known to be
+    right. So the verifier's price is compared with the chance that is left then: the product from
+    ``DraftView.settled_position`` on. With first candidates right at 0.8 and two passes to begin
     before a draft arrives, the fourth node of a chain has 0.8 * 0.8 = 0.64 in its pass, though it
-    has 0.41 now, and it pays where a row asks for 0.5."""
+    has 0.41 now, and it is worth its row at a price of 0.5."""
 
     width: int = 1
     window: int | None = None
     """Steps whose nodes may be outstanding; None: what two rounds can hold."""
     least_chance: float = 0.05
-    """No step runs behind a node that is less likely than this to be reached."""
+    """Least chance of a node being reached at which a step runs behind it."""
     step_price: float = 0.16
-    """What a step costs, as a share of the pass time that it may save: where steps are short, one
-    runs behind a less likely node as well, down to a chance of step_price * step_s / pass_s. A step
-    of 2 ms beside passes of 20 ms is worth it from 0.16 * 2 / 20 = 0.016 on."""
+    """Cost of a step, as a share of the pass time that it may save. Where steps are short, one runs
+    behind a less likely node as well, down to a chance of step_price * step_s / pass_s. A step of 2
+    ms beside passes of 20 ms is worth it from 0.16 * 2 / 20 = 0.016 on."""
     gather: float | None = None
-    """None: every step's nodes leave at once. Else they leave together, just in time for the next
-    pass: in so large a share of a pass before it, or when nothing is in flight."""
+    """None: every step's nodes are sent at once. A number: nodes are sent together, just in time
+    for the next pass, within this share of a pass before it, or when none is in flight."""
     least_choice: ClassVar[float] = 0.0
     gives_up: ClassVar[bool] = False
 
@@ -333,7 +345,7 @@ class WindowedPolicy:
         if is_full(view, self.width, self.window):
             return None
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        # Behind a leaf less likely than this, not even the first choice pays for its row.
+        # Behind a leaf less likely than this, not even the first candidate is worth its row.
         priced = view.estimates.price.least_chance / rates[0]
         if priced > 1.0:
             return None
@@ -351,7 +363,7 @@ class WindowedPolicy:
                 chance = before * rate
                 pays = in_pass if node.position < settled else in_pass * rate
                 if chance < best_chance or pays < priced:
-                    continue  # nor is anything behind it likelier
+                    continue  # and nothing behind it is likelier
                 if node.children:
                     pending.append((chance, pays, node.children))
                 elif node.position <= last_position:
@@ -364,10 +376,10 @@ class WindowedPolicy:
         return view.unsent > 0 and leaves_now(view, self.gather, by_rank=True)
 
     def _least_chance(self, view: DraftView, step_s: float, hit_rate: float) -> float:
-        """A step behind a node that is less likely costs more than it saves: its own time, or the
-        ``width`` rows that it adds to a pass.
+        """Return the least chance of a node at which a step behind it saves more than it costs: its
+        own time, or the ``width`` rows that it adds to a pass.
 
-        Formula for the rows: they cost width * row_s, and save token_s when the node is reached and
+        Formula for the rows: they cost width * row_s, and save token_s if the node is reached and
         one of them is right, so the least chance is width * row_s / (hit_rate * token_s). Two rows
         of 0.5 ms, right with 0.8 where a token takes 10 ms, need 2 * 0.5 / (0.8 * 10) = 0.125."""
         row_s = view.estimates.row_s.get()

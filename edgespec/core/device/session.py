@@ -1,10 +1,10 @@
 """The device's half of one generation, as a pure machine.
 
-Theory of operation. The session owns the committed prefix (what the user has been given: the truth
-on reconnect), the tree of guesses behind it, and the plan of what to draft next. Three things run
-side by side: the link (``LinkKeeper``), at most one draft step, and the stream of commits
-(``CommitReader``). Every event ends in ``_go_on``, which sends what the policy wants sent
-and starts the step it wants started.
+Theory of operation. The session owns the committed prefix (the tokens delivered to the user, which
+are the truth on reconnect), the tree of draft nodes behind it, and the plan of what to draft next.
+Three things run side by side: the link (``LinkKeeper``), at most one draft step, and the stream of
+commits (``CommitReader``). Every event ends in ``_send_and_draft``, which sends what the policy
+decides to send and starts the step that it decides to start.
 
     IDLE -> CONNECTING -> STREAMING -> DONE, and BACKING_OFF -> CONNECTING after a broken link
 
@@ -32,19 +32,22 @@ from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, Speculation
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
 
-# After so many steps the choices that are hardly ever right are kept once.
+# Every so many steps the candidates that are hardly ever right are kept once.
 _KEEP_ALL_EVERY = 16
-# Until ``Opened`` tells; a verifier that takes less drops the rest, which is harmless.
+# Assumed until ``Opened`` arrives. If the real limit is lower, the verifier drops the surplus
+# nodes, which is harmless.
 _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 
 
 class DraftSession:
-    """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
-    not known. ``verifier`` and ``learned`` are what generations before this one found out, of this
-    verifier and of the draft; the session keeps them up. ``text``, what the user's texts have said,
-    where guesses are to come from them too."""
+    """One generation.
 
-    # A simulated city has thousands: without dictionaries an event touches less memory.
+    ``vocabulary_size`` bounds the token ids that a verifier may commit; 0 if it is not known.
+    ``verifier`` and ``learned`` are estimates of earlier generations about this verifier and the
+    draft, which the session updates in place. ``text`` are the tables of the user's earlier texts;
+    None: no text lookup."""
+
+    # A simulated city has thousands of sessions: without dictionaries an event touches less memory.
     __slots__ = (
         *("_bounds", "_busy_since", "_cache", "_committed_at", "_draft_context_length", "_end"),
         *("_opened_at", "_outbox", "_policy", "_reader", "_said_no_draft_comes", "_speechless"),
@@ -69,8 +72,8 @@ class DraftSession:
         self.tree = SpeculationTree(self.prefix)
         self.limits = _LIMITS_BEFORE_OPENED
         self.drafting = request.drafting
-        """Whether drafts come from this device: False once the draft model failed or was given up,
-        if nothing else makes guesses."""
+        """Whether this device drafts. False once the draft model failed or was given up, unless
+        text lookup is on."""
         self._policy = policy
         sampling, length = request.sampling, len(request.prompt)
         self._bounds = CommitBounds(length, sampling.max_tokens, vocabulary_size)
@@ -83,24 +86,24 @@ class DraftSession:
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
         self._cache = DraftCache()
         self._step: _Step | None = None
-        """The one that runs."""
+        """The draft step that runs."""
         self._speechless: tuple[int, int] | None = None
-        """Where the last step had no guess: the committed length, and the node."""
+        """Committed length and parent of the last step if it returned no candidate."""
         self._said_no_draft_comes = False
-        """Whether the verifier was told so since its last commit."""
+        """Whether a draft without nodes was sent since the verifier's last commit."""
         self._busy_since: float | None = None
-        """When the last commit came, if it left nodes in flight."""
+        """Time at which the last commit arrived, if it left nodes in flight."""
         self._committed_at: float | None = None
-        """When the last commit of a pass came on this stream."""
+        """Time at which the last commit of a pass arrived on this stream."""
         self._opened_at: float | None = math.inf
-        """When this stream was opened; None once a pass of it has committed."""
+        """Time at which this stream was opened; None once a pass of it has committed."""
         self._end = min(self._bounds.length - 1, draft_context_length)
-        """Nodes at this position or later cannot matter any more."""
+        """Position from which on nodes cannot matter any more."""
         self._stop_if_useless()
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the draft model makes no steps any more, because it was found to be of no use, in
+        """Whether the draft model makes no steps any more, because it was found to be useless, in
         this generation or in earlier ones."""
         return self._policy.gives_up and self.estimates.evidence.is_useless
 
@@ -117,7 +120,7 @@ class DraftSession:
         if state is ev.DONE:
             return ()  # too late
         if state is not ev.STREAMING and isinstance(event, Commit | Opened | Fault):
-            return ()  # said on a link that is gone
+            return ()  # a message of a stream that is closed
         match event:
             case ev.StepDone():
                 self._step_done(event, now)
@@ -204,7 +207,7 @@ class DraftSession:
     # --- drafting --------------------------------------------------------------------------
 
     def _go_on(self, actions: list[ev.DraftAction], now: float) -> None:
-        """Send what the policy wants sent, start the step it wants started."""
+        """Send what the policy decides to send, and start the step that it decides to start."""
         state = self.link.state
         if state is ev.DONE:
             return
@@ -235,12 +238,13 @@ class DraftSession:
             actions += self._leave_nothing_open()
 
     def _stop_if_useless(self) -> None:
-        """Stop drafting where the draft model was given up and the text makes no guesses."""
+        """Stop drafting if the draft model was given up and text lookup is off."""
         if self.drafting and self._text is None and self.has_given_up:
             self.drafting = False
 
     def _start_step(self, parent: int, view: DraftView, now: float) -> ev.StartStep:
-        """Draft behind ``parent`` as many choices as the policy wants and the price allows."""
+        """Start a step behind ``parent`` with as many candidates as the policy asks for and the
+        price allows."""
         width = view.paying(parent, self._policy.width)
         keep, feed = self._cache.feed(self.prefix, self.tree.path(parent))
         least = self._policy.least_choice
@@ -248,9 +252,11 @@ class DraftSession:
         return ev.StartStep(keep, feed, width)
 
     def _step_done(self, event: ev.StepDone, now: float) -> None:
-        """Grow the tree by the step's guesses, or rank those of the text's that it confirms. Where
-        the root has moved meanwhile they become nodes behind the new one, turn out to be what was
-        committed (which still says how good the draft is), or are dropped."""
+        """Add the step's candidates to the tree, or rank the lookup nodes that they confirm.
+
+        If the root has moved meanwhile, the candidates become nodes behind the new root, or they
+        are judged against what was committed (which still measures the draft), or they are
+        dropped."""
         assert self._step is not None
         step, self._step = self._step, None
         if not event.candidates:
@@ -284,9 +290,11 @@ class DraftSession:
     def _worth_keeping(
         self, found: Sequence[Candidate], least: float, named: Mapping[int, Node]
     ) -> list[tuple[int, float, float]]:
-        """The choices up to the first that is hardly ever right (then none behind it is kept, so
-        that ranks have no gaps): token, log-probability and chance. Now and then all are kept, to
-        learn what they are worth. ``named`` are the text's guesses for the place, by token."""
+        """Return the candidates to keep, as (token, log-probability, chance).
+
+        They end before the first one that is hardly ever right; none behind it is kept, so that
+        ranks have no gaps. Now and then all are kept, to measure their chances. ``lookup_nodes``
+        are text lookup's nodes for the place, by token."""
         drafted, rate = self.estimates.guesses.drafted, self.estimates.acceptance.rate
         least = least if self.counters.steps % _KEEP_ALL_EVERY else 0.0
         kept = []
@@ -304,8 +312,10 @@ class DraftSession:
         return [ev.Transmit(draft) for draft in drafts]
 
     def _leave_nothing_open(self) -> list[ev.DraftAction]:
-        """No step runs and no node is in flight: send what is left, or say that nothing comes, so
-        that a verifier which waits for drafts decodes on."""
+        """Send what is left, or announce that no draft is coming, if no step runs and no node is in
+        flight.
+
+        A verifier that waits for drafts then decodes on."""
         if self._outbox.unsent and (drafts := self._send_drafts()):
             return drafts
         if self._said_no_draft_comes or self.request.run_ahead is not RunAhead.NEVER:
@@ -319,7 +329,8 @@ class DraftSession:
 
     @property
     def _most_outstanding(self) -> int:
-        """Nodes that the verifier wants to see, by its limits and for now."""
+        """Number of nodes that the verifier accepts outstanding, by its limits and its present
+        credit."""
         most = self.limits.max_nodes_outstanding
         credit = self.estimates.price.credit
         return most if credit is None else min(most, credit)
@@ -345,29 +356,31 @@ class _Step:
     parent: int
     width: int
     least_choice: float
-    """Of the choices after the first only such as are right with this chance are kept."""
+    """Least chance of a kept candidate after the first one."""
     base_position: int
     started_at: float
     fed: int
 
 
 class DraftCache:
-    """The tokens behind a drafter's cached rows, and the cheapest way from there to the next step.
-    A drafter only truncates and appends: rolling back after a miss costs one integer."""
+    """The tokens of a drafter's cached rows, and the cheapest way from there to the next step.
+
+    A drafter only truncates and appends: rolling back after a rejection costs one integer."""
 
     __slots__ = ("_agreed", "_tokens")
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._agreed = 0
-        """Leading cached tokens known to equal the committed prefix."""
+        """Number of leading cached tokens that are known to equal the committed prefix."""
 
     @property
     def length(self) -> int:
         return len(self._tokens)
 
     def feed(self, prefix: CommittedPrefix, path: list[int]) -> tuple[int, tuple[int, ...]]:
-        """Make the cache hold ``prefix`` and then ``path``: (tokens to keep, tokens to append).
+        """Make the cache hold ``prefix`` and then ``path``. Returns (tokens to keep, tokens to
+        append).
 
         At least one token is appended, because its row of logits is what the step is for."""
         if self._agreed < prefix.length:
@@ -376,7 +389,7 @@ class DraftCache:
         last = length + len(path) - 1
         if keep == length:
             drafted = cached[length : length + len(path)]
-            if drafted == path[: len(drafted)]:  # as usual
+            if drafted == path[: len(drafted)]:  # the usual case
                 keep += len(drafted)
             else:
                 while cached[keep] == path[keep - length]:

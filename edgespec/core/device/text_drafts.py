@@ -1,11 +1,13 @@
-"""Guesses from the text and from what was said before, as nodes of a session's own tree.
+"""Device lookup: candidates from the text itself and from earlier texts, as nodes of a session's
+tree.
 
-Theory of operation. The tree has two sources: the draft model, which takes a step's time for each
-position, and the text (``core/protocol/text_guesses.py``), which takes none. After every event the
-text's guesses are added where they are worth a row, behind whatever stands in the tree, the
-likeliest place first; so a chain of them is in flight before the model has begun a step.
+Theory of operation. The tree has two draft sources: the device model, which takes the time of a
+draft step for each position, and text lookup (``core/protocol/text_guesses.py``), which takes none.
+After every event lookup's candidates are added where they are worth a row, behind whatever is in
+the tree, the likeliest place first. So a chain of them is in flight before the model has begun a
+step.
 
-Each source is taken for what it was measured to be (``estimates.DraftChances``), whether its guess
+Each source has the accuracy that was measured (``estimates.DraftChances``), whether its candidate
 was in the tree or not. The policy sees one tree of nodes with chances.
 """
 
@@ -21,12 +23,13 @@ from edgespec.core.protocol.text_guesses import TextCandidate, TextReader, TextT
 from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, SpeculationTree
 
 LEAST_CHANCE: Final = 0.03
-"""Of all tokens on a node's path being right."""
+"""Least chance that all tokens on a node's path are right."""
 MOST_NODES: Final = 64
 
 
 class TextDrafts:
-    """The guesses for one session's ``tree``. ``tables`` outlive it and are its user's own."""
+    """Adds text lookup's candidates to one session's ``tree``. ``tables`` outlive the session and
+    belong to its user alone."""
 
     def __init__(
         self, tree: SpeculationTree, tables: TextTables, estimates: DraftEstimates
@@ -35,21 +38,22 @@ class TextDrafts:
         self._reader = TextReader(tables, self._guesses.text)
 
     def learn(self) -> None:
-        """Judge guesses by the tokens committed since, then remember those."""
+        """Judge candidates by the newly committed tokens, then index those."""
         lookup, prefix = self._reader.lookup, self._tree.prefix
         if lookup.indexed_length < prefix.prompt_length:
             lookup.load(prefix.tokens, prefix.prompt_length)
         self._reader.learn(prefix.tokens)
 
     def grow(self, view: DraftView) -> None:
-        """Add the guesses that are worth a row as the tree and the verifier are now."""
+        """Add the candidates that are worth a row in the present state of the tree and the
+        verifier."""
         tree, reader, tokens = self._tree, self._reader, self._tree.prefix.tokens
         end, settled, least_paying = len(tokens), view.settled_position, view.row_chance
         if end < 2 or reader.lookup.indexed_length < end:
             return
         room = min(view.room // 2, MOST_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
-        # Likeliest first, then oldest: chance, count, chance in its pass, node, the position behind
-        # it, and the place there.
+        # Entries, likeliest first, then oldest: negated chance, count, chance in its pass, node,
+        # the position behind it, and the lookup state there.
         count = 0
         heap = [(-1.0, 0, 1.0, ROOT, end, reader.state_at_end(tokens))]
         while heap:
@@ -74,7 +78,10 @@ class TextDrafts:
         chance: float,
         room: int,
     ) -> int:
-        """What of ``named`` is worth it becomes children of ``parent``; how many are new."""
+        """Add the candidates that are worth a row as children of ``parent``, and return the number
+        of new nodes.
+
+        A candidate that the draft model offered too confirms that node instead."""
         before, guesses, tree = len(children), self._guesses, self._tree
         asked = any(child.rank != UNRANKED for child in children)
         for cell, token in named:
