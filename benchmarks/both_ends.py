@@ -28,7 +28,7 @@ from unittest import mock
 
 from edgespec.config import AgentConfig, DraftSection, PolicyName, VerifierConfig
 from edgespec.config.verifier import LimitsSection
-from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import (
     MAX_CACHES,
@@ -286,7 +286,7 @@ def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agen
         drafter = MoodyDrafter(inner, Mood(kind, dice))
     name = dice.choice((PolicyName.FIXED, PolicyName.WINDOWED))
     options = AgentOptions(
-        policy=named_policy(name, 3) if name is PolicyName.FIXED else named_policy(name, width=2),
+        policy=make_policy(name, 3) if name is PolicyName.FIXED else make_policy(name, width=2),
         run_ahead=dice.choice((RunAhead.AUTO, RunAhead.ALWAYS)),
         reconnect=HASTY,
         draft_caches=MAX_CACHES,

@@ -46,7 +46,7 @@ from edgespec.bench.report import machine, versions
 from edgespec.config import VerifierConfig
 from edgespec.core.device.estimates import Learned
 from edgespec.core.device.events import Deliver, Finish
-from edgespec.core.device.goodput_policy import PolicyName, named_policy
+from edgespec.core.device.goodput_policy import PolicyName, make_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
@@ -246,7 +246,7 @@ def compare(
             for policy, source in product(options.policy.split(","), options.sources.split(",")):
                 stage = Stage(
                     SilentDrafter(drafter.info) if source == TEXT else drafter,
-                    named_policy(PolicyName(policy)),
+                    make_policy(PolicyName(policy)),
                     rtt_ms / 1e3,
                     (lambda kept, fed: 0.0) if source == TEXT else step_s,
                     None if source == MODEL else TextTables(ngrams=True),

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 # What a device's process holds: whatever else a function here needs, it imports itself.
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.config import DraftSection
-from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.device.memory import MIB, DraftSettings, KvType, memory_terms, parse_budget
 from edgespec.core.ports import Drafter, ModelInfo, Transport
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -113,7 +113,7 @@ async def converse(job: dict[str, Any], drafter: Drafter, transport: Transport) 
     """A conversation whose every prompt is all that was said before; the tokens generated, and how
     many of them are not the verifier's."""
     rng = np.random.default_rng(1)
-    options = AgentOptions(policy=named_policy(width=job["width"]), run_ahead=RunAhead.NEVER)
+    options = AgentOptions(policy=make_policy(width=job["width"]), run_ahead=RunAhead.NEVER)
     agent = Agent(transport, drafter, lambda text: [], lambda prompt: _NoText(), options)
     history: list[int] = []
     made = wrong = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import assert_never
 
-from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
 
@@ -55,7 +55,7 @@ def arm_settings(
     (None: the agent's own default); others ignore them."""
     match arm:
         case Arm.TARGET_ONLY | Arm.SERVER_DRAFT:
-            return named_policy(), RunAhead.ALWAYS
+            return make_policy(), RunAhead.ALWAYS
         case Arm.VANILLA:
             return FixedPolicy(gamma), RunAhead.NEVER
         case Arm.PEARL:
@@ -63,6 +63,6 @@ def arm_settings(
         case Arm.WINDOWED:
             return WindowedPolicy(width=1), RunAhead.NEVER
         case Arm.EDGESPEC | Arm.BOTH:
-            return policy or named_policy(), RunAhead.AUTO
+            return policy or make_policy(), RunAhead.AUTO
         case _:
             assert_never(arm)

@@ -9,7 +9,12 @@ from edgespec.config import common
 from edgespec.config.groups import advanced, emulation
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
-from edgespec.core.device.goodput_policy import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
+from edgespec.core.device.goodput_policy import (
+    DEFAULT_POLICY,
+    POLICIES_WITH_GAMMA,
+    POLICIES_WITH_WINDOW,
+    PolicyName,
+)
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
@@ -229,7 +234,7 @@ class PolicySection:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        for key, users in (("gamma", GAMMA_OF), ("window", WINDOW_OF)):
+        for key, users in (("gamma", POLICIES_WITH_GAMMA), ("window", POLICIES_WITH_WINDOW)):
             if (value := getattr(self, key)) is not None and self.name not in users:
                 names = " or ".join(one.value for one in users)
                 has_none = f"{key} is {value}, but policy {self.name.value!r} has none"

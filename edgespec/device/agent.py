@@ -20,7 +20,7 @@ from typing import Final, Protocol, assert_never
 from edgespec.core.association.policies import conversation_named, conversation_of
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
-from edgespec.core.device.goodput_policy import named_policy, useless, why_resting
+from edgespec.core.device.goodput_policy import describe_useless_draft, explain_resting, make_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
@@ -150,7 +150,7 @@ class OutputReader:
             shown = self._release(self._decoder.push((token,)), early=early)
             pieces.append(Piece(shown, kind, held_length))
         count, position = len(pieces), self._position
-        self._counters.take_back(event.kinds[count:])
+        self._counters.subtract_undelivered(event.kinds[count:])
         self._position += count
         if not count:
             return None
@@ -232,7 +232,7 @@ class GenerationStats:
     @property
     def resting(self) -> str | None:
         """Why drafting does not pay now. None if it does, or if the policy never rests."""
-        return why_resting(self.policy, self.estimates.price, self.estimates)
+        return explain_resting(self.policy, self.estimates.price, self.estimates)
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    policy: DraftPolicy = field(default_factory=named_policy)
+    policy: DraftPolicy = field(default_factory=make_policy)
     run_ahead: m.RunAhead = m.RunAhead.AUTO
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     model: str = ""
@@ -403,7 +403,7 @@ class Agent:
                     f"the draft model failed, the generation went on without drafts: {why}"
                 )
             elif session.has_given_up:
-                why = useless(session.estimates.evidence)
+                why = describe_useless_draft(session.estimates.evidence)
                 self._warn_once(why, about=f"useless draft for {model}, {rule}")
             try:
                 await driver.close()
@@ -525,7 +525,7 @@ class Agent:
         )
         context_length = 0 if drafter is None else drafter.info.context_length
         # The acceptance rate under a relaxed rule is no estimate for the exact one.
-        learned = self._learned.of(model if rule == m.EXACT_RULE else f"{model}\0{rule}")
+        learned = self._learned.for_model(model if rule == m.EXACT_RULE else f"{model}\0{rule}")
         return DraftSession(
             request,
             self.options.policy,

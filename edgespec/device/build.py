@@ -24,7 +24,7 @@ from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
 from edgespec.config.common import SetupError, needs
 from edgespec.config.files import temporary_folder
 from edgespec.core.association.failover import Failover
-from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, ModelInfo, Transport
 from edgespec.core.protocol.sampling import SamplingParams
@@ -327,7 +327,7 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
     Raises ``ConfigError`` for a recording that cannot be written."""
     policy = config.policy
     return AgentOptions(
-        policy=named_policy(policy.name, policy.gamma, policy.width, policy.window),
+        policy=make_policy(policy.name, policy.gamma, policy.width, policy.window),
         run_ahead=policy.run_ahead,
         reconnect=config.reconnect,
         model=config.model,

@@ -263,7 +263,7 @@ def _sizes(shape: DecoderShape) -> dict[str, int]:
     return {name: getattr(shape, name) for name in _SIZES}
 
 
-def measure_memory_question(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
+def measure_memory_question(draft: DraftSection, max_width: int) -> memory.MemoryPlanInputs:
     """Return the input of a memory plan, measured now. Load the tokenizer before.
 
     Raises ``ValueError`` for a budget that cannot be read."""
@@ -281,18 +281,18 @@ def measure_memory_question(draft: DraftSection, most_width: int) -> memory.Memo
     runtime += _REQUESTS_BYTES
     if draft.model != BUNDLED:
         runtime += RESIDENT_BYTES  # Memory of the process that renders chat templates.
-    return memory.MemoryQuestion(
+    return memory.MemoryPlanInputs(
         budget_bytes=memory.parse_budget(draft.memory_budget or "auto").resolve(machine_memory()),
         runtime_bytes=runtime,
-        most_width=most_width,
-        most_window=draft.window or draft.context_length,
+        max_width=max_width,
+        max_window=draft.window or draft.context_length,
         threads=draft.threads,
-        most_caches=draft.caches,
+        max_caches=draft.caches,
         cores=os.cpu_count() or 1,
     )
 
 
-def load_planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
+def load_planned_drafter(draft: DraftSection, max_width: int, say: Say) -> Drafter:
     """Return a guarded drafter that fits in ``draft.memory_budget``.
 
     Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
@@ -301,13 +301,13 @@ def load_planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Draf
         from edgespec.device.drafters.token_cache import CacheGroup, GuardedDrafter
     variants = list_variants(draft)
     folder = resolve_model(draft.model, Role.DRAFT)
-    question = measure_memory_question(draft, most_width)
+    question = measure_memory_question(draft, max_width)
     plan = memory.plan_memory(variants, question)
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):
             folder = export_to_cache(folder, draft.bits, say, plan.variant.kv_type)
         plan = memory.plan_memory((read_exported_variant(folder),), question)
-    say(summarise_plan(plan, memory.unbounded(variants, question)))
+    say(summarise_plan(plan, memory.plan_without_limit(variants, question)))
     settings = plan.settings
     try:
         drafter = OnnxDrafter(
@@ -316,7 +316,7 @@ def load_planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Draf
     except MemoryError as error:
         raise SetupError(f"{folder}: {error}") from error
     trim_heap()
-    full = memory.Restriction(settings.window, settings.width)
+    full = memory.DraftAllowance(settings.window, settings.width)
     drafter.restrict(full.window, full.width)
     row_bytes = settings.caches * plan.variant.kv_bytes_per_token
     guard = memory.MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
@@ -338,5 +338,5 @@ def summarise_plan(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:
         f" window {settings.window}, {plan.variant.kv_type.value} keys and values,"
         f" width {settings.width}" + (f", caches {settings.caches}" if settings.caches > 1 else "")
     )
-    found = plan.traded(best)
+    found = plan.list_reductions(best)
     return f"{line} ({'; '.join(found)})" if found else line

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from edgespec.core.association.candidates import CLOSED
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
-from edgespec.core.device.goodput_policy import why_resting
+from edgespec.core.device.goodput_policy import explain_resting
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.protocol.checks import one_line
 from edgespec.device.activity import GenerationNotes
@@ -246,7 +246,7 @@ def assess_drafting(
     if counters.draft_failure:
         why = f"the draft model failed: {counters.draft_failure}"
         return replace(found, worth=False, why=one_line(why)[:_MAX_WHY])
-    if (rest_reason := why_resting(policy, price, estimates)) is not None:
+    if (rest_reason := explain_resting(policy, price, estimates)) is not None:
         return replace(found, worth=False, why=rest_reason)
     if not counters.tried:
         return found

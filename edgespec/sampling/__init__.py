@@ -1,1 +1,1 @@
-"""One sampling law and its noise: on arrays for drafters, on tensors for targets."""
+"""The sampling law and its noise: on arrays for drafters, on tensors for targets."""

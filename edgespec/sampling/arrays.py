@@ -1,20 +1,21 @@
-"""The sampling law on arrays: one row of logits to the ``width`` best guesses, or to one token.
+"""The sampling law on arrays: from one row of logits to the ``width`` best candidates, or one
+token.
 
 It follows ``core/protocol/sampling.warp`` in order (bias, penalties, temperature, top-k, top-p,
 min-p) and adds the noise that both ends share. The ``width`` best perturbed scores are that many
 siblings drawn without replacement (Kool, van Hoof, Welling 2019), best first; the first one is the
-token the scalar ``choose`` picks, up to float32 rounding of near-ties. A draft's near-tie that
-falls otherwise costs speed and never correctness.
+token that the scalar ``choose`` picks, up to float32 rounding of near-ties. A near-tie that a draft
+resolves differently costs speed and never correctness.
 
 Truncation may leave fewer tokens than ``width``. A sibling outside the draft's own support can
-still be the target's token, because the target truncates its own distribution, so missing places
+still be the target's token, because the target truncates its own distribution. So missing places
 are filled from outside, after all inside tokens, by untruncated score plus noise.
 
 A row of 151,936 scores passes through a few array operations of 0.02 to 0.4 ms each. Nothing is
-sorted as a whole: a nucleus (Holtzman et al. 2020), the smallest set of best scores that holds a
-share of the probability, has its edge looked for by histogram. Noise is bounded and grows with its
-bits, so bits become numbers only for tokens that can still win. Arrays are kept between rows,
-because the pages of a fresh one cost more than what is done with it.
+sorted as a whole: the edge of a nucleus (Holtzman et al. 2020: the smallest set of best scores that
+holds a share of the probability) is found by histogram. Noise is bounded and grows with its bits,
+so bits become numbers only for tokens that can still win. Arrays are kept between rows, because the
+pages of a fresh one cost more than the work on it.
 
 The integers of the noise agree with the scalar specification bit for bit: arithmetic on uint32
 arrays wraps silently, which is the ``& MASK_32`` of the scalar form. Scalars would warn, so keys
@@ -42,13 +43,14 @@ from edgespec.core.protocol.sampling import (
 
 
 class Workspace:
-    """Scratch arrays of one thread, by name; each as large as the largest row so far."""
+    """Scratch arrays of one thread, by name, each as large as the largest row so far."""
 
     def __init__(self) -> None:
         self._held: dict[str, NDArray[Any]] = {}
 
     def array(self, name: str, size: int, dtype: Any = np.float32) -> NDArray[Any]:
-        """[size], whatever it holds; the same memory for the same name, of one ``dtype``."""
+        """Return an array [size] with arbitrary contents. The same name, always with the same
+        ``dtype``, returns the same memory."""
         held = self._held.get(name)
         if held is None or held.size < size:
             held = self._held[name] = np.empty(size, dtype=dtype)
@@ -58,17 +60,18 @@ class Workspace:
         return self.array("flags", size, np.bool_)
 
 
-# Largest value ``gumbel`` can give: -log(-log(1 - 2**-24)) = 16.636, rounded up.
+# Largest value that ``gumbel`` can return: -log(-log(1 - 2**-24)) = 16.636, rounded up.
 LARGEST_NOISE = 16.7
 
 
 def noise_bits(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
-    """32 hash bits for each of ``tokens`` (any shape, ids >= 0) at ``position``."""
+    """Return 32 hash bits for each of ``tokens`` (any shape, ids >= 0) at ``position``."""
     return _keyed(tokens.astype(np.uint32) * np.uint32(GOLDEN), seed, position)
 
 
 def gumbel(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Standard Gumbel variates, float32; only the upper 23 bits count, as in the scalar form."""
+    """Return standard Gumbel variates, float32. Only the upper 23 bits are used, as in the scalar
+    form."""
     uniform = (bits >> np.uint32(9)).astype(np.float32)
     uniform += np.float32(0.5)  # at most 24 significant bits: still exact
     uniform *= np.float32(2.0**-23)
@@ -80,16 +83,15 @@ def gumbel(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 
 def gumbel_noise(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-    """The noise of each of ``tokens`` at ``position``."""
+    """Return the noise of each of ``tokens`` at ``position``."""
     return gumbel(noise_bits(seed, position, tokens))
 
 
 def least_bits(noise: float) -> np.uint32:
-    """Bits below these give less than ``noise``: the noise grows with its bits.
+    """Return the bits below which the noise is less than ``noise``. The noise grows with its bits.
 
-    The inverse of ``gumbel``, exp(-exp(-noise)), with a margin for its float32 rounding: a few
-    more bits pass than must. Of noise 3.0, for example, 4.9 % of all tokens have as much.
-    """
+    It is the inverse of ``gumbel``, exp(-exp(-noise)), with a margin for float32 rounding: a few
+    more bits pass than must. For example, 4.9 % of all tokens have a noise of 3.0 or more."""
     reached = noise - 1e-3 - 1e-6 * abs(noise)
     uniform = math.exp(-math.exp(-reached)) if reached > -5 else 0.0
     return np.uint32(max(0, math.floor(uniform * 2.0**23 - 0.5)) << 9)
@@ -105,11 +107,10 @@ def _spread(vocabulary_size: int) -> NDArray[np.uint32]:
 def _keyed(
     values: NDArray[np.uint32], seed: int, position: int, shifted: NDArray[np.uint32] | None = None
 ) -> NDArray[np.uint32]:
-    """Both rounds, in place; ``shifted`` is scratch of the same shape.
+    """Apply both rounds of the hash in place. ``shifted`` is scratch of the same shape.
 
-    The first round ends and the second begins with x ^ x >> 16, which undoes itself: of all that is
-    between them, one xor is left.
-    """
+    The first round ends and the second begins with x ^ x >> 16, which undoes itself. Of everything
+    between the rounds one xor is left."""
     first, second = position_keys(seed, position)
     shifted = np.empty_like(values) if shifted is None else shifted
     values += np.uint32(first)
@@ -122,7 +123,7 @@ def _keyed(
 
 
 def _multiply(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
-    """The middle of ``mix``."""
+    """Apply the middle of ``mix`` in place."""
     values *= np.uint32(MIX_A)
     values ^= np.right_shift(values, np.uint32(13), out=shifted)
     values *= np.uint32(MIX_B)
@@ -130,26 +131,26 @@ def _multiply(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
 
 _BUCKETS = 2048
 
-# So few scores are sorted.
+# Up to this many scores are sorted.
 _FEW = 1024
 
-# So many scores of a row say about where a nucleus ends.
+# Number of probed scores of a row from which the edge of a nucleus is guessed.
 _PROBED = 8192
 
-# Scores so far below the best share one bucket at first: together they weigh next to nothing.
+# Scores this far below the best share one bucket at first: together they weigh next to nothing.
 _SPAN = 32.0
 
 
 class Support(NamedTuple):
     """The tokens that truncation keeps: all scores above ``floor``, and of those at ``floor`` the
-    ids up to ``last``. ``mass`` is the sum of exp(score) over them, where it is known."""
+    ids up to ``last``. ``mass`` is the sum of exp(score) over them, or None if it is not known."""
 
     floor: float = -math.inf
     last: int | None = None
     mass: float | None = None
 
     def only(self, scores: Row, ids: Ids) -> Ids:
-        """Those of ``ids`` that are kept, in their order."""
+        """Return the kept ones of ``ids``, in their order."""
         values = scores[ids]
         if self.last is None:
             kept = values >= self.floor
@@ -159,11 +160,11 @@ class Support(NamedTuple):
         return inside
 
     def ids(self, scores: Row) -> Ids:
-        """All ids that are kept, ascending."""
+        """Return all kept ids, ascending."""
         return self.only(scores, np.flatnonzero(scores >= self.floor))
 
     def log_total(self, scores: Row, work: Workspace) -> float:
-        """The logarithm of ``mass``, which is summed here where it is not known."""
+        """Return the logarithm of ``mass``, which is summed here if it is not known."""
         if self.mass is not None:
             return math.log(self.mass)
         weights = work.array("weights", scores.size)
@@ -172,8 +173,8 @@ class Support(NamedTuple):
         kept = np.greater_equal(scores, self.floor, out=work.flags(scores.size))
         if np.count_nonzero(kept) * 8 < kept.size:
             return math.log(np.exp(scores[self.ids(scores)]).sum(dtype=np.float64))
-        # Gathering so many costs more than weighing all. None are left out by `last`: it stands
-        # beside a known mass.
+        # Gathering this many scores costs more than weighing all. ``last`` excludes none of them:
+        # it is set only beside a known mass.
         np.exp(scores, out=weights)
         weights *= kept
         return math.log(weights.sum(dtype=np.float64))
@@ -183,12 +184,15 @@ EVERYTHING = Support()
 
 
 def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
-    """The smallest set of best ``scores`` whose probability reaches ``top_p``, at least one token;
-    of equal scores the lowest ids first. ``scores`` are float32 [V], their maximum 0."""
+    """Return the smallest set of best ``scores`` whose probability reaches ``top_p``, at least one
+    token.
+
+    Of equal scores the lowest ids are kept first. ``scores`` are float32 [V] with a maximum of
+    0."""
     masses = np.exp(scores, out=work.array("weights", scores.size))
     total = float(masses.sum(dtype=np.float64))
     needed, above = top_p * total, 0.0
-    # Tokens of less make up no more than half of what is cut off.
+    # Tokens with less mass make up no more than half of what is cut off.
     least = 0.5 * (1.0 - top_p) * total / scores.size
     able = np.greater_equal(masses, least, out=work.flags(scores.size))
     if np.count_nonzero(able) * 8 < scores.size:
@@ -203,7 +207,7 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
         keys = _keys(values, best, span, work)
         reached = np.cumsum(np.bincount(keys, weights, minlength=_BUCKETS + 1)) + above
         bucket = int(np.searchsorted(reached, needed))
-        if bucket > _BUCKETS:  # by rounding alone
+        if bucket > _BUCKETS:  # only by rounding
             return EVERYTHING
         above = float(reached[bucket - 1]) if bucket else above
         inside = np.flatnonzero(np.equal(keys, bucket, out=work.flags(keys.size)))
@@ -222,13 +226,15 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
 def _around(
     scores: Row, masses: Row, tail: float, needed: float, work: Workspace
 ) -> tuple[Row, NDArray[np.float64], float]:
-    """The scores around that above which the masses make up ``needed``, the mass of each, and that
-    of all scores above them. Where it may be is guessed from every n-th score, among which ``tail``
-    lies below it; a guess that turns out wrong leaves all scores."""
+    """Return the scores near the edge above which the masses make up ``needed``, the mass of each,
+    and the mass of all scores above them.
+
+    The edge is guessed from every n-th score, among which ``tail`` lies below it. If the guess is
+    wrong, all scores are returned."""
     if stride := scores.size // _PROBED:
         probes = np.sort(scores[::stride])
         at = int(np.searchsorted(np.cumsum(np.exp(probes), dtype=np.float64) * stride, tail))
-        off = 16 + 3 * math.isqrt(at)  # three standard deviations of so many that were counted
+        off = 16 + 3 * math.isqrt(at)  # three standard deviations of this count
         low = probes[at - off] if at >= off else -np.inf
         high = probes[at + off] if at + off < probes.size else np.inf
         beyond = np.greater(scores, high, out=work.array("beyond", scores.size, np.bool_))
@@ -245,7 +251,7 @@ def _around(
 
 
 def _keys(values: Row, best: np.float32, span: float, work: Workspace) -> Ids:
-    """The bucket of each value: 0 for the best, ``_BUCKETS`` from ``span`` below it on."""
+    """Return the bucket of each value: 0 for the best, ``_BUCKETS`` from ``span`` below it on."""
     depth = np.subtract(best, values, out=work.array("spare", values.size))
     depth *= np.float32(_BUCKETS / span)
     np.minimum(depth, _BUCKETS, out=depth)
@@ -256,18 +262,21 @@ def _keys(values: Row, best: np.float32, span: float, work: Workspace) -> Ids:
 
 MAX_WIDTH = 64
 
-# Tokens sampled to bound the others, for each guess wanted; more where many are nearly the best.
+# Tokens that are sampled to bound the others, for each wanted candidate; more if many are nearly
+# the best.
 _BOUNDING = 8
 
-# More noise than this, and so much more, is asked of who is so far below those that rank.
+# A token far below the ranking ones needs at least the first amount of noise, and a token that is
+# further below needs more by the second amounts.
 _LEAST_NOISE, _FURTHER_NOISE = 2.0, (4.0, 8.0)
 
-# Tokens whose noise is hashed together.
+# Tokens whose noise is hashed in one part.
 _PART = 1 << 16
 
 _NEARLY, _MOST_BOUNDING = 2.0, 512
 
-# For more contenders than one in so many, noise bits of the whole row cost less than theirs.
+# If more than one token in this many contends, hashing the noise of the whole row costs less than
+# hashing theirs alone.
 _MANY = 10
 
 Row = NDArray[np.float32]
@@ -283,17 +292,16 @@ def best_candidates(
     counts: TokenCounts | None = None,
     work: Workspace | None = None,
 ) -> tuple[Candidate, ...]:
-    """The ``width`` best guesses for ``position``, best first, ties to the lowest id.
+    """Return the ``width`` best candidates for ``position``, best first, ties to the lowest id.
 
-    ``logits`` is float32 [V] and is not changed; ``counts`` are those of all tokens before
-    ``position`` (needed only where penalties are set). ``work`` is scratch memory, about 40 bytes
-    a token of the vocabulary; who samples often keeps one. Fewer come back only when fewer tokens
-    have a finite logit. ``logprob`` is under the warped distribution (greedy: softmax of the
-    biased and penalised logits); for a token that truncation took out it is under the untruncated
-    one, which keeps it finite and not above that of any token inside.
+    ``logits`` is float32 [V] and is not changed. ``counts`` are those of all tokens before
+    ``position``; they are needed only with penalties. ``work`` is scratch memory, about 40 bytes
+    for each token of the vocabulary; a frequent caller keeps one. Fewer candidates come back only
+    if fewer tokens have a finite logit. ``logprob`` is under the warped distribution (greedy:
+    softmax of the biased and penalised logits). For a token that truncation removed it is under the
+    untruncated one, which keeps it finite and not above that of any token inside.
 
-    Raises ``ValueError`` for a width outside 1..64 and for logits whose maximum is not finite.
-    """
+    Raises ``ValueError`` for a width outside 1..64 and for logits whose maximum is not finite."""
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"width is {width}, but must be in [1, {MAX_WIDTH}]")
     work = work or Workspace()
@@ -303,10 +311,11 @@ def best_candidates(
 def choices(
     scores: Row, params: SamplingParams, position: int, width: int, work: Workspace
 ) -> tuple[Candidate, ...]:
-    """``best_candidates`` of scores that are biased and penalised already, and change."""
+    """Return ``best_candidates`` for scores that are already biased and penalised. ``scores`` is
+    changed."""
     best = scores.max()
     if not np.isfinite(best):
-        # Told once for each reason: where it came is none.
+        # The message is logged once for each reason; it does not vary with the position.
         raise ValueError(f"the draft computes no finite scores: the largest is {best}")
     scores -= best
     if params.greedy:
@@ -325,8 +334,8 @@ def choices(
 
 
 def law(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
-    """The probability of each token, [V], by the law that ``best_candidates`` draws from, where
-    nothing is penalised."""
+    """Return the probability of each token, [V], by the law that ``best_candidates`` draws from,
+    without penalties."""
     work = Workspace()
     scores = _biased(logits, params, None, work)
     scores -= scores.max()
@@ -341,8 +350,8 @@ def law(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
 
 
 def best_token(row: Row, params: SamplingParams, position: int, work: Workspace) -> int:
-    """The first of ``best_candidates`` for logits [V] that are biased and penalised already, finite
-    at their largest. ``row`` is not changed."""
+    """Return the first of ``best_candidates`` for logits [V] that are already biased and penalised,
+    with a finite maximum. ``row`` is not changed."""
     best = int(row.argmax())
     if params.greedy:
         return best
@@ -352,8 +361,9 @@ def best_token(row: Row, params: SamplingParams, position: int, work: Workspace)
 
 
 def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
-    """Divide ``scores``, whose maximum is 0, by the temperature; what truncation keeps of them."""
-    with np.errstate(over="ignore"):  # to -inf, where the token belongs
+    """Divide ``scores``, whose maximum is 0, by the temperature, and return what truncation
+    keeps."""
+    with np.errstate(over="ignore"):  # an overflow to -inf is correct
         scores /= np.float32(params.temperature)
     support = EVERYTHING
     if 0 < params.top_k < scores.size:
@@ -373,7 +383,7 @@ def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
 def _biased(
     logits: Row, params: SamplingParams, counts: TokenCounts | None, work: Workspace
 ) -> Row:
-    """A copy of ``logits`` with bias and penalties, as the first lines of ``warp``."""
+    """Return a copy of ``logits`` with bias and penalties, as in the first lines of ``warp``."""
     scores = work.array("scores", logits.size)
     scores[:] = logits.reshape(-1)
     for token, bias in params.logit_bias.items():
@@ -394,12 +404,12 @@ def _biased(
 def _sampled(
     scores: Row, support: Support, seed: int, position: int, width: int, work: Workspace
 ) -> Ids:
-    """The ``width`` best of the support by score plus noise, best first; exact.
+    """Return the ``width`` best ids of the support by score plus noise, best first. The result is
+    exact.
 
     A token must reach the ``width``-th best of some perturbed scores to rank. The noise is bounded
-    above, so most tokens of a peaked row drop out by their scores; in a flat row most do by the
-    bits of their noise, which grow as it does.
-    """
+    above, so most tokens of a peaked row drop out by their scores. In a flat row most drop out by
+    the bits of their noise, which grow as it does."""
     flags = work.array("contending", scores.size, np.bool_)
     if support.floor > -math.inf:
         kept = np.greater_equal(scores, support.floor, out=flags)
@@ -410,7 +420,7 @@ def _sampled(
     if some.size < width:
         count = min(_BOUNDING * width, scores.size)
         some = np.sort(support.only(scores, _best(scores, count, work)))
-        if some.size < count:  # that is the whole support
+        if some.size < count:  # the whole support
             return some[_best(scores[some] + gumbel_noise(seed, position, some), width, work)]
         more = _some_above(float(scores[some].min()) - _NEARLY, scores, support, work)
         some = more if more.size > some.size else some
@@ -422,7 +432,7 @@ def _sampled(
     else:
         noise = max(floor, _LEAST_NOISE)
         ids, bits = _noisy(scores, flags, floor - noise, least_bits(noise), (seed, position), work)
-        for further in _FURTHER_NOISE:  # who is further below needs so much more
+        for further in _FURTHER_NOISE:  # a token further below needs more
             may = (bits >= least_bits(noise + further)) | (scores[ids] > floor - noise - further)
             ids, bits = ids[may], bits[may]
     perturbed = scores[ids] + gumbel(bits)
@@ -439,8 +449,10 @@ def _noisy(
     place: tuple[int, int],
     work: Workspace,
 ) -> tuple[Ids, NDArray[np.uint32]]:
-    """Ids of those flagged whose noise at ``place`` has ``bits`` or more, or whose score is above
-    ``above``; and the bits of each. Part by part, so that a part stays in the processor's cache."""
+    """Return the flagged ids whose noise at ``place`` has ``bits`` or more, or whose score is above
+    ``above``, with the bits of each.
+
+    The row is processed part by part, so that a part stays in the processor's cache."""
     spread, found, their_bits = _spread(scores.size), [], []
     shifted = work.array("shifted", _PART, np.uint32)
     for start in range(0, scores.size, _PART):
@@ -458,15 +470,17 @@ def _noisy(
 
 
 def _some_above(least: float, scores: Row, support: Support, work: Workspace) -> Ids:
-    """Ids of the support that have ``least`` or more: a few hundred at most, the lowest ones."""
+    """Return ids of the support with a score of ``least`` or more: a few hundred at most, the
+    lowest ids."""
     above = np.greater_equal(scores, max(support.floor, least), out=work.flags(scores.size))
-    # A look at the first part is enough where there are many.
+    # If there are many, the first part of the row has enough.
     enough = scores.size * _MOST_BOUNDING * 2 // max(1, int(np.count_nonzero(above)))
     return support.only(scores, np.flatnonzero(above[:enough])[:_MOST_BOUNDING])
 
 
 def _best(scores: Row, count: int, work: Workspace) -> Ids:
-    """Indices of the ``count`` best finite scores, best first, ties to the lowest index."""
+    """Return the indices of the ``count`` best finite scores, best first, ties to the lowest
+    index."""
     if count == 1 and scores.size:
         top = np.array([scores.argmax()])
     elif count < scores.size:

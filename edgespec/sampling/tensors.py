@@ -1,15 +1,15 @@
-"""The sampling law on tensors: many rows of logits to one token each, float32.
+"""The sampling law on tensors: from many rows of logits to one token each, float32.
 
 Theory of operation. Rows that are greedy and nothing else share one maximum. All others are warped
-together, as ``core/protocol/sampling.choose`` has it: parameters are tensors over the rows, bias
-and penalties are lists of (row, token, value) for all rows at once. So the number of torch
-operations of a pass does not depend on its rows or texts. Ties go to the lowest token id. On a CPU,
-rows over a large vocabulary are looked at one by one instead (``arrays.py``), for few tokens of
-such a row can win at all.
+together, as in ``core/protocol/sampling.choose``: parameters are tensors over the rows, bias and
+penalties are lists of (row, token, value) for all rows at once. So the number of torch operations
+of a pass does not depend on its rows or texts. Ties go to the lowest token id. On a CPU, rows over
+a large vocabulary are processed one by one instead (``arrays.py``), because few tokens of such a
+row can win at all.
 
-What a row becomes never depends on the rows beside it, not even in the last bit: rows are padded to
-whole vectors (the scalar function for what is left over at the end of a tensor differs in the last
-bit), and the sums of top-p run along a row, in float64, from left to right.
+The result of a row never depends on the rows beside it, not even in the last bit. Rows are padded
+to whole vectors, because the scalar function for the remainder of a tensor differs in the last bit,
+and the sums of top-p run along a row, in float64, from left to right.
 
 The integers of the noise are those of the scalar specification bit for bit: 32-bit arithmetic done
 in int64, with a mask after every product and sum.
@@ -51,8 +51,8 @@ _SCRATCH = _Scratch()
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """``array`` on ``device``, where what is asked of the device from now on finds it; on a CPU it
-    is the same memory. Unlike ``Tensor.to`` this does not make the host wait for a GPU."""
+    """Return ``array`` on ``device``, ready for later operations there. On a CPU it is the same
+    memory. Unlike ``Tensor.to`` this does not make the host wait for a GPU."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -62,10 +62,10 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def noise_bits(
     seeds: Sequence[int], positions: Sequence[int], vocabulary_size: int, device: torch.device
 ) -> torch.Tensor:
-    """int64 [rows, vocabulary_size]: ``core.protocol.sampling.noise_bits`` of every token id.
+    """Return int64 [rows, vocabulary_size]: ``core.protocol.sampling.noise_bits`` of every token
+    id.
 
-    Row r belongs to ``seeds[r]`` and ``positions[r]``.
-    """
+    Row r belongs to ``seeds[r]`` and ``positions[r]``."""
     keys = [position_keys(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     first, second = to_device(np.array(keys, dtype=np.int64), device).view(-1, 2, 1).unbind(1)
     bits = _token_base(vocabulary_size, device) + first
@@ -78,7 +78,8 @@ def noise_bits(
 def gumbel_noise(
     seeds: Sequence[int], positions: Sequence[int], vocabulary_size: int, device: torch.device
 ) -> torch.Tensor:
-    """float32 [rows, vocabulary_size]: one standard Gumbel variate per row and token id."""
+    """Return float32 [rows, vocabulary_size]: one standard Gumbel variate for each row and token
+    id."""
     bits = noise_bits(seeds, positions, vocabulary_size, device)
     # Exact in float32: 23 bits and a half.
     uniform = (bits >> 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
@@ -91,7 +92,7 @@ def _token_base(vocabulary_size: int, device: torch.device) -> torch.Tensor:
 
 
 def _mix_in_place(value: torch.Tensor) -> None:
-    """``core.protocol.sampling.mix`` of every element; bits above 32 on entry are ignored."""
+    """Apply ``core.protocol.sampling.mix`` to every element in place; bits above 32 are ignored."""
     value &= MASK_32
     value ^= value >> 16
     value *= MIX_A
@@ -103,8 +104,10 @@ def _mix_in_place(value: torch.Tensor) -> None:
 
 
 def forbid(logits: torch.Tensor, masks: Sequence[bytes | None]) -> torch.Tensor:
-    """``logits`` [rows, vocabulary] with -inf for each token that its row's mask forbids; None
-    forbids nothing. ``logits`` itself is not changed, and returned where nothing is forbidden."""
+    """Return ``logits`` [rows, vocabulary] with -inf for each token that its row's mask forbids.
+
+    A mask of None forbids nothing. ``logits`` itself is not changed; it is returned if nothing is
+    forbidden."""
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return logits
@@ -127,22 +130,22 @@ _FIRST_CAPACITY = 64
 
 @dataclass(frozen=True, slots=True)
 class Occurrences:
-    """The tokens that stand before each of one session's sampled rows."""
+    """The tokens before each of one session's sampled rows, with their counts."""
 
     tokens: npt.NDArray[np.int64]
-    """[distinct tokens], each once."""
+    """[distinct tokens]: the ids, each once."""
     in_prompt: npt.NDArray[np.bool_]
-    """[distinct tokens]: whether the prompt holds it."""
+    """[distinct tokens]: whether the prompt holds the token."""
     output_counts: npt.NDArray[np.int32]
-    """[rows, distinct tokens]: how often it stands in the output before this row's position."""
+    """[rows, distinct tokens]: occurrences of the token in the output before this row's
+    position."""
 
 
 class TextCounts:
-    """How often each token stands in one text, whose first ``prompt_length`` tokens are the prompt.
+    """Occurrences of each token in one text, whose first ``prompt_length`` tokens are the prompt.
 
-    A text grows by a few tokens a pass and is sometimes cut back. The counts take the tokens behind
-    the last unchanged one off and add the new ones, so a pass costs what has changed.
-    """
+    A text grows by a few tokens a pass and is sometimes cut back. The counts subtract the tokens
+    behind the last unchanged one and add the new ones, so the cost is that of the changes."""
 
     def __init__(self, prompt_length: int) -> None:
         self._prompt_length = prompt_length
@@ -150,11 +153,11 @@ class TextCounts:
         self._place: dict[int, int] = {}
         self._tokens = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._counts = np.zeros((2, _FIRST_CAPACITY), dtype=np.int32)
-        """Of the prompt and of the output, by place."""
+        """Counts in the prompt (row 0) and in the output (row 1), by the token's index."""
 
     def follow(self, text: Sequence[int], unchanged_length: int) -> None:
-        """Make the counts those of ``text``, of which the first ``unchanged_length`` tokens are
-        the same as at the last call."""
+        """Update the counts to those of ``text``, whose first ``unchanged_length`` tokens are the
+        same as at the last call."""
         kept = min(unchanged_length, len(self._counted), len(text))
         for position in range(len(self._counted) - 1, kept - 1, -1):
             self._add(self._counted[position], position, -1)
@@ -164,8 +167,11 @@ class TextCounts:
         self._counted += text[kept:]
 
     def before(self, nodes: Sequence[int], parents: Sequence[int]) -> Occurrences:
-        """Occurrences before the token behind the text, and before that behind each of ``nodes``,
-        a tree behind the text whose parents (-1: the text) come before their children."""
+        """Return the occurrences before the token behind the text, and before the one behind each
+        of ``nodes``.
+
+        ``nodes`` form a tree behind the text, in which parents (-1: the text) come before their
+        children."""
         known = len(self._place)
         fresh = {token: known + i for i, token in enumerate(set(nodes) - self._place.keys())}
         size = known + len(fresh)
@@ -194,11 +200,10 @@ class TextCounts:
 def score_passes(
     logits: torch.Tensor, batch: Sequence[PassRequest], chosen: Sequence[int]
 ) -> dict[str, tuple[TokenScore, ...]]:
-    """The scores of every sampled row of the sessions that ask, by key; empty when none does.
+    """Return the scores of every sampled row of the sessions that asked, by key; empty if none did.
 
     ``logits`` is [sampled rows of all requests, vocabulary] and is not changed; ``chosen`` are the
-    rows' tokens.
-    """
+    rows' tokens."""
     if not any([request.logprobs for request in batch]):
         return {}
     asked = [(request, some) for request, some in _sampled(batch) if request.logprobs]
@@ -226,7 +231,7 @@ def score_passes(
 
 
 def _sampled(batch: Iterable[PassRequest]) -> Iterator[tuple[PassRequest, range]]:
-    """Each request that samples, and its rows of the logits."""
+    """Yield each request that samples, with its rows of the logits."""
     first = 0
     for request in batch:
         if request.sample:
@@ -238,11 +243,10 @@ def _sampled(batch: Iterable[PassRequest]) -> Iterator[tuple[PassRequest, range]
 def score_nodes(
     logits: torch.Tensor, batch: Sequence[PassRequest], blocks: Sequence[SampleBlock]
 ) -> dict[str, tuple[NodeScore, ...]]:
-    """``core/protocol/work.score_node`` of every node of the sessions that ask, by key.
+    """Return ``core/protocol/work.score_node`` of every node of the sessions that asked, by key.
 
-    ``logits`` is [rows of all blocks, vocabulary] and is not changed; ``blocks`` are those of the
-    requests that sample, in order.
-    """
+    ``logits`` is [rows of all blocks, vocabulary] and is not changed; ``blocks`` belong to the
+    requests that sample, in order."""
     pairs = zip(_sampled(batch), blocks, strict=True)
     asked = [(*one, block) for one, block in pairs if one[0].node_scores and one[0].tokens]
     if not asked:
@@ -273,31 +277,30 @@ def score_nodes(
 
 _VECTOR_ELEMENTS = 64
 
-# From here on looking at each row by itself costs a CPU less than all tokens of all rows.
+# Vocabulary from which on a CPU processes each row by itself faster than all rows together.
 _LARGE_VOCABULARY = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBlock:
-    """One session's rows: what they need besides their logits."""
+    """Parameters of one session's rows, beside their logits."""
 
     key: str
-    """The session, for messages."""
+    """Session id, for messages."""
     params: SamplingParams
     positions: Sequence[int]
-    """Of the token to be chosen, for each row."""
+    """Position of the token to choose, for each row."""
     occurrences: Occurrences | None = None
-    """Of the tokens before each row; needed when ``params.penalised``."""
+    """Occurrences of the tokens before each row; required if ``params.penalised``."""
     masks: Sequence[bytes | None] = ()
-    """Of each row, or none at all: the tokens that the constraint allows there."""
+    """Mask of the allowed tokens for each row, or empty if there are no constraints."""
 
 
 def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
-    """The token of every row of every block, in order.
+    """Return the token of every row of every block, in order.
 
     ``logits`` is [rows of all blocks, vocabulary], of any float type, and is not changed. Raises
-    ``ModelOutputError`` naming the first session that has a row without a finite maximum.
-    """
+    ``ModelOutputError`` for the first session that has a row without a finite maximum."""
     if not logits.shape[0]:
         return []
     logits, best = _allowed(logits, blocks)
@@ -316,7 +319,7 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
 def _allowed(
     logits: torch.Tensor, blocks: Sequence[SampleBlock]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits`` without what constraints forbid, and each row's best token; raises as
+    """Return ``logits`` without the forbidden tokens, and each row's best token; raises as
     ``choose_tokens`` does."""
     rows = [(block, position) for block in blocks for position in block.positions]
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
@@ -342,9 +345,11 @@ def _constrained(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.T
 def best_choices(
     logits: torch.Tensor, blocks: Sequence[SampleBlock], width: int
 ) -> list[tuple[Candidate, ...]]:
-    """At most ``width`` choices for every row, the one of ``choose_tokens`` first, then siblings
-    drawn without replacement, with log-probabilities under the row's law (a greedy one's: at
-    temperature 1). ``logits`` and errors as there."""
+    """Return at most ``width`` candidates for every row.
+
+    The token of ``choose_tokens`` comes first, then siblings drawn without replacement, with
+    log-probabilities under the row's law (for greedy rows, that of temperature 1). ``logits`` and
+    errors are as in ``choose_tokens``."""
     if not logits.shape[0]:
         return []
     logits, _ = _allowed(logits, blocks)
@@ -364,7 +369,8 @@ def best_choices(
 
 
 def best_tokens(logits: torch.Tensor) -> list[int] | None:
-    """``choose_tokens`` where all rows are plain and unconstrained; None where it would raise."""
+    """Return ``choose_tokens`` for rows that are all plain and unconstrained; None where that would
+    raise."""
     if not logits.shape[0]:
         return []
     largest, best = _largest(logits)
@@ -375,7 +381,7 @@ def best_tokens(logits: torch.Tensor) -> list[int] | None:
 
 
 def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest value, NaN wherever the row holds one, and its first place. On the CPU
+    """Return each row's largest value and its first index; NaN if the row holds one. On the CPU
     numpy finds it ten times faster than torch."""
     if logits.device.type != "cpu":
         return logits.max(dim=-1)
@@ -384,12 +390,12 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
-    """float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
+    """Return float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
     return _truncated(_adjusted(logits, blocks), _by_row(blocks)[0])[:, : logits.shape[-1]]
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether the token is the largest logit, and nothing else is asked."""
+    """Return whether the token is simply the one with the largest logit."""
     return _plain(params) and params.constraint is None and not params.min_tokens
 
 
@@ -398,12 +404,13 @@ def _plain(params: SamplingParams) -> bool:
 
 
 def _only(rows: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """``rows[indices]`` without a copy when that is all of them; ``indices`` ascend."""
+    """Return ``rows[indices]``, without a copy if that is all rows; ``indices`` ascend."""
     return rows if len(indices) == rows.shape[0] else rows[_at(indices, rows.device)]
 
 
 def _put(rows: torch.Tensor, indices: Sequence[int], new: torch.Tensor) -> torch.Tensor:
-    """``rows`` with ``new`` at ``indices``: in place, or ``new`` itself where that is all."""
+    """Return ``rows`` with ``new`` at ``indices``: changed in place, or ``new`` itself if that is
+    all."""
     if len(indices) == rows.shape[0]:
         return new
     rows[_at(indices, rows.device)] = new
@@ -411,12 +418,13 @@ def _put(rows: torch.Tensor, indices: Sequence[int], new: torch.Tensor) -> torch
 
 
 def _at(indices: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 on ``device``. A list as an index would make the host wait for a GPU."""
+    """Return the indices as int64 on ``device``. Indexing with a list would make the host wait for
+    a GPU."""
     return to_device(np.array(indices, dtype=np.int64), device)
 
 
 def _by_row(blocks: Sequence[SampleBlock]) -> tuple[list[SamplingParams], list[int]]:
-    """The parameters of every row, and the position of its token."""
+    """Return the parameters of every row, and the position of its token."""
     rows = [(block.params, position) for block in blocks for position in block.positions]
     return [params for params, _ in rows], [position for _, position in rows]
 
@@ -436,14 +444,15 @@ def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list
 
 
 def _row_by_row(logits: torch.Tensor) -> bool:
-    """Whether ``arrays.py`` is to look at few tokens of each row closely."""
+    """Return whether to process each row by itself with ``arrays.py``."""
     return logits.device.type == "cpu" and logits.shape[-1] >= _LARGE_VOCABULARY
 
 
 def _noisy(
     scores: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
-    """Truncated ``scores``, which may change, with the noise of the rows that are not greedy."""
+    """Return truncated ``scores``, which may be changed, plus the noise of the rows that are not
+    greedy."""
     noisy = [row for row, one in enumerate(params) if not one.greedy]
     if noisy:
         seeds, places = [params[row].seed for row in noisy], [positions[row] for row in noisy]
@@ -453,7 +462,8 @@ def _noisy(
 
 
 def _adjusted(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
-    """A float32 copy with bias and penalties, and columns of -inf up to whole vectors."""
+    """Return a float32 copy with bias and penalties, padded with columns of -inf to whole
+    vectors."""
     rows, vocabulary_size = logits.shape
     padded = -(-vocabulary_size // _VECTOR_ELEMENTS) * _VECTOR_ELEMENTS
     scores = torch.full((rows, padded), -torch.inf, dtype=torch.float32, device=logits.device)
@@ -463,7 +473,8 @@ def _adjusted(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tens
 
 
 def _truncated(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Of the rows that are not greedy ``_truncate``; may change ``scores``."""
+    """Return ``scores`` with ``_truncate`` applied to the rows that are not greedy; may change
+    ``scores``."""
     noisy = [row for row, one in enumerate(params) if not one.greedy]
     if not noisy:
         return scores
@@ -472,8 +483,8 @@ def _truncated(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
 
 
 def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size: int) -> None:
-    """Bias, then penalties. Repetition counts prompt and output, presence and frequency count
-    output only."""
+    """Apply bias, then penalties, in place. Repetition counts prompt and output, presence and
+    frequency the output only."""
     biases, penalties, first = [], [], 0
     for block in blocks:
         count = len(block.positions)
@@ -499,12 +510,13 @@ def _columns(entries: Sequence[tuple[np.ndarray, ...]], device: torch.device) ->
 
 
 def _places(first: int, count: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and token of each entry, where ``count`` rows from ``first`` on have all ``tokens``."""
+    """Return row and token of each entry, for ``count`` rows from ``first`` on that have all
+    ``tokens``."""
     return np.repeat(np.arange(first, first + count), len(tokens)), np.tile(tokens, count)
 
 
 def _penalties(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
-    """Rows, tokens, repetition factors and amounts to subtract, [entries] each."""
+    """Return rows, tokens, repetition factors and amounts to subtract, [entries] each."""
     params, found = block.params, block.occurrences
     assert found is not None, f"{block.key}: penalties need the tokens before the rows"
     counts = found.output_counts
@@ -516,7 +528,7 @@ def _penalties(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
 
 
 def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Temperature, top-k, top-p and min-p of every row, none of them greedy."""
+    """Apply temperature, top-k, top-p and min-p to every row; no row is greedy."""
 
     def column(
         value: Callable[[SamplingParams], float], of: Sequence[SamplingParams] = params
@@ -541,11 +553,11 @@ def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
 
 
 def _top_k_top_p(scores: torch.Tensor, k: Sequence[int], p: torch.Tensor) -> torch.Tensor:
-    """Scores that top-k (0 keeps all) or top-p (float64 [rows, 1]) take out become -inf.
+    """Return ``scores`` with -inf for what top-k (0 keeps all) or top-p (float64 [rows, 1])
+    removes.
 
     Both cut by value. Of the scores equal to the last one of a nucleus as many are kept as belong
-    to it, lowest ids first.
-    """
+    to it, lowest ids first."""
     size, on_cpu = scores.shape[-1], scores.device.type == "cpu"
     if on_cpu:  # numpy sorts many times faster than torch
         ordered = torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
@@ -563,7 +575,7 @@ def _top_k_top_p(scores: torch.Tensor, k: Sequence[int], p: torch.Tensor) -> tor
     last = ordered.gather(-1, count - 1)
     equal = scores == last
     room = count - (ordered > last).sum(dim=-1, keepdim=True)
-    # Elsewhere than on a CPU asking would take longer than doing it.
+    # Except on a CPU the test would take longer than the operation.
     if not on_cpu or bool((equal.sum(dim=-1, keepdim=True) > room).any()):
         equal &= equal.cumsum(dim=-1) <= room
     return scores.masked_fill(~(equal | (scores > last)), -torch.inf)

@@ -25,26 +25,26 @@ TYPES = tuple(replace(LARGE, kv_type=kv_type) for kv_type in me.KvType)
 RUNTIME = 82 * me.MIB
 VARIANTS = st.sampled_from([(LARGE,), (SMALL,), TYPES, (SMALL, *TYPES)])
 QUESTIONS = st.builds(
-    me.MemoryQuestion,
+    me.MemoryPlanInputs,
     budget_bytes=st.integers(1, 8192).map(lambda mib: mib * me.MIB),
     runtime_bytes=st.integers(40 * me.MIB, 200 * me.MIB),
-    most_width=st.integers(1, 4),
-    most_window=st.sampled_from([0, 128, 500, 2048]),
+    max_width=st.integers(1, 4),
+    max_window=st.sampled_from([0, 128, 500, 2048]),
     threads=st.sampled_from([0, 1, 2]),
     cores=st.integers(1, 8),
 )
 
 
-def question(budget_mib: float, **changes: int) -> me.MemoryQuestion:
+def question(budget_mib: float, **changes: int) -> me.MemoryPlanInputs:
     return replace(
-        me.MemoryQuestion(int(budget_mib * me.MIB), RUNTIME, most_width=2, cores=2), **changes
+        me.MemoryPlanInputs(int(budget_mib * me.MIB), RUNTIME, max_width=2, cores=2), **changes
     )
 
 
 @settings(max_examples=25)
 @given(VARIANTS, QUESTIONS)
 def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
-    variants: tuple[me.DraftVariant, ...], asked: me.MemoryQuestion
+    variants: tuple[me.DraftVariant, ...], asked: me.MemoryPlanInputs
 ) -> None:
     needed = me.smallest_budget(variants, asked)
     if asked.budget_bytes < needed:
@@ -60,8 +60,8 @@ def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
         assert plan.predicted_bytes == sum(term.bytes for term in again)
         assert all(term.bytes >= 0 for term in plan.terms)
         assert plan.variant in variants
-        assert plan.settings.width <= asked.most_width
-        assert plan.settings.window <= (asked.most_window or 1024)
+        assert plan.settings.width <= asked.max_width
+        assert plan.settings.window <= (asked.max_window or 1024)
         assert plan.settings.threads == asked.threads or not asked.threads
 
 
@@ -82,19 +82,19 @@ def test_the_worked_numbers_of_the_terms() -> None:
     assert round((short[-1].bytes + grown) / me.MIB) == 74
     inline = me.memory_terms(replace(one, inline=True), settings, RUNTIME)
     assert inline[2].bytes > terms["weights"]
-    plan = replace(me.unbounded([LARGE], question(1)), budget_bytes=600 * me.MIB)
+    plan = replace(me.plan_without_limit([LARGE], question(1)), budget_bytes=600 * me.MIB)
     assert round(plan.margin_bytes / me.MIB) == 30
-    assert me.windows(700) == (700, 512, 384, 256, 192, 128)
-    assert me.windows(100) == (100,)
+    assert me.window_sizes(700) == (700, 512, 384, 256, 192, 128)
+    assert me.window_sizes(100) == (100,)
 
 
 def test_a_tight_budget_trades_and_says_so() -> None:
     """Float32 has to give up most of its window; int8 fits with more of it into as much."""
     asked = question(me.smallest_budget([LARGE], question(1)) / me.MIB + 1)
-    plan, best = me.plan_memory([LARGE], asked), me.unbounded([LARGE], asked)
+    plan, best = me.plan_memory([LARGE], asked), me.plan_without_limit([LARGE], asked)
     assert best.settings == me.DraftSettings(1024, 2, 64, 2)
-    assert f"window {plan.settings.window} instead of 1024" in plan.traded(best)
-    assert best.traded(best) == ()
+    assert f"window {plan.settings.window} instead of 1024" in plan.list_reductions(best)
+    assert best.list_reductions(best) == ()
     either = me.plan_memory(TYPES, asked)
     assert either.variant.kv_type is not me.KvType.FLOAT32
     assert either.settings.window > plan.settings.window
@@ -120,10 +120,10 @@ def test_budgets_that_can_be_read(text: str, expected: int) -> None:
 @pytest.mark.parametrize("extra_mib", [0, 60, 500, 4000])
 def test_what_is_left_goes_into_further_caches(extra_mib: int) -> None:
     """They cost the first text nothing, fit, and one more would not."""
-    asked = me.MemoryQuestion(1 << 40, 60 * me.MIB, 2, most_window=512, threads=1)
+    asked = me.MemoryPlanInputs(1 << 40, 60 * me.MIB, 2, max_window=512, threads=1)
     budget = me.smallest_budget([LARGE], asked) + extra_mib * me.MIB
     alone = me.plan_memory([LARGE], replace(asked, budget_bytes=budget))
-    plan = me.plan_memory([LARGE], replace(asked, budget_bytes=budget, most_caches=6))
+    plan = me.plan_memory([LARGE], replace(asked, budget_bytes=budget, max_caches=6))
     assert replace(plan.settings, caches=1) == alone.settings
     most = budget - plan.margin_bytes
     assert plan.predicted_bytes <= most
@@ -137,7 +137,7 @@ def test_what_is_left_goes_into_further_caches(extra_mib: int) -> None:
 
 
 ROW, BUDGET, MARGIN = 1000, 1_000_000, 50_000
-FULL = me.Restriction(500, 4)
+FULL = me.DraftAllowance(500, 4)
 
 
 class Process:
@@ -171,7 +171,7 @@ def test_the_process_stays_below_the_margin_or_the_draft_rests(
         process.step(others, tokens)
         current = process.guard.current
         below = others + process.held * ROW <= BUDGET - MARGIN
-        assert below or current == me.Restriction(0, 0)
+        assert below or current == me.DraftAllowance(0, 0)
         assert current.window <= FULL.window
         assert current.width <= FULL.width
 
@@ -180,10 +180,10 @@ def test_it_takes_no_more_than_needed_and_in_order() -> None:
     guard = me.MemoryGuard(BUDGET, MARGIN, FULL, ROW)
     assert guard.observe(900_000, 24_000, 400, 0.0) is None
     # 424 rows reached, 10 too many.
-    assert guard.observe(936_000, 24_000, 400, 1.0) == me.Restriction(414, 4)
-    assert guard.observe(2_000_000, 0, 400, 2.0) == me.Restriction(me.SMALLEST_WINDOW, 4)
-    assert guard.observe(2_000_000, 0, 64, 3.0) == me.Restriction(me.SMALLEST_WINDOW, 1)
-    assert guard.observe(2_000_000, 0, 64, 4.0) == me.Restriction(0, 0)
+    assert guard.observe(936_000, 24_000, 400, 1.0) == me.DraftAllowance(414, 4)
+    assert guard.observe(2_000_000, 0, 400, 2.0) == me.DraftAllowance(me.SMALLEST_WINDOW, 4)
+    assert guard.observe(2_000_000, 0, 64, 3.0) == me.DraftAllowance(me.SMALLEST_WINDOW, 1)
+    assert guard.observe(2_000_000, 0, 64, 4.0) == me.DraftAllowance(0, 0)
     assert guard.observe(2_000_000, 0, 0, 5.0) is None
 
 

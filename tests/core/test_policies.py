@@ -72,7 +72,7 @@ def _view(
         estimates.acceptance.add(0 if trial % 100 < 100 * (rate or 0.0) else None)
     for node in tree.nodes.values():
         rank_rate = estimates.acceptance.rate(node.rank)
-        node.chance = estimates.guesses.drafted(node.rank, node.logprob, rank_rate)
+        node.chance = estimates.guesses.draft_chance(node.rank, node.logprob, rank_rate)
     return DraftView(tree, len(parents) - in_flight, in_flight, room, end, estimates)
 
 
@@ -101,23 +101,23 @@ def test_best_gamma_is_the_best(rate: float, step_s: float, round_s: float) -> N
 
 def test_fixed_drafts_gamma_tokens_sends_them_and_waits() -> None:
     policy = FixedPolicy(3)
-    assert [policy.extend(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
-    assert [policy.flush(_view(*CHAIN[:n])) for n in range(4)] == [False, False, False, True]
+    assert [policy.choose_parent(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
+    assert [policy.should_send(_view(*CHAIN[:n])) for n in range(4)] == [False, False, False, True]
     waiting = _view(*CHAIN[:3], in_flight=3)
-    assert (policy.extend(waiting), policy.flush(waiting)) == (None, False)
+    assert (policy.choose_parent(waiting), policy.should_send(waiting)) == (None, False)
     best = tuple(range(best_gamma(waiting.estimates.acceptance.rate(0), 0.01, 0.06)))
-    assert FixedPolicy().flush(_view(*best))
-    assert not FixedPolicy().flush(_view(*best[:-1]))
+    assert FixedPolicy().should_send(_view(*best))
+    assert not FixedPolicy().should_send(_view(*best[:-1]))
 
 
 def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
     policy = PearlPolicy(3)
-    assert policy.flush(_view(0))
-    behind = [policy.extend(_view(*CHAIN[:n], in_flight=1)) for n in (1, 2, 3, 4)]
+    assert policy.should_send(_view(0))
+    behind = [policy.choose_parent(_view(*CHAIN[:n], in_flight=1)) for n in (1, 2, 3, 4)]
     assert behind == [1, 2, 3, None]
-    assert not policy.flush(_view(*CHAIN, in_flight=1))
-    assert PearlPolicy().extend(_view(*range(5))) == 5  # its length fits into a round
-    assert PearlPolicy().extend(_view(*range(6))) is None
+    assert not policy.should_send(_view(*CHAIN, in_flight=1))
+    assert PearlPolicy().choose_parent(_view(*range(5))) == 5  # its length fits into a round
+    assert PearlPolicy().choose_parent(_view(*range(6))) is None
 
 
 def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any) -> bool:
@@ -125,7 +125,7 @@ def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any)
     verifier and back."""
     world = {"step_s": 0.002, "rtt_s": 0.005, **world}
     view = replace(_view(*CHAIN, in_flight=in_flight, **world), since_commit_s=since_commit_s)
-    return not WindowedPolicy(gather=0.1).flush(view)
+    return not WindowedPolicy(gather=0.1).should_send(view)
 
 
 def test_drafts_gather_until_the_next_pass_is_near() -> None:
@@ -143,38 +143,38 @@ def test_drafts_do_not_gather_when_somebody_may_wait_for_them() -> None:
     assert not _waits(None)
     assert not _waits(pass_s=0.018)  # commits come every 20 ms: the verifier waited in between
     view = replace(_view(*CHAIN, in_flight=1, rtt_s=0.005), since_commit_s=0.0, resting=True)
-    assert WindowedPolicy(gather=0.1).flush(view)
+    assert WindowedPolicy(gather=0.1).should_send(view)
     nothing = replace(view, unsent=0, in_flight=len(CHAIN))
-    assert not WindowedPolicy(gather=0.1).flush(nothing)
+    assert not WindowedPolicy(gather=0.1).should_send(nothing)
 
 
 def test_windowed_sends_everything_at_once_and_stops_at_its_window() -> None:
-    assert WindowedPolicy().flush(_view(*CHAIN, in_flight=3))
-    assert not WindowedPolicy().flush(_view(*CHAIN, in_flight=4))
+    assert WindowedPolicy().should_send(_view(*CHAIN, in_flight=3))
+    assert not WindowedPolicy().should_send(_view(*CHAIN, in_flight=4))
     policy, default = WindowedPolicy(window=3), tuple(range(2 * 6 + 4))
-    assert [policy.extend(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
-    assert WindowedPolicy(least_chance=0.0).extend(_view(*default[:-1])) == len(default) - 1
-    assert WindowedPolicy(least_chance=0.0).extend(_view(*default)) is None
+    assert [policy.choose_parent(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
+    assert WindowedPolicy(least_chance=0.0).choose_parent(_view(*default[:-1])) == len(default) - 1
+    assert WindowedPolicy(least_chance=0.0).choose_parent(_view(*default)) is None
 
 
 def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
     # Node 1 (rank 0) leads its sibling 2; behind 1 lie 3 and 4: 0.7, 0.1, 0.49, 0.07.
     policy = WindowedPolicy(2)
-    assert policy.extend(_view(0, 0, ranks=(0, 1))) == 1
+    assert policy.choose_parent(_view(0, 0, ranks=(0, 1))) == 1
     view = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1))
-    assert policy.extend(view) == 3
+    assert policy.choose_parent(view) == 3
     for _ in range(200):
         view.estimates.acceptance.add(1)
-    assert policy.extend(view) == 2
+    assert policy.choose_parent(view) == 2
 
 
 @tabled
 def test_windowed_rests_where_a_guess_does_not_pay(
     policy: dict[str, float], length: int, world: dict[str, float], found: int | None
 ) -> None:
-    assert WindowedPolicy(**policy).extend(_view(*range(length), **world)) == found  # type: ignore[arg-type]
+    assert WindowedPolicy(**policy).choose_parent(_view(*range(length), **world)) == found  # type: ignore[arg-type]
     wide = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1), row_s=0.0023)  # 0.49 is the best leaf
-    assert WindowedPolicy(2).extend(wide) is None  # 2 * 0.23 / 0.8 = 0.58
+    assert WindowedPolicy(2).choose_parent(wide) is None  # 2 * 0.23 / 0.8 = 0.58
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_windowed_rests_where_a_guess_does_not_pay(
     ],
 )
 def test_nobody_drafts_without_room_or_past_the_end_or_sends_nothing(policy: DraftPolicy) -> None:
-    assert policy.extend(_view(0, room=policy.width)) == 1
-    assert policy.extend(_view(0, room=policy.width - 1)) is None
-    assert policy.extend(_view(0, end=4)) == 1
-    assert policy.extend(_view(0, end=3)) is None
-    assert policy.extend(_view(end=3)) == ROOT
-    assert policy.extend(_view(end=2)) is None
-    assert not policy.flush(_view())
-    assert not policy.flush(_view(0, in_flight=1))
+    assert policy.choose_parent(_view(0, room=policy.width)) == 1
+    assert policy.choose_parent(_view(0, room=policy.width - 1)) is None
+    assert policy.choose_parent(_view(0, end=4)) == 1
+    assert policy.choose_parent(_view(0, end=3)) is None
+    assert policy.choose_parent(_view(end=3)) == ROOT
+    assert policy.choose_parent(_view(end=2)) is None
+    assert not policy.should_send(_view())
+    assert not policy.should_send(_view(0, in_flight=1))
 
 
 def test_goodput_goes_on_where_a_node_is_in_time() -> None:
@@ -205,7 +205,7 @@ def test_goodput_goes_on_where_a_node_is_in_time() -> None:
         view = _guessed(*logprobs, rate=0.8, decoding=False)
         rate = view.estimates.acceptance.rate(0)
         best = rate ** (1 + len(logprobs))
-        assert list(goodput_policy.GoodputPolicy(1).best(view)) == pytest.approx([leaf, best])
+        assert list(goodput_policy.GoodputPolicy(1).best_leaf(view)) == pytest.approx([leaf, best])
 
 
 def test_goodput_counts_the_steps_that_only_catch_up() -> None:
@@ -214,12 +214,13 @@ def test_goodput_counts_the_steps_that_only_catch_up() -> None:
     view = _guessed(rate=0.8)
     rate = view.estimates.acceptance.rate(0)
     gains = [sum(rate**j for j in range(3, k + 1)) / k for k in range(3, 25)]
-    leaf, gain = goodput_policy.GoodputPolicy(1).best(view)
+    leaf, gain = goodput_policy.GoodputPolicy(1).best_leaf(view)
     assert leaf == ROOT
     assert gain == pytest.approx(max(gains))
-    assert goodput_policy.GoodputPolicy(1, least_gain=gain).extend(view) == ROOT
+    assert goodput_policy.GoodputPolicy(1, min_gain=gain).choose_parent(view) == ROOT
     assert (
-        goodput_policy.GoodputPolicy(1, least_gain=gain * 1.01).extend(replace(view, end=2)) is None
+        goodput_policy.GoodputPolicy(1, min_gain=gain * 1.01).choose_parent(replace(view, end=2))
+        is None
     )
 
 
@@ -227,23 +228,23 @@ def test_before_the_first_pass_a_draft_is_as_quick_as_what_opened_the_stream() -
     """Steps of 10 ms, passes of 25 and a round trip of 200 ms: what is drafted at once comes 10 ms
     behind the ``Open``, within the first pass; the later, the more has been decoded."""
     policy, view = goodput_policy.GoodputPolicy(1), _guessed(rate=0.5, rtt_s=0.2)
-    assert policy.best(view)[1] < policy.least_gain
+    assert policy.best_leaf(view)[1] < policy.min_gain
     opening = [replace(view, since_open_s=since_s) for since_s in (0.0, 0.015, 0.19)]
     assert [one.arrival_s for one in opening] == pytest.approx([0.01, 0.025, 0.2])
-    gains = [policy.best(one)[1] for one in opening]
-    assert gains[0] > gains[1] > policy.least_gain > gains[2]
+    gains = [policy.best_leaf(one)[1] for one in opening]
+    assert gains[0] > gains[1] > policy.min_gain > gains[2]
 
 
 def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
     """At 0.2 and a round trip of 200 ms no step saves anything; one guess in eight positions keeps
     the acceptance rate known, and is not sent."""
     policy, far = goodput_policy.GoodputPolicy(1), cast(Any, {"rate": 0.2, "rtt_s": 0.2})
-    asked = {n: policy.extend(_guessed(prefix_length=n, **far)) for n in range(8, 40)}
+    asked = {n: policy.choose_parent(_guessed(prefix_length=n, **far)) for n in range(8, 40)}
     assert [n for n, node in asked.items() if node == ROOT] == [8, 16, 24, 32]
     probe = _guessed(-0.1, **far)
-    assert (policy.extend(probe), policy.flush(probe)) == (None, False)
+    assert (policy.choose_parent(probe), policy.should_send(probe)) == (None, False)
     better = _guessed(-0.1, rate=0.95, rtt_s=0.02)
-    assert (policy.extend(better), policy.flush(better)) == (1, True)
+    assert (policy.choose_parent(better), policy.should_send(better)) == (1, True)
 
 
 def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
@@ -257,27 +258,27 @@ def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
     for node, parent in enumerate((ROOT, ROOT, 1, 1), 1):
         rank, rate = (node + 1) % 2, view.estimates.acceptance.rate((node + 1) % 2)
         logprob = second if rank else first
-        chance = view.estimates.guesses.drafted(rank, logprob, rate)
+        chance = view.estimates.guesses.draft_chance(rank, logprob, rate)
         view.tree.grow(node, parent, 10 + node, 2, rank, logprob, chance)
-    assert WindowedPolicy(2).extend(replace(view, unsent=4)) == 3
-    assert goodput_policy.GoodputPolicy(2).extend(replace(view, unsent=4)) == 2
-    assert goodput_policy.GoodputPolicy(2, window=3).extend(view) == 2
-    assert goodput_policy.GoodputPolicy(2, window=2).extend(view) is None
+    assert WindowedPolicy(2).choose_parent(replace(view, unsent=4)) == 3
+    assert goodput_policy.GoodputPolicy(2).choose_parent(replace(view, unsent=4)) == 2
+    assert goodput_policy.GoodputPolicy(2, window=3).choose_parent(view) == 2
+    assert goodput_policy.GoodputPolicy(2, window=2).choose_parent(view) is None
 
 
 def test_who_names_no_policy_has_goodput() -> None:
-    policy = goodput_policy.named_policy()
-    assert policy == goodput_policy.named_policy(goodput_policy.DEFAULT_POLICY)
+    policy = goodput_policy.make_policy()
+    assert policy == goodput_policy.make_policy(goodput_policy.DEFAULT_POLICY)
     assert isinstance(policy, goodput_policy.GoodputPolicy)
     assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
-    kinds = [type(goodput_policy.named_policy(name)) for name in goodput_policy.PolicyName]
+    kinds = [type(goodput_policy.make_policy(name)) for name in goodput_policy.PolicyName]
     assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, goodput_policy.GoodputPolicy]
 
 
 @tabled
 def test_a_device_says_why_it_rests(price: tuple[Any, ...], rate: float, why: str | None) -> None:
     estimates = _guessed(rate=rate).estimates
-    found = goodput_policy.why_resting(
+    found = goodput_policy.explain_resting(
         goodput_policy.GoodputPolicy(1), est.RowPrice(*price), estimates
     )
     assert found is None if why is None else re.search(why, str(found))
@@ -309,9 +310,9 @@ def test_any_guess_has_a_chance(logprob: float) -> None:
 def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
     usual = est.Learned()
     learned = est.LearnedByModel("base", usual)
-    assert learned.of("base") is usual
-    sql = learned.of("sql")
-    assert sql is learned.of("sql")
+    assert learned.for_model("base") is usual
+    sql = learned.for_model("sql")
+    assert sql is learned.for_model("sql")
     assert sql.greedy is not usual.greedy
     greedy, sampled = (usual.guesses(SamplingParams(t)) for t in (0.0, 0.7))
     assert greedy is usual.guesses(SamplingParams(0.0, seed=9)) is not sampled
@@ -320,11 +321,11 @@ def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
 
 def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
     learned = est.LearnedByModel("", est.Learned())
-    found = [learned.of(f"a{number}") for number in range(est.MOST_MODELS)]
-    assert learned.of("a0") is found[0]
-    learned.of("one more")
-    assert learned.of("a0") is found[0]
-    assert learned.of("a1") is not found[1]
+    found = [learned.for_model(f"a{number}") for number in range(est.MAX_OTHER_MODELS)]
+    assert learned.for_model("a0") is found[0]
+    learned.for_model("one more")
+    assert learned.for_model("a0") is found[0]
+    assert learned.for_model("a1") is not found[1]
 
 
 def _held(nodes: int, **world: Any) -> bool:
@@ -335,7 +336,7 @@ def _held(nodes: int, **world: Any) -> bool:
     for node in view.tree.nodes.values():
         node.chance = 0.8
     view.idle_s = 0.001 * nodes
-    return not WindowedPolicy(gather=0.1).flush(view)
+    return not WindowedPolicy(gather=0.1).should_send(view)
 
 
 def _miss_s(nodes: int, pass_s: float, step_s: float) -> float:
@@ -358,7 +359,7 @@ def test_a_chain_that_is_held_is_in_time_for_the_next_pass() -> None:
     assert _held(2, pass_s=0.04, step_s=0.001)
     assert not _held(2, pass_s=0.04, step_s=0.001, rtt_s=0.04)
     resting = replace(_view(0, 1, step_s=0.001, pass_s=0.04), idle_s=0.0, resting=True)
-    assert WindowedPolicy(gather=0.1).flush(resting), "no step would make it longer"
+    assert WindowedPolicy(gather=0.1).should_send(resting), "no step would make it longer"
 
 
 @pytest.mark.parametrize(
@@ -383,14 +384,14 @@ def test_a_step_is_timed_by_what_it_feeds(
 def test_a_draft_that_was_never_timed_is_tried_however_short_a_pass(pass_s: float) -> None:
     view = _view(pass_s=pass_s, commit_s=pass_s, commit_tokens=1, rtt_s=0.0005)
     view = replace(view, estimates=replace(view.estimates, step_s=MovingAverage()))
-    assert goodput_policy.GoodputPolicy().extend(view) == ROOT
+    assert goodput_policy.GoodputPolicy().choose_parent(view) == ROOT
 
 
 def test_step_times_outlive_a_generation_and_a_model() -> None:
     usual = est.Learned()
     known = est.DraftEstimates.of(est.VerifierEstimates(), usual, SamplingParams())
     known.note_step(1, 0.002)
-    other = est.LearnedByModel("base", usual).of("sql")
+    other = est.LearnedByModel("base", usual).for_model("sql")
     for learned in (usual, other):
         following = est.DraftEstimates.of(est.VerifierEstimates(), learned, SamplingParams())
         assert following.step_s.get(0.0) == 0.002
@@ -398,10 +399,10 @@ def test_step_times_outlive_a_generation_and_a_model() -> None:
 
 def test_no_round_trip_is_longer_than_the_greeting() -> None:
     fresh = _view()
-    for greeting_s, expected_s in ((0.001, 0.001), (5.0, ASSUMED_RTT_S)):
-        estimates = replace(fresh.estimates, rtt_s=MovingAverage(), greeting_s=greeting_s)
+    for open_s, expected_s in ((0.001, 0.001), (5.0, ASSUMED_RTT_S)):
+        estimates = replace(fresh.estimates, rtt_s=MovingAverage(), open_s=open_s)
         assert replace(fresh, estimates=estimates).rtt_s == expected_s
-    estimates = replace(fresh.estimates, greeting_s=0.001)
+    estimates = replace(fresh.estimates, open_s=0.001)
     assert replace(fresh, estimates=estimates).rtt_s == 0.04, "what was measured counts"
 
 
@@ -421,7 +422,7 @@ def test_a_text_begins_with_what_the_one_before_found_out() -> None:
             (session.estimates.rtt_s, 0.02),
             (session.estimates.pass_s, 0.045),
             (session.estimates.commit_s, 0.045),
-            (session.estimates.own_tokens, 6.0),
+            (session.estimates.server_tokens, 6.0),
         ):
             estimate.add(value)
         for _ in range(40):

@@ -82,7 +82,7 @@ def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
     estimates.commit_s.add(
         10.0
     )  # the verifier waits for drafts, so none is settled before it comes
-    assert session._policy.extend(session._view(0, 0.0)) is None
+    assert session._policy.choose_parent(session._view(0, 0.0)) is None
 
 
 def commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:

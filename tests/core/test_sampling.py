@@ -332,7 +332,7 @@ def test_a_device_that_comes_back_is_told_the_scores_it_missed() -> None:
 
 def test_a_device_cuts_scores_with_the_tokens_it_refuses() -> None:
     bounds = CommitBounds(2, 3)
-    commit, wrong = bounds.fitting(m.Commit(2, (1, 2, 3, 4), logprobs=scores(1, 2, 3, 4)))
+    commit, wrong = bounds.cut_to_bounds(m.Commit(2, (1, 2, 3, 4), logprobs=scores(1, 2, 3, 4)))
     assert wrong is not None
     assert (commit.tokens, commit.logprobs) == ((1, 2, 3), scores(1, 2, 3))
 
@@ -568,5 +568,5 @@ def test_a_device_counts_what_was_replaced_once() -> None:
     assert delivered.kinds == kinds  # type: ignore[union-attr]
     counters = session.counters
     assert (counters.committed, counters.accepted, counters.replaced) == (3, 2, 1)
-    counters.take_back(kinds[1:])
+    counters.subtract_undelivered(kinds[1:])
     assert (counters.committed, counters.accepted, counters.replaced) == (1, 1, 0)

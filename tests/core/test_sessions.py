@@ -107,14 +107,14 @@ def _delays(seed: int, had_a_stream: bool = False) -> list[float]:
     link = LinkKeeper(POLICY, seed, DraftCounters())
     link.connect(0.0)
     if had_a_stream:
-        link.connected(REQUEST)
-        link.opened(REQUEST, GREETING, 0.0)
+        link.on_connected(REQUEST)
+        link.on_opened(REQUEST, GREETING, 0.0)
     delays, now = list[float](), 0.0
-    while link.down(LinkDown("no"), now) == []:
+    while link.on_link_down(LinkDown("no"), now) == []:
         assert link.deadline is not None
         delays.append(link.deadline - now)
         now = link.deadline
-        link.tick(now)
+        link.on_tick(now)
     return delays
 
 

@@ -17,7 +17,7 @@ from edgespec.core.device.estimates import DraftEstimates, Learned
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
-from edgespec.core.device.text_drafts import LEAST_CHANCE, MOST_NODES, TextDrafts
+from edgespec.core.device.text_drafts import MAX_LOOKUP_NODES, MIN_PATH_CHANCE, DeviceLookup
 from edgespec.core.protocol import text_guesses as tg
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -315,7 +315,7 @@ def test_a_loop_is_in_flight_before_the_draft_has_said_a_word() -> None:
     assert sent[0].tokens[:6] == (7, 8, 9, 5, 6, 7)
     assert first_guesses(session)[:6] == [7, 8, 9, 5, 6, 7]
     assert all(node.rank == UNRANKED for node in session.tree.nodes.values())
-    assert len(session.tree.nodes) <= MOST_NODES
+    assert len(session.tree.nodes) <= MAX_LOOKUP_NODES
     # The first step began before the text was there; its late answer confirms a guess.
     session.handle(ev.StepDone((Candidate(7, -0.1), Candidate(30, -3.0))), 0.01)
     first, second = session.tree.roots
@@ -429,7 +429,7 @@ def test_what_is_added_is_worth_it_and_within_bounds(seed: int, room: int) -> No
     dice = random.Random(seed)
     text = [dice.randrange(4) for _ in range(80)]
     tree, estimates = SpeculationTree(CommittedPrefix(text)), DraftEstimates()
-    drafts = TextDrafts(tree, tables(), estimates)
+    drafts = DeviceLookup(tree, tables(), estimates)
     drafts.grow(view_of(tree, estimates, room))
     assert not tree.nodes  # nothing is known of the text yet
     drafts.learn()
@@ -438,10 +438,10 @@ def test_what_is_added_is_worth_it_and_within_bounds(seed: int, room: int) -> No
     reached = {ROOT: 1.0}
     for node in tree.nodes.values():
         reached[node.id] = reached[node.parent] * node.chance
-        assert reached[node.id] >= LEAST_CHANCE
+        assert reached[node.id] >= MIN_PATH_CHANCE
         siblings = [child.token for child in tree.children(node.parent)]
         assert len(set(siblings)) == len(siblings)
-    assert len(tree.nodes) <= min(MOST_NODES, 3 * (room // 2))
+    assert len(tree.nodes) <= min(MAX_LOOKUP_NODES, 3 * (room // 2))
 
 
 @pytest.mark.parametrize(("chance", "leaf"), [(0.95, 3), (0.4, ROOT)])
@@ -451,7 +451,7 @@ def test_a_sure_guess_saves_a_step_of_the_draft(chance: float, leaf: int) -> Non
     tree, estimates = SpeculationTree(CommittedPrefix((1, 2))), DraftEstimates()
     for node in range(3):
         tree.grow(1 + node, node, 10 + node, 2, UNRANKED, 0.0, chance, 0)
-    assert GoodputPolicy(2).extend(view_of(tree, estimates)) == leaf
+    assert GoodputPolicy(2).choose_parent(view_of(tree, estimates)) == leaf
 
 
 def test_guesses_of_the_text_leave_room_for_the_drafts_own() -> None:
@@ -469,7 +469,7 @@ def test_the_tables_are_bounded() -> None:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        drafts = TextDrafts(tree, said, estimates)
+        drafts = DeviceLookup(tree, said, estimates)
         for _ in range(12_000):
             tree.commit((dice.randrange(1 << 20),))
             drafts.learn()

@@ -27,10 +27,10 @@ from edgespec.config import AgentConfig, DraftSection, PacingSection, PolicySect
 from edgespec.core.device.events import StepDone, StepFailed
 from edgespec.core.device.memory import (
     MIB,
+    DraftAllowance,
     KvType,
     MemoryGuard,
     MemoryPlanError,
-    Restriction,
 )
 from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.messages import RunAhead
@@ -136,7 +136,7 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
 
 def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
     drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=512)
-    full = Restriction(512, 4)
+    full = DraftAllowance(512, 4)
     drafter.restrict(full.window, full.width)
     guard = MemoryGuard(200 * MIB, 5 * MIB, full, drafter.growth_bytes(1))
     return GuardedDrafter(drafter, CacheGroup(guard, measure, clock))
@@ -227,9 +227,9 @@ def test_further_caches_are_bounded_together() -> None:
     class Halves(MemoryGuard):
         def observe(
             self, resident_bytes: int, growth_bytes: int, held_tokens: int, now: float
-        ) -> Restriction | None:
+        ) -> DraftAllowance | None:
             assert held_tokens <= 256
-            return Restriction(64, 1) if tight[0] else None
+            return DraftAllowance(64, 1) if tight[0] else None
 
     drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=256)
     ticks = iter(range(1_000_000))
@@ -237,7 +237,7 @@ def test_further_caches_are_bounded_together() -> None:
     def now() -> float:
         return float(next(ticks))
 
-    halves = Halves(1, 0, Restriction(256, 4), 1)
+    halves = Halves(1, 0, DraftAllowance(256, 4), 1)
     first = GuardedDrafter(drafter, CacheGroup(halves, resident_bytes, now, 2))
     second, text = first.twin(), (PROMPT * 9)[:120]
     for one in (first, second):

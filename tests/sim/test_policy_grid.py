@@ -16,7 +16,7 @@ from edgespec.core.device.estimates import (
     RowPrice,
     VerifierEstimates,
 )
-from edgespec.core.device.goodput_policy import GoodputPolicy, why_resting
+from edgespec.core.device.goodput_policy import GoodputPolicy, explain_resting
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Open
@@ -74,7 +74,7 @@ def test_a_draft_that_is_never_right_is_given_up_for_the_process() -> None:
     assert learned.evidence.tried < 300
     assert steps[-3:] == [0, 0, 0]
     estimates = DraftEstimates.of(VerifierEstimates(), learned, SamplingParams())
-    why = why_resting(GoodputPolicy(), RowPrice(), estimates)
+    why = explain_resting(GoodputPolicy(), RowPrice(), estimates)
     assert f"0 of {learned.evidence.tried} places" in str(why)
     assert "edgespec distill" in str(why)
 

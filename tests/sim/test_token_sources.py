@@ -21,7 +21,7 @@ import pytest
 
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.events import DraftCounters, TokenKind
-from edgespec.core.device.goodput_policy import PolicyName, named_policy
+from edgespec.core.device.goodput_policy import PolicyName, make_policy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Drafter, PassRequest, TargetModel
 from edgespec.core.protocol.messages import Open
@@ -310,7 +310,7 @@ def test_a_fit_finds_a_planted_law() -> None:
 
 
 WIDTH, TEXTS = 3, 3
-BY_RANK = named_policy(PolicyName.WINDOWED)
+BY_RANK = make_policy(PolicyName.WINDOWED)
 """Of the arm edgespec here: all that it looks at is on a tape."""
 ENDS = ToyModel(24, order=3, sharpness=3.0, seed=5, eos_token=0, eos_probability=0.004)
 SAMPLINGS = {
@@ -414,7 +414,7 @@ def test_by_confidence_a_tape_comes_near(rtt_ms: float, kind: str) -> None:
     """What the draft would have thought behind a wrong guess is on no tape, so a policy that looks
     at it draws elsewhere now and then: all texts together take the same time to a few percent, and
     as many rows."""
-    tape, sampling, policy = taped(kind), SAMPLINGS[kind], named_policy()
+    tape, sampling, policy = taped(kind), SAMPLINGS[kind], make_policy()
     pairs = []
     for number in range(TEXTS):
         prompt = prompt_of(number)

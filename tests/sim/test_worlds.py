@@ -22,7 +22,7 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
-from edgespec.core.device.goodput_policy import PolicyName, named_policy
+from edgespec.core.device.goodput_policy import PolicyName, make_policy
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftCache
 from edgespec.core.link_model import LinkModel
@@ -88,7 +88,7 @@ def test_a_world_is_a_function_of_its_seed() -> None:
 @pytest.mark.parametrize("name", PolicyName)
 @pytest.mark.parametrize("run_ahead", [RunAhead.AUTO, RunAhead.NEVER])
 def test_every_policy_gives_the_target_text(name: PolicyName, run_ahead: RunAhead) -> None:
-    policies = (named_policy(name),) * 2
+    policies = (make_policy(name),) * 2
     options = WorldOptions(policies=policies, run_ahead=run_ahead, cuts=1, restarts=1)
     for seed in range(3):
         assert all(device.expected for device in run_world(options, seed).devices)

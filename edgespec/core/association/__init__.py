@@ -1,1 +1,1 @@
-"""Which verifier a device uses: candidates, policies, and when to go to another one."""
+"""The choice of a verifier for each device: candidates, policies, and failover to another one."""

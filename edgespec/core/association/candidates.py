@@ -1,23 +1,23 @@
-"""The verifiers that a device may use: what is known of each, and which one is the best now.
+"""The verifiers that a device may use: what is known of each, and which is the best now.
 
-Theory of operation. A verifier is out of the question while it is held (it asked for time) or for
-the generation at hand (``avoid``). Of the others those count that have the best rank: a closed
-breaker before an open one, and before both of them no verifier whose last answer told of another
-model, or of none by the name that is asked for; an answer may be old, so such a one is tried last
-and not left out. Among equals the one that was used last is preferred, since its cache may hold the
-text; else the association chooses. Of a verifier that was not asked yet, or whose load was told
-long ago, it is told the average of the others.
+Theory of operation. A verifier is excluded while it is held (it asked for time) or if the
+generation at hand avoids it. Of the others those with the best rank count. A closed breaker ranks
+before an open one; before both comes whether the last answer fits the model and the name that is
+requested. An answer may be old, so a verifier that does not fit is tried last and not left out.
+Among equals the one that was used last is preferred, since its cache may hold the prompt; otherwise
+the association chooses. A verifier that was not probed yet, or whose reported load is old, counts
+with the average of the others.
 
-Each has a circuit breaker: one that fails is left alone for a while, then asked cheaply.
+Each verifier has a circuit breaker: one that fails is left alone for a while, then probed cheaply.
 
     closed     streams go there
-    open       it failed ``failures`` times in a row, or said that it is going away: no stream goes
-               there while there is another verifier
-    half-open  the time is over and one cheap question (``Info``) is under way: an answer closes the
-               breaker, silence opens it again for twice as long
+    open       it failed ``failures`` times in a row, or announced that it shuts down: no stream
+               goes there while there is another verifier
+    half-open  the time is over and one cheap probe (``Info``) is under way: an answer closes the
+               breaker, a failure opens it again for twice as long
 
-Apart from that a verifier may ask not to be bothered for a time (``retry_after``); ``held`` says
-so, whatever the state, and nobody asks it anything before.
+Independently of that, a verifier may ask for time (``retry_after``). Then ``is_held`` is True,
+whatever the state, and nothing is sent to it before.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ CLOSED, OPEN, HALF_OPEN = Circuit
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """When a breaker opens and for how long; seconds. Raises ``ValueError``."""
+    """When a breaker opens, and for how long; times in seconds. Raises ``ValueError`` for a value
+    out of range."""
 
     failures: int = 2
-    """So many in a row open it."""
+    """Number of failures in a row that open the breaker."""
     open_s: float = 0.5
-    """For so long the first time, then for twice as long each time, less up to a half by chance. A
-    process that is started again by its supervisor takes about as long."""
+    """Seconds that the breaker stays open the first time; each further time is twice as long, less
+    up to a half by chance. A process that its supervisor restarts takes about as long."""
     longest_open_s: float = 8.0
-    """A verifier that is back is found within this time. A question so seldom costs nothing."""
+    """Longest time that the breaker stays open: a verifier that is back is found within it. A probe
+    at this interval costs nothing."""
 
     def __post_init__(self) -> None:
         bounded("failures", self.failures, 1, 1000)
@@ -68,37 +70,37 @@ class BreakerPolicy:
 
 
 class CircuitBreaker:
-    """Of one verifier; ``seed`` makes its jitter its own."""
+    """The circuit breaker of one verifier. ``seed`` makes its jitter differ from others'."""
 
     def __init__(self, policy: BreakerPolicy, seed: int) -> None:
         self.state = CLOSED
         self.probe_at: float | None = None
-        """When to ask again; only while open."""
+        """Time of the next probe; only while open."""
         self.held_until = 0.0
-        """Not before, says the verifier."""
+        """Time before which the verifier asked not to be contacted."""
         self._policy, self._seed = policy, seed
         self._failures = 0
         self._openings = 0
-        """In a row, each longer than the one before."""
+        """Number of openings in a row, each longer than the one before."""
 
     def held(self, now: float) -> bool:
         return now < self.held_until
 
     def hold(self, now: float, seconds: float) -> None:
-        """The verifier asks not to be bothered for so long; NaN asks nothing."""
+        """Hold the verifier for the time that it asked for. NaN changes nothing."""
         if now + seconds > self.held_until:
             self.held_until = now + min(seconds, _LONGEST_S)
             if self.probe_at is not None:
                 self.probe_at = max(self.probe_at, self.held_until)
 
     def succeeded(self) -> None:
-        """A token came, or a probe was answered: whatever was held against it is forgotten."""
+        """A token arrived: forget all failures."""
         self.state, self.probe_at = CLOSED, None
         self._failures = self._openings = 0
 
     def answered(self) -> None:
-        """A probe was answered: streams may go there. How long it stays away the next time is
-        forgotten only when it has brought a token."""
+        """A probe was answered: streams may go there. The openings in a row are forgotten only when
+        the verifier has brought a token."""
         if self.state is not CLOSED:
             self.state, self.probe_at = CLOSED, None
             self._failures = max(0, self._policy.failures - 1)
@@ -109,7 +111,7 @@ class CircuitBreaker:
             self.open(now)
 
     def open(self, now: float) -> None:
-        """Keep streams away, from now on."""
+        """Open the breaker: no stream goes there from now on."""
         if self.state is OPEN:
             return
         doublings = min(self._openings, _MAX_DOUBLINGS)
@@ -119,12 +121,12 @@ class CircuitBreaker:
         self.state, self.probe_at = OPEN, max(now + wait_s, self.held_until)
 
     def probing(self) -> None:
-        """The cheap question is under way."""
+        """Record that the probe is under way."""
         assert self.state is OPEN
         self.state, self.probe_at = HALF_OPEN, None
 
 
-# Nothing is known of the load of a verifier that reported it longer ago than a text takes (some
+# The load of a verifier is unknown if it was reported longer ago than a generation takes (some
 # hundred tokens at 25 to 60 ms): its sessions are others by then.
 _LOAD_KEPT_S = 30.0
 
@@ -134,24 +136,26 @@ class Candidate:
     address: str
     breaker: CircuitBreaker
     info: VerifierInfo | None = None
-    """Its last answer to a probe."""
+    """The verifier's last answer to a probe."""
     told_at: float | None = None
-    """When that was."""
+    """Time of the last answer."""
     rtt_s: float | None = None
     error: str = ""
-    """What it failed with last."""
+    """The verifier's last error."""
     probing: bool = False
-    """A question is under way."""
+    """True while a probe is under way."""
 
     def load(self, now: float) -> int | None:
-        """Its sessions; None: not known, or not any more."""
+        """Return the verifier's sessions; None if they are not known, or too old."""
         if self.info is None or self.told_at is None or now - self.told_at > _LOAD_KEPT_S:
             return None
         return self.info.sessions
 
     def fits(self, model: ModelIdentity | None, name: str = "") -> bool:
-        """Whether nothing that it told speaks against this model, asked for by this name; empty:
-        by none, None: any model will do."""
+        """Return whether the last answer allows that the verifier serves ``model`` under ``name``.
+
+        An empty ``name`` means that no name was requested; a ``model`` of None accepts any model.
+        True if there was no answer yet."""
         if self.info is None:
             return True
         return any(
@@ -163,41 +167,41 @@ class Candidate:
 
 @dataclass(slots=True)
 class Route:
-    """What one generation has tried, uses and has been given."""
+    """State of one generation: which verifiers it has tried, uses and got tokens from."""
 
     asked: ev.Wanted = field(default_factory=lambda: ev.Wanted(0))
     wanted: bool = False
-    """A stream is asked for."""
+    """True while the generation waits for a stream."""
     asking_until: float | None = None
     dialing: list[str] = field(default_factory=list)
     hedge_at: float | None = None
     tried: set[str] = field(default_factory=set)
-    """In vain, since the last token or the last pause."""
+    """Addresses tried in vain since the last token or the last pause."""
     unfit: dict[str, str] = field(default_factory=dict)
-    """Of no use to this generation, and why."""
+    """Addresses that this generation cannot use, with the reason."""
     using: str | None = None
     progressed: bool = False
-    """The stream in use has brought a token."""
+    """True once the stream in use has brought a token."""
     suspects: bool = False
-    """The stream in use is quiet, and its verifier is being asked."""
+    """True while the stream in use is quiet and its verifier is being probed."""
     last: str | None = None
-    """Whose cache may hold the text."""
+    """Address of the verifier whose cache may hold the generation."""
     moved_at: float | None = None
-    """When it was last told to try another stream at once."""
+    """Time of the last ``Leave`` that allowed another stream at once."""
     greeted: ModelIdentity | None = None
     began: ModelIdentity | None = None
-    """The model that the text was begun with."""
+    """The model that the generation began with."""
     served: list[str] = field(default_factory=list)
-    """The addresses that brought tokens, each once."""
+    """Addresses that brought tokens, each once."""
     failovers: int = 0
-    """How often a token came from another address than the one before."""
+    """Number of times that a token came from another address than the one before."""
 
     @property
     def number(self) -> int:
         return self.asked.route
 
     def brought_token(self) -> None:
-        """The first token of the stream in use is there."""
+        """Record the first token of the stream in use."""
         address = self.using
         if address is None or self.progressed:
             return
@@ -211,7 +215,8 @@ class Route:
 
 
 class Candidates:
-    """``seed`` makes the jitter of their breakers this device's own."""
+    """All verifiers that a device may use. ``seed`` makes the jitter of their breakers this
+    device's own."""
 
     def __init__(self, association: Association, policy: BreakerPolicy, seed: int) -> None:
         self.listed: dict[str, Candidate] = {}
@@ -219,13 +224,14 @@ class Candidates:
         self._made = 0
 
     def know(self, addresses: Iterable[str]) -> None:
-        """These are the candidates, in order of preference; what is known of them is kept."""
+        """Replace the candidates, in order of preference. What is known of the remaining ones is
+        kept."""
         self.listed = {one: self.listed.get(one) or self._make(one) for one in addresses}
 
     def choose(
         self, now: float, avoid: Collection[str], route: Route, *, closed_only: bool = False
     ) -> str | None:
-        """The address that ``route`` should try next, or None."""
+        """Return the address that ``route`` should try next, or None."""
         by_rank: dict[tuple[bool, bool], list[Candidate]] = {}
         for one in self.listed.values():
             if one.address in avoid or one.breaker.held(now):
@@ -243,18 +249,19 @@ class Candidates:
         return ranked(self._association, route.asked.conversation, views)[0]
 
     def fits(self, address: str, route: Route) -> bool:
-        """Whether nothing that this one told speaks against the model of ``route``."""
+        """Return whether the verifier's last answer fits the model of ``route``."""
         return self.listed[address].fits(route.began, route.asked.model)
 
     def free_in_s(self, now: float, avoid: Collection[str]) -> float | None:
-        """How long all of them but ``avoid`` are held; None: at least one is not."""
+        """Return for how long all candidates but ``avoid`` are held; None if at least one is
+        not."""
         held_s = [
             one.breaker.held_until - now for one in self.listed.values() if one.address not in avoid
         ]
         return min(held_s) if held_s and min(held_s) > 0.0 else None
 
     def to_probe(self) -> Iterator[tuple[float, Candidate]]:
-        """Those whose breaker is open, and when to ask each of them again."""
+        """Yield the candidates whose breaker is open, each with the time of its next probe."""
         for one in self.listed.values():
             if (at := one.breaker.probe_at) is not None and not one.probing:
                 yield at, one
@@ -267,8 +274,11 @@ class Candidates:
 def views_of(
     known: Sequence[tuple[str, VerifierInfo | None, int | None, float | None]],
 ) -> list[VerifierView]:
-    """What they told, as an association sees it, by (address, info, sessions, round trip); None:
-    not known. The pass told is one under the load of late: its sessions are in it already."""
+    """Return the verifiers as an association compares them.
+
+    ``known`` holds (address, info, sessions, round trip) for each; None means unknown, and is
+    replaced by the average of the others. The reported pass duration is one under the recent load,
+    so the sessions are in it already."""
     told = [sessions for _, _, sessions, _ in known if sessions is not None]
     usual_load = round(fmean(told)) if told else 0
     timed_s = [info.pass_us / 1e6 for _, info, _, _ in known if info and info.pass_us]

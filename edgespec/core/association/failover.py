@@ -1,20 +1,20 @@
-"""How the generations of a device get from a verifier that is lost to another one.
+"""Failover: moves the generations of a device from a lost verifier to another one.
 
-Theory of operation. A generation that wants a stream gets one from the best candidate
-(``candidates.py``); when that one has not answered for a moment, the next one is dialed as well,
-and whoever answers first is used (a hedged connect). What happens to streams and probes teaches the
-circuit breakers. A generation whose stream ends is told whether another verifier can be tried at
-once. It then opens the session there with all it has delivered, and since the text is a function of
-the model, the prompt and the seed alone, it goes on with the same tokens; a verifier that greets
-with another model than the text was begun with is never used for it.
+Theory of operation. A generation that needs a stream gets one from the best candidate
+(``candidates.py``). If that one has not answered after a moment, the next one is dialed as well,
+and the first to answer is used (a hedged connect). The outcome of streams and probes drives the
+circuit breakers. When a generation's stream ends, ``Leave`` carries whether another verifier can be
+tried at once. The generation then opens the session there with all tokens it has delivered. Since
+the output is a function of the model, the prompt and the seed alone, it goes on with the same
+tokens. A verifier that serves another model than the generation began with is never used for it.
 
-    one generation:   wanted -> (asking) -> dialing, hedged -> in use -> wanted ... -> over
+    one generation:   wanted -> (probing) -> dialing, hedged -> in use -> wanted ... -> ended
 
-Invariants: a stream that is wanted is answered with one ``Use`` or one ``Leave``; nobody is dialed
-or probed before the time it asked for; a verifier is dialed once at a time for one generation; a
-stream that breaks without a token keeps its verifier out until another was tried or a pause was
-made, so no two of them can throw a generation to and fro without end. Pure: the driver connects and
-measures, the simulator can do both in virtual time.
+Invariants: a wanted stream is answered with one ``Use`` or one ``Leave``; no verifier is dialed or
+probed before the time it asked for; a verifier is dialed once at a time for one generation; a
+stream that breaks without a token excludes its verifier until another was tried or a pause was
+made, so two of them cannot pass a generation to and fro without end. The machine is pure: the
+driver connects and measures, and the simulator does both in virtual time.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from edgespec.core.protocol.checks import bounded, one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, describe_model_mismatch
 
 _LEAST_S, _LONGEST_S = 1e-3, 3600.0
-# How long the one that was dialed first may take, where it is far: TCP, TLS, HTTP/2 and the
-# greeting are a round trip each. At most it is what ``ask_s`` allows.
+# How long the first dialed verifier may take if it is far away: TCP, TLS, HTTP/2 and opening the
+# session are a round trip each. ``_HEDGE_LONGEST_S`` is the default of ``ask_s``.
 _ROUND_TRIPS, _HEDGE_LONGEST_S = 4.0, 2.0
-# A verifier that breaks so soon after it was tried at once is not tried at once again. That bounds
-# a loop of breaks to two tries a second; a breaker waits as long at first.
+# A verifier that breaks within this time after it was tried at once is not tried at once again.
+# That bounds a loop of breaks to two tries per second; a breaker waits as long at first.
 _SOON_S = 0.5
 Actions = list[ev.FailoverAction]
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverPolicy:
-    """How a device that knows several verifiers gets from one to another; seconds. Raises
-    ``ValueError`` naming field, value and range."""
+    """How a device with several verifiers changes from one to another; times in seconds.
+
+    Raises ``ValueError`` with the field, the value and the range."""
 
     hedge_s: float = 0.25
-    """When the verifier that was dialed has not answered for so long (or four of its round trips,
-    where that is more), the next one is dialed too. Happy Eyeballs (RFC 8305) waits as long between
+    """Seconds without an answer from the dialed verifier (or four of its round trips, if that is
+    more) after which the next one is dialed too. Happy Eyeballs (RFC 8305) waits as long between
     two addresses."""
     ask_s: float = 2.0
-    """Before the first stream all are asked who they are, and waited for so long at most. Somebody
-    waits for a first token meanwhile."""
+    """Seconds to wait for the probes of all verifiers before the first stream. A user waits for the
+    first token meanwhile."""
     settle_s: float = 0.1
-    """Once one of them has answered, the others have so long: the best one on a continent answers
-    within 100 ms of the first."""
+    """Seconds to wait for further probes once one was answered. The best verifier on a continent
+    answers within 100 ms of the first."""
     quiet_s: float = 1.5
-    """A stream on which nothing came for so long has its verifier probed. Passes of the slowest
-    targets take less (a CPU's 63 ms a token), and a long prompt's passes answer the probe."""
+    """Seconds without any message on a stream after which its verifier is probed. Passes of the
+    slowest targets take less (a CPU's 63 ms a token), and a verifier in a long prompt's passes
+    answers the probe."""
     probe_s: float = 1.5
-    """A probe that is not answered for so long has failed. With ``quiet_s`` a hang is noticed
-    within three seconds, and two lost packets in a row are no failure."""
+    """Seconds after which an unanswered probe has failed. With ``quiet_s`` a hang is noticed within
+    three seconds, and two lost packets in a row are no failure."""
     full_s: float = 1.0
-    """A verifier that is full and does not say for how long is left alone for so long; ours say so
+    """Seconds that a full verifier is left alone if it gives no time itself. Ours give one
     (``retry_after_s`` is 1 s there too)."""
     breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
 
@@ -70,8 +72,10 @@ class FailoverPolicy:
 
 
 class Failover:
-    """All generations of one device. ``seed`` makes its jitter its own. Before the first stream all
-    are asked, where the association wants to know of them."""
+    """Failover of all generations of one device.
+
+    ``seed`` makes its jitter its own. Before the first stream all verifiers are probed if the
+    association needs their answers."""
 
     def __init__(self, policy: FailoverPolicy, association: Association, seed: int = 0) -> None:
         self.policy = policy
@@ -81,7 +85,7 @@ class Failover:
 
     @property
     def deadline(self) -> float | None:
-        """When to send ``Tick``; None: nothing is to be waited for."""
+        """Time at which to send ``Tick``; None if nothing is awaited."""
         if not self.routes:
             return None
         times: list[float | None] = [at for at, _ in self.candidates.to_probe()]
@@ -159,7 +163,7 @@ class Failover:
         if address is None:
             return [] if route.dialing else [self._none_left(route, now)]
         if route.dialing and not self.candidates.fits(address, route):
-            return []  # it would win a race only to say no
+            return []  # it would answer first and then refuse
         route.dialing.append(address)
         rtt_s = self.candidates.listed[address].rtt_s or 0.0
         patience_s = min(rtt_s * _ROUND_TRIPS, _HEDGE_LONGEST_S)
@@ -170,7 +174,7 @@ class Failover:
         if not route.wanted or address not in route.dialing:
             return [ev.Drop(route.number, address)]
         losers = [other for other in route.dialing if other != address]
-        for other in losers[: route.dialing.index(address)]:  # it had a start, and did not use it
+        for other in losers[: route.dialing.index(address)]:  # dialed earlier and slower
             if (slow := self.candidates.listed.get(other)) is not None:
                 slow.error = f"did not answer before {address} did"
                 slow.breaker.failed(now)
@@ -188,7 +192,7 @@ class Failover:
         return ev.Leave(route.number, self._reasons(route), again_s, retryable)
 
     def _reasons(self, route: Route) -> str:
-        """Each address with what it failed with last."""
+        """Return each address with its last error."""
         told = [
             (address, route.unfit.get(address) or one.error or "not tried")
             for address, one in self.candidates.listed.items()
@@ -218,7 +222,7 @@ class Failover:
         candidate.error = one_line(why)
         candidate.breaker.hold(now, retry_after_s)
         match code:
-            case FaultCode.RESYNC:  # no fault of the verifier's; its cache may still be of use
+            case FaultCode.RESYNC:  # not the verifier's fault; its cache may still be useful
                 return [ev.Leave(route.number, candidate.error, None)]
             case FaultCode.SHUTTING_DOWN:
                 candidate.breaker.open(now)
@@ -226,7 +230,7 @@ class Failover:
                 candidate.breaker.hold(now, retry_after_s or self.policy.full_s)
             case FaultCode.INTERNAL:
                 candidate.breaker.failed(now)
-            case FaultCode.UNKNOWN_MODEL:  # nothing is wrong with it; what it has now is asked
+            case FaultCode.UNKNOWN_MODEL:  # it works but has another model now: probe it
                 route.unfit[candidate.address] = candidate.error
                 asked = [] if candidate.probing else [_probe(candidate)]
                 return [*asked, self._leave(route, candidate.error, now)]
@@ -252,7 +256,7 @@ class Failover:
 
     def _leave(self, route: Route, why: str, now: float) -> ev.Leave:
         """The stream in use is gone. Another one can be tried at once while there is a verifier
-        that is not known to be of no use."""
+        that is not known to be useless."""
         left, route.using = route.using, None
         found = self.candidates.choose(now, {*route.tried, *route.unfit}, route, closed_only=True)
         again = found == left and route.moved_at is not None and now - route.moved_at < _SOON_S
@@ -314,7 +318,7 @@ class Failover:
         return actions
 
     def _asked(self, route: Route, answered: bool, now: float) -> Actions:
-        """One of those who were asked before the first stream has answered, or not."""
+        """Handle the outcome of a probe that was sent before the first stream."""
         assert route.asking_until is not None
         if not any(one.probing for one in self.candidates.listed.values()):
             return self._dial_next(route, now)
@@ -323,18 +327,19 @@ class Failover:
         return []
 
     def _has_other(self, route: Route, now: float) -> bool:
-        """Whether it is worth while to give up a stream that may only be slow. What was tried
-        before counts again: finding out took longer than any pause."""
+        """Return whether another verifier can replace a stream that may only be slow.
+
+        Verifiers that were tried before count again: the probe took longer than any pause."""
         avoid = {*route.unfit, str(route.using)}
         found = self.candidates.choose(now, avoid, route, closed_only=True)
         return found is not None and self.candidates.fits(found, route)
 
     def _of(self, route: Route) -> Candidate | None:
-        """The verifier of the stream in use."""
+        """Return the verifier of the stream in use."""
         return None if route.using is None else self.candidates.listed.get(route.using)
 
 
 def _probe(candidate: Candidate) -> ev.Probe:
-    """The question to this verifier; it is under way from now on."""
+    """Return the probe of this verifier and record that it is under way."""
     candidate.probing = True
     return ev.Probe(candidate.address)

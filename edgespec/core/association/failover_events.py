@@ -1,4 +1,4 @@
-"""These events can happen to a ``Failover``; it answers with these actions.
+"""Events that a ``Failover`` handles, and the actions that it returns.
 
 ``route`` is the number of a generation, which has at most one stream at a time.
 """
@@ -11,8 +11,9 @@ from edgespec.core.statically_frozen import statically_frozen
 
 @statically_frozen
 class Known:
-    """These are the verifiers that can be used, in order of preference where nothing else counts.
-    Those of before that are not among them are forgotten."""
+    """The verifiers that can be used, in order of preference where nothing else counts.
+
+    Verifiers known before that are not among them are forgotten."""
 
     addresses: tuple[str, ...]
 
@@ -21,29 +22,29 @@ class Known:
 class Wanted:
     route: int
     needed_length: int = 0
-    """How much context its whole text takes, in tokens; 0: not known."""
+    """Context that the whole generation needs, in tokens; 0: not known."""
     conversation: str = ""
     model: str = ""
-    """The name that it asks for; empty: the model that is served."""
+    """Name of the requested model; empty: the model that is served."""
 
 
 @statically_frozen
 class Unwanted:
-    """The generation waits for no stream any more, and uses none."""
+    """The generation no longer waits for a stream, and uses none."""
 
     route: int
 
 
 @statically_frozen
 class Over:
-    """The generation has ended; its number does not come back."""
+    """The generation has ended; its number is not used again."""
 
     route: int
 
 
 @statically_frozen
 class Dialed:
-    """The stream that ``Dial`` asked for stands."""
+    """The stream that ``Dial`` requested is open."""
 
     route: int
     address: str
@@ -51,7 +52,8 @@ class Dialed:
 
 @statically_frozen
 class DialFailed:
-    """It could not be had. ``retryable`` False: nor will it be for this generation."""
+    """The stream could not be opened. ``retryable`` False: this verifier cannot serve this
+    generation."""
 
     route: int
     address: str
@@ -69,7 +71,7 @@ class Greeted:
 
 @statically_frozen
 class Progressed:
-    """The first token of this stream came."""
+    """The first token of this stream arrived."""
 
     route: int
 
@@ -86,7 +88,7 @@ class Refused:
 
 @statically_frozen
 class Broke:
-    """The route's stream ended without a word."""
+    """The route's stream ended without a fault message."""
 
     route: int
     why: str
@@ -95,14 +97,14 @@ class Broke:
 
 @statically_frozen
 class Quiet:
-    """Nothing came on the route's stream for a while."""
+    """No message arrived on the route's stream for a while."""
 
     route: int
 
 
 @statically_frozen
 class ProbeAnswered:
-    """What ``Probe`` brought, and how long the answer took."""
+    """The answer to a ``Probe``, and its round trip."""
 
     address: str
     info: VerifierInfo
@@ -111,8 +113,10 @@ class ProbeAnswered:
 
 @statically_frozen
 class ProbeFailed:
-    """No answer of use. ``alive``: somebody is there and does not want to be asked (so often); that
-    is no reason to leave a stream."""
+    """The probe got no useful answer.
+
+    ``alive`` True means that the verifier is there and refuses to be probed (so often); that is no
+    reason to leave a stream."""
 
     address: str
     why: str
@@ -121,7 +125,7 @@ class ProbeFailed:
 
 @statically_frozen
 class Tick:
-    """The deadline has come."""
+    """The deadline was reached."""
 
 
 RouteEvent = Unwanted | Over | Dialed | DialFailed | Greeted | Progressed | Refused | Broke | Quiet
@@ -130,7 +134,7 @@ FailoverEvent = Known | Wanted | RouteEvent | ProbeAnswered | ProbeFailed | Tick
 
 @statically_frozen
 class Dial:
-    """Open a stream there; answer with ``Dialed`` or ``DialFailed``."""
+    """Open a stream to this address. The driver answers with ``Dialed`` or ``DialFailed``."""
 
     route: int
     address: str
@@ -138,7 +142,7 @@ class Dial:
 
 @statically_frozen
 class Drop:
-    """That stream is not wanted, whether it stands already or not."""
+    """Close this stream, or stop opening it."""
 
     route: int
     address: str
@@ -154,18 +158,21 @@ class Use:
 
 @statically_frozen
 class Leave:
-    """The generation has no stream, or has to let its own go. ``retryable`` False: none will do."""
+    """The generation has no stream, or must close its own. ``retryable`` False: no verifier will
+    do."""
 
     route: int
     why: str
     again_s: float | None = None
-    """0: another verifier can be tried at once; not before so many seconds; None: it knows best."""
+    """When to try again. 0: at once, with another verifier; a positive number: not before that many
+    seconds; None: after the session's usual wait."""
     retryable: bool = True
 
 
 @statically_frozen
 class Probe:
-    """Ask this verifier for its ``Info``; answer with ``ProbeAnswered`` or ``ProbeFailed``."""
+    """Request ``Info`` from this verifier. The driver answers with ``ProbeAnswered`` or
+    ``ProbeFailed``."""
 
     address: str
 

@@ -60,7 +60,7 @@ class DraftOutbox:
         in_flight = (node_id for node_id in self._tree.nodes if node_id <= self._sent_through)
         self._sent_through = max(islice(in_flight, limit), default=0)
 
-    def take(self, limit: int) -> list[Draft]:
+    def take_unsent(self, limit: int) -> list[Draft]:
         """Return messages with the unsent alive nodes, oldest first, until ``limit`` nodes are in
         flight.
 
@@ -83,7 +83,7 @@ class DraftOutbox:
                 runs.append([node])
         return [self._message(run) for run in runs]
 
-    def nothing(self) -> Draft:
+    def announce_no_draft(self) -> Draft:
         """Return the message that announces that no draft is coming."""
         return Draft(self._tree.last_id + 1, (), ())
 
@@ -113,7 +113,7 @@ class CommitReader:
     ) -> None:
         self.estimates = DraftEstimates.of(verifier, learned, sampling)
         self.counters = DraftCounters()
-        self._every = RECEIVED_EVERY
+        self._acknowledge_every = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
         self._acknowledged = tree.prefix.length
         self._echo: tuple[int, float] | None = None
@@ -123,9 +123,9 @@ class CommitReader:
         self._acknowledged, self._echo = self._prefix.length, None
         self._commit_at = None
 
-    def opened(self, max_unreceived: int) -> None:
+    def on_opened(self, max_unreceived: int) -> None:
         """Adapt to the verifier's limit: it pauses before this many tokens are unacknowledged."""
-        self._every = min(RECEIVED_EVERY, max(1, max_unreceived))
+        self._acknowledge_every = min(RECEIVED_EVERY, max(1, max_unreceived))
 
     def continues(self, commit: Commit) -> bool:
         """Return whether the commit starts at or before the end of the prefix and agrees where they
@@ -153,7 +153,7 @@ class CommitReader:
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
         """Return the acknowledgement if one is due, else None."""
         length = self._prefix.length
-        if not last and length - self._acknowledged < self._every:
+        if not last and length - self._acknowledged < self._acknowledge_every:
             return None
         self._acknowledged = length
         if self._echo is not None:
@@ -161,7 +161,7 @@ class CommitReader:
         self._echo = (length, now)
         return Received(length, length)
 
-    def score(self, offered: Sequence[Node], token: int) -> Node | None:
+    def judge(self, offered: Sequence[Node], token: int) -> Node | None:
         """Judge the nodes ``offered`` for one position by the target's ``token``, and return the
         right one."""
         self.counters.tried += 1
@@ -182,7 +182,7 @@ class CommitReader:
     def _commit_one(self, token: int, accepted: bool, replaced: bool) -> TokenKind:
         children = self._tree.roots
         missed = False
-        if children and self.score(children, token) is None:
+        if children and self.judge(children, token) is None:
             missed = any(self._outbox.was_sent(node.id) for node in children)
         self._tree.commit((token,))
         self.counters.committed += 1
@@ -201,12 +201,12 @@ class CommitReader:
         counters.rows += commit.rows
         if commit.verify_us:
             counters.passes += 1
-            self.estimates.price.take(commit)
+            self.estimates.price.update(commit)
             counters.queue_s += commit.queue_us / 1e6
             counters.verify_s += commit.verify_us / 1e6
             self.estimates.pass_s.add(commit.verify_us / 1e6)
             self.estimates.commit_tokens.add(len(commit.tokens))
-            self.estimates.own_tokens.add(len(commit.tokens) - commit.accepted)
+            self.estimates.server_tokens.add(len(commit.tokens) - commit.accepted)
             if self._commit_at is not None:
                 self.estimates.commit_s.add(now - self._commit_at)
             self._commit_at = now
@@ -234,7 +234,7 @@ class CommitBounds:
         asked_for, context = self.prompt_length + self.max_tokens, self.context_length
         return context if 0 < context < asked_for else asked_for
 
-    def fitting(self, commit: Commit) -> tuple[Commit, str | None]:
+    def cut_to_bounds(self, commit: Commit) -> tuple[Commit, str | None]:
         """Return the part of ``commit`` that is within the bounds, and what is wrong with the rest
         (None if nothing is)."""
         tokens, why = commit.tokens, None
@@ -254,7 +254,7 @@ class CommitBounds:
         commit = replace(commit, tokens=tokens, logprobs=commit.logprobs[: len(tokens)])
         return commit, f"the verifier broke the protocol: {why}"
 
-    def told_apart(self, finish: FinishReason, generated: int) -> FinishReason:
+    def finish_reason(self, finish: FinishReason, generated: int) -> FinishReason:
         """Return the finish reason as the user sees it.
 
         The wire only has LENGTH. If fewer than ``max_tokens`` were generated, the context was full:

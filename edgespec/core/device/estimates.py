@@ -25,10 +25,10 @@ from edgespec.core.protocol.tree import NO_CELL, UNRANKED, Node
 USUAL_FEED: Final = 2
 """Tokens that a usual draft step feeds at most: a corrected token and the one behind it. A longer
 feed is prefill or catching up."""
-KEPT: Final = 2
+PRIOR_SAMPLES: Final = 2
 """Weight, in samples, that measurements of earlier generations have at the start of a
 generation."""
-MOST_MODELS: Final = 64
+MAX_OTHER_MODELS: Final = 64
 """Models beside the usual one whose estimates are kept."""
 
 
@@ -87,33 +87,33 @@ class DraftChances:
         """Accuracy of text lookup's candidates, whatever the draft model offered."""
         self.acceptance = AcceptanceEstimator()
         """Accuracy of the draft model's candidates by their rank alone."""
-        self._opposed = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.by_cell]
+        self._contradicted = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.by_cell]
 
-    def opposed(self, cell: int) -> float:
+    def contradicted_chance(self, cell: int) -> float:
         """Return the chance of a lookup candidate where the draft model offered other tokens.
 
         Until there are observations it is a quarter of the candidate's usual chance."""
-        return self._opposed[cell].rate(self.text.by_cell[cell] / 4.0)
+        return self._contradicted[cell].rate(self.text.by_cell[cell] / 4.0)
 
-    def drafted(
-        self, rank: int, logprob: float, rate: float, of_text: float | None = None
+    def draft_chance(
+        self, rank: int, logprob: float, rate: float, lookup_chance: float | None = None
     ) -> float:
         """Return the chance of the draft model's candidate of this rank.
 
         ``rate`` is the acceptance rate of the rank. ``lookup_chance`` is the chance of text
         lookup's candidate of the same token; None if lookup did not offer it."""
         chance = self.alone.chance(rank, logprob, rate)
-        if of_text is None:
+        if lookup_chance is None:
             return chance
         # For rank > 0 the draft prefers another token, so lookup's chance is no lower bound.
-        least = 0.0 if rank else of_text
+        least = 0.0 if rank else lookup_chance
         return max(self.confirmed.chance(rank, logprob, max(chance, least)), least)
 
     def add(self, guess: Node, *, hit: bool) -> None:
         """Record a candidate of a decided position at which the draft model had offered its
         candidates."""
         if guess.rank == UNRANKED:
-            self._opposed[guess.lookup_cell].add(hit)
+            self._contradicted[guess.lookup_cell].add(hit)
         else:
             found = self.alone if guess.lookup_cell == NO_CELL else self.confirmed
             found.add(guess.rank, guess.logprob, hit=hit)
@@ -149,13 +149,13 @@ class LearnedByModel:
         self._name, self._usual = name, usual
         self._others: dict[str, Learned] = {}
 
-    def of(self, name: str) -> Learned:
+    def for_model(self, name: str) -> Learned:
         """Return the estimates for the next session of this model."""
         if name == self._name:
             return self._usual
         found = self._others.pop(name, None) or Learned(step_s=self._usual.step_s)
         self._others[name] = found
-        if len(self._others) > MOST_MODELS:
+        if len(self._others) > MAX_OTHER_MODELS:
             del self._others[next(iter(self._others))]
         return found
 
@@ -169,7 +169,7 @@ class RowPrice:
     credit: int | None = None
     """Number of nodes that may be outstanding; None: as many as the limits allow."""
 
-    def take(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Update from a commit of a pass. A commit without a price means that rows cost nothing,
         and one without a credit that the limits apply."""
         self.least_chance = (commit.row_price or 0) / MAX_PRICE
@@ -189,7 +189,7 @@ class VerifierEstimates:
     commit_s: MovingAverage = field(default_factory=MovingAverage)
     """Time between two commits, as they arrive."""
     commit_tokens: MovingAverage = field(default_factory=MovingAverage)
-    own_tokens: MovingAverage = field(default_factory=MovingAverage)
+    server_tokens: MovingAverage = field(default_factory=MovingAverage)
     """Tokens of a commit that did not come from this device: the target's own token and the
     verifier's own accepted drafts."""
 
@@ -206,7 +206,7 @@ class DraftEstimates(VerifierEstimates):
     """Chances that draft nodes are right, by their source."""
     evidence: DraftEvidence = field(default_factory=DraftEvidence)
     """Evidence whether the draft model is useful."""
-    greeting_s: float = math.inf
+    open_s: float = math.inf
     """Seconds that opening this stream took; a round trip takes no longer."""
 
     @classmethod
@@ -221,7 +221,7 @@ class DraftEstimates(VerifierEstimates):
         known = {one.name: getattr(verifier, one.name) for one in fields(verifier)}
         for value in (*known.values(), learned.step_s):
             if isinstance(value, MovingAverage):
-                value.doubt(KEPT)
+                value.limit_weight(PRIOR_SAMPLES)
         return cls(
             **known,
             step_s=learned.step_s,

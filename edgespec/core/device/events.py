@@ -230,7 +230,7 @@ class DraftCounters:
         """Sent nodes that did not become tokens by being verified."""
         return self.sent - self.accepted
 
-    def take_back(self, kinds: Sequence[TokenKind]) -> None:
+    def subtract_undelivered(self, kinds: Sequence[TokenKind]) -> None:
         """Remove committed tokens of these kinds from the counters because the user did not get
         them.
 

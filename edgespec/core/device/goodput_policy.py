@@ -41,13 +41,13 @@ from edgespec.core.device.policy import (
     PearlPolicy,
     WindowedPolicy,
     is_full,
-    leaves_now,
+    sends_now,
 )
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, Node, SpeculationTree
 
-LEAST_GAIN: Final = 0.002
+MIN_GAIN: Final = 0.002
 """Tokens that a step must save to be run at all, whatever it costs."""
-LEAST_CHOICE: Final = 0.02
+MIN_CANDIDATE_CHANCE: Final = 0.02
 """Least chance of a kept candidate after the first one. Such a candidate costs its row and its
 bytes, and is right once in fifty times."""
 _FURTHEST: Final = 24
@@ -63,78 +63,83 @@ class GoodputPolicy:
     """Sends the nodes that are expected to save more tokens than they cost."""
 
     width: int = 2
-    least_gain: float = LEAST_GAIN
+    min_gain: float = MIN_GAIN
     """Tokens that a step has to save."""
     gather: float | None = None
     """Share of a pass, as in ``WindowedPolicy``."""
     window: int | None = None
     """Bound on outstanding steps, as in ``WindowedPolicy``."""
-    least_choice: float = LEAST_CHOICE
+    min_candidate_chance: float = MIN_CANDIDATE_CHANCE
     """Least chance of a candidate after the first one; less likely ones are dropped."""
-    gives_up: ClassVar[bool] = True
+    drops_useless_draft: ClassVar[bool] = True
 
-    def extend(self, view: DraftView) -> int | None:
+    def choose_parent(self, view: DraftView) -> int | None:
         if is_full(view, self.width, self.window):
             return None
-        leaf, gain = self.best(view)
-        return leaf if gain >= self.least_gain else self._probe(view)
+        leaf, gain = self.best_leaf(view)
+        return leaf if gain >= self.min_gain else self._probe(view)
 
-    def flush(self, view: DraftView) -> bool:
+    def should_send(self, view: DraftView) -> bool:
         if not view.unsent:
             return False
         alone = not view.in_flight and view.unsent <= self.width
-        if alone and self.best(view)[1] < self.least_gain:
+        if alone and self.best_leaf(view)[1] < self.min_gain:
             return False  # a probe: drafted to measure the acceptance rate, not to be sent
-        return leaves_now(view, self.gather, by_rank=False)
+        return sends_now(view, self.gather, by_rank=False)
 
-    def best(self, view: DraftView) -> tuple[int, float]:
-        """Return the leaf behind which a step would bring most, and how many tokens it brings."""
+    def best_leaf(self, view: DraftView) -> tuple[int, float]:
+        """Return the leaf behind which a step would bring most, and how many tokens that is."""
         tree, gain_at = view.tree, dict[int, float]()
-        rates = view.estimates.acceptance.first(self.width)
-        priced = view.row_chance / rates[0]
-        if priced > 1.0:
+        rates = view.estimates.acceptance.first_rates(self.width)
+        min_in_pass = view.row_chance / rates[0]
+        if min_in_pass > 1.0:
             return ROOT, 0.0
-        right, hit = rates[0], sum(rates)  # ``min`` takes three times as long
-        right, hit = right if right < 0.99 else 0.99, hit if hit < 0.99 else 0.99
-        decoding_s, length, decoded, closer = view.decoding_s, tree.prefix.length, 0.0, 1.0
+        first_rate, hit_rate = rates[0], sum(rates)
+        if first_rate > 0.99:  # ``min`` takes three times as long
+            first_rate = 0.99
+        if hit_rate > 0.99:
+            hit_rate = 0.99
+        decoding_s, length, decoded, lead_per_step = view.decoding_s, tree.prefix.length, 0.0, 1.0
         if decoding_s is not None:
-            decoded, closer = view.arrival_s / decoding_s, 1.0 - view.step_s / decoding_s
+            decoded, lead_per_step = view.arrival_s / decoding_s, 1.0 - view.step_s / decoding_s
         end, settled = view.end, length + math.ceil(decoded)
-        best, most = ROOT, 0.0
-        # Entries: chance now, chance in its pass, and the place to draft behind with its position
-        # and children.
+        best, best_gain = ROOT, 0.0
+        # Entries: the chance now, the chance in its pass, and the node to draft behind with the
+        # position and the children behind it.
         pending = [(1.0, 1.0, ROOT, length, tree.roots)]
         while pending:
-            chance, pays, parent, position, children = pending.pop()
-            if chance * hit < most:
-                continue  # nothing here brings more, even at once, when a step brings ``hit``
-            left = 1.0
+            chance, in_pass, parent, position, children = pending.pop()
+            if chance * hit_rate < best_gain:
+                continue  # nothing here brings more, even at once, when a step brings ``hit_rate``
+            open_value = 1.0
             if children:
-                left = _left_open(children) if children[0].rank == UNRANKED else 0.0
-            if left > 0.0 and position < end:
+                open_value = _open_value(children) if children[0].rank == UNRANKED else 0.0
+            if open_value > 0.0 and position < end:
                 if position not in gain_at:
-                    first = _in_time(decoded - (position - length), closer)
-                    gain_at[position] = hit if first == 1 else _gain(right, hit, first)
-                gain = chance * left * gain_at[position]
+                    step = _first_step_in_time(decoded - (position - length), lead_per_step)
+                    gain_at[position] = hit_rate
+                    if step > 1:
+                        gain_at[position] = _gain_behind(first_rate, hit_rate, step)
+                gain = chance * open_value * gain_at[position]
                 # The oldest of equals.
-                if gain > most or (gain == most and parent < best):
-                    best, most = parent, gain
+                if gain > best_gain or (gain == best_gain and parent < best):
+                    best, best_gain = parent, gain
             for node in reversed(children):  # the likeliest is popped first
-                its = chance * node.chance
-                paying = pays if position < settled else pays * node.chance
-                if its * hit >= most and paying >= priced:
-                    pending.append((its, paying, node.id, position + 1, node.children))
-        return best, most
+                behind = chance * node.chance
+                behind_in_pass = in_pass if position < settled else in_pass * node.chance
+                if behind * hit_rate >= best_gain and behind_in_pass >= min_in_pass:
+                    pending.append((behind, behind_in_pass, node.id, position + 1, node.children))
+        return best, best_gain
 
     def _probe(self, view: DraftView) -> int | None:
         tree, trials = view.tree, view.estimates.acceptance.trials
         length = tree.prefix.length
         every = 1 if not trials or trials[0] < _TRIALS_WANTED else _PROBE_EVERY
         due = length < view.end and length % every == 0
-        return ROOT if due and _left_open(tree.roots) > 0.0 else None
+        return ROOT if due and _open_value(tree.roots) > 0.0 else None
 
 
-def _gain(right: float, hit: float, first: int) -> float:
+def _gain_behind(right: float, hit: float, first: int) -> float:
     """Return the tokens that a step brings behind a leaf that is certain, by the formula above."""
     if first == 1:
         return hit  # each further step brings less
@@ -148,7 +153,7 @@ def _gain(right: float, hit: float, first: int) -> float:
     return best
 
 
-def _in_time(behind: float, closer: float) -> int:
+def _first_step_in_time(behind: float, closer: float) -> int:
     """Return the first step from now on whose node arrives before the verifier decodes its
     position.
 
@@ -165,7 +170,7 @@ def _in_time(behind: float, closer: float) -> int:
     return 1 + math.ceil(behind / closer) if behind < closer * _FURTHEST else _FURTHEST + 1
 
 
-def _left_open(children: Sequence[Node]) -> float:
+def _open_value(children: Sequence[Node]) -> float:
     """Return what a draft step is worth where text lookup alone has added ``children``, relative to
     an empty place; 0 if the draft model was run there already.
 
@@ -181,7 +186,7 @@ def _left_open(children: Sequence[Node]) -> float:
     return max(0.0, 1.0 - named**3)
 
 
-def useless(evidence: DraftEvidence) -> str:
+def describe_useless_draft(evidence: DraftEvidence) -> str:
     """Return one line about a draft model that was given up: how often it was right, and what would
     help."""
     hits, tried = evidence.hits, evidence.tried
@@ -192,11 +197,11 @@ def useless(evidence: DraftEvidence) -> str:
     )
 
 
-def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
+def explain_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
     """Return why the policy would not begin to draft now. None if it would, or if its rule is
     another."""
-    if policy.gives_up and estimates.evidence.is_useless:
-        return useless(estimates.evidence)
+    if policy.drops_useless_draft and estimates.evidence.is_useless:
+        return describe_useless_draft(estimates.evidence)
     if price.credit == 0:
         # The verifier may have room for sessions; what is short are its passes.
         why, least = "the verifier's passes are busy: it takes no drafts now", price.least_chance
@@ -209,11 +214,9 @@ def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates)
         )
     if isinstance(policy, GoodputPolicy):
         tree = SpeculationTree(CommittedPrefix((0,)))
-        gain = policy.best(DraftView(tree, 0, 0, policy.width, 1 << 30, estimates))[1]
-        if gain < policy.least_gain:
-            return (
-                f"a draft step would save {gain:.3f} tokens, and has to save {policy.least_gain:g}"
-            )
+        gain = policy.best_leaf(DraftView(tree, 0, 0, policy.width, 1 << 30, estimates))[1]
+        if gain < policy.min_gain:
+            return f"a draft step would save {gain:.3f} tokens, and has to save {policy.min_gain:g}"
     return None
 
 
@@ -228,13 +231,13 @@ class PolicyName(Enum):
 
 
 DEFAULT_POLICY: Final = PolicyName.GOODPUT
-GAMMA_OF: Final = (PolicyName.FIXED, PolicyName.PEARL)
+POLICIES_WITH_GAMMA: Final = (PolicyName.FIXED, PolicyName.PEARL)
 """Policies with a draft length."""
-WINDOW_OF: Final = (PolicyName.GOODPUT, PolicyName.WINDOWED)
+POLICIES_WITH_WINDOW: Final = (PolicyName.GOODPUT, PolicyName.WINDOWED)
 """Policies with a bound on outstanding steps."""
 
 
-def named_policy(
+def make_policy(
     name: PolicyName = DEFAULT_POLICY,
     gamma: int | None = None,
     width: int = DEFAULT_WIDTH,

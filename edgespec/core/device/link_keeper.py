@@ -38,8 +38,8 @@ from edgespec.core.protocol.sampling import noise_bits
 # Faults of a verifier that is full or shutting down. It is not broken, so a retry costs nothing.
 _BUSY = (FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)
 
-LEAST_S: Final = 1e-3
-LONGEST_S: Final = 1e7
+MIN_WAIT_S: Final = 1e-3
+MAX_WAIT_S: Final = 1e7
 MAX_STREAMS: Final = 10_000
 # 2**30 milliseconds are twelve days: a longer wait is of no use, and no float overflows.
 _MAX_DOUBLINGS: Final = 30
@@ -80,7 +80,7 @@ class ReconnectPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name.endswith("_s"):
-                bounded(field.name, getattr(self, field.name), LEAST_S, LONGEST_S)
+                bounded(field.name, getattr(self, field.name), MIN_WAIT_S, MAX_WAIT_S)
         bounded("max_streams_without_token", self.max_streams_without_token, 1, MAX_STREAMS)
         for name, limit in (("first_s", "longest_s"), ("silence_s", "progress_s")):
             if (value := getattr(self, name)) > (most := getattr(self, limit)):
@@ -99,43 +99,43 @@ class LinkKeeper:
         self._policy, self._seed = policy, jitter_seed
         self._attempts = self._streams_without_token = 0
         self._failing_since: float | None = None
-        self._ever_greeted = False
-        self._greeted = False
+        self._was_ever_opened = False
+        self._is_opened = False
         """Whether the verifier opened the session on this stream."""
-        self._brought_token = False
+        self._has_brought_token = False
         """Whether a token arrived on this stream."""
         self._model: ModelIdentity | None = None
         """Model that the verifier of this stream serves."""
-        self._began: ModelIdentity | None = None
+        self._first_model: ModelIdentity | None = None
         """Model that the generation began with."""
-        self._answer_s = policy.answer_s
+        self._open_timeout_s = policy.answer_s
         """Seconds that opening the session on this stream may take."""
         self._waiting_since = 0.0
         """Time at which this stream was opened, or last made progress."""
-        self._most_read = 0
+        self._max_prompt_read = 0
         """Most prompt tokens that the verifier of this stream has computed."""
-        self._waited_s = 0.0
+        self._wasted_s = 0.0
         """Seconds that earlier streams waited in vain since the last token."""
 
     # --- what happens to the stream --------------------------------------------------------
 
     def connect(self, now: float) -> list[ev.DraftAction]:
-        self._greeted = self._brought_token = False
-        self._most_read = 0
-        self._answer_s = self._policy.answer_s
+        self._is_opened = self._has_brought_token = False
+        self._max_prompt_read = 0
+        self._open_timeout_s = self._policy.answer_s
         self._move(ev.CONNECTING, now + self._policy.answer_s)
         return [ev.Connect()]
 
-    def connected(self, request: Open) -> None:
+    def on_connected(self, request: Open) -> None:
         """The stream is connected. The verifier still has to open the session by the same deadline,
         or later if it has to parse a constraint first."""
         deadline = self.deadline
         if deadline is not None and request.sampling.constraint is not None:
             deadline += self._policy.grammar_s
-            self._answer_s += self._policy.grammar_s
+            self._open_timeout_s += self._policy.grammar_s
         self._move(ev.STREAMING, deadline)
 
-    def opened(self, request: Open, opened: Opened, now: float) -> list[ev.DraftAction]:
+    def on_opened(self, request: Open, opened: Opened, now: float) -> list[ev.DraftAction]:
         """Handle the verifier's ``Opened``.
 
         A verifier that does not keep a constraint or a ``min_tokens`` that was sent, or now serves
@@ -147,85 +147,85 @@ class LinkKeeper:
         if (least := request.sampling.min_tokens) != opened.min_tokens:
             why = f"the verifier is too old for min_tokens {least}: it did not confirm it"
             return [ev.Transmit(Cancel()), *self.end(ev.Fail(why, FaultCode.INVALID))]
-        self.greeted(now)
+        self.note_opened(now)
         self._model = model = ModelIdentity.of(opened)
-        if self._began is None or model.is_model_of(self._began):
+        if self._first_model is None or model.is_model_of(self._first_model):
             return []
-        why = f"the verifier serves {model} now, but the generation began on {self._began}"
+        why = f"the verifier serves {model} now, but the generation began on {self._first_model}"
         return [ev.Transmit(Cancel()), *self.abandon(one_line(why), now)]
 
-    def greeted(self, now: float) -> None:
-        self._greeted, self._waiting_since = True, now
+    def note_opened(self, now: float) -> None:
+        self._is_opened, self._waiting_since = True, now
         # The time limit for reconnecting starts over, the waits do not.
-        self._failing_since, self._ever_greeted = None, True
-        self.heard(now)
+        self._failing_since, self._was_ever_opened = None, True
+        self.note_message(now)
 
-    def heard(self, now: float) -> None:
+    def note_message(self, now: float) -> None:
         """Postpone the deadline because a message arrived, if only a sign of life."""
-        if self._greeted:
-            self.deadline = min(now + self._policy.silence_s, self._token_is_owed_at)
+        if self._is_opened:
+            self.deadline = min(now + self._policy.silence_s, self._progress_deadline)
 
-    def has_read(self, count: int, now: float) -> None:
+    def note_prompt_progress(self, count: int, now: float) -> None:
         """Record how many prompt tokens the verifier has computed.
 
         More than before on this stream is progress. A verifier that loses computed tokens and
         computes them again makes none."""
-        if count > self._most_read:
-            self._most_read = count
-            self._waiting_since, self._waited_s = now, 0.0
-        self.heard(now)
+        if count > self._max_prompt_read:
+            self._max_prompt_read = count
+            self._waiting_since, self._wasted_s = now, 0.0
+        self.note_message(now)
 
-    def progressed(self, now: float) -> None:
-        self._began = self._model
-        self._brought_token, self._waiting_since, self._waited_s = True, now, 0.0
+    def note_token(self, now: float) -> None:
+        self._first_model = self._model
+        self._has_brought_token, self._waiting_since, self._wasted_s = True, now, 0.0
         self._attempts, self._failing_since, self._streams_without_token = 0, None, 0
-        self.heard(now)
+        self.note_message(now)
 
     # --- how it ends -----------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[ev.DraftAction]:
+    def on_tick(self, now: float) -> list[ev.DraftAction]:
         if self.deadline is None or now < self.deadline:
             return []
         if self.state is ev.BACKING_OFF:
             return self.connect(now)
         policy = self._policy
-        if not self._greeted:
-            why = f"no answer from the verifier within {self._answer_s:g} s"
-        elif now >= self._token_is_owed_at:
+        if not self._is_opened:
+            why = f"no answer from the verifier within {self._open_timeout_s:g} s"
+        elif now >= self._progress_deadline:
             why = f"no new token from the verifier for {policy.progress_s:g} s"
-            if self._most_read and not self._brought_token:
-                why += f", and its prefill stopped at {self._most_read} tokens of the prompt"
+            if self._max_prompt_read and not self._has_brought_token:
+                why += f", and its prefill stopped at {self._max_prompt_read} tokens of the prompt"
             return self.end(ev.Fail(why, is_disconnected=True))
         else:
             why = f"no message from the verifier for {policy.silence_s:g} s"
         return self.abandon(why, now)
 
-    def down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:
+    def on_link_down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:
         """Handle a stream that ended or could not be opened."""
         why = one_line(event.why)
         if not event.retryable:
             return self.end(ev.Fail(why, is_disconnected=True))
         at_once = event.again_s is not None and event.again_s <= 0.0
-        return self._again(why, now, retry_after_s=event.again_s or 0.0, at_once=at_once)
+        return self._retry_later(why, now, retry_after_s=event.again_s or 0.0, at_once=at_once)
 
-    def refused(self, fault: Fault, now: float) -> list[ev.DraftAction]:
+    def on_fault(self, fault: Fault, now: float) -> list[ev.DraftAction]:
         """Handle a fault with which the verifier ended the stream."""
         why, code = one_line(fault.message), fault.code
         if not code.retryable:
             return self.end(ev.Fail(why, code))
-        if not self._greeted and code not in _BUSY:
-            self.greeted(now)  # a refusal shows that the verifier is reachable
-        return [ev.Disconnect(), *self._again(why, now, code, fault.retry_after_s)]
+        if not self._is_opened and code not in _BUSY:
+            self.note_opened(now)  # a refusal shows that the verifier is reachable
+        return [ev.Disconnect(), *self._retry_later(why, now, code, fault.retry_after_s)]
 
     def abandon(self, why: str, now: float) -> list[ev.DraftAction]:
         """Close the stream and try another one."""
-        return [ev.Disconnect(), *self._again(why, now)]
+        return [ev.Disconnect(), *self._retry_later(why, now)]
 
     def end(self, last: ev.Finish | ev.Fail) -> list[ev.DraftAction]:
         self._move(ev.DONE, None)
         return [ev.Disconnect(), last]
 
-    def _again(
+    def _retry_later(
         self,
         why: str,
         now: float,
@@ -234,14 +234,14 @@ class LinkKeeper:
         *,
         at_once: bool = False,
     ) -> list[ev.DraftAction]:
-        if self._greeted:
-            self._waited_s += now - self._waiting_since
-            self._streams_without_token += not self._brought_token
+        if self._is_opened:
+            self._wasted_s += now - self._waiting_since
+            self._streams_without_token += not self._has_brought_token
         count = self._streams_without_token
         if count >= self._policy.max_streams_without_token:
             after = f"after {count} streams without a new token"
             return self._give_up(f"gave up on the verifier {after}: {why}", code, retry_after_s)
-        again_at = self._again_at(now, retry_after_s, at_once)
+        again_at = self._next_attempt_at(now, retry_after_s, at_once)
         if again_at is None:
             return self._give_up(f"gave up on the verifier: {why}", code, retry_after_s)
         self._counters.reconnects += 1
@@ -257,7 +257,7 @@ class LinkKeeper:
             return self.end(ev.Fail(why, is_disconnected=True))
         return self.end(ev.Fail(why, code, retry_after_s))
 
-    def _again_at(self, now: float, retry_after_s: float, at_once: bool) -> float | None:
+    def _next_attempt_at(self, now: float, retry_after_s: float, at_once: bool) -> float | None:
         """Return when to try again, or None if the time limit for reconnecting has passed.
 
         ``at_once`` means that another verifier can be tried: then there is no wait, and later waits
@@ -274,12 +274,12 @@ class LinkKeeper:
             at = now + wait_s * (1 - jitter / 2)
             if now + retry_after_s > at:
                 at = now + retry_after_s + policy.longest_s * jitter / 2
-        allowed_s = policy.give_up_s if self._ever_greeted else policy.give_up_first_s
+        allowed_s = policy.give_up_s if self._was_ever_opened else policy.give_up_first_s
         return at if at - self._failing_since <= allowed_s else None
 
     @property
-    def _token_is_owed_at(self) -> float:
-        return self._waiting_since + self._policy.progress_s - self._waited_s
+    def _progress_deadline(self) -> float:
+        return self._waiting_since + self._policy.progress_s - self._wasted_s
 
     def _move(self, state: ev.LinkState, deadline: float | None) -> None:
         self.state, self.deadline = transition(ev.DRAFT_MOVES, self.state, state), deadline

@@ -31,9 +31,9 @@ MIB: Final = 1 << 20
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+|%)")
-_FORM = "must be a size such as 600MiB, 0.5GiB or 600 MB, a share such as 25%, or auto"
+_ALLOWED_FORMS = "must be a size such as 600MiB, 0.5GiB or 600 MB, a share such as 25%, or auto"
 # Larger than the memory of any device: a wrong unit is more likely.
-_MOST_BYTES = 1 << 44
+_MAX_BUDGET_BYTES = 1 << 44
 AUTO = "auto"
 AUTO_SHARE = 0.9
 """Share of the free memory that ``auto`` takes; the rest is for other programs that grow."""
@@ -84,7 +84,7 @@ def parse_budget(text: str, name: str = "memory_budget") -> MemoryBudget:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         hint = ": it lacks a unit" if re.fullmatch(r"[0-9.]+", text.strip()) else ""
-        raise ValueError(f"{name} is {text!r}{hint}, but {_FORM}")
+        raise ValueError(f"{name} is {text!r}{hint}, but {_ALLOWED_FORMS}")
     number, unit = float(found[1]), found[2]
     if unit == "%":
         if not 0.0 < number <= 100.0:
@@ -96,8 +96,8 @@ def parse_budget(text: str, name: str = "memory_budget") -> MemoryBudget:
             f"{name} is {text!r}: unknown unit {unit!r}; known are B, KB, MB, GB (powers of"
             " 1000), KiB, MiB, GiB (powers of 1024) and %"
         )
-    if not 1 <= number * factor <= _MOST_BYTES:
-        raise ValueError(f"{name} is {text!r}, but must be in [1B, {_MOST_BYTES >> 30}GiB]")
+    if not 1 <= number * factor <= _MAX_BUDGET_BYTES:
+        raise ValueError(f"{name} is {text!r}, but must be in [1B, {_MAX_BUDGET_BYTES >> 30}GiB]")
     return MemoryBudget(text, bytes=int(number * factor))
 
 
@@ -124,16 +124,15 @@ class KvType(Enum):
 
 # Code and tables of the runtime that the first session loads.
 _SESSION_BYTES = 11 * MIB
-# By bits of a weight: factors of (stored bytes for the kernels' copy, table bytes for a second
-# copy).
-_KEPT = {4: (1.67, 0.0), 8: (1.255, 0.94), 32: (1.0, 1.0)}
+# Factors by bits of a weight: (stored bytes for the kernels' copy, table bytes for a second copy).
+_RESIDENT_FACTORS = {4: (1.67, 0.0), 8: (1.255, 0.94), 32: (1.0, 1.0)}
 # Share of the stored bytes that stays resident too if the weights lie inside the graph's file.
-_INLINE = 0.55
+_INLINE_FACTOR = 0.55
 _TABLE_INTEGERS = {4: 0.8, 8: 0.89, 32: 0.0}
 _LINK_BYTES = 5 * MIB
 _THREAD_BYTES = 256 * 1024
 _NODE_BYTES = 1024
-_MOST_NODES = 256
+_MAX_STEPS_OF_NODES = 256
 _SAMPLING_ROWS = 11
 PAGE_BYTES = 4096
 
@@ -208,7 +207,10 @@ def memory_terms(
 ) -> tuple[MemoryTerm, ...]:
     """Return the terms whose sum is the predicted peak of the process, in bytes."""
     window, width, ids = settings.window, settings.width, variant.vocabulary_size
-    stored, nodes = f"{variant.stored_bytes / MIB:.1f} MiB stored", _MOST_NODES * _NODE_BYTES
+    stored, nodes = (
+        f"{variant.stored_bytes / MIB:.1f} MiB stored",
+        _MAX_STEPS_OF_NODES * _NODE_BYTES,
+    )
     tokens = f"{window} tokens of {variant.kv_bytes_per_token} bytes ({variant.kv_type.value})"
     if settings.caches > 1:
         tokens += f" in each of {settings.caches} caches"
@@ -220,7 +222,7 @@ def memory_terms(
     )
     grown = (
         ("keys and values", settings.caches * variant.kv_bytes(window), tokens),
-        ("candidate nodes", width * nodes, f"width {width}, at most {_MOST_NODES} steps"),
+        ("candidate nodes", width * nodes, f"width {width}, at most {_MAX_STEPS_OF_NODES} steps"),
         ("logits and sampling", _SAMPLING_ROWS * ids * 4, f"{_SAMPLING_ROWS} rows of {ids} ids"),
         ("workspace", workspace, f"{working}, threads: {settings.threads}"),
         ("link", _LINK_BYTES, "gRPC, event loop, messages"),
@@ -236,10 +238,10 @@ def _weights_bytes(variant: DraftVariant) -> int:
     """Return the resident bytes of the weights: the kernels' repacked copy, and for 8 and 32 bits
     the table again as it is stored, for looking up embeddings.
 
-    Formula: a * stored + b * table, with (a, b) from ``_KEPT``, plus 0.55 * stored if the graph's
-    file holds the weights itself. 100 MiB of 4 bits keep 1.67 * 100 = 167 MiB."""
-    kept, table = _KEPT[variant.bits]
-    inline = _INLINE if variant.inline else 0.0
+    Formula: a * stored + b * table, with (a, b) from ``_RESIDENT_FACTORS``, plus 0.55 * stored if
+    the graph's file holds the weights itself. 100 MiB of 4 bits keep 1.67 * 100 = 167 MiB."""
+    kept, table = _RESIDENT_FACTORS[variant.bits]
+    inline = _INLINE_FACTOR if variant.inline else 0.0
     return int((kept + inline) * variant.stored_bytes + table * variant.table_bytes)
 
 
@@ -258,8 +260,8 @@ def _workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
 
 # --- the plan ---------------------------------------------------------------------------------
 
-SHORTEST_PLANNED = 128
-USUAL_TEXT = 1024
+MIN_PLANNED_WINDOW = 128
+USUAL_WINDOW = 1024
 """Window in tokens that is planned at most, unless the user asks for a longer one."""
 CHUNKS = (64, 32, 16)
 MARGIN_SHARE, LEAST_MARGIN_BYTES = 0.05, 8 * MIB
@@ -273,20 +275,20 @@ class MemoryPlanError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryQuestion:
+class MemoryPlanInputs:
     budget_bytes: int
     """Budget of the whole process at its peak."""
     runtime_bytes: int
     """Bytes that the process holds before it loads a draft, its tokenizer included."""
-    most_width: int
+    max_width: int
     """Largest number of candidates per step to plan for."""
-    most_window: int = 0
+    max_window: int = 0
     """Longest window to plan for, in tokens; 0: 1024, or the draft's context if that is shorter."""
     threads: int = 0
     """Threads of the draft; 0: two for a large draft on a machine with two cores or more, else
     one."""
     cores: int = 1
-    most_caches: int = 1
+    max_caches: int = 1
     """Largest number of caches to plan for."""
 
 
@@ -311,7 +313,7 @@ class MemoryPlan:
         """Whether the plan leaves the margin of the budget free."""
         return self.predicted_bytes + self.margin_bytes <= self.budget_bytes
 
-    def traded(self, best: MemoryPlan) -> tuple[str, ...]:
+    def list_reductions(self, best: MemoryPlan) -> tuple[str, ...]:
         """Return in words what this plan has less of than ``best``."""
         ours, theirs = self.settings, best.settings
         pairs = [
@@ -333,7 +335,7 @@ def margin_bytes(budget_bytes: int) -> int:
     return max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * budget_bytes))
 
 
-def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
+def plan_memory(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> MemoryPlan:
     """Return the best plan within the budget.
 
     It is a plan of the first of ``variants`` that fits, with as many caches as were requested and
@@ -342,19 +344,19 @@ def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> M
     plan = next((one for one in _plans(variants, question) if one.fits), None)
     if plan is None:
         raise _refusal(variants, question)
-    for caches in range(question.most_caches, 1, -1):
+    for caches in range(question.max_caches, 1, -1):
         richer = _plan(plan.variant, replace(plan.settings, caches=caches), question)
         if richer.fits:
             return richer
     return plan
 
 
-def unbounded(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
+def plan_without_limit(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> MemoryPlan:
     """Return the plan for an unlimited budget."""
     return plan_memory(variants, replace(question, budget_bytes=1 << 62))
 
 
-def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) -> int:
+def smallest_budget(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> int:
     """Return the smallest budget that any of ``variants`` fits into.
 
     Formula: max(p + 8 MiB, p / 0.95) for a leanest prediction of p. 152 MiB need 160 MiB."""
@@ -362,35 +364,37 @@ def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) 
     return max(leanest + LEAST_MARGIN_BYTES, int(leanest / (1.0 - MARGIN_SHARE)) + 1)
 
 
-def _plans(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Iterator[MemoryPlan]:
+def _plans(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> Iterator[MemoryPlan]:
     """Yield all combinations, the best first."""
     for _, same in groupby(variants, key=lambda one: (one.name, one.bits)):
         kinds = tuple(same)
         large = question.cores > 1 and kinds[0].stored_bytes >= _TWO_THREADS_FROM_BYTES
         threads = question.threads or (2 if large else 1)
-        for width in range(question.most_width, 0, -1):
-            for window in windows(question.most_window or min(USUAL_TEXT, kinds[0].context_length)):
+        for width in range(question.max_width, 0, -1):
+            for window in window_sizes(
+                question.max_window or min(USUAL_WINDOW, kinds[0].context_length)
+            ):
                 for variant in kinds:
                     for chunk in CHUNKS:
                         yield _plan(variant, DraftSettings(window, width, chunk, threads), question)
 
 
-def _plan(variant: DraftVariant, settings: DraftSettings, question: MemoryQuestion) -> MemoryPlan:
+def _plan(variant: DraftVariant, settings: DraftSettings, question: MemoryPlanInputs) -> MemoryPlan:
     terms = memory_terms(variant, settings, question.runtime_bytes)
     return MemoryPlan(variant, settings, terms, question.budget_bytes)
 
 
-def windows(most: int) -> tuple[int, ...]:
+def window_sizes(longest: int) -> tuple[int, ...]:
     """Return the windows to try, longest first: ``longest``, and below it ..., 384, 256, 192 and
     128."""
-    found, size = [], SHORTEST_PLANNED
-    while size < most:
+    found, size = [], MIN_PLANNED_WINDOW
+    while size < longest:
         found += [size, size * 3 // 2]
         size *= 2
-    return (most, *(one for one in reversed(found) if one < most))
+    return (longest, *(one for one in reversed(found) if one < longest))
 
 
-def _refusal(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlanError:
+def _refusal(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> MemoryPlanError:
     least = min(_plans(variants, question), key=lambda plan: plan.predicted_bytes)
     largest = sorted(least.terms, key=lambda term: -term.bytes)[:2]
     parts = ", ".join(f"{term.name} {in_mib(term.bytes)}" for term in largest)
@@ -411,8 +415,8 @@ each time its size changes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restriction:
-    """What a draft may use at the moment. ``window`` 0 means that it rests."""
+class DraftAllowance:
+    """The part of the plan that a draft may use at the moment. ``window`` 0 means that it rests."""
 
     window: int
     width: int
@@ -435,42 +439,42 @@ class MemoryGuard:
         self,
         budget_bytes: int,
         margin_bytes: int,
-        full: Restriction,
+        full: DraftAllowance,
         bytes_per_token: int,
         recovery_s: float = RECOVERY_S,
     ) -> None:
         self.current = full
-        self._most, self._slack = budget_bytes - margin_bytes, margin_bytes
+        self._limit_bytes, self._slack_bytes = budget_bytes - margin_bytes, margin_bytes
         self._full, self._row_bytes = full, max(1, bytes_per_token)
         self._recovery_s = recovery_s
-        self._calm_since: float | None = None
+        self._below_limit_since: float | None = None
 
     def observe(
         self, resident_bytes: int, growth_bytes: int, held_tokens: int, now: float
-    ) -> Restriction | None:
+    ) -> DraftAllowance | None:
         """Return the new allowance, or None if it does not change.
 
         The process holds ``resident_bytes``, with ``held_tokens`` rows; the next step may add
         ``growth_bytes``."""
-        excess = resident_bytes + growth_bytes - self._most
+        excess = resident_bytes + growth_bytes - self._limit_bytes
         if excess > 0:
-            self._calm_since = None
+            self._below_limit_since = None
             return self._tighten(held_tokens + growth_bytes // self._row_bytes, excess)
         if self.current == self._full:
             return None
-        richer = self._richer()
+        richer = self._next_rung_up()
         added = max(0, richer.window - held_tokens) * self._row_bytes
-        if resident_bytes + added + self._slack > self._most:
-            self._calm_since = None
+        if resident_bytes + added + self._slack_bytes > self._limit_bytes:
+            self._below_limit_since = None
             return None
-        if self._calm_since is None:
-            self._calm_since = now
-        if now - self._calm_since < self._recovery_s:
+        if self._below_limit_since is None:
+            self._below_limit_since = now
+        if now - self._below_limit_since < self._recovery_s:
             return None
-        self._calm_since, self.current = now, richer
+        self._below_limit_since, self.current = now, richer
         return richer
 
-    def _tighten(self, reached: int, excess: int) -> Restriction | None:
+    def _tighten(self, reached: int, excess: int) -> DraftAllowance | None:
         """Reduce the allowance to the longest window that frees ``excess`` bytes or does not take
         them.
 
@@ -481,17 +485,17 @@ class MemoryGuard:
             return None  # it holds nothing
         window = min(current.window, reached) + -excess // self._row_bytes
         if window >= SMALLEST_WINDOW or current.window > SMALLEST_WINDOW:
-            self.current = Restriction(max(window, SMALLEST_WINDOW), current.width)
+            self.current = DraftAllowance(max(window, SMALLEST_WINDOW), current.width)
         elif current.width > 1:
-            self.current = Restriction(current.window, 1)
+            self.current = DraftAllowance(current.window, 1)
         else:
-            self.current = Restriction(0, 0)
+            self.current = DraftAllowance(0, 0)
         return self.current
 
-    def _richer(self) -> Restriction:
+    def _next_rung_up(self) -> DraftAllowance:
         current, full = self.current, self._full
         if not current.window:
-            return Restriction(min(SMALLEST_WINDOW, full.window), 1)
+            return DraftAllowance(min(SMALLEST_WINDOW, full.window), 1)
         if current.width < full.width:
-            return Restriction(current.window, full.width)
-        return Restriction(min(full.window, 2 * current.window), full.width)
+            return DraftAllowance(current.window, full.width)
+        return DraftAllowance(min(full.window, 2 * current.window), full.width)

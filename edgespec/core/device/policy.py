@@ -1,10 +1,10 @@
 """Draft policies: they decide what to draft next, and when to send what was drafted.
 
-Theory of operation. After every event the session calls ``flush`` (send all unsent nodes now?) and,
-when no draft step runs, ``extend`` (behind which node should the next step run?). Both are pure
-functions of a view. A policy is called before a token is drafted; of the drafted candidates only
-those after the first are dropped, if they are hardly ever right. Nodes *in flight* are sent and
-neither committed nor killed yet.
+Theory of operation. After every event the session calls ``should_send`` (send all unsent nodes
+now?) and, when no draft step runs, ``choose_parent`` (behind which node should the next step run?).
+Both are pure functions of a view. A policy is called before a token is drafted; of the drafted
+candidates only those after the first are dropped, if they are hardly ever right. Nodes *in flight*
+are sent and neither committed nor killed yet.
 
     fixed     draft gamma steps, send them, wait: split speculative decoding as published
     pearl     send when nothing is in flight: the first node after a rejection is sent at once
@@ -15,8 +15,7 @@ neither committed nor killed yet.
     goodput   the default: ``goodput_policy.py``
 
 All are settings of one machine, which makes the published schemes honest baselines (PEARL: arXiv
-2408.11850).
-"""
+2408.11850)."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from edgespec.core.protocol.tree import ROOT, UNRANKED, SpeculationTree
 MAX_GAMMA = 32
 # Passes follow one another without a pause if commits come no further apart than this many pass
 # durations; the excess is for jitter.
-_WITHOUT_A_WAIT = 1.01
+_MAX_GAP_OF_CONTINUOUS_PASSES = 1.01
 GATHER_SHARE = 0.1
 """Last part of a pass, as a share, in which an agent's drafts are sent at once: it allows for the
 link's jitter."""
@@ -39,16 +38,16 @@ DEFAULT_WIDTH = 2
 """Candidates that a draft step adds by default."""
 
 # Commits that come further apart than this many pass durations were waited for.
-_WAITS = 1.25
+_MIN_GAP_OF_WAITING = 1.25
 # No rate is assumed to be better than this: it was counted over some fifty positions.
 _SURE_RATE = 0.99
 # Lower bound of durations that others are divided by: a clock may measure 0.
-_LEAST_S = 1e-6
+_MIN_DURATION_S = 1e-6
 
 
 @dataclass(slots=True)
 class DraftView:
-    """What a policy may use for a decision. No policy changes it."""
+    """The facts that a policy may use for a decision. No policy changes it."""
 
     tree: SpeculationTree
     unsent: int
@@ -80,9 +79,9 @@ class DraftView:
     def __post_init__(self) -> None:
         self.pass_s = pass_s = self.estimates.pass_s.get(ASSUMED_PASS_S)
         step_s = self.estimates.step_s.get(ASSUMED_STEP_SHARE * pass_s)
-        self.step_s = step_s if step_s > _LEAST_S else _LEAST_S
-        greeting_s = self.estimates.greeting_s
-        guess_s = greeting_s if greeting_s < ASSUMED_RTT_S else ASSUMED_RTT_S
+        self.step_s = step_s if step_s > _MIN_DURATION_S else _MIN_DURATION_S
+        open_s = self.estimates.open_s
+        guess_s = open_s if open_s < ASSUMED_RTT_S else ASSUMED_RTT_S
         self.rtt_s = self.estimates.rtt_s.get(guess_s)
 
     @property
@@ -97,7 +96,7 @@ class DraftView:
         every 30 ms make 15 ms a token."""
         estimates = self.estimates
         token_s = estimates.commit_s.get(ASSUMED_PASS_S) / estimates.commit_tokens.get(1.0)
-        return token_s if token_s > _LEAST_S else _LEAST_S
+        return token_s if token_s > _MIN_DURATION_S else _MIN_DURATION_S
 
     @property
     def settled_position(self) -> int:
@@ -114,14 +113,14 @@ class DraftView:
     @property
     def decoding_s(self) -> float | None:
         """Time per token of a verifier that decodes on without this device's drafts: commit_s /
-        own_tokens.
+        server_tokens.
 
         The verifier may have drafts of its own. None if it waits for drafts, or if nothing is
         known."""
         commit_s = self.estimates.commit_s.get(0.0)
-        if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s:
+        if commit_s <= 0.0 or commit_s > _MIN_GAP_OF_WAITING * self.pass_s:
             return None
-        tokens = self.estimates.own_tokens.get(1.0)
+        tokens = self.estimates.server_tokens.get(1.0)
         return commit_s / tokens if tokens > 1.0 else commit_s
 
     @property
@@ -135,7 +134,7 @@ class DraftView:
         since_s = self.since_commit_s or 0.0
         return since_s + self.step_s + self.rtt_s
 
-    def paying(self, parent: int, width: int) -> int:
+    def affordable_width(self, parent: int, width: int) -> int:
         """Return how many of ``width`` candidates behind ``parent`` are worth their rows at the
         verifier's price when they get into a pass; at least one."""
         price = self.estimates.price.least_chance
@@ -145,7 +144,7 @@ class DraftView:
         while (node := nodes.get(parent)) is not None and node.position >= settled:
             chance *= node.chance
             parent = node.parent
-        rates = self.estimates.acceptance.first(width)
+        rates = self.estimates.acceptance.first_rates(width)
         return sum([chance * rate >= price for rate in rates]) or 1
 
     @property
@@ -156,7 +155,7 @@ class DraftView:
         own = row_s / self.token_s if row_s > 0.0 else 0.0
         return own if own > least else least
 
-    def tip(self) -> int | None:
+    def chain_end(self) -> int | None:
         """Return the end of the chain of first candidates; None if the output ends there."""
         at, position, children = ROOT, self.tree.prefix.length, self.tree.roots
         while children:
@@ -171,19 +170,19 @@ class DraftPolicy(Protocol):
         """Number of the draft model's candidates that each step adds."""
 
     @property
-    def least_choice(self) -> float:
+    def min_candidate_chance(self) -> float:
         """Least chance of a kept candidate after the first one; 0: all are kept."""
 
     @property
-    def gives_up(self) -> bool:
+    def drops_useless_draft(self) -> bool:
         """Whether a useless draft model (``DraftEvidence``) makes no steps any more. The published
         schemes draft on, as they have no rule for that."""
 
-    def extend(self, view: DraftView) -> int | None:
+    def choose_parent(self, view: DraftView) -> int | None:
         """Return the node (or ``ROOT``) to draft behind, or None to rest until something
         happens."""
 
-    def flush(self, view: DraftView) -> bool:
+    def should_send(self, view: DraftView) -> bool:
         """Return whether to send the unsent nodes now."""
 
 
@@ -193,15 +192,15 @@ class FixedPolicy:
 
     gamma: int | None = None
     width: int = 1
-    least_choice: ClassVar[float] = 0.0
-    gives_up: ClassVar[bool] = False
+    min_candidate_chance: ClassVar[float] = 0.0
+    drops_useless_draft: ClassVar[bool] = False
 
-    def extend(self, view: DraftView) -> int | None:
+    def choose_parent(self, view: DraftView) -> int | None:
         if view.in_flight or view.unsent >= self._nodes(view) or view.room < self.width:
             return None
-        return view.tip()
+        return view.chain_end()
 
-    def flush(self, view: DraftView) -> bool:
+    def should_send(self, view: DraftView) -> bool:
         return not view.in_flight and view.unsent >= self._nodes(view)
 
     def _nodes(self, view: DraftView) -> int:
@@ -231,15 +230,15 @@ class PearlPolicy:
 
     gamma: int | None = None
     width: int = 1
-    least_choice: ClassVar[float] = 0.0
-    gives_up: ClassVar[bool] = False
+    min_candidate_chance: ClassVar[float] = 0.0
+    drops_useless_draft: ClassVar[bool] = False
 
-    def extend(self, view: DraftView) -> int | None:
+    def choose_parent(self, view: DraftView) -> int | None:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
         full = view.unsent >= gamma * self.width or view.room < self.width
-        return None if full else view.tip()
+        return None if full else view.chain_end()
 
-    def flush(self, view: DraftView) -> bool:
+    def should_send(self, view: DraftView) -> bool:
         return view.unsent > 0 and not view.in_flight
 
 
@@ -254,7 +253,7 @@ def is_full(view: DraftView, width: int, window: int | None) -> bool:
     return drafted >= most or view.room < width
 
 
-def leaves_now(view: DraftView, gather: float | None, *, by_rank: bool) -> bool:
+def sends_now(view: DraftView, gather: float | None, *, by_rank: bool) -> bool:
     """Return whether to send the unsent nodes now, with ``gather`` as in ``WindowedPolicy``.
 
     ``by_rank`` means that a node's chance is the rate of its rank, and not what the draft model
@@ -263,7 +262,7 @@ def leaves_now(view: DraftView, gather: float | None, *, by_rank: bool) -> bool:
         return True
     if not view.in_flight:
         return not _is_worth_a_longer_chain(view, gather, by_rank)
-    return _in_time_s(view) < view.step_s + gather * view.pass_s
+    return _time_left_s(view) < view.step_s + gather * view.pass_s
 
 
 def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> bool:
@@ -292,7 +291,7 @@ def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> b
     return pass_s * chance * (1.0 - rate) > step_s * (1.0 - math.pow(rate, drafted_in_a_pass))
 
 
-def _in_time_s(view: DraftView) -> float:
+def _time_left_s(view: DraftView) -> float:
     """Return for how many seconds a message that is sent still reaches the verifier before the next
     pass begins.
 
@@ -305,9 +304,9 @@ def _in_time_s(view: DraftView) -> float:
     estimates = view.estimates
     if view.since_commit_s is None or not estimates.rtt_s.count:
         return 0.0
-    if estimates.commit_s.get(math.inf) > _WITHOUT_A_WAIT * view.pass_s:
+    if estimates.commit_s.get(math.inf) > _MAX_GAP_OF_CONTINUOUS_PASSES * view.pass_s:
         return 0.0
-    return (-estimates.rtt_s.get(0.0) - view.since_commit_s) % max(view.pass_s, _LEAST_S)
+    return (-estimates.rtt_s.get(0.0) - view.since_commit_s) % max(view.pass_s, _MIN_DURATION_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,15 +336,15 @@ class WindowedPolicy:
     gather: float | None = None
     """None: every step's nodes are sent at once. A number: nodes are sent together, just in time
     for the next pass, within this share of a pass before it, or when none is in flight."""
-    least_choice: ClassVar[float] = 0.0
-    gives_up: ClassVar[bool] = False
+    min_candidate_chance: ClassVar[float] = 0.0
+    drops_useless_draft: ClassVar[bool] = False
 
-    def extend(self, view: DraftView) -> int | None:
+    def choose_parent(self, view: DraftView) -> int | None:
         step_s, tree = view.step_s, view.tree
         if is_full(view, self.width, self.window):
             return None
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        # Behind a leaf less likely than this, not even the first candidate is worth its row.
+        # At a leaf less likely than this, not even the first candidate behind it is worth its row.
         priced = view.estimates.price.least_chance / rates[0]
         if priced > 1.0:
             return None
@@ -372,8 +371,8 @@ class WindowedPolicy:
                         best, best_chance = node.id, chance
         return best or None
 
-    def flush(self, view: DraftView) -> bool:
-        return view.unsent > 0 and leaves_now(view, self.gather, by_rank=True)
+    def should_send(self, view: DraftView) -> bool:
+        return view.unsent > 0 and sends_now(view, self.gather, by_rank=True)
 
     def _least_chance(self, view: DraftView, step_s: float, hit_rate: float) -> float:
         """Return the least chance of a node at which a step behind it saves more than it costs: its

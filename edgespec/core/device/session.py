@@ -25,14 +25,14 @@ from edgespec.core.device.commit_reader import CommitBounds, CommitReader, Draft
 from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, DraftView
-from edgespec.core.device.text_drafts import TextDrafts
+from edgespec.core.device.text_drafts import DeviceLookup
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
 
-# Every so many steps the candidates that are hardly ever right are kept once.
+# Interval, in steps, at which candidates that are hardly ever right are kept once.
 _KEEP_ALL_EVERY = 16
 # Assumed until ``Opened`` arrives. If the real limit is lower, the verifier drops the surplus
 # nodes, which is harmless.
@@ -50,7 +50,7 @@ class DraftSession:
     # A simulated city has thousands of sessions: without dictionaries an event touches less memory.
     __slots__ = (
         *("_bounds", "_busy_since", "_cache", "_committed_at", "_draft_context_length", "_end"),
-        *("_opened_at", "_outbox", "_policy", "_reader", "_said_no_draft_comes", "_speechless"),
+        *("_opened_at", "_outbox", "_policy", "_reader", "_announced_no_draft", "_empty_step"),
         *("_step", "_text"),
         *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
     )
@@ -82,14 +82,14 @@ class DraftSession:
         verifier, learned = verifier or VerifierEstimates(), learned or Learned()
         self._reader = CommitReader(self.tree, self._outbox, verifier, learned, sampling)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
-        self._text = None if text is None else TextDrafts(self.tree, text, self.estimates)
+        self._text = None if text is None else DeviceLookup(self.tree, text, self.estimates)
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
         self._cache = DraftCache()
         self._step: _Step | None = None
         """The draft step that runs."""
-        self._speechless: tuple[int, int] | None = None
+        self._empty_step: tuple[int, int] | None = None
         """Committed length and parent of the last step if it returned no candidate."""
-        self._said_no_draft_comes = False
+        self._announced_no_draft = False
         """Whether a draft without nodes was sent since the verifier's last commit."""
         self._busy_since: float | None = None
         """Time at which the last commit arrived, if it left nodes in flight."""
@@ -105,7 +105,7 @@ class DraftSession:
     def has_given_up(self) -> bool:
         """Whether the draft model makes no steps any more, because it was found to be useless, in
         this generation or in earlier ones."""
-        return self._policy.gives_up and self.estimates.evidence.is_useless
+        return self._policy.drops_useless_draft and self.estimates.evidence.is_useless
 
     @property
     def state(self) -> ev.LinkState:
@@ -123,22 +123,22 @@ class DraftSession:
             return ()  # a message of a stream that is closed
         match event:
             case ev.StepDone():
-                self._step_done(event, now)
+                self._on_step_done(event, now)
                 actions = []
             case Commit():
                 actions = self._on_commit(event, now)
             case Opened():
                 actions = self._on_opened(event, now)
             case Fault():
-                actions = self.link.refused(event, now)
+                actions = self.link.on_fault(event, now)
             case ev.Start():
                 actions = self.link.connect(now)
             case ev.Connected():
                 actions = self._on_connected(now)
             case ev.LinkDown():
-                actions = self.link.down(event, now)
+                actions = self.link.on_link_down(event, now)
             case ev.Tick():
-                actions = self.link.tick(now)
+                actions = self.link.on_tick(now)
             case ev.StepFailed(why):
                 self.counters.draft_failure = why
                 self._step, self.drafting, actions = None, False, []
@@ -147,27 +147,27 @@ class DraftSession:
                 actions += self.link.end(ev.Finish(reason))
             case _:
                 assert_never(event)
-        self._go_on(actions, now)
+        self._send_and_draft(actions, now)
         return tuple(actions)
 
     # --- what the verifier says ------------------------------------------------------------
 
     def _on_connected(self, now: float) -> list[ev.DraftAction]:
-        self.link.connected(self.request)
+        self.link.on_connected(self.request)
         self._outbox.new_stream()
         self._reader.new_stream()
         self._busy_since, self._committed_at, self._opened_at = None, None, now
-        self._said_no_draft_comes = False
+        self._announced_no_draft = False
         held = tuple(self.prefix.output)
         return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
 
     def _on_opened(self, opened: Opened, now: float) -> list[ev.DraftAction]:
-        if refused := self.link.opened(self.request, opened, now):
+        if refused := self.link.on_opened(self.request, opened, now):
             return refused
         self.limits = opened.limits
         if self._opened_at is not None:
-            self.estimates.greeting_s = now - self._opened_at
-        self._reader.opened(opened.limits.max_unreceived)
+            self.estimates.open_s = now - self._opened_at
+        self._reader.on_opened(opened.limits.max_unreceived)
         self._outbox.trim(opened.limits.max_nodes_outstanding)
         self._bounds = replace(self._bounds, context_length=opened.limits.context_length)
         self._end = min(self._bounds.length - 1, self._draft_context_length)
@@ -177,8 +177,8 @@ class DraftSession:
         if not self._reader.continues(commit):
             why = f"commit at {commit.position} does not continue the {self.prefix.length} held"
             return self.link.abandon(why, now)
-        commit, wrong = self._bounds.fitting(commit)
-        self._said_no_draft_comes = False
+        commit, wrong = self._bounds.cut_to_bounds(commit)
+        self._announced_no_draft = False
         may_draft = self.drafting or (self.request.drafting and self.has_given_up)
         rests = may_draft and self._step is None and not self._in_flight
         delivered = self._reader.read(commit, now)
@@ -190,9 +190,9 @@ class DraftSession:
         actions: list[ev.DraftAction] = []
         if delivered is None:
             self.counters.prompt_read = min(commit.read, self.prefix.length)
-            self.link.has_read(self.counters.prompt_read, now)
+            self.link.note_prompt_progress(self.counters.prompt_read, now)
         else:
-            self.link.progressed(now)
+            self.link.note_token(now)
             actions.append(delivered)
         if wrong is not None:
             return actions + self.link.end(ev.Fail(wrong))
@@ -201,12 +201,14 @@ class DraftSession:
             actions.append(ev.Transmit(received))
         if commit.finish is not None:
             generated = self.prefix.length - self.prefix.prompt_length
-            actions += self.link.end(ev.Finish(self._bounds.told_apart(commit.finish, generated)))
+            actions += self.link.end(
+                ev.Finish(self._bounds.finish_reason(commit.finish, generated))
+            )
         return actions
 
     # --- drafting --------------------------------------------------------------------------
 
-    def _go_on(self, actions: list[ev.DraftAction], now: float) -> None:
+    def _send_and_draft(self, actions: list[ev.DraftAction], now: float) -> None:
         """Send what the policy decides to send, and start the step that it decides to start."""
         state = self.link.state
         if state is ev.DONE:
@@ -219,7 +221,7 @@ class DraftSession:
         unsent = self._outbox.unsent
         if streaming and unsent:
             view = self._view(unsent, now)
-            if self._policy.flush(view):
+            if self._policy.should_send(view):
                 actions += self._send_drafts()
                 view.unsent = unsent = self._outbox.unsent
                 view.in_flight = len(self.tree.nodes) - unsent
@@ -227,15 +229,15 @@ class DraftSession:
             return
         if self.drafting and not self.has_given_up:
             view = view or self._view(unsent, now)
-            parent = self._policy.extend(view)
-            if parent is not None and self._speechless != (self.prefix.length, parent):
+            parent = self._policy.choose_parent(view)
+            if parent is not None and self._empty_step != (self.prefix.length, parent):
                 actions.append(self._start_step(parent, view, now))
                 return
-        if streaming and unsent and self._policy.flush(self._view(unsent, now, resting=True)):
+        if streaming and unsent and self._policy.should_send(self._view(unsent, now, resting=True)):
             actions += self._send_drafts()
             unsent = self._outbox.unsent
         if streaming and unsent == len(self.tree.nodes):
-            actions += self._leave_nothing_open()
+            actions += self._send_rest_or_announce_none()
 
     def _stop_if_useless(self) -> None:
         """Stop drafting if the draft model was given up and text lookup is off."""
@@ -245,13 +247,13 @@ class DraftSession:
     def _start_step(self, parent: int, view: DraftView, now: float) -> ev.StartStep:
         """Start a step behind ``parent`` with as many candidates as the policy asks for and the
         price allows."""
-        width = view.paying(parent, self._policy.width)
+        width = view.affordable_width(parent, self._policy.width)
         keep, feed = self._cache.feed(self.prefix, self.tree.path(parent))
-        least = self._policy.least_choice
+        least = self._policy.min_candidate_chance
         self._step = _Step(parent, width, least, self.prefix.length, now, len(feed))
         return ev.StartStep(keep, feed, width)
 
-    def _step_done(self, event: ev.StepDone, now: float) -> None:
+    def _on_step_done(self, event: ev.StepDone, now: float) -> None:
         """Add the step's candidates to the tree, or rank the lookup nodes that they confirm.
 
         If the root has moved meanwhile, the candidates become nodes behind the new root, or they
@@ -260,9 +262,9 @@ class DraftSession:
         assert self._step is not None
         step, self._step = self._step, None
         if not event.candidates:
-            self._speechless = step.base_position, step.parent
+            self._empty_step = step.base_position, step.parent
             return
-        self._speechless = None
+        self._empty_step = None
         self.counters.steps += 1
         self.estimates.note_step(step.fed, now - step.started_at)
         tree, base, length = self.tree, step.base_position, self.prefix.length
@@ -270,65 +272,67 @@ class DraftSession:
         if position is None:
             return  # the branch is dead
         late = position < length
-        named = {} if late else {node.token: node for node in tree.children(step.parent)}
-        found = self._worth_keeping(event.candidates[: step.width], step.least_choice, named)
+        lookup_nodes = {} if late else {node.token: node for node in tree.children(step.parent)}
+        candidates, least = event.candidates[: step.width], step.min_candidate_chance
+        found = self._select_candidates(candidates, least, lookup_nodes)
         for rank, (token, logprob, chance) in enumerate(found):
-            if (node := named.pop(token, None)) is not None:
+            if (node := lookup_nodes.pop(token, None)) is not None:
                 node.rank, node.logprob, node.chance = rank, logprob, chance
             else:
                 node_id = tree.last_id + 1
                 tree.grow(node_id, step.parent, token, base, rank, logprob, chance)
-        for node in named.values():
-            node.chance = self.estimates.guesses.opposed(node.lookup_cell)
+        for node in lookup_nodes.values():
+            node.chance = self.estimates.guesses.contradicted_chance(node.lookup_cell)
         if late:
             offered = [
                 Node(ROOT, ROOT, token, position, rank, [], logprob)
                 for rank, (token, logprob, _) in enumerate(found)
             ]
-            self._reader.score(offered, self.prefix.tokens[position])
+            self._reader.judge(offered, self.prefix.tokens[position])
 
-    def _worth_keeping(
-        self, found: Sequence[Candidate], least: float, named: Mapping[int, Node]
+    def _select_candidates(
+        self, found: Sequence[Candidate], least: float, lookup_nodes: Mapping[int, Node]
     ) -> list[tuple[int, float, float]]:
         """Return the candidates to keep, as (token, log-probability, chance).
 
         They end before the first one that is hardly ever right; none behind it is kept, so that
         ranks have no gaps. Now and then all are kept, to measure their chances. ``lookup_nodes``
         are text lookup's nodes for the place, by token."""
-        drafted, rate = self.estimates.guesses.drafted, self.estimates.acceptance.rate
+        draft_chance, rate = self.estimates.guesses.draft_chance, self.estimates.acceptance.rate
         least = least if self.counters.steps % _KEEP_ALL_EVERY else 0.0
         kept = []
         for rank, one in enumerate(found):
-            of_text = named[one.token].chance if one.token in named else None
-            chance = drafted(rank, one.logprob, rate(rank), of_text)
+            node = lookup_nodes.get(one.token)
+            lookup_chance = None if node is None else node.chance
+            chance = draft_chance(rank, one.logprob, rate(rank), lookup_chance)
             if rank and chance < least:
                 break
             kept.append((one.token, one.logprob, chance))
         return kept
 
     def _send_drafts(self) -> list[ev.DraftAction]:
-        drafts = self._outbox.take(self._most_outstanding)
+        drafts = self._outbox.take_unsent(self._max_outstanding)
         self.counters.sent += sum([len(draft.tokens) for draft in drafts])
         return [ev.Transmit(draft) for draft in drafts]
 
-    def _leave_nothing_open(self) -> list[ev.DraftAction]:
+    def _send_rest_or_announce_none(self) -> list[ev.DraftAction]:
         """Send what is left, or announce that no draft is coming, if no step runs and no node is in
         flight.
 
         A verifier that waits for drafts then decodes on."""
         if self._outbox.unsent and (drafts := self._send_drafts()):
             return drafts
-        if self._said_no_draft_comes or self.request.run_ahead is not RunAhead.NEVER:
+        if self._announced_no_draft or self.request.run_ahead is not RunAhead.NEVER:
             return []
-        self._said_no_draft_comes = True
-        return [ev.Transmit(self._outbox.nothing())]
+        self._announced_no_draft = True
+        return [ev.Transmit(self._outbox.announce_no_draft())]
 
     @property
     def _in_flight(self) -> int:
         return len(self.tree.nodes) - self._outbox.unsent
 
     @property
-    def _most_outstanding(self) -> int:
+    def _max_outstanding(self) -> int:
         """Number of nodes that the verifier accepts outstanding, by its limits and its present
         credit."""
         most = self.limits.max_nodes_outstanding
@@ -341,7 +345,7 @@ class DraftSession:
             self.tree,
             unsent,
             alive - unsent,
-            self._most_outstanding - alive,
+            self._max_outstanding - alive,
             self._end,
             self.estimates,
             None if since is None else now - since,
@@ -355,7 +359,7 @@ class DraftSession:
 class _Step:
     parent: int
     width: int
-    least_choice: float
+    min_candidate_chance: float
     """Least chance of a kept candidate after the first one."""
     base_position: int
     started_at: float

@@ -22,20 +22,20 @@ from edgespec.core.device.policy import DraftView
 from edgespec.core.protocol.text_guesses import TextCandidate, TextReader, TextTables
 from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, SpeculationTree
 
-LEAST_CHANCE: Final = 0.03
+MIN_PATH_CHANCE: Final = 0.03
 """Least chance that all tokens on a node's path are right."""
-MOST_NODES: Final = 64
+MAX_LOOKUP_NODES: Final = 64
 
 
-class TextDrafts:
+class DeviceLookup:
     """Adds text lookup's candidates to one session's ``tree``. ``tables`` outlive the session and
     belong to its user alone."""
 
     def __init__(
         self, tree: SpeculationTree, tables: TextTables, estimates: DraftEstimates
     ) -> None:
-        self._tree, self._guesses = tree, estimates.guesses
-        self._reader = TextReader(tables, self._guesses.text)
+        self._tree, self._chances = tree, estimates.guesses
+        self._reader = TextReader(tables, self._chances.text)
 
     def learn(self) -> None:
         """Judge candidates by the newly committed tokens, then index those."""
@@ -48,33 +48,33 @@ class TextDrafts:
         """Add the candidates that are worth a row in the present state of the tree and the
         verifier."""
         tree, reader, tokens = self._tree, self._reader, self._tree.prefix.tokens
-        end, settled, least_paying = len(tokens), view.settled_position, view.row_chance
+        end, settled, min_in_pass = len(tokens), view.settled_position, view.row_chance
         if end < 2 or reader.lookup.indexed_length < end:
             return
-        room = min(view.room // 2, MOST_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
+        room = min(view.room // 2, MAX_LOOKUP_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
         # Entries, likeliest first, then oldest: negated chance, count, chance in its pass, node,
         # the position behind it, and the lookup state there.
         count = 0
         heap = [(-1.0, 0, 1.0, ROOT, end, reader.state_at_end(tokens))]
         while heap:
-            chance, _, in_pass, parent, position, place = heappop(heap)
-            named, place = reader.candidates(tokens, place)
+            negated, _, in_pass, parent, position, state = heappop(heap)
+            candidates, state = reader.candidates(tokens, state)
             children = tree.children(parent)
             if position < view.end:
-                room -= self._add(children, parent, named, -chance, room)
+                room -= self._add(children, parent, candidates, -negated, room)
             for child in children:
-                its = chance * child.chance
-                pays = in_pass if position < settled else in_pass * child.chance
-                if -its >= LEAST_CHANCE and pays >= least_paying:
+                behind = negated * child.chance
+                behind_in_pass = in_pass if position < settled else in_pass * child.chance
+                if -behind >= MIN_PATH_CHANCE and behind_in_pass >= min_in_pass:
                     count += 1
-                    behind = reader.advance(tokens, place, child.token)
-                    heappush(heap, (its, count, pays, child.id, position + 1, behind))
+                    after = reader.advance(tokens, state, child.token)
+                    heappush(heap, (behind, count, behind_in_pass, child.id, position + 1, after))
 
     def _add(
         self,
         children: Sequence[Node],
         parent: int,
-        named: Sequence[TextCandidate],
+        candidates: Sequence[TextCandidate],
         chance: float,
         room: int,
     ) -> int:
@@ -82,16 +82,19 @@ class TextDrafts:
         of new nodes.
 
         A candidate that the draft model offered too confirms that node instead."""
-        before, guesses, tree = len(children), self._guesses, self._tree
-        asked = any(child.rank != UNRANKED for child in children)
-        for cell, token in named:
-            same = next((child for child in children if child.token == token), None)
-            its = guesses.opposed(cell) if asked and same is None else guesses.text.by_cell[cell]
-            if same is not None:
-                if same.lookup_cell == NO_CELL:
-                    same.lookup_cell = cell
-                    same.chance = guesses.drafted(same.rank, same.logprob, same.chance, its)
-            elif chance * its >= LEAST_CHANCE and room > len(children) - before:
-                node, base = tree.last_id + 1, tree.prefix.length
-                tree.grow(node, parent, token, base, UNRANKED, 0.0, its, cell)
+        before, chances, tree = len(children), self._chances, self._tree
+        has_draft_candidates = any(child.rank != UNRANKED for child in children)
+        for cell, token in candidates:
+            node = next((child for child in children if child.token == token), None)
+            lookup_chance = chances.text.by_cell[cell]
+            if has_draft_candidates and node is None:
+                lookup_chance = chances.contradicted_chance(cell)
+            if node is not None:
+                if node.lookup_cell == NO_CELL:
+                    node.lookup_cell = cell
+                    rank, logprob, rate = node.rank, node.logprob, node.chance
+                    node.chance = chances.draft_chance(rank, logprob, rate, lookup_chance)
+            elif chance * lookup_chance >= MIN_PATH_CHANCE and room > len(children) - before:
+                node_id, base = tree.last_id + 1, tree.prefix.length
+                tree.grow(node_id, parent, token, base, UNRANKED, 0.0, lookup_chance, cell)
         return len(children) - before

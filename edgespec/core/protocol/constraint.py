@@ -126,7 +126,7 @@ class ConstrainedText:
     def follow(self, output: Sequence[int]) -> int:
         """Move behind ``output``, the generated tokens so far.
 
-        Returns how many of them the grammar accepts, an end token behind a complete output
+        Returns the number of tokens that the grammar accepts, an end token behind a complete output
         included."""
         matched = self._matched
         kept = len(matched)
@@ -145,7 +145,7 @@ class ConstrainedText:
         return len(matched)
 
     def forced(self, output: Sequence[int], limit: int) -> list[int]:
-        """Return the tokens behind ``output`` that the grammar forces, at most ``limit`` of them.
+        """Return the tokens behind ``output`` that the grammar forces, at most ``limit`` tokens.
 
         A token is forced if the mask allows only it. End tokens are not counted as forced."""
         found: list[int] = []

@@ -53,7 +53,7 @@ class MovingAverage:
             share = self.weight
         self._mean += share * (sample - self._mean)
 
-    def doubt(self, samples: int) -> None:
+    def limit_weight(self, samples: int) -> None:
         """Let all samples so far weigh at most as much as ``samples`` new ones."""
         self.count = min(self.count, samples)
 
@@ -222,7 +222,7 @@ class AcceptanceEstimator:
     def rate(self, rank: int) -> float:
         return self.rates[rank if rank < len(self.prior) else -1]
 
-    def first(self, count: int) -> list[float]:
+    def first_rates(self, count: int) -> list[float]:
         """Return the rates of the first ``count`` ranks."""
         return self.rates[:count] + self.rates[-1:] * (count - len(self.rates))
 
@@ -243,8 +243,8 @@ class CalibratedChances:
     It depends on the two models and on whether they sample, and outlives a generation."""
 
     def __init__(self) -> None:
-        # The formula of ``DecayedRate``, in two lists for all cells: there is one of these for each
-        # device.
+        # The formula of ``DecayedRate``, in two lists for all cells, because each device has such
+        # an object.
         self._hits = [0.0] * (CELLS * _RANKS)
         self._trials = [0.0] * (CELLS * _RANKS)
 

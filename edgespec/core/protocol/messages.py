@@ -18,9 +18,9 @@ from edgespec.core.statically_frozen import statically_frozen
 PROTOCOL_VERSION = 1
 EXACT_RULE = "exact"
 MAX_COMMIT_TOKENS = 4096
-"""Tokens in one ``Commit``. A device that resumes further behind gets several of them."""
+"""Tokens in one ``Commit``. A device that resumes further behind gets several commits."""
 MAX_ADAPTERS = 64
-"""Models that one verifier serves beside its own; each of them is that model with an adapter."""
+"""Models that one verifier serves beside its own: that model with one adapter each."""
 MAX_NAME_BYTES = 256
 """Bound on the length of a model's name in UTF-8."""
 MAX_SECRET_BYTES = 64

@@ -130,14 +130,14 @@ class SamplingParams:
     frequency_penalty: float = limited(0.0, -100.0, 100.0)
     """Subtract this from a token's logit once for each time that it occurs in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
-    """Add these amounts to the logits of these token ids, such as ``{42: -1.5}``."""
+    """Amounts that are added to the logits of single token ids, such as ``{42: -1.5}``."""
     seed: int = limited(0, 0, (1 << 64) - 1)
     """Seed of the sampling noise. The same seed gives the same output."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output."""
     stop: tuple[str, ...] = ()
-    """End the output before any of these strings. The device searches for them; they are never sent
-    and never shown."""
+    """End the output before any such string. The device searches for the strings; they are never
+    sent and never shown."""
     max_tokens: int = limited(256, 1, MAX_TOKENS)
     """Generate at most this many tokens."""
     min_tokens: int = limited(0, 0, MAX_TOKENS)

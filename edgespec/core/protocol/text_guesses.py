@@ -262,8 +262,8 @@ class TextReader:
             lookup.add(tokens)
 
     def state_at_end(self, tokens: Sequence[int]) -> LookupState:
-        """Return the state behind the text, which must have at least two tokens, all of them
-        learned."""
+        """Return the state behind the text, which must have at least two tokens and be learned
+        completely."""
         return tuple(tokens[-self._context_length :]), self.lookup.position, self.lookup.length
 
     def candidates(

@@ -22,7 +22,7 @@ from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.device.build import BUNDLED, load_tokenizer
 
 if TYPE_CHECKING:
-    from edgespec.core.device.memory import DraftVariant, MemoryPlan, MemoryQuestion
+    from edgespec.core.device.memory import DraftVariant, MemoryPlan, MemoryPlanInputs
 
 plan = lazy_app(
     "plan",
@@ -86,7 +86,7 @@ def memory(
 
 def _measure_memory(
     section: DraftSection, references: list[str]
-) -> tuple[tuple[DraftVariant, ...], MemoryQuestion]:
+) -> tuple[tuple[DraftVariant, ...], MemoryPlanInputs]:
     """Return the draft variants to choose from, and the question for the memory plan. All drafts of
     a target share its tokenizer, so the first draft's tokenizer is loaded, beside the modules that
     the drafting commands load."""
@@ -104,12 +104,12 @@ def _measure_memory(
 
 
 def _show_answer(
-    variants: tuple[DraftVariant, ...], question: MemoryQuestion, as_json: bool
+    variants: tuple[DraftVariant, ...], question: MemoryPlanInputs, as_json: bool
 ) -> None:
-    from edgespec.core.device.memory import plan_memory, unbounded
+    from edgespec.core.device.memory import plan_memory, plan_without_limit
 
     plan = plan_memory(variants, question)
-    changes = plan.traded(unbounded(variants, question))
+    changes = plan.list_reductions(plan_without_limit(variants, question))
     if as_json:
         typer.echo(json.dumps(_memory_as_json(plan, changes), indent=2))
     else:

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.events import Fail
-from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
-from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
+from edgespec.core.device.memory import DraftAllowance, MemoryGuard, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
@@ -142,7 +142,7 @@ class Governor:
         assert section.budget_mib is not None
         budget_bytes = int(section.budget_mib * _MIB)
         row_bytes = max(1, int(section.token_kib * _KIB))
-        full = self._standing = Restriction(section.window, DEFAULT_WIDTH)
+        full = self._standing = DraftAllowance(section.window, DEFAULT_WIDTH)
         rows = WindowedDrafter(drafter, full.window, full.width, row_bytes, self._restricted)
         guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
         self.rows = rows
@@ -163,7 +163,7 @@ class Governor:
 
     def _restricted(self, window: int, width: int) -> None:
         less = (window, width) < (self._standing.window, self._standing.width)
-        self._standing = Restriction(window, width)
+        self._standing = DraftAllowance(window, width)
         self.tightened += less
         self.loosened += not less
         if self._tracer is not None:
@@ -284,7 +284,7 @@ class User:
         self._streams = []
         self.handovers = 0
         self.site = site = self._world.choose(self)
-        ours = named_policy(self._section.policy) if arm.is_ours else None
+        ours = make_policy(self._section.policy) if arm.is_ours else None
         policy, run_ahead = arm_settings(arm, self._world.scenario.gamma, ours)
         key = f"{self.name}#{self._asked}"
         self.key = key

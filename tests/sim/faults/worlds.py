@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from edgespec.core.device.events import DraftCounters, Fail, Finish, LinkState
 from edgespec.core.device.link_keeper import ReconnectPolicy
-from edgespec.core.device.memory import SMALLEST_WINDOW, MemoryGuard, Restriction
+from edgespec.core.device.memory import SMALLEST_WINDOW, DraftAllowance, MemoryGuard
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancelled
@@ -165,7 +165,7 @@ BUDGET: Final = 1 << 20
 
 _ROW_BYTES, _MARGIN = 1024, 1 << 14
 
-_FULL = Restriction(4 * SMALLEST_WINDOW, 3)
+_FULL = DraftAllowance(4 * SMALLEST_WINDOW, 3)
 
 _GUARD_LOOK_S, _RECOVERY_S = 0.05, 0.1
 
