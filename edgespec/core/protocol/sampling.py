@@ -136,7 +136,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output."""
     stop: tuple[str, ...] = ()
-    """End the output before any such string. The device searches for the strings; they are never
+    """End the output before any given string. The device searches for the strings; they are never
     sent and never shown."""
     max_tokens: int = limited(256, 1, MAX_TOKENS)
     """Generate at most this many tokens."""
