@@ -59,7 +59,7 @@ async def run_verifier(
     drafter = await asyncio.to_thread(load_server_drafter, settings, target)
     daemon, server = build_verifier(settings, target=target, drafter=drafter)
     if settings.model != TOY:  # which has nothing to warm up
-        await asyncio.to_thread(daemon.get_ready)
+        await asyncio.to_thread(daemon.warm_up)
     try:
         await server.start()
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

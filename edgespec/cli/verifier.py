@@ -138,7 +138,7 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
             watch=watching.watch,
         )
         if config.model != TOY:  # whose few words are no work
-            await asyncio.to_thread(verifier.get_ready)
+            await asyncio.to_thread(verifier.warm_up)
         await server.start()
         _collect_less_often()
         sys.setswitchinterval(_SWITCH_S)

@@ -101,7 +101,7 @@ class GrammarReader:
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get_ready(self) -> None:
+    def warm_up(self) -> None:
         """Do the work that the first constraint would otherwise wait for. Meanwhile the library
         blocks every other thread of this process (0.4 to 0.9 s for a vocabulary of 151,936 words).
         Raises what ``tokenizer`` raises."""
@@ -542,7 +542,7 @@ processes together, so this one is low."""
 
 def verifier_reader(reference: str) -> GrammarReader:
     """Return a reader for the target that ``reference`` names. Nothing is loaded before the first
-    constraint or the call of ``get_ready``."""
+    constraint or the call of ``warm_up``."""
     return GrammarReader(partial(_vocabulary, reference, Role.TARGET))
 
 

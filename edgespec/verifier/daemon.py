@@ -16,28 +16,26 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from edgespec.core import ports
 from edgespec.core.protocol import messages as m
-from edgespec.core.protocol.constraint import ConstrainedText, ConstraintBusyError, ConstraintError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.server_model import DraftRound
-from edgespec.models.grammar import GrammarReader, ReadConstraint
+from edgespec.models.grammar import ReadConstraint
 from edgespec.telemetry.logs import log_failure, new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.telemetry.verifier_counts import StreamMeter
+from edgespec.verifier.constraint_reader import ConstraintReader
 
 
-class Backlog:
+class SendQueue:
     """Send queue of one stream: at most ``limit`` messages, one reader, and an end.
 
     ``put`` and ``end`` never wait. An ``asyncio.Queue`` would take three times as long at every
@@ -52,11 +50,11 @@ class Backlog:
         self._reader: asyncio.Future[None] | None = None
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not self._messages
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if the reader waits, so that no message is being sent."""
         return self._reader is not None and not self._messages and not self._reader.done()
 
@@ -135,7 +133,7 @@ class TargetWorker:
             missing: set[str] = set()
             for item in queued:
                 failure = self._carry_out(item)
-                self._tell_drafter(item)
+                self._update_drafter(item)
                 if isinstance(item, ee.OpenSequence):
                     missing.discard(item.key)
                 if failure is not None:
@@ -147,7 +145,7 @@ class TargetWorker:
             results = tuple(self._target.forward(batch)) if batch else ()
             return ee.BatchDone(results, time.perf_counter() - began_s)
 
-        return self._begun(work)
+        return self._submit(work)
 
     def draft(self, action: ee.RunDrafts) -> asyncio.Future[ee.DraftsDone]:
         """Run a round of the server model; every session in it has had a pass."""
@@ -164,7 +162,7 @@ class TargetWorker:
                 drafting.take(guesses, time.perf_counter() - began_s)
             return drafting.done()
 
-        return self._begun(work)
+        return self._submit(work)
 
     def drop_drafter(self) -> None:
         """Free the memory of the draft model; no round may follow."""
@@ -181,9 +179,9 @@ class TargetWorker:
             finally:
                 self._target.close(request.key)
 
-        return self._begun(work)
+        return self._submit(work)
 
-    def _begun(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+    def _submit(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
         return done
 
@@ -208,7 +206,7 @@ class TargetWorker:
             return ee.SequenceFailed(item.key, f"{name} failed: {type(error).__name__}")
         return None
 
-    def _tell_drafter(self, item: SequenceWork) -> None:
+    def _update_drafter(self, item: SequenceWork) -> None:
         """Open or close the sequence in the drafter. An exception ends no session, since sessions
         can go on without the drafter."""
         drafter = self._drafter  # bound here, since the event loop may drop it meanwhile
@@ -230,163 +228,34 @@ class TargetWorker:
         """
         if self._last is not None:
             await asyncio.wait([self._last], timeout=within_s)
-        over = self._last is None or self._last.done()
-        self._thread.shutdown(wait=over, cancel_futures=True)
-        return over
-
-
-# --- constraints of new streams are read before the engine sees them ---------------------------
-# Compiling a grammar takes from a millisecond to seconds, so it happens in threads of its own. Each
-# API key (or each address, on a verifier without API keys) uses one thread at a time, even after
-# all requests that waited for that thread have gone. The addresses of one API key take turns. So
-# clients with hard grammars do not delay other API keys. How many grammars may wait, and for how
-# long, is bounded.
-
-_THREADS: Final = 64
-_MOST_OF_A_KEY: Final = 32
-_MOST_OF_A_PEER: Final = 16
-GRAMMAR_WITHIN_S: Final = 40.0
-"""Seconds after which a grammar that was not compiled is refused."""
-
-
-@dataclass(slots=True)
-class _Turn:
-    """The queue of an API key or of an address; the lock is held while a thread works for it."""
-
-    whose: str
-    most: int
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
-
-
-class ConstraintDesk:
-    """Compiles the constraints of new streams in threads, fairly between API keys.
-
-    ``read`` None means that this verifier supports no constraints: they pass unchanged, and the
-    engine refuses them.
-    """
-
-    def __init__(self, read: ReadConstraint | None, end_tokens: tuple[int, ...]) -> None:
-        self._read, self._end_tokens = read, end_tokens
-        self._keeper = read if isinstance(read, GrammarReader) else None
-        self._turns: dict[tuple[str, str], _Turn] = {}
-        """Queues in use, by API key and address; the address is empty for the queue of a whole API
-        key."""
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
-
-    def get_ready(self) -> None:
-        """Do the work for which the first constraint would otherwise have to wait. It blocks, so it
-        must not run in an event loop."""
-        if self._keeper is not None:
-            try:
-                self._keeper.get_ready()
-            except Exception as error:  # a request with a constraint will get the error
-                _LOG.info("constraints cannot be read: %s", error)
-
-    async def prepared(
-        self, request: m.Open, peer: str, credential: Credential = ANYBODY
-    ) -> m.Open | m.Fault:
-        if request.sampling.constraint is None or self._read is None:
-            return request
-        # The address comes first, so each address has one place in the queue of its API key.
-        key = credential.name
-        turns = [self._turns.setdefault((key, peer), _Turn(peer, _MOST_OF_A_PEER))]
-        if key:
-            of_key = self._turns.setdefault((key, ""), _Turn(f"key {key!r}", _MOST_OF_A_KEY))
-            turns.append(of_key)
-        for turn in turns:
-            turn.users += 1
-        try:
-            for turn in turns:
-                if turn.users > turn.most:
-                    why = f"{turn.most} grammars of {turn.whose} wait to be read, limit {turn.most}"
-                    raise ConstraintBusyError(why)
-            async with asyncio.timeout(GRAMMAR_WITHIN_S):
-                return await self._in_turn(request, self._read, turns)
-        except ConstraintBusyError as error:
-            why = str(error)
-        except ConstraintError as error:
-            return m.Fault(m.FaultCode.INVALID, str(error))
-        except TimeoutError:
-            why = f"the grammar was not read within {GRAMMAR_WITHIN_S:.0f} s"
-        finally:
-            for turn in turns:
-                turn.users -= 1
-            self._forget_idle_turns()
-        return m.Fault(m.FaultCode.OVERLOADED, why, retry_after_s=1.0)
-
-    async def _in_turn(self, request: m.Open, read: ReadConstraint, turns: list[_Turn]) -> m.Open:
-        """Compile the constraint once all queues allow it. The queues are released when the
-        thread's work ends, even if the stream is gone by then."""
-        loop = asyncio.get_running_loop()
-        with ExitStack() as held:
-            for turn in turns:
-                await turn.lock.acquire()
-                held.callback(turn.lock.release)
-            work = self._threads.submit(self._ready, request, read)
-            release = held.pop_all().close
-
-        def over() -> None:
-            release()
-            self._forget_idle_turns()
-
-        def tell(_: Future[m.Open]) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(over)
-
-        work.add_done_callback(tell)
-        return await asyncio.wrap_future(work)
-
-    def _forget_idle_turns(self) -> None:
-        idle = [who for who, one in self._turns.items() if not (one.users or one.lock.locked())]
-        for who in idle:
-            del self._turns[who]
-
-    def _ready(self, request: m.Open, read: ReadConstraint) -> m.Open:
-        constraint = request.sampling.constraint
-        assert constraint is not None
-        known = read(constraint)
-        held = request.committed
-        if held and self._end_tokens:
-            taken = ConstrainedText(known, self._end_tokens).follow(held)
-            if taken < len(held):
-                raise ConstraintError(
-                    f"the {known.kind.value} takes {taken} of the {len(held)} tokens that the"
-                    " device holds already"
-                )
-        return replace(request, sampling=replace(request.sampling, constraint=known))
-
-    def close(self) -> None:
-        """Drop the constraints that wait. A compilation that runs ends by itself, within its
-        bounds."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._keeper is not None:
-            self._keeper.close()
+        has_ended = self._last is None or self._last.done()
+        self._thread.shutdown(wait=has_ended, cancel_futures=True)
+        return has_ended
 
 
 # --- the verifier ------------------------------------------------------------------------------
 
 # Longest send queue of a stream. Flow control keeps it below ``max_unreceived`` commits; a longer
 # queue means a broken peer.
-_MAX_BACKLOG = 4096
+_MAX_QUEUED_MESSAGES = 4096
 _OPEN_WITHIN_S = 10.0
 
 # Seconds for a slow device to read its last message before the stream is cut.
 _LAST_WORDS_S = 1.0
 # Seconds to wait for the running pass when the verifier stops.
 _LAST_PASS_S = 30.0
-_FOR_THE_TARGET = frozenset(
+_TARGET_ACTIONS = frozenset(
     (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunDrafts, ee.RunProbe)
 )
 
-_RESTARTS = m.Fault(
+_RESTART_FAULT = m.Fault(
     m.FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0
 )
-_STOPS = m.Fault(
+_STOP_FAULT = m.Fault(
     m.FaultCode.SHUTTING_DOWN, "the verifier is stopping; resume elsewhere", retry_after_s=1.0
 )
 
-_REVOKED = m.Fault(
+_REVOKED_FAULT = m.Fault(
     m.FaultCode.UNAUTHENTICATED, "the key of this device (EDGESPEC_API_KEY) was revoked"
 )
 
@@ -408,7 +277,7 @@ class Verifier:
     ) -> None:
         """Create the engine and the worker. ``engine_limits.drafter`` must be True if ``drafter``
         is given."""
-        self._desk = ConstraintDesk(read_constraint, target.info.eos_token_ids)
+        self._constraints = ConstraintReader(read_constraint, target.info.eos_token_ids)
         # The announced context is the one that is served: a small cache shortens a model's context.
         most = limits.context_length
         model, *adapters = (
@@ -429,22 +298,22 @@ class Verifier:
         self._telemetry = telemetry
         self._worker = TargetWorker(target, self._handle, drafter)
         self._streams: dict[int, ports.VerifierStream] = {}
-        self._backlogs: dict[int, Backlog] = {}
+        self._send_queues: dict[int, SendQueue] = {}
         self._senders: dict[int, Callable[[m.Downlink], bool]] = {}
         """The ``send_now`` of each stream that can send without waiting
         (``GrpcVerifierStream.send_now``)."""
         self._blocked: set[int] = set()
-        """Streams with a message in their send queue; ``_known_blocked`` holds those reported to
+        """Streams with a message in their send queue; ``_reported_blocked`` holds those reported to
         the engine."""
-        self._known_blocked: set[int] = set()
+        self._reported_blocked: set[int] = set()
         self._requests: dict[int, str] = {}
         """The request ids that identify streams in the log."""
         self._context = contextvars.copy_context()
         """Context of work that belongs to no stream, so that log lines carry no request id."""
-        self._count = 0
+        self._stream_count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._cutting: set[asyncio.Task[None]] = set()
+        self._closing_tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     @property
@@ -457,49 +326,49 @@ class Verifier:
             self._model, engine.limits, held, bound, pass_us, self._adapters, drafts
         )
 
-    def get_ready(self) -> None:
+    def warm_up(self) -> None:
         """Load what the first constraint would otherwise wait for. Call this before there are
         streams, and in a thread, since it blocks."""
-        self._desk.get_ready()
+        self._constraints.warm_up()
 
     # --- streams ---------------------------------------------------------------------------
 
     async def serve(self, stream: ports.VerifierStream) -> None:
         """Run one stream to its end; never raises for anything that a peer does."""
-        self._count += 1
-        number = self._count
-        backlog = Backlog(_MAX_BACKLOG)
-        self._streams[number], self._backlogs[number] = stream, backlog
+        self._stream_count += 1
+        number = self._stream_count
+        send_queue = SendQueue(_MAX_QUEUED_MESSAGES)
+        self._streams[number], self._send_queues[number] = stream, send_queue
         self._senders[number] = getattr(stream, "send_now", lambda _: False)
         self._requests[number] = new_request_id()
         request_id.set(self._requests[number])
         reader = asyncio.create_task(self._read(number, stream))
         try:
-            while (message := await backlog.get()) is not None:
+            while (message := await send_queue.get()) is not None:
                 await stream.send(message)
-                if backlog.empty and self._all_left(number):
+                if send_queue.is_empty and self._clear_blocked(number):
                     self._handle(ee.StreamCaughtUp(number))
         except ports.LinkError as error:
             _LOG.info("stream %d: %s", number, error)
         finally:
             reader.cancel()
             self._streams.pop(number, None)
-            self._backlogs.pop(number, None)
+            self._send_queues.pop(number, None)
             self._senders.pop(number, None)
             self._requests.pop(number, None)
-            self._all_left(number)
+            self._clear_blocked(number)
             self._handle(ee.StreamLost(number))
             if self._telemetry is not None:
                 self._telemetry.gone(number, self._clock())
             await stream.close()
 
-    def _all_left(self, number: int) -> bool:
+    def _clear_blocked(self, number: int) -> bool:
         """Note that the send queue of a stream is empty, or the stream gone; return whether the
         engine was informed that it was blocked."""
-        known = number in self._known_blocked
-        self._known_blocked.discard(number)
+        was_reported = number in self._reported_blocked
+        self._reported_blocked.discard(number)
         self._blocked.discard(number)
-        return known
+        return was_reported
 
     async def _read(self, number: int, stream: ports.VerifierStream) -> None:
         try:
@@ -510,16 +379,16 @@ class Verifier:
             if not isinstance(first, m.Open):
                 self._refuse(number, f"the first message is {type(first).__name__}, not Open")
                 return
-            opening = await self._desk.prepared(first, stream.peer, stream.credential)
+            opening = await self._constraints.read_constraint(first, stream.peer, stream.credential)
             if self._stopping or isinstance(opening, m.Fault):
-                self._send(number, opening if isinstance(opening, m.Fault) else _STOPS)
+                self._send(number, opening if isinstance(opening, m.Fault) else _STOP_FAULT)
                 self._close(number)
                 return
             self._handle(ee.StreamOpened(number, opening, stream.peer, stream.credential))
             if (feed := getattr(stream, "feed", None)) is not None:
-                await feed(partial(self._take, number))
+                await feed(partial(self._receive, number))
             while True:
-                self._take(number, await stream.receive())
+                self._receive(number, await stream.receive())
         except TimeoutError:
             self._refuse(number, f"no Open within {_OPEN_WITHIN_S} s")
         except ports.LinkError as error:
@@ -533,7 +402,7 @@ class Verifier:
             self._send(number, m.Fault(m.FaultCode.INTERNAL, why, 1.0))
             self._close(number)
 
-    def _take(self, number: int, message: m.Uplink) -> None:
+    def _receive(self, number: int, message: m.Uplink) -> None:
         if isinstance(message, m.Open):
             self._refuse(number, "a second Open on one stream")
         else:
@@ -544,20 +413,20 @@ class Verifier:
         self._close(number)
 
     def _send(self, number: int, message: m.Downlink) -> None:
-        backlog = self._backlogs.get(number)
-        if backlog is None:
+        send_queue = self._send_queues.get(number)
+        if send_queue is None:
             return
         if isinstance(message, m.Fault):
-            message = self._last_words(number, message)
-        elif backlog.idle and self._sent_at_once(number, message):
+            message = self._fault_to_send(number, message)
+        elif send_queue.is_idle and self._try_send_now(number, message):
             return
-        if backlog.put(message):
+        if send_queue.put(message):
             self._blocked.add(number)
         else:
-            _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
+            _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_QUEUED_MESSAGES)
             self._close(number)
 
-    def _sent_at_once(self, number: int, message: m.Downlink) -> bool:
+    def _try_send_now(self, number: int, message: m.Downlink) -> bool:
         """Send a message without waiting, if possible; return whether it was sent.
 
         An exception closes this stream alone, since the caller is the engine's step, on which all
@@ -571,7 +440,7 @@ class Verifier:
             self._close(number)
             return True
 
-    def _last_words(self, number: int, fault: m.Fault) -> m.Fault:
+    def _fault_to_send(self, number: int, fault: m.Fault) -> m.Fault:
         """Return the fault to send. A failure of the verifier itself gets the request id, under
         which the log has the details."""
         if self._telemetry is not None:
@@ -585,17 +454,17 @@ class Verifier:
     def _close(self, number: int) -> None:
         """Close the stream after its messages were sent; after ``_LAST_WORDS_S`` even if its device
         reads nothing."""
-        backlog = self._backlogs.pop(number, None)
-        if backlog is None:
+        send_queue = self._send_queues.pop(number, None)
+        if send_queue is None:
             return
-        backlog.end()
+        send_queue.end()
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._cut, number)
 
     def _cut(self, number: int) -> None:
         if (stream := self._streams.get(number)) is not None:
             task = asyncio.ensure_future(stream.close())
-            self._cutting.add(task)
-            task.add_done_callback(self._cutting.discard)
+            self._closing_tasks.add(task)
+            task.add_done_callback(self._closing_tasks.discard)
 
     # --- the engine ------------------------------------------------------------------------
 
@@ -620,19 +489,19 @@ class Verifier:
         # The target idles until its work is submitted, so that comes first; all else can wait.
         rest: list[ee.EngineAction] = []
         for action in actions:
-            if type(action) in _FOR_THE_TARGET:
-                self._do(action)
+            if type(action) in _TARGET_ACTIONS:
+                self._carry_out(action)
             else:
                 rest.append(action)
         if self._telemetry is not None:
             self._telemetry.observe(event, actions, now)
         for action in rest:
-            self._do(action)
+            self._carry_out(action)
         if self._worker.queued and not self.engine.running:
-            self._then(self._worker.submit(()), self._on_work_done)
-        self._arm()
+            self._when_done(self._worker.submit(()), self._on_work_done)
+        self._set_timer()
 
-    def _do(self, action: ee.EngineAction) -> None:
+    def _carry_out(self, action: ee.EngineAction) -> None:
         match action:
             case ee.SendTo():  # Nearly always; matching on its fields would take twice as long.
                 self._send(action.stream, action.message)
@@ -641,11 +510,11 @@ class Verifier:
             case ee.OpenSequence() | ee.CloseSequence() | ee.KeepNodes():
                 self._worker.queued.append(action)
             case ee.RunBatch(requests, draft_steps):
-                self._then(self._worker.submit(requests, draft_steps), self._on_pass_done)
+                self._when_done(self._worker.submit(requests, draft_steps), self._on_pass_done)
             case ee.RunDrafts():
-                self._then(self._worker.draft(action), self._on_drafts_done)
+                self._when_done(self._worker.draft(action), self._on_drafts_done)
             case ee.RunProbe(request):
-                self._then(self._worker.probe(request), self._on_probe_done)
+                self._when_done(self._worker.probe(request), self._on_probe_done)
             case ee.ReportFailure(_, details, stream):
                 whose = {"request_id": self._requests.get(stream or 0, "-")}
                 _LOG.error("a session failed and was ended:\n%s", details, extra=whose)
@@ -659,11 +528,13 @@ class Verifier:
             case _:
                 assert_never(action)
 
-    def _then(self, work: asyncio.Future[_T], tell: Callable[[asyncio.Future[_T]], None]) -> None:
+    def _when_done(
+        self, work: asyncio.Future[_T], on_done: Callable[[asyncio.Future[_T]], None]
+    ) -> None:
         """Call ``on_done`` when the target's work has ended, in a context that belongs to no
         stream."""
         work.add_done_callback(
-            lambda done: None if done.cancelled() else tell(done), context=self._context
+            lambda done: None if done.cancelled() else on_done(done), context=self._context
         )
 
     def _on_drafts_done(self, done: asyncio.Future[ee.DraftsDone]) -> None:
@@ -677,7 +548,7 @@ class Verifier:
 
     def _on_pass_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
         if (error := done.exception()) is None:
-            self._known_blocked |= self._blocked
+            self._reported_blocked |= self._blocked
             self._handle(replace(done.result(), behind=tuple(self._blocked)))
         elif isinstance(error, ports.CapacityError):
             self._handle(ee.BatchFailed(str(error), full=True))
@@ -699,7 +570,7 @@ class Verifier:
         error = done.exception()
         self._handle(ee.ProbeDone(None if error is None else f"{type(error).__name__}: {error}"))
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         """Set one timer for the engine's deadline or earlier. Deadlines move at every event, mostly
         to later; a timer that fires too early sets a new one."""
         deadline = self.engine.deadline
@@ -721,7 +592,7 @@ class Verifier:
         if deadline is not None and deadline <= self._clock():
             self._handle(ee.Poll())
         else:
-            self._arm()
+            self._set_timer()
 
     # --- stopping --------------------------------------------------------------------------
 
@@ -731,11 +602,11 @@ class Verifier:
             _LOG.critical("the verifier failed: %s", why)
             self.why_broken = why
             self.broken.set()
-            self._end_streams(_RESTARTS)
+            self._end_streams(_RESTART_FAULT)
 
     def _end_streams(self, fault: m.Fault) -> None:
         self._stopping = True
-        for number in list(self._backlogs):
+        for number in list(self._send_queues):
             self._send(number, fault)
             self._close(number)
         if self._timer is not None:
@@ -749,7 +620,7 @@ class Verifier:
         """
         found = [n for n, one in self._streams.items() if one.credential.name in names]
         for number in found:
-            self._send(number, _REVOKED)
+            self._send(number, _REVOKED_FAULT)
             self._close(number)
             if self._telemetry is not None:  # it did not end because its device cancelled
                 self._telemetry.gone(number, self._clock())
@@ -763,8 +634,8 @@ class Verifier:
         After ``_LAST_PASS_S`` the target's thread is left behind, which counts as a failure
         (``why_broken``).
         """
-        self._end_streams(_STOPS)
-        self._desk.close()
+        self._end_streams(_STOP_FAULT)
+        self._constraints.close()
         if not await self._worker.close(_LAST_PASS_S):
             why = f"the target is still at work after {_LAST_PASS_S:g} s"
             _LOG.error("%s: leaving it", why)

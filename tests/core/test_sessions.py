@@ -35,7 +35,7 @@ from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.drafts import ExactRule, always_run_ahead
 from edgespec.core.verifier.session import VerifySession
-from edgespec.verifier.daemon import GRAMMAR_WITHIN_S
+from edgespec.verifier.constraint_reader import GRAMMAR_WITHIN_S
 from tests.core import scenes
 from tests.core.draft_scripts import GREETING, REQUEST, guess, new_session, streaming
 from tests.sim.random_worlds import play

@@ -37,7 +37,8 @@ from edgespec.device.build import build_agent
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import build_verifier, load_target
-from edgespec.verifier.daemon import Backlog, ConstraintDesk, Verifier
+from edgespec.verifier.constraint_reader import ConstraintReader
+from edgespec.verifier.daemon import SendQueue, Verifier
 from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
 from tests.core.test_constraints import Automaton, AutomatonMatcher
 from tests.present import present
@@ -426,24 +427,24 @@ async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> No
 
 async def test_a_backlog_takes_no_more_than_its_limit_and_nothing_after_its_end() -> None:
     commits = [m.Commit(number, (1,)) for number in range(5)]
-    backlog = Backlog(2)
-    assert [backlog.put(one) for one in commits[:3]] == [True, True, False]
-    assert await backlog.get() == commits[0]
-    assert backlog.put(commits[3])
-    backlog.end()
-    assert not backlog.put(commits[4])
-    assert [await backlog.get() for _ in range(3)] == [commits[1], commits[3], None]
+    send_queue = SendQueue(2)
+    assert [send_queue.put(one) for one in commits[:3]] == [True, True, False]
+    assert await send_queue.get() == commits[0]
+    assert send_queue.put(commits[3])
+    send_queue.end()
+    assert not send_queue.put(commits[4])
+    assert [await send_queue.get() for _ in range(3)] == [commits[1], commits[3], None]
 
 
 async def test_a_cancelled_reader_of_a_backlog_loses_nothing() -> None:
-    backlog, commit = Backlog(2), m.Commit(1, (1,))
-    reading = asyncio.ensure_future(backlog.get())
+    send_queue, commit = SendQueue(2), m.Commit(1, (1,))
+    reading = asyncio.ensure_future(send_queue.get())
     await asyncio.sleep(0)
-    backlog.put(commit)
+    send_queue.put(commit)
     reading.cancel()
     await asyncio.wait((reading,))
     assert reading.cancelled()
-    assert await backlog.get() == commit
+    assert await send_queue.get() == commit
 
 
 async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> None:
@@ -559,36 +560,40 @@ def reader() -> Iterator[Reader]:
 
 async def test_who_does_not_wait_any_more_still_has_its_thread(reader: Reader) -> None:
     """Oracle: the reader is never in two threads for one peer, however often it gives up."""
-    desk = ConstraintDesk(reader, (0,))
+    constraints = ConstraintReader(reader, (0,))
     for _ in range(3):
-        given_up = asyncio.create_task(desk.prepared(asked(HARD), "one"))
+        given_up = asyncio.create_task(constraints.read_constraint(asked(HARD), "one"))
         await asyncio.to_thread(reader.started.wait)
-        assert isinstance(await desk.prepared(asked(EASY), "two"), m.Open)  # threads had their turn
+        assert isinstance(
+            await constraints.read_constraint(asked(EASY), "two"), m.Open
+        )  # threads had their turn
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-    last = asyncio.create_task(desk.prepared(asked(HARD), "one"))
+    last = asyncio.create_task(constraints.read_constraint(asked(HARD), "one"))
     await asyncio.sleep(0)
     reader.go_on.set()
     assert isinstance(await last, m.Open)
     assert (reader.begun, reader.at_once) == (2, 1)
-    assert not desk._turns
-    desk.close()
+    assert not constraints._queues
+    constraints.close()
 
 
 async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader: Reader) -> None:
     """Another key behind the same addresses, which came after it, and after five more such keys."""
-    desk = ConstraintDesk(reader, (0,))
+    constraints = ConstraintReader(reader, (0,))
     keys = [Credential(name) for name in ("loop", "b", "c", "d", "e", "f")]
     many = [
-        asyncio.create_task(desk.prepared(asked(HARD), peer, key))
+        asyncio.create_task(constraints.read_constraint(asked(HARD), peer, key))
         for key in keys
         for peer in ("one", "two")
         for _ in range(20)
     ]
-    await asyncio.sleep(0)  # each is at the desk
+    await asyncio.sleep(0)  # each waits in its queue
     for peer in ("one", "two", "three"):
         for _ in range(4):
-            assert isinstance(await desk.prepared(asked(EASY), peer, Credential("other")), m.Open)
+            assert isinstance(
+                await constraints.read_constraint(asked(EASY), peer, Credential("other")), m.Open
+            )
     assert 1 <= reader.at_once <= len(keys)
     reader.go_on.set()
     refused = [one for one in await asyncio.gather(*many) if isinstance(one, m.Fault)]
@@ -596,8 +601,8 @@ async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader:
         (m.FaultCode.OVERLOADED, f"16 grammars of {peer} wait to be read, limit 16")
         for peer in ("one", "two")
     }
-    assert not desk._turns
-    desk.close()
+    assert not constraints._queues
+    constraints.close()
 
 
 async def test_the_addresses_of_one_key_are_served_in_turn() -> None:
@@ -608,16 +613,16 @@ async def test_the_addresses_of_one_key_are_served_in_turn() -> None:
         assert go_on.wait(60.0)
         return constraint
 
-    desk, key = ConstraintDesk(reader, (0,)), Credential("fleet")
+    constraints, key = ConstraintReader(reader, (0,)), Credential("fleet")
     many = []
     for peer in (*["one"] * 8, "two"):
         opening = asked(Constraint(ConstraintKind.REGEX, peer))
-        many.append(asyncio.create_task(desk.prepared(opening, peer, key)))
-        await asyncio.sleep(0)  # it is at the desk
+        many.append(asyncio.create_task(constraints.read_constraint(opening, peer, key)))
+        await asyncio.sleep(0)  # it waits in its queue
     go_on.set()
     assert all(isinstance(one, m.Open) for one in await asyncio.gather(*many))
     assert read == ["one", "two", *["one"] * 7]
-    desk.close()
+    constraints.close()
 
 
 if __name__ == "__main__":
