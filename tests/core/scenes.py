@@ -12,9 +12,9 @@ from edgespec.core.protocol.work import ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.drafts import RUN_AHEAD
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.relaxed_rules import acceptance_rule
+from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.server_drafts import ServerDrafts
 from edgespec.core.verifier.session import VerifySession
 

@@ -24,10 +24,11 @@ from edgespec.core.verifier import traffic_budget as tb
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
-from edgespec.core.verifier.drafts import RUN_AHEAD, ExactRule
+from edgespec.core.verifier.drafts import ExactRule
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
+from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone, RunPass
 from tests.core.scenes import DECODE_S, LIMITS, REQUEST, TEXT, PacedEngine

@@ -17,8 +17,8 @@ from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassReq
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import server_model as od
 from edgespec.core.verifier.credential import ANYBODY
-from edgespec.core.verifier.drafts import PassTree, Source
 from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.pass_tree import DraftSource, PassTree
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from tests.core.scenes import chain
 from tests.core.test_constraints import EOS, Automaton
@@ -344,7 +344,7 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
     for path, lawful in (((7, 3), (7, 3, 5)), ((7, 8, 3), (7, 3, 5)), ((3, 3), ())):
         served = present(ServerDraftsFactory(text=False, model=True)(request, ANYBODY, (EOS,)))
         tree = PassTree(9)
-        tree.add_tree(path, (-1, 0, 1)[: len(path)], [0.99] * len(path), Source.DEVICE)
+        tree.add_tree(path, (-1, 0, 1)[: len(path)], [0.99] * len(path), DraftSource.DEVICE)
         start = present(served.begin_chain(tree, [1, 2, 5], 9, 0.0))
         assert start.step.feed == (1, 2, 5, *lawful)
 
@@ -359,10 +359,10 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
     request = Open("s", "", "", (1, 2), sampling=sampling)
     served = present(ServerDraftsFactory()(request, ANYBODY, (EOS,)))
     tree, own = PassTree(9), len(path)
-    tree.add_tree(path, range(-1, own - 1), [0.5] * own, Source.DEVICE)
+    tree.add_tree(path, range(-1, own - 1), [0.5] * own, DraftSource.DEVICE)
     served.add_nodes(tree, [1, 2, *text], depth, 0.0, least)
     assert tuple(tree.tokens) == found
-    assert tree.sources[own:] == [Source.TEXT] * (len(found) - own)
+    assert tree.sources[own:] == [DraftSource.SERVER_LOOKUP] * (len(found) - own)
 
 
 def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
@@ -542,14 +542,14 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
 
 def test_a_pass_is_one_tree_of_all_sources() -> None:
     tree = PassTree(5)
-    tree.add_tree((7, 8), (-1, 0), (0.8, 0.6), Source.DEVICE)
-    tree.add_tree((7, 9, 9), (-1, 0, 1), (0.8, 0.7, 0.5), Source.MODEL)
-    tree.add_tree((7, 6, 5), (-1, 0, -1), (0.3, 0.2, 0.1), Source.TEXT)
+    tree.add_tree((7, 8), (-1, 0), (0.8, 0.6), DraftSource.DEVICE)
+    tree.add_tree((7, 9, 9), (-1, 0, 1), (0.8, 0.7, 0.5), DraftSource.SERVER_MODEL)
+    tree.add_tree((7, 6, 5), (-1, 0, -1), (0.3, 0.2, 0.1), DraftSource.SERVER_LOOKUP)
     assert tree.tokens == [7, 8, 9, 9, 6]
     assert tree.parents == [-1, 0, 0, 2, 0]
-    assert (tree.drafted, tree.room) == (2, 0)
-    assert [tree.tokens[node] for node in tree.likeliest()] == [7, 9, 9]
+    assert (tree.device_node_count, tree.room) == (2, 0)
+    assert [tree.tokens[node] for node in tree.likeliest_path()] == [7, 9, 9]
     tree.cut_to_chain()
     assert tree.parents == [-1, 0, 1]
-    assert tree.sources == [Source.DEVICE, Source.MODEL, Source.MODEL]
-    assert tree.drafted == 1
+    assert tree.sources == [DraftSource.DEVICE, DraftSource.SERVER_MODEL, DraftSource.SERVER_MODEL]
+    assert tree.device_node_count == 1

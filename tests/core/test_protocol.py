@@ -35,8 +35,8 @@ from edgespec.core.protocol.text_guesses import TextChances
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, GrowResult, SpeculationTree
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier.admission import refuse_open
-from edgespec.core.verifier.drafts import ArrivalEstimator
 from edgespec.core.verifier.relaxed_rules import acceptance_rule, why_not_offered
+from edgespec.core.verifier.run_ahead import ArrivalEstimator
 from edgespec.wire.codec import payload_bytes
 from edgespec_sim.sessions import message_bytes
 from tests.sim.faults.checks import check_tree

@@ -19,9 +19,9 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.drafts import RunAheadView, auto_run_ahead, never_run_ahead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.row_price import UNPRICED_LOOKUP_CHANCE, RowPriceEstimator
+from edgespec.core.verifier.run_ahead import RunAheadView, auto_run_ahead, never_run_ahead
 from edgespec.core.verifier.scheduler import INITIAL_PREFILL_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes

@@ -33,7 +33,8 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.drafts import ExactRule, always_run_ahead
+from edgespec.core.verifier.drafts import ExactRule
+from edgespec.core.verifier.run_ahead import always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.constraint_reader import GRAMMAR_WITHIN_S
 from tests.core import scenes

@@ -27,7 +27,8 @@ from edgespec.core.protocol.work import Candidate, PassRequest
 from edgespec.core.verifier import server_drafts as sd
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.drafts import ExactRule, always_run_ahead
+from edgespec.core.verifier.drafts import ExactRule
+from edgespec.core.verifier.run_ahead import always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from tests.core.draft_scripts import GREETING, RECONNECT, messages
 from tests.core.scenes import LIMITS, MODEL, chain, commit_in

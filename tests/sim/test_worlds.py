@@ -34,8 +34,9 @@ from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.admission import SessionSlots
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.drafts import DraftInbox, ExactRule, PassTree, Walk
+from edgespec.core.verifier.drafts import DraftInbox, ExactRule, Walk
 from edgespec.core.verifier.engine import Containment
+from edgespec.core.verifier.pass_tree import PassTree
 from edgespec.core.verifier.server_drafts import ServerDrafts, ServerLookup
 from edgespec.core.verifier.server_model import ChainRecord
 from edgespec.core.verifier.session import VerifySession

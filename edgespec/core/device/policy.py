@@ -269,16 +269,17 @@ def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> b
     """Return whether one more node in the next pass is worth the time of its step, if none is in
     flight.
 
-    After a rejection the verifier may wait for the next draft (``core/verifier/drafts.py``). Behind
-    k nodes that are right at a rate a, and n = pass_s / step_s nodes that are drafted in each pass,
-    the next rejection is found in 1 + a**k / (1 - a**n) passes, so another node saves
+    After a rejection the verifier may wait for the next draft (``core/verifier/run_ahead.py``).
+    Behind k nodes that are right at a rate a, and n = pass_s / step_s nodes that are drafted in
+    each pass, the next rejection is found in 1 + a**k / (1 - a**n) passes, so another node saves
 
         pass_s * a**k * (1 - a) / (1 - a**n)
 
     and costs step_s. Passes of 40 ms, steps of 1 ms and a = 0.8 make ten nodes; passes of 8 ms and
     steps of 2 ms make two. a**k is the product of the chances of the chain's nodes. The verifier
     may also have decoded on: a node that is held back must still be in time for the pass after this
-    one."""
+    one.
+    """
     pass_s, step_s = view.pass_s, view.step_s
     if view.idle_s is None or view.idle_s + view.rtt_s + step_s > (1.0 - gather) * pass_s:
         return False

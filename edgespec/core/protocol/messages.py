@@ -30,7 +30,7 @@ MAX_PRICE = 1000
 
 class RunAhead(Enum):
     """Whether the verifier may decode on without waiting for a draft
-    (``core/verifier/drafts.py``)."""
+    (``core/verifier/run_ahead.py``)."""
 
     AUTO = "auto"
     ALWAYS = "always"

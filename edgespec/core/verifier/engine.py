@@ -24,8 +24,9 @@ from edgespec.core.verifier.admission import DISPLACED_FAULT, SessionSlots, limi
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.drafts import RUN_AHEAD, AcceptanceRule, RunAheadPolicy
+from edgespec.core.verifier.drafts import AcceptanceRule
 from edgespec.core.verifier.relaxed_rules import acceptance_rule
+from edgespec.core.verifier.run_ahead import RUN_AHEAD, RunAheadPolicy
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from edgespec.core.verifier.server_model import ChainStart

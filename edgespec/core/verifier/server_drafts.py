@@ -37,7 +37,7 @@ from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
 from edgespec.core.protocol.text_guesses import LookupState, TextChances, TextReader, TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.drafts import PassTree, Source
+from edgespec.core.verifier.pass_tree import DraftSource, PassTree
 from edgespec.core.verifier.server_model import Chain, ChainChances, ChainRecord, ChainStart
 
 MAX_OWNERS: Final = 32
@@ -185,7 +185,7 @@ class ServerDrafts:
         self._key, self._counts = key, counts
         self._proposal: Proposal | None = None
         """The proposal of server lookup for the next pass; None until it is computed."""
-        self._sources: tuple[Source, ...] = ()
+        self._sources: tuple[DraftSource, ...] = ()
         """Sources of the nodes in the pass that runs."""
 
     @property
@@ -238,7 +238,7 @@ class ServerDrafts:
         ``least_lookup_chance``.
         """
         if self.chain is not None and self.chain.tokens:
-            tree.add_tree(*self.chain.select_nodes(least_chance, depth), Source.MODEL)
+            tree.add_tree(*self.chain.select_nodes(least_chance, depth), DraftSource.SERVER_MODEL)
         self._add_text(tree, text, depth, least_lookup_chance)
         self._add_forced(tree, text, depth, least_lookup_chance)
 
@@ -260,10 +260,10 @@ class ServerDrafts:
         """
         self._proposal, own = None, 0
         for node, source in enumerate(self._sources):
-            if source is Source.DEVICE:
+            if source is DraftSource.DEVICE:
                 continue
             hit, counts = node in accepted, self._counts.model
-            if source is Source.TEXT:
+            if source is DraftSource.SERVER_LOOKUP:
                 counts = self._counts.text
                 if self.text is not None and not hit:
                     self.text.note_rejected(request.tokens[node], targets[1 + node])
@@ -283,7 +283,7 @@ class ServerDrafts:
         The path ends before the first token that the grammar forbids: no candidate follows a
         forbidden token, and a draft model that is asked for one has to be fed its whole text again.
         """
-        nodes = tree.likeliest()
+        nodes = tree.likeliest_path()
         if self._grammar is None:
             return nodes
         output = text[self._prompt_length :]
@@ -297,7 +297,7 @@ class ServerDrafts:
         except ConstraintError:
             return []
         for token in forced:
-            node = tree.add(nodes[-1] if nodes else -1, token, reach, Source.TEXT)
+            node = tree.add(nodes[-1] if nodes else -1, token, reach, DraftSource.SERVER_LOOKUP)
             assert node is not None
             nodes.append(node)
         return nodes
@@ -310,10 +310,10 @@ class ServerDrafts:
         if self.text is None:
             return
         if self._proposal is None:
-            if tree.drafted:
+            if tree.device_node_count:
                 return
             self._proposal = self.text.propose(text, tree.room, depth, least_lookup_chance)
-        tree.add_tree(*self._proposal, Source.TEXT)
+        tree.add_tree(*self._proposal, DraftSource.SERVER_LOOKUP)
 
 
 class ServerDraftsFactory:

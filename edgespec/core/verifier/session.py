@@ -45,8 +45,10 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.tree import CommittedPrefix, EndCondition
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, PassTree, RunAheadPolicy, Walk
+from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, Walk
+from edgespec.core.verifier.pass_tree import PassTree
 from edgespec.core.verifier.row_price import PricedShare
+from edgespec.core.verifier.run_ahead import RunAheadPolicy
 from edgespec.core.verifier.server_drafts import ServerDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
 
@@ -482,11 +484,18 @@ class VerifySession:
             tree.cut_to_chain()
         if self._server_drafts is not None:
             self._server_drafts.note_sent(tree)
-        served = len(tree.tokens) - tree.drafted
+        server_nodes = len(tree.tokens) - tree.device_node_count
         tokens, parents = tuple(tree.tokens), tuple(tree.parents)
-        judged = tree.drafted > 0 and self.request.rule != EXACT_RULE
+        judged = tree.device_node_count > 0 and self.request.rule != EXACT_RULE
         return PassRequest(
-            key, first, feed, tokens, parents, served=served, logprobs=logprobs, node_scores=judged
+            key,
+            first,
+            feed,
+            tokens,
+            parents,
+            served=server_nodes,
+            logprobs=logprobs,
+            node_scores=judged,
         )
 
     @property

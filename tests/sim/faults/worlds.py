@@ -27,10 +27,11 @@ from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier import drafts
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.drafts import ExactRule, Walk
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineAction, EngineEvent, EngineLimits
+from edgespec.core.verifier.run_ahead import RUN_AHEAD, RunAheadPolicy, RunAheadView
 from edgespec.core.verifier.server_model import LONGEST_CHAIN
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
@@ -351,19 +352,19 @@ class FragileRule:
 
     def walk(
         self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int], *_: Any
-    ) -> drafts.Walk:
+    ) -> Walk:
         self.break_down()
-        return drafts.ExactRule().walk(tokens, parents, targets)
+        return ExactRule().walk(tokens, parents, targets)
 
 
 @dataclass(frozen=True, slots=True)
 class FragileRunAhead:
     """A run-ahead policy that may raise when a session is offered a pass."""
 
-    inner: drafts.RunAheadPolicy
+    inner: RunAheadPolicy
     break_down: Callable[[], None]
 
-    def __call__(self, view: drafts.RunAheadView) -> float:
+    def __call__(self, view: RunAheadView) -> float:
         self.break_down()
         return self.inner(view)
 
@@ -484,7 +485,7 @@ class _World:
             options.limits,
             bounds,
             lambda rule: FragileRule(fragile),
-            lambda kind: FragileRunAhead(drafts.RUN_AHEAD[kind], fragile),
+            lambda kind: FragileRunAhead(RUN_AHEAD[kind], fragile),
             contain=options.session_failure_chance > 0,
         )
         guessed: set[tuple[int, ...]] = set()

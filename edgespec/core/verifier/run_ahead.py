@@ -1,0 +1,152 @@
+"""Run-ahead: whether the verifier starts a pass of a session that has no draft waiting.
+
+Such a pass commits one token, as plain streaming does. Waiting for a draft pays only if the draft
+arrives soon. ``ArrivalEstimator`` estimates when it arrives; a policy decides until when to wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from edgespec.core.protocol.estimators import MovingAverage
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.statically_frozen import statically_frozen
+
+
+class ArrivalEstimator:
+    """Estimates when the next useful draft of a session arrives.
+
+    After a miss the device must first receive the commit and draft anew; the delay is the
+    *response*. Otherwise drafts come at the device's own rhythm; the delay between two of them is
+    the *gap*. The estimate is the time of the last event plus the moving average of the response or
+    the gap.
+    """
+
+    def __init__(self) -> None:
+        self._response_s = MovingAverage(0.25)
+        self._gap_s = MovingAverage(0.25)
+        self._depth = MovingAverage(0.25)
+        self._missed_at: float | None = None
+        self._arrived_at: float | None = None
+
+    @property
+    def response_s(self) -> float:
+        """Usual delay of the first draft after a miss, in seconds; 0 if the next draft is not such
+        a one."""
+        return 0.0 if self._missed_at is None else self._response_s.get(0.0)
+
+    @property
+    def response_depth(self) -> float:
+        """Usual depth of the first draft after a miss, in nodes; 1 before one has arrived."""
+        return self._depth.get(1.0)
+
+    def on_miss(self, now: float) -> None:
+        """Note that a commit left the tree without a node, so the device must draft anew."""
+        if self._missed_at is None:
+            self._missed_at = now
+
+    def on_useful_draft(self, now: float, depth: int = 1) -> None:
+        """Note that a draft with a usable node arrived, after which the tree is ``depth`` nodes
+        deep."""
+        if self._missed_at is not None:
+            self._response_s.add(now - self._missed_at)
+            self._depth.add(depth)
+        elif self._arrived_at is not None:
+            self._gap_s.add(now - self._arrived_at)
+        self._missed_at, self._arrived_at = None, now
+
+    def expected_at(self) -> float | None:
+        """Return when the next useful draft is expected, or None if nothing was measured yet."""
+        if self._missed_at is not None:
+            response_s = self._response_s.get(-1.0)
+            return self._missed_at + response_s if response_s >= 0 else None
+        if self._arrived_at is None or self._gap_s.count == 0:
+            return None
+        return self._arrived_at + self._gap_s.get(0.0)
+
+
+OVERDUE_SHARE: Final = 0.1
+"""How overdue an expected draft may be, in passes, before the session stops waiting for it.
+
+After a miss a draft may instead be overdue by the usual response time, since chains differ in
+length.
+"""
+
+
+@statically_frozen
+class RunAheadView:
+    """The state that a run-ahead policy sees when a pass could start and no draft is waiting.
+
+    Times are on the same clock as ``now``, in seconds.
+    """
+
+    now: float
+    idle_since: float
+    """Time when the session last committed, or was opened."""
+    pass_s: float
+    expected_at: float | None
+    no_draft_coming: bool
+    hit_rate: float = 0.0
+    """Share of the passes with device nodes in which one of these nodes was accepted."""
+    runs_anyway: bool = False
+    """True if a pass of other sessions starts now; a session that declines waits until it ends."""
+    response_depth: float = 1.0
+    """Usual depth of the first draft after a miss, in nodes."""
+    response_s: float = 0.0
+    """Usual delay of the first draft after a miss; 0 if the next draft is not such a one."""
+
+
+RunAheadPolicy = Callable[[RunAheadView], float]
+"""Returns the time from which a pass without a draft may start; ``view.now`` or less means now."""
+
+
+def never_run_ahead(view: RunAheadView, patience_s: float = 2.0) -> float:
+    """Wait for a draft until the device announces that none is coming, or for ``patience_s``.
+
+    This is split decoding as in the literature. The limit exists so that a silent device cannot
+    stop its own stream. Two seconds are longer than a draft takes over a satellite link, and
+    shorter than the time after which a device gives up on its verifier.
+    """
+    return view.now if view.no_draft_coming else view.idle_since + patience_s
+
+
+def always_run_ahead(view: RunAheadView) -> float:
+    """Start at once: plain streaming, which drafts that are there in time speed up."""
+    return view.now
+
+
+def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94) -> float:
+    """Wait for an expected draft, but no longer than the draft is likely to be worth.
+
+    Let a node be accepted with probability a, the hit rate. A verifier that runs ahead finds the
+    next miss in 1 + a passes: the first pass commits one token, and with probability a the device's
+    chain still stands behind it. A verifier that waits for a chain of k nodes finds the next miss
+    in 1 + a**k passes. So waiting for a - a**k passes breaks even: 0 for a single node, 0.69 of a
+    pass for ten nodes at a = 0.8.
+
+    Where nearly all nodes are accepted a longer wait does no harm. The limit is then the share (a -
+    ``unsure``) / (``sure`` - ``unsure``) of a pass, clipped to [0, 1]. Waiting a whole pass for one
+    node costs nothing at a rate above 0.92, and 5 % of the speed at 0.8 (virtual time,
+    docs/measurements.md).
+
+    If others have a pass now, the session takes part at once: waiting would cost that whole pass,
+    and what the device drafts meanwhile can still be used in the next pass.
+    """
+    if view.no_draft_coming or view.expected_at is None or view.runs_anyway:
+        return view.now
+    rate, pass_s = view.hit_rate, view.pass_s
+    saved = rate - math.pow(rate, view.response_depth)
+    share = max(saved, min(1.0, (rate - unsure) / (sure - unsure)))
+    latest = view.idle_since + share * pass_s
+    if view.expected_at > latest:
+        return view.now
+    return min(latest, view.expected_at + max(OVERDUE_SHARE * pass_s, view.response_s))
+
+
+RUN_AHEAD: Final[Mapping[RunAhead, RunAheadPolicy]] = {
+    RunAhead.NEVER: never_run_ahead,
+    RunAhead.ALWAYS: always_run_ahead,
+    RunAhead.AUTO: auto_run_ahead,
+}
