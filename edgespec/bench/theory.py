@@ -43,7 +43,7 @@ from rich.table import Table
 from edgespec.bench.measurement import mean_interval, ratio_interval
 from edgespec.core.ports import Drafter, PassRequest, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.sampling.arrays import Row, law
+from edgespec.sampling.arrays import Row, probabilities
 
 GAMMAS: Final = (1, 2, 4, 8)
 _EDGES: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.01)
@@ -143,7 +143,7 @@ class TheoryRecorder:
     def places(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Place]:
         """One for each of ``tokens``, to be asked for behind the drafter's step there."""
         for row in self._target_rows(prompt, tokens):
-            laws = [law(one, self._sampling) for one in (row, self._drafter.logits)]
+            laws = [probabilities(one, self._sampling) for one in (row, self._drafter.logits)]
             size = max(one.size for one in laws)
             p, q = (np.pad(one, (0, size - one.size)) for one in laws)
             yield compared(p, q)

@@ -19,8 +19,8 @@ from edgespec.cli.running import say, stoppable
 from edgespec.config import DEFAULT_PORT, AgentConfig
 from edgespec.config.common import SetupError, host_of
 from edgespec.config.proxies import proxy_of_address
-from edgespec.core.association.candidates import views_of
-from edgespec.core.association.policies import Association, ranked
+from edgespec.core.association.known_verifiers import make_views
+from edgespec.core.association.policies import Association, rank_verifiers
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.checks import printable
@@ -320,7 +320,7 @@ def _ranked(
         (address, one.info, None if one.info is None else one.info.sessions, one.rtt_s)
         for address, one in fits.items()
     ]
-    order = list(ranked(config.association, "", views_of(known)))
+    order = list(rank_verifiers(config.association, "", make_views(known)))
     best = fits[order[0]]
     assert best.info is not None
     return order, best.info, best.rtt_s or 0.0

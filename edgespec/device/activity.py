@@ -180,7 +180,7 @@ class GenerationNotes:
     @property
     def verifier(self) -> str:
         """The address in use, or that of the last token. Empty with a single verifier."""
-        return self._route.current.using or self._route.current.last or ""
+        return self._route.current.address_in_use or self._route.current.last_address or ""
 
     def count_totals(self) -> dict[str, int]:
         """Return this generation's part of ``AgentTotals``."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Protocol, assert_never
 
-from edgespec.core.association.policies import conversation_named, conversation_of
+from edgespec.core.association.policies import hash_conversation_name, hash_prompt_beginning
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
 from edgespec.core.device.goodput_policy import describe_useless_draft, explain_resting, make_policy
@@ -372,7 +372,7 @@ class Agent:
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
         conversation_hash = (
-            conversation_named(conversation) if conversation else conversation_of(tokens)
+            hash_conversation_name(conversation) if conversation else hash_prompt_beginning(tokens)
         )
         needed_length = len(tokens) + sampling.max_tokens
         route = VerifierRoute(self.transport, conversation_hash, needed_length, model)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from edgespec.core.association.candidates import CLOSED
+from edgespec.core.association.known_verifiers import CLOSED
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import explain_resting

@@ -20,8 +20,8 @@ from ipaddress import ip_address
 from typing import Any, Final, assert_never
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.candidates import Route
 from edgespec.core.association.failover import Failover
+from edgespec.core.association.known_verifiers import Route
 from edgespec.core.ports import DeviceStream, LinkError, Transport, is_idle
 from edgespec.core.protocol import messages as m
 from edgespec.device.prober import probe
@@ -102,7 +102,7 @@ class VerifierPool:
             self.handle(event)
 
     def release(self, number: int) -> None:
-        self.handle(ev.Over(number))
+        self.handle(ev.Ended(number))
         self._streams.pop(number, None)
         future = self._waiters.pop(number, None)
         if future is not None and not future.done():
@@ -113,10 +113,10 @@ class VerifierPool:
 
         Log a warning if the requested name stood for another model in the previous generation."""
         route_state = self.failover.routes.get(route)
-        if route_state is None or route_state.began is not None:
+        if route_state is None or route_state.first_model is not None:
             return
-        previous = self._latest_models.pop(route_state.asked.model, None)
-        self._latest_models[route_state.asked.model] = model
+        previous = self._latest_models.pop(route_state.request.model, None)
+        self._latest_models[route_state.request.model] = model
         if len(self._latest_models) > _MAX_MODEL_NAMES:
             del self._latest_models[next(iter(self._latest_models))]
         if previous is not None and not model.is_model_of(previous):
@@ -188,7 +188,7 @@ class VerifierPool:
             if transport is None:
                 raise LinkError(f"{address} is not known any more")
             stream = await _connect_for(
-                transport, "" if route is None else route.asked.conversation
+                transport, "" if route is None else route.request.conversation
             )
         except Exception as error:
             down = link_down(error)

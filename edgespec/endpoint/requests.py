@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from edgespec.core.association.policies import conversation_named
+from edgespec.core.association.policies import hash_conversation_name
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import (
     MAX_BIASES,
@@ -444,7 +444,7 @@ def _read_common(
         n=fields.whole("n", 1, MAX_CHOICES) or 1,
         stream=stream,
         include_usage=options.flag("include_usage"),
-        conversation=conversation_named(json.dumps(["key", key])) if key else "",
+        conversation=hash_conversation_name(json.dumps(["key", key])) if key else "",
         ignored_fields=ignored,
         rule=rule,
     )
@@ -455,7 +455,7 @@ def _conversation_hash(messages: Sequence[Mapping[str, Any]]) -> str:
     roles = [message["role"] for message in messages]
     first = roles.index("user") + 1 if "user" in roles else len(messages)
     begins = [[message["role"], message["content"]] for message in messages[:first]]
-    return conversation_named(json.dumps(["chat", begins]))
+    return hash_conversation_name(json.dumps(["chat", begins]))
 
 
 def _read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:

@@ -87,7 +87,7 @@ def gumbel_noise(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArr
     return gumbel(noise_bits(seed, position, tokens))
 
 
-def least_bits(noise: float) -> np.uint32:
+def min_bits(noise: float) -> np.uint32:
     """Return the bits below which the noise is less than ``noise``. The noise grows with its bits.
 
     It is the inverse of ``gumbel``, exp(-exp(-noise)), with a margin for float32 rounding: a few
@@ -98,7 +98,7 @@ def least_bits(noise: float) -> np.uint32:
 
 
 @lru_cache(maxsize=4)
-def _spread(vocabulary_size: int) -> NDArray[np.uint32]:
+def _hashed_ids(vocabulary_size: int) -> NDArray[np.uint32]:
     spread = np.arange(vocabulary_size, dtype=np.uint32) * np.uint32(GOLDEN)
     spread.setflags(write=False)
     return spread
@@ -132,13 +132,13 @@ def _multiply(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
 _BUCKETS = 2048
 
 # Up to this many scores are sorted.
-_FEW = 1024
+_MAX_SORTED = 1024
 
 # Number of probed scores of a row from which the edge of a nucleus is guessed.
-_PROBED = 8192
+_MAX_PROBES = 8192
 
 # Scores this far below the best share one bucket at first: together they weigh next to nothing.
-_SPAN = 32.0
+_BUCKET_SPAN = 32.0
 
 
 class Support(NamedTuple):
@@ -183,7 +183,7 @@ class Support(NamedTuple):
 EVERYTHING = Support()
 
 
-def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
+def find_nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
     """Return the smallest set of best ``scores`` whose probability reaches ``top_p``, at least one
     token.
 
@@ -198,13 +198,13 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
     if np.count_nonzero(able) * 8 < scores.size:
         values, weights = scores[able], masses[able].astype(np.float64)
     else:
-        values, weights, above = _around(scores, masses, total - needed, needed, work)
-    while values.size > _FEW:
+        values, weights, above = _scores_near_edge(scores, masses, total - needed, needed, work)
+    while values.size > _MAX_SORTED:
         best = values.max()
-        span = min(float(best - values.min()), _SPAN)
+        span = min(float(best - values.min()), _BUCKET_SPAN)
         if not span > 1e-30:
             break
-        keys = _keys(values, best, span, work)
+        keys = _bucket_numbers(values, best, span, work)
         reached = np.cumsum(np.bincount(keys, weights, minlength=_BUCKETS + 1)) + above
         bucket = int(np.searchsorted(reached, needed))
         if bucket > _BUCKETS:  # only by rounding
@@ -223,7 +223,7 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
     return Support(float(floor), int(at_floor[ties - 1]), float(reached[last]))
 
 
-def _around(
+def _scores_near_edge(
     scores: Row, masses: Row, tail: float, needed: float, work: Workspace
 ) -> tuple[Row, NDArray[np.float64], float]:
     """Return the scores near the edge above which the masses make up ``needed``, the mass of each,
@@ -231,7 +231,7 @@ def _around(
 
     The edge is guessed from every n-th score, among which ``tail`` lies below it. If the guess is
     wrong, all scores are returned."""
-    if stride := scores.size // _PROBED:
+    if stride := scores.size // _MAX_PROBES:
         probes = np.sort(scores[::stride])
         at = int(np.searchsorted(np.cumsum(np.exp(probes), dtype=np.float64) * stride, tail))
         off = 16 + 3 * math.isqrt(at)  # three standard deviations of this count
@@ -250,7 +250,7 @@ def _around(
     return scores, weights, 0.0
 
 
-def _keys(values: Row, best: np.float32, span: float, work: Workspace) -> Ids:
+def _bucket_numbers(values: Row, best: np.float32, span: float, work: Workspace) -> Ids:
     """Return the bucket of each value: 0 for the best, ``_BUCKETS`` from ``span`` below it on."""
     depth = np.subtract(best, values, out=work.array("spare", values.size))
     depth *= np.float32(_BUCKETS / span)
@@ -264,16 +264,16 @@ MAX_WIDTH = 64
 
 # Tokens that are sampled to bound the others, for each wanted candidate; more if many are nearly
 # the best.
-_BOUNDING = 8
+_BOUNDING_PER_CANDIDATE = 8
 
 # A token far below the ranking ones needs at least the first amount of noise, and a token that is
 # further below needs more by the second amounts.
-_LEAST_NOISE, _FURTHER_NOISE = 2.0, (4.0, 8.0)
+_MIN_NOISE, _FURTHER_NOISE = 2.0, (4.0, 8.0)
 
 # Tokens whose noise is hashed in one part.
-_PART = 1 << 16
+_TOKENS_PER_PART = 1 << 16
 
-_NEARLY, _MOST_BOUNDING = 2.0, 512
+_NEAR_BEST, _MAX_BOUNDING = 2.0, 512
 
 # If more than one token in this many contends, hashing the noise of the whole row costs less than
 # hashing theirs alone.
@@ -305,10 +305,10 @@ def best_candidates(
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"width is {width}, but must be in [1, {MAX_WIDTH}]")
     work = work or Workspace()
-    return choices(_biased(logits, params, counts, work), params, position, width, work)
+    return best_of_scores(_bias(logits, params, counts, work), params, position, width, work)
 
 
-def choices(
+def best_of_scores(
     scores: Row, params: SamplingParams, position: int, width: int, work: Workspace
 ) -> tuple[Candidate, ...]:
     """Return ``best_candidates`` for scores that are already biased and penalised. ``scores`` is
@@ -319,9 +319,10 @@ def choices(
         raise ValueError(f"the draft computes no finite scores: the largest is {best}")
     scores -= best
     if params.greedy:
-        return _candidates(scores, _best(scores, width, work), EVERYTHING.log_total(scores, work))
-    support = _warmed(scores, params, work)
-    inside = _sampled(scores, support, params.seed, position, width, work)
+        ids = _best_ids(scores, width, work)
+        return _candidates(scores, ids, EVERYTHING.log_total(scores, work))
+    support = _truncate(scores, params, work)
+    inside = _sample(scores, support, params.seed, position, width, work)
     found = _candidates(scores, inside, support.log_total(scores, work))
     missing = width - len(found)
     if support is EVERYTHING or missing <= 0:
@@ -329,20 +330,20 @@ def choices(
     outside = work.array("outside", scores.size)
     outside[:] = scores
     outside[support.ids(scores)] = -np.inf
-    fill = _sampled(outside, EVERYTHING, params.seed, position, missing, work)
+    fill = _sample(outside, EVERYTHING, params.seed, position, missing, work)
     return found + _candidates(scores, fill, EVERYTHING.log_total(scores, work))
 
 
-def law(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
+def probabilities(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
     """Return the probability of each token, [V], by the law that ``best_candidates`` draws from,
     without penalties."""
     work = Workspace()
-    scores = _biased(logits, params, None, work)
+    scores = _bias(logits, params, None, work)
     scores -= scores.max()
     if params.greedy:
-        ids = _best(scores, 1, work)
+        ids = _best_ids(scores, 1, work)
     else:
-        ids = _warmed(scores, params, work).ids(scores)
+        ids = _truncate(scores, params, work).ids(scores)
     masses: NDArray[np.float64] = np.zeros(scores.size)
     masses[ids] = np.exp(scores[ids].astype(np.float64))
     masses /= masses.sum()
@@ -356,11 +357,11 @@ def best_token(row: Row, params: SamplingParams, position: int, work: Workspace)
     if params.greedy:
         return best
     scores = np.subtract(row, row[best], out=work.array("scores", row.size))
-    support = _warmed(scores, params, work)
-    return int(_sampled(scores, support, params.seed, position, 1, work)[0])
+    support = _truncate(scores, params, work)
+    return int(_sample(scores, support, params.seed, position, 1, work)[0])
 
 
-def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
+def _truncate(scores: Row, params: SamplingParams, work: Workspace) -> Support:
     """Divide ``scores``, whose maximum is 0, by the temperature, and return what truncation
     keeps."""
     with np.errstate(over="ignore"):  # an overflow to -inf is correct
@@ -369,10 +370,10 @@ def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
     if 0 < params.top_k < scores.size:
         support = Support(float(_nth_best(scores, params.top_k, work)))
     if params.top_p < 1.0 and support is EVERYTHING:
-        support = nucleus(scores, params.top_p, work)
+        support = find_nucleus(scores, params.top_p, work)
     elif params.top_p < 1.0:
         ids = support.ids(scores)
-        inner = nucleus(scores[ids], params.top_p, work)
+        inner = find_nucleus(scores[ids], params.top_p, work)
         if inner.last is not None:
             support = inner._replace(last=int(ids[inner.last]))
     if params.min_p > 0.0 and support.floor < (least := np.float32(math.log(params.min_p))):
@@ -380,9 +381,7 @@ def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
     return support
 
 
-def _biased(
-    logits: Row, params: SamplingParams, counts: TokenCounts | None, work: Workspace
-) -> Row:
+def _bias(logits: Row, params: SamplingParams, counts: TokenCounts | None, work: Workspace) -> Row:
     """Return a copy of ``logits`` with bias and penalties, as in the first lines of ``warp``."""
     scores = work.array("scores", logits.size)
     scores[:] = logits.reshape(-1)
@@ -401,7 +400,7 @@ def _biased(
     return scores
 
 
-def _sampled(
+def _sample(
     scores: Row, support: Support, seed: int, position: int, width: int, work: Workspace
 ) -> Ids:
     """Return the ``width`` best ids of the support by score plus noise, best first. The result is
@@ -413,35 +412,38 @@ def _sampled(
     flags = work.array("contending", scores.size, np.bool_)
     if support.floor > -math.inf:
         kept = np.greater_equal(scores, support.floor, out=flags)
-        if np.count_nonzero(kept) <= _FEW:
+        if np.count_nonzero(kept) <= _MAX_SORTED:
             few = support.only(scores, np.flatnonzero(kept))
-            return few[_best(scores[few] + gumbel_noise(seed, position, few), width, work)]
-    some = _some_above(float(scores.max()) - _NEARLY, scores, support, work)
-    if some.size < width:
-        count = min(_BOUNDING * width, scores.size)
-        some = np.sort(support.only(scores, _best(scores, count, work)))
-        if some.size < count:  # the whole support
-            return some[_best(scores[some] + gumbel_noise(seed, position, some), width, work)]
-        more = _some_above(float(scores[some].min()) - _NEARLY, scores, support, work)
-        some = more if more.size > some.size else some
-    floor = float(_nth_best(scores[some] + gumbel_noise(seed, position, some), width, work))
+            return few[_best_ids(scores[few] + gumbel_noise(seed, position, few), width, work)]
+    tried = _first_ids_above(float(scores.max()) - _NEAR_BEST, scores, support, work)
+    if tried.size < width:
+        count = min(_BOUNDING_PER_CANDIDATE * width, scores.size)
+        tried = np.sort(support.only(scores, _best_ids(scores, count, work)))
+        if tried.size < count:  # the whole support
+            perturbed = scores[tried] + gumbel_noise(seed, position, tried)
+            return tried[_best_ids(perturbed, width, work)]
+        more = _first_ids_above(float(scores[tried].min()) - _NEAR_BEST, scores, support, work)
+        tried = more if more.size > tried.size else tried
+    floor = float(_nth_best(scores[tried] + gumbel_noise(seed, position, tried), width, work))
     least = max(floor - LARGEST_NOISE, support.floor)
     if np.count_nonzero(np.greater_equal(scores, least, out=flags)) * _MANY < scores.size:
         ids = np.flatnonzero(flags)
         bits = noise_bits(seed, position, ids)
     else:
-        noise = max(floor, _LEAST_NOISE)
-        ids, bits = _noisy(scores, flags, floor - noise, least_bits(noise), (seed, position), work)
+        noise = max(floor, _MIN_NOISE)
+        ids, bits = _find_contenders(
+            scores, flags, floor - noise, min_bits(noise), (seed, position), work
+        )
         for further in _FURTHER_NOISE:  # a token further below needs more
-            may = (bits >= least_bits(noise + further)) | (scores[ids] > floor - noise - further)
+            may = (bits >= min_bits(noise + further)) | (scores[ids] > floor - noise - further)
             ids, bits = ids[may], bits[may]
     perturbed = scores[ids] + gumbel(bits)
     if support.last is not None:
         perturbed[(scores[ids] == support.floor) & (ids > support.last)] = -np.inf
-    return ids[_best(perturbed, width, work)]
+    return ids[_best_ids(perturbed, width, work)]
 
 
-def _noisy(
+def _find_contenders(
     scores: Row,
     flags: NDArray[np.bool_],
     above: float,
@@ -453,32 +455,32 @@ def _noisy(
     ``above``, with the bits of each.
 
     The row is processed part by part, so that a part stays in the processor's cache."""
-    spread, found, their_bits = _spread(scores.size), [], []
-    shifted = work.array("shifted", _PART, np.uint32)
-    for start in range(0, scores.size, _PART):
-        part = slice(start, start + _PART)
-        own = work.array("bits", spread[part].size, np.uint32)
-        own[:] = spread[part]
+    hashed_ids, found, found_bits = _hashed_ids(scores.size), [], []
+    shifted = work.array("shifted", _TOKENS_PER_PART, np.uint32)
+    for start in range(0, scores.size, _TOKENS_PER_PART):
+        part = slice(start, start + _TOKENS_PER_PART)
+        own = work.array("bits", hashed_ids[part].size, np.uint32)
+        own[:] = hashed_ids[part]
         _keyed(own, *place, shifted[: own.size])
         may = np.greater_equal(own, bits, out=work.array("may", own.size, np.bool_))
         may |= scores[part] > above
         may &= flags[part]
         ids = np.flatnonzero(may)
         found.append(ids + start)
-        their_bits.append(own[ids])
-    return np.concatenate(found), np.concatenate(their_bits)
+        found_bits.append(own[ids])
+    return np.concatenate(found), np.concatenate(found_bits)
 
 
-def _some_above(least: float, scores: Row, support: Support, work: Workspace) -> Ids:
+def _first_ids_above(least: float, scores: Row, support: Support, work: Workspace) -> Ids:
     """Return ids of the support with a score of ``least`` or more: a few hundred at most, the
     lowest ids."""
     above = np.greater_equal(scores, max(support.floor, least), out=work.flags(scores.size))
     # If there are many, the first part of the row has enough.
-    enough = scores.size * _MOST_BOUNDING * 2 // max(1, int(np.count_nonzero(above)))
-    return support.only(scores, np.flatnonzero(above[:enough])[:_MOST_BOUNDING])
+    enough = scores.size * _MAX_BOUNDING * 2 // max(1, int(np.count_nonzero(above)))
+    return support.only(scores, np.flatnonzero(above[:enough])[:_MAX_BOUNDING])
 
 
-def _best(scores: Row, count: int, work: Workspace) -> Ids:
+def _best_ids(scores: Row, count: int, work: Workspace) -> Ids:
     """Return the indices of the ``count`` best finite scores, best first, ties to the lowest
     index."""
     if count == 1 and scores.size:

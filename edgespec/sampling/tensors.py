@@ -39,7 +39,7 @@ from edgespec.core.protocol.sampling import (
     position_keys,
 )
 from edgespec.core.protocol.work import MIN_LOGPROB, Candidate, NodeScore, TokenScore
-from edgespec.sampling.arrays import Workspace, best_token, choices
+from edgespec.sampling.arrays import Workspace, best_of_scores, best_token
 
 
 class _Scratch(threading.local):
@@ -120,7 +120,7 @@ def forbid(logits: torch.Tensor, masks: Sequence[bytes | None]) -> torch.Tensor:
     forbidden = to_device(~allowed, logits.device)
     if len(rows) == len(masks):
         return logits.masked_fill(forbidden, -torch.inf)
-    changed, places = logits.clone(), _at(rows, logits.device)
+    changed, places = logits.clone(), _index_tensor(rows, logits.device)
     changed[places] = logits[places].masked_fill(forbidden, -torch.inf)
     return changed
 
@@ -141,7 +141,7 @@ class Occurrences:
     position."""
 
 
-class TextCounts:
+class TextOccurrences:
     """Occurrences of each token in one text, whose first ``prompt_length`` tokens are the prompt.
 
     A text grows by a few tokens a pass and is sometimes cut back. The counts subtract the tokens
@@ -155,7 +155,7 @@ class TextCounts:
         self._counts = np.zeros((2, _FIRST_CAPACITY), dtype=np.int32)
         """Counts in the prompt (row 0) and in the output (row 1), by the token's index."""
 
-    def follow(self, text: Sequence[int], unchanged_length: int) -> None:
+    def update(self, text: Sequence[int], unchanged_length: int) -> None:
         """Update the counts to those of ``text``, whose first ``unchanged_length`` tokens are the
         same as at the last call."""
         kept = min(unchanged_length, len(self._counted), len(text))
@@ -166,7 +166,7 @@ class TextCounts:
             self._add(text[position], position, 1)
         self._counted += text[kept:]
 
-    def before(self, nodes: Sequence[int], parents: Sequence[int]) -> Occurrences:
+    def occurrences_before(self, nodes: Sequence[int], parents: Sequence[int]) -> Occurrences:
         """Return the occurrences before the token behind the text, and before the one behind each
         of ``nodes``.
 
@@ -206,16 +206,16 @@ def score_passes(
     rows' tokens."""
     if not any([request.logprobs for request in batch]):
         return {}
-    asked = [(request, some) for request, some in _sampled(batch) if request.logprobs]
-    if not asked:
+    scored = [(one, rows) for one, rows in _requests_with_rows(batch) if one.logprobs]
+    if not scored:
         return {}
-    rows = [row for _, some in asked for row in some]
-    counts = [request.logprobs for request, some in asked for _ in some]
-    logits = _only(logits, rows).float()
+    rows = [row for _, own_rows in scored for row in own_rows]
+    counts = [request.logprobs for request, own_rows in scored for _ in own_rows]
+    logits = _select_rows(logits, rows).float()
     norms = logits.logsumexp(dim=-1, keepdim=True)
     best, ids = logits.topk(min(max(*counts, 2), logits.shape[-1]), dim=-1)
     best = (best - norms).clamp_(min=MIN_LOGPROB)
-    index = _at([chosen[row] for row in rows], logits.device)[:, None]
+    index = _index_tensor([chosen[row] for row in rows], logits.device)[:, None]
     own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=MIN_LOGPROB)[:, 0].tolist()
     scores = (
         TokenScore(
@@ -227,10 +227,10 @@ def score_passes(
             own, ids.tolist(), best.tolist(), counts, strict=True
         )
     )
-    return {request.key: tuple(islice(scores, len(some))) for request, some in asked}
+    return {request.key: tuple(islice(scores, len(own_rows))) for request, own_rows in scored}
 
 
-def _sampled(batch: Iterable[PassRequest]) -> Iterator[tuple[PassRequest, range]]:
+def _requests_with_rows(batch: Iterable[PassRequest]) -> Iterator[tuple[PassRequest, range]]:
     """Yield each request that samples, with its rows of the logits."""
     first = 0
     for request in batch:
@@ -247,22 +247,23 @@ def score_nodes(
 
     ``logits`` is [rows of all blocks, vocabulary] and is not changed; ``blocks`` belong to the
     requests that sample, in order."""
-    pairs = zip(_sampled(batch), blocks, strict=True)
-    asked = [(*one, block) for one, block in pairs if one[0].node_scores and one[0].tokens]
-    if not asked:
+    pairs = zip(_requests_with_rows(batch), blocks, strict=True)
+    scored = [(*one, block) for one, block in pairs if one[0].node_scores and one[0].tokens]
+    if not scored:
         return {}
     rows: list[int] = []
     behind: list[int] = []
     tokens: list[int] = []
-    for request, some, _ in asked:
+    for request, own_rows, _ in scored:
         behind += [len(rows) + 1 + parent for parent in request.parents]
         tokens += request.tokens
-        rows += some
-    mine = [block for *_, block in asked]
-    logits = _only(logits, rows).float()
-    laws = warp_rows(_constrained(logits, mine), mine).log_softmax(dim=-1)
+        rows += own_rows
+    scored_blocks = [block for *_, block in scored]
+    logits = _select_rows(logits, rows).float()
+    laws = warp_rows(_apply_masks(logits, scored_blocks), scored_blocks).log_softmax(dim=-1)
     raw = logits.log_softmax(dim=-1)
-    places, index = _at(behind, logits.device), _at(tokens, logits.device)[:, None]
+    places = _index_tensor(behind, logits.device)
+    index = _index_tensor(tokens, logits.device)[:, None]
     own = laws[places].gather(-1, index)
     columns = (
         own[:, 0],
@@ -272,7 +273,7 @@ def score_nodes(
         raw[places].gather(-1, index)[:, 0].clamp_(min=MIN_LOGPROB),
     )
     found = starmap(NodeScore, zip(*[one.tolist() for one in columns], strict=True))
-    return {one.key: tuple(islice(found, len(one.tokens))) for one, *_ in asked}
+    return {one.key: tuple(islice(found, len(one.tokens))) for one, *_ in scored}
 
 
 _VECTOR_ELEMENTS = 64
@@ -303,28 +304,28 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
     ``ModelOutputError`` for the first session that has a row without a finite maximum."""
     if not logits.shape[0]:
         return []
-    logits, best = _allowed(logits, blocks)
+    logits, best = _allowed_and_best(logits, blocks)
     chosen: list[int] = best.tolist()
     rows = (block for block in blocks for _ in block.positions)
-    special = [index for index, block in enumerate(rows) if not _plain(block.params)]
+    special = [index for index, block in enumerate(rows) if not _is_argmax(block.params)]
     if not special:
         return chosen
-    special_blocks = [block for block in blocks if not _plain(block.params)]
-    picked = _choose_special(_only(logits, special), special_blocks)
+    special_blocks = [block for block in blocks if not _is_argmax(block.params)]
+    picked = _choose_special(_select_rows(logits, special), special_blocks)
     for index, token in zip(special, picked, strict=True):
         chosen[index] = token
     return chosen
 
 
-def _allowed(
+def _allowed_and_best(
     logits: torch.Tensor, blocks: Sequence[SampleBlock]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``logits`` without the forbidden tokens, and each row's best token; raises as
     ``choose_tokens`` does."""
     rows = [(block, position) for block in blocks for position in block.positions]
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    logits = _constrained(logits, blocks)
-    largest, best = _largest(logits)
+    logits = _apply_masks(logits, blocks)
+    largest, best = _row_maxima(logits)
     largest = largest.cpu()
     if not torch.isfinite(largest).all():
         row = int(torch.isfinite(largest).logical_not().nonzero()[0])
@@ -337,12 +338,12 @@ def _allowed(
     return logits, best
 
 
-def _constrained(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
+def _apply_masks(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     masks = [mask for one in blocks for mask in one.masks or (None,) * len(one.positions)]
     return forbid(logits, masks)
 
 
-def best_choices(
+def best_candidates_of_rows(
     logits: torch.Tensor, blocks: Sequence[SampleBlock], width: int
 ) -> list[tuple[Candidate, ...]]:
     """Return at most ``width`` candidates for every row.
@@ -352,14 +353,15 @@ def best_choices(
     errors are as in ``choose_tokens``."""
     if not logits.shape[0]:
         return []
-    logits, _ = _allowed(logits, blocks)
-    params, positions = _by_row(blocks)
-    scores = _adjusted(logits, blocks)
-    if _row_by_row(logits):
+    logits, _ = _allowed_and_best(logits, blocks)
+    params, positions = _expand_to_rows(blocks)
+    scores = _adjusted_copy(logits, blocks)
+    if _processes_single_rows(logits):
         rows = zip(scores.numpy(), params, positions, strict=True)
-        return [choices(row, one, at, width, _SCRATCH.work) for row, one, at in rows]
-    laws = _truncated(scores, params)
-    best, ids = _noisy(laws.clone(), params, positions).topk(min(width, logits.shape[-1]), dim=-1)
+        return [best_of_scores(row, one, at, width, _SCRATCH.work) for row, one, at in rows]
+    laws = _truncate_sampled_rows(scores, params)
+    noisy = _add_noise(laws.clone(), params, positions)
+    best, ids = noisy.topk(min(width, logits.shape[-1]), dim=-1)
     logprobs = laws.gather(-1, ids) - laws.logsumexp(dim=-1, keepdim=True)
     logprobs = logprobs.masked_fill(best == -torch.inf, -torch.inf)
     return [
@@ -373,14 +375,14 @@ def best_tokens(logits: torch.Tensor) -> list[int] | None:
     raise."""
     if not logits.shape[0]:
         return []
-    largest, best = _largest(logits)
+    largest, best = _row_maxima(logits)
     if not math.isfinite(float(largest.cpu().abs().max())):
         return None
     chosen: list[int] = best.tolist()
     return chosen
 
 
-def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's largest value and its first index; NaN if the row holds one. On the CPU
     numpy finds it ten times faster than torch."""
     if logits.device.type != "cpu":
@@ -391,49 +393,51 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     """Return float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
-    return _truncated(_adjusted(logits, blocks), _by_row(blocks)[0])[:, : logits.shape[-1]]
+    params, _ = _expand_to_rows(blocks)
+    scores = _truncate_sampled_rows(_adjusted_copy(logits, blocks), params)
+    return scores[:, : logits.shape[-1]]
 
 
 def is_plain(params: SamplingParams) -> bool:
     """Return whether the token is simply the one with the largest logit."""
-    return _plain(params) and params.constraint is None and not params.min_tokens
+    return _is_argmax(params) and params.constraint is None and not params.min_tokens
 
 
-def _plain(params: SamplingParams) -> bool:
+def _is_argmax(params: SamplingParams) -> bool:
     return params.greedy and not params.penalised and not params.logit_bias
 
 
-def _only(rows: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+def _select_rows(rows: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
     """Return ``rows[indices]``, without a copy if that is all rows; ``indices`` ascend."""
-    return rows if len(indices) == rows.shape[0] else rows[_at(indices, rows.device)]
+    return rows if len(indices) == rows.shape[0] else rows[_index_tensor(indices, rows.device)]
 
 
-def _put(rows: torch.Tensor, indices: Sequence[int], new: torch.Tensor) -> torch.Tensor:
+def _replace_rows(rows: torch.Tensor, indices: Sequence[int], new: torch.Tensor) -> torch.Tensor:
     """Return ``rows`` with ``new`` at ``indices``: changed in place, or ``new`` itself if that is
     all."""
     if len(indices) == rows.shape[0]:
         return new
-    rows[_at(indices, rows.device)] = new
+    rows[_index_tensor(indices, rows.device)] = new
     return rows
 
 
-def _at(indices: Sequence[int], device: torch.device) -> torch.Tensor:
+def _index_tensor(indices: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the indices as int64 on ``device``. Indexing with a list would make the host wait for
     a GPU."""
     return to_device(np.array(indices, dtype=np.int64), device)
 
 
-def _by_row(blocks: Sequence[SampleBlock]) -> tuple[list[SamplingParams], list[int]]:
+def _expand_to_rows(blocks: Sequence[SampleBlock]) -> tuple[list[SamplingParams], list[int]]:
     """Return the parameters of every row, and the position of its token."""
     rows = [(block.params, position) for block in blocks for position in block.positions]
     return [params for params, _ in rows], [position for _, position in rows]
 
 
 def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
-    params, positions = _by_row(blocks)
-    if not _row_by_row(logits):
-        scores = _truncated(_adjusted(logits, blocks), params)
-        chosen: list[int] = _noisy(scores, params, positions).argmax(-1).tolist()
+    params, positions = _expand_to_rows(blocks)
+    if not _processes_single_rows(logits):
+        scores = _truncate_sampled_rows(_adjusted_copy(logits, blocks), params)
+        chosen: list[int] = _add_noise(scores, params, positions).argmax(-1).tolist()
         return chosen
     scores = logits.float()
     if any(block.params.penalised or block.params.logit_bias for block in blocks):
@@ -443,12 +447,12 @@ def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list
     return [best_token(row, one, at, _SCRATCH.work) for row, one, at in rows]
 
 
-def _row_by_row(logits: torch.Tensor) -> bool:
+def _processes_single_rows(logits: torch.Tensor) -> bool:
     """Return whether to process each row by itself with ``arrays.py``."""
     return logits.device.type == "cpu" and logits.shape[-1] >= _LARGE_VOCABULARY
 
 
-def _noisy(
+def _add_noise(
     scores: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
     """Return truncated ``scores``, which may be changed, plus the noise of the rows that are not
@@ -457,11 +461,11 @@ def _noisy(
     if noisy:
         seeds, places = [params[row].seed for row in noisy], [positions[row] for row in noisy]
         noise = gumbel_noise(seeds, places, scores.shape[-1], scores.device)
-        return _put(scores, noisy, noise.add_(_only(scores, noisy)))
+        return _replace_rows(scores, noisy, noise.add_(_select_rows(scores, noisy)))
     return scores
 
 
-def _adjusted(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
+def _adjusted_copy(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     """Return a float32 copy with bias and penalties, padded with columns of -inf to whole
     vectors."""
     rows, vocabulary_size = logits.shape
@@ -472,14 +476,14 @@ def _adjusted(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tens
     return scores
 
 
-def _truncated(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _truncate_sampled_rows(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return ``scores`` with ``_truncate`` applied to the rows that are not greedy; may change
     ``scores``."""
     noisy = [row for row, one in enumerate(params) if not one.greedy]
     if not noisy:
         return scores
-    truncated = _truncate(_only(scores, noisy), [params[row] for row in noisy])
-    return _put(scores, noisy, truncated)
+    truncated = _truncate(_select_rows(scores, noisy), [params[row] for row in noisy])
+    return _replace_rows(scores, noisy, truncated)
 
 
 def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size: int) -> None:
@@ -491,9 +495,9 @@ def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size
         bias = {t: b for t, b in block.params.logit_bias.items() if 0 <= t < vocabulary_size}
         if bias and count:
             amounts = np.tile([*bias.values()], count)
-            biases.append((*_places(first, count, np.array([*bias])), amounts))
+            biases.append((*_repeat_for_rows(first, count, np.array([*bias])), amounts))
         if block.params.penalised:
-            penalties.append(_penalties(first, block))
+            penalties.append(_penalty_entries(first, block))
         first += count
     if biases:
         rows, tokens, values = _columns(biases, scores.device)
@@ -509,22 +513,22 @@ def _columns(entries: Sequence[tuple[np.ndarray, ...]], device: torch.device) ->
     return [to_device(np.concatenate(column), device) for column in zip(*entries, strict=True)]
 
 
-def _places(first: int, count: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _repeat_for_rows(first: int, count: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return row and token of each entry, for ``count`` rows from ``first`` on that have all
     ``tokens``."""
     return np.repeat(np.arange(first, first + count), len(tokens)), np.tile(tokens, count)
 
 
-def _penalties(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
+def _penalty_entries(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
     """Return rows, tokens, repetition factors and amounts to subtract, [entries] each."""
-    params, found = block.params, block.occurrences
-    assert found is not None, f"{block.key}: penalties need the tokens before the rows"
-    counts = found.output_counts
+    params, before = block.params, block.occurrences
+    assert before is not None, f"{block.key}: penalties need the tokens before the rows"
+    counts = before.output_counts
     assert counts.shape[0] == len(block.positions), (counts.shape, block.positions)
-    factors = np.where(found.in_prompt | (counts > 0), params.repetition_penalty, 1.0)
+    factors = np.where(before.in_prompt | (counts > 0), params.repetition_penalty, 1.0)
     amounts = np.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
     both = (one.astype(np.float32).ravel() for one in (factors, amounts))
-    return *_places(first_row, counts.shape[0], found.tokens), *both
+    return *_repeat_for_rows(first_row, counts.shape[0], before.tokens), *both
 
 
 def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -540,11 +544,11 @@ def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
     limited = [row for row, p in enumerate(params) if p.top_k or p.top_p < 1.0]
     if limited:
         kept = _top_k_top_p(
-            _only(scores, limited),
+            _select_rows(scores, limited),
             [params[row].top_k for row in limited],
             column(lambda p: p.top_p, [params[row] for row in limited]),
         )
-        scores = _put(scores, limited, kept)
+        scores = _replace_rows(scores, limited, kept)
     if any(p.min_p > 0.0 for p in params):
         limits = column(lambda p: math.log(p.min_p) if p.min_p else -math.inf).float()
         least = scores.amax(dim=-1, keepdim=True) + limits
@@ -563,7 +567,7 @@ def _top_k_top_p(scores: torch.Tensor, k: Sequence[int], p: torch.Tensor) -> tor
         ordered = torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
     else:
         ordered = scores.sort(dim=-1, descending=True).values
-    places = _at([min(one or size, size) - 1 for one in k], scores.device)
+    places = _index_tensor([min(one or size, size) - 1 for one in k], scores.device)
     out = ordered < ordered.gather(-1, places[:, None])
     ordered = ordered.masked_fill(out, -torch.inf)
     mass = (ordered - ordered[:, :1]).exp_().cumsum(dim=-1, dtype=torch.float64)

@@ -22,12 +22,12 @@ from functools import partial
 
 import pytest
 
-from edgespec.core.association import candidates as cs
 from edgespec.core.association import failover_events as ev
+from edgespec.core.association import known_verifiers as kv
 from edgespec.core.association import policies
-from edgespec.core.association.candidates import CLOSED, HALF_OPEN, OPEN, CircuitBreaker
 from edgespec.core.association.failover import Failover, FailoverPolicy
-from edgespec.core.association.policies import Association, VerifierView, weight
+from edgespec.core.association.known_verifiers import CLOSED, HALF_OPEN, OPEN, CircuitBreaker
+from edgespec.core.association.policies import Association, VerifierView, rendezvous_weight
 from edgespec.core.protocol.messages import (
     FaultCode,
     Limits,
@@ -55,21 +55,21 @@ def test_who_may_continue(begun: Identity, here: Identity, reason: str | None) -
 
 
 def test_a_breaker_opens_asks_and_closes() -> None:
-    breaker = CircuitBreaker(cs.BreakerPolicy(failures=2, open_s=1.0, longest_open_s=4.0), 7)
-    breaker.failed(0.0)
+    breaker = CircuitBreaker(kv.BreakerPolicy(failures=2, open_s=1.0, longest_open_s=4.0), 7)
+    breaker.record_failure(0.0)
     assert breaker.state is CLOSED
     for now, longest_s in ((0.0, 1.0), (10.0, 2.0), (20.0, 4.0), (30.0, 4.0), (40.0, 4.0)):
-        breaker.failed(now)
+        breaker.record_failure(now)
         assert breaker.state is OPEN
         assert longest_s / 2 <= present(breaker.probe_at) - now <= longest_s
-        breaker.probing()
+        breaker.start_probe()
         assert breaker.state is HALF_OPEN
-    breaker.answered()
+    breaker.close_after_probe()
     assert breaker.state is CLOSED
-    breaker.failed(50.0)
+    breaker.record_failure(50.0)
     assert breaker.state is OPEN  # it answers questions and breaks streams
-    breaker.succeeded()
-    breaker.failed(60.0)
+    breaker.reset()
+    breaker.record_failure(60.0)
     assert breaker.state is CLOSED
 
 
@@ -341,13 +341,15 @@ def _all_refused(why: str, count: int) -> bool:
 
 
 NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
-CONVERSATIONS = [policies.conversation_named(f"chat {number}") for number in range(600)]
+CONVERSATIONS = [policies.hash_conversation_name(f"chat {number}") for number in range(600)]
 
 
 def homes(names: Sequence[str]) -> dict[str, str]:
     """The first choice of each conversation."""
     views = [VerifierView(name, 0.03, 0) for name in names]
-    return {one: policies.ranked(Association.RENDEZVOUS, one, views)[0] for one in CONVERSATIONS}
+    return {
+        one: policies.rank_verifiers(Association.RENDEZVOUS, one, views)[0] for one in CONVERSATIONS
+    }
 
 
 def test_what_the_hashing_promises() -> None:
@@ -357,7 +359,7 @@ def test_what_the_hashing_promises() -> None:
         after = homes([name for name in NAMES if name != gone])
         assert all(after[one] == home for one, home in before.items() if home != gone)
         assert len({after[one] for one, home in before.items() if home == gone}) == len(NAMES) - 1
-    assert weight("ab", "c") != weight("a", "bc")
+    assert rendezvous_weight("ab", "c") != rendezvous_weight("a", "bc")
     # Each replica's share of n conversations is within five standard deviations of n/r.
     count, share = len(CONVERSATIONS), 1 / len(NAMES)
     off = 5 * math.sqrt(count * share * (1 - share))
@@ -367,7 +369,7 @@ def test_what_the_hashing_promises() -> None:
 
 
 def test_texts_that_begin_alike_are_one_conversation() -> None:
-    of, named = policies.conversation_of, policies.conversation_named
+    of, named = policies.hash_prompt_beginning, policies.hash_conversation_name
     prompt = list(range(1, policies.BEGINNING_TOKENS + 1))
     assert of(prompt) == of([*prompt, 7, 8, 9])
     assert of(prompt) != of([*prompt[:-1], 99])

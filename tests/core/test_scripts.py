@@ -26,8 +26,8 @@ from typing import Any, cast
 import pytest
 
 from edgespec.core.association import failover_events as fe
-from edgespec.core.association.candidates import CLOSED
 from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.known_verifiers import CLOSED
 from edgespec.core.association.policies import Association
 from edgespec.core.device import events as de
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy

@@ -43,7 +43,7 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
-from edgespec.sampling.arrays import best_candidates, law
+from edgespec.sampling.arrays import best_candidates, probabilities
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
@@ -453,7 +453,7 @@ def test_noise_that_is_shared_agrees_as_often_as_is_expected() -> None:
 def test_a_law_is_the_scalar_one(sampling: dict[str, Any]) -> None:
     params = SamplingParams(**sampling)
     logits = [random.Random(seed).gauss(0.0, 2.0) for seed in range(30)]
-    found = law(np.array(logits, np.float32), params)
+    found = probabilities(np.array(logits, np.float32), params)
     scores = warp(logits, params, (), ())
     if params.greedy:
         expected = [float(token == int(np.argmax(scores))) for token in range(30)]

@@ -11,8 +11,8 @@ from typer.testing import Result
 
 from edgespec.cli.device import greet
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LimitsSection, VerifierConfig
-from edgespec.core.association.candidates import views_of
-from edgespec.core.association.policies import Association, ranked
+from edgespec.core.association.known_verifiers import make_views
+from edgespec.core.association.policies import Association, rank_verifiers
 from edgespec.core.ports import DeviceStream, LinkError, ModelInfo
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
@@ -122,10 +122,10 @@ def test_the_shortest_round_comes_first(
     known: list[tuple[str, tuple[int, int] | None, int | None, float | None]], order: str
 ) -> None:
     """``known``: of each verifier sessions and a pass's microseconds, its load and the delay."""
-    views = views_of([(name, said and told(*said), n, rtt_s) for name, said, n, rtt_s in known])
-    assert ranked(Association.LOWEST_DELAY, "", views) == order.split()
+    views = make_views([(name, said and told(*said), n, rtt_s) for name, said, n, rtt_s in known])
+    assert rank_verifiers(Association.LOWEST_DELAY, "", views) == order.split()
     listed = [address for address, said, _, _ in known if said is None or said[0] < 8]
-    assert ranked(Association.LISTED, "", views)[: len(listed)] == listed
+    assert rank_verifiers(Association.LISTED, "", views)[: len(listed)] == listed
 
 
 async def test_a_full_verifier_is_passed_over() -> None:

@@ -23,9 +23,9 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover, FailoverPolicy
 from edgespec.core.association.policies import (
     Association,
-    conversation_named,
-    conversation_of,
-    weight,
+    hash_conversation_name,
+    hash_prompt_beginning,
+    rendezvous_weight,
 )
 from edgespec.core.ports import DeviceStream, LinkError, TargetModel, Transport, VerifierStream
 from edgespec.core.protocol.errors import ConnectError
@@ -75,7 +75,7 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
         def swap() -> None:
             nonlocal kills
             for gate, port in found:
-                if gate.address == present(present(one.stats).route).current.using:
+                if gate.address == present(present(one.stats).route).current.address_in_use:
                     gate.kill()
                     kills += 1
                 else:
@@ -307,11 +307,11 @@ def device(addresses: Sequence[str]) -> Agent:
 
 
 def order(chat: str, names: Sequence[str]) -> list[str]:
-    return by_hash(conversation_named(chat), names)
+    return by_hash(hash_conversation_name(chat), names)
 
 
 def by_hash(conversation: str, names: Sequence[str]) -> list[str]:
-    return sorted(names, key=lambda name: weight(conversation, name), reverse=True)
+    return sorted(names, key=lambda name: rendezvous_weight(conversation, name), reverse=True)
 
 
 async def served(
@@ -369,9 +369,9 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
                 for chat in ("", "", "any name: ü\n", "any name: ü\n"):
                     with contextlib.suppress(GenerationError):
                         await served(one, [1, 2, 3], chat)
-            named = conversation_named("any name: ü\n")
+            named = hash_conversation_name("any name: ü\n")
             told = {found[CONVERSATION_HEADER] for found in seen}
-            assert told == {conversation_of([1, 2, 3]), named}
+            assert told == {hash_prompt_beginning([1, 2, 3]), named}
             assert len(seen) >= 4
             seen.clear()
         transport = connect(address)

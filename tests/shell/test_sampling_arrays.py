@@ -208,9 +208,9 @@ def _block(
     key: str = "s",
 ) -> tensors.SampleBlock:
     """One row, whose text so far is ``prompt`` and ``output``."""
-    counts = tensors.TextCounts(len(prompt))
-    counts.follow([*prompt, *output], 0)
-    return tensors.SampleBlock(key, params, (position,), counts.before((), ()))
+    counts = tensors.TextOccurrences(len(prompt))
+    counts.update([*prompt, *output], 0)
+    return tensors.SampleBlock(key, params, (position,), counts.occurrences_before((), ()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -263,13 +263,13 @@ def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
             nodes = tuple(rng.randrange(size) for _ in range(rng.randrange(5)))
             parents = tuple(rng.randrange(-1, node) if node else -1 for node in range(len(nodes)))
             params, first = _random_params(rng, device == "cpu"), len(prompt) + len(output)
-            counts = tensors.TextCounts(len(prompt))
-            counts.follow(prompt + output, 0)
+            counts = tensors.TextOccurrences(len(prompt))
+            counts.update(prompt + output, 0)
             paths: list[list[int]] = [[]]
             for token, parent in zip(nodes, parents, strict=True):
                 paths.append([*paths[1 + parent], token])
             positions = [first + len(path) for path in paths]
-            before = counts.before(nodes, parents)
+            before = counts.occurrences_before(nodes, parents)
             blocks.append(tensors.SampleBlock(f"s{session}", params, positions, before))
             # On a GPU sums of equal numbers may be cut elsewhere.
             step = rng.choice([0.25, 1e-3]) if device == "cpu" else 1e-6
@@ -327,19 +327,19 @@ def test_operations_of_a_pass_depend_neither_on_its_rows_nor_on_its_texts() -> N
 
 def test_counts_follow_a_text_that_is_cut_back_and_grows() -> None:
     rng = random.Random(8)
-    counts, text = tensors.TextCounts(3), [3, 1, 4]
+    counts, text = tensors.TextOccurrences(3), [3, 1, 4]
     for _ in range(200):
         kept = rng.randrange(max(0, len(text) - 9), len(text) + 1)
         del text[kept:]
         text += [rng.randrange(12) for _ in range(rng.randrange(1, 6))]
-        counts.follow(text, kept)
-        fresh = tensors.TextCounts(3)
-        fresh.follow(text, 0)
+        counts.update(text, kept)
+        fresh = tensors.TextOccurrences(3)
+        fresh.update(text, 0)
         assert _table(counts) == _table(fresh)
 
 
-def _table(counts: tensors.TextCounts) -> dict[int, tuple[bool, list[int]]]:
-    found = counts.before((7, 5), (-1, -1))
+def _table(counts: tensors.TextOccurrences) -> dict[int, tuple[bool, list[int]]]:
+    found = counts.occurrences_before((7, 5), (-1, -1))
     rows = found.output_counts.T.tolist()
     entries = zip(found.tokens.tolist(), found.in_prompt.tolist(), rows, strict=True)
     return {token: (prompt, row) for token, prompt, row in entries if prompt or row[0]}

@@ -308,13 +308,13 @@ def test_torchs_scores_of_nodes_are_the_scalar_ones() -> None:
         parents = tuple(dice.randrange(-1, node) for node in range(len(nodes)))
         sample, asks = number != 8 or bool(nodes), number % 5 != 4
         requests.append(PassRequest(key, 0, (1, 2), nodes, parents, sample, node_scores=asks))
-        counts = tensors.TextCounts(1)
-        counts.follow((1, 2, 2), 0)
+        counts = tensors.TextOccurrences(1)
+        counts.update((1, 2, 2), 0)
         masks = [
             pack_mask(dice.sample(range(size), 30)) if number > 7 else None
             for _ in range(1 + len(nodes))
         ]
-        before = counts.before(nodes, parents)
+        before = counts.occurrences_before(nodes, parents)
         positions = range(3, 4 + len(nodes))
         blocks.append(tensors.SampleBlock(key, params, positions, before, masks))
     rows = sum(len(one.positions) for one in blocks)

@@ -1,11 +1,11 @@
 """Failover: moves the generations of a device from a lost verifier to another one.
 
 Theory of operation. A generation that needs a stream gets one from the best candidate
-(``candidates.py``). If that one has not answered after a moment, the next one is dialed as well,
-and the first to answer is used (a hedged connect). The outcome of streams and probes drives the
-circuit breakers. When a generation's stream ends, ``Leave`` carries whether another verifier can be
-tried at once. The generation then opens the session there with all tokens it has delivered. Since
-the output is a function of the model, the prompt and the seed alone, it goes on with the same
+(``known_verifiers.py``). If that one has not answered after a moment, the next one is dialed as
+well, and the first to answer is used (a hedged connect). The outcome of streams and probes drives
+the circuit breakers. When a generation's stream ends, ``Leave`` carries whether another verifier
+can be tried at once. The generation then opens the session there with all tokens it has delivered.
+Since the output is a function of the model, the prompt and the seed alone, it goes on with the same
 tokens. A verifier that serves another model than the generation began with is never used for it.
 
     one generation:   wanted -> (probing) -> dialing, hedged -> in use -> wanted ... -> ended
@@ -23,18 +23,24 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.candidates import CLOSED, BreakerPolicy, Candidate, Candidates, Route
+from edgespec.core.association.known_verifiers import (
+    CLOSED,
+    BreakerPolicy,
+    KnownVerifier,
+    KnownVerifiers,
+    Route,
+)
 from edgespec.core.association.policies import Association
 from edgespec.core.protocol.checks import bounded, one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, describe_model_mismatch
 
-_LEAST_S, _LONGEST_S = 1e-3, 3600.0
+_MIN_S, _MAX_S = 1e-3, 3600.0
 # How long the first dialed verifier may take if it is far away: TCP, TLS, HTTP/2 and opening the
-# session are a round trip each. ``_HEDGE_LONGEST_S`` is the default of ``ask_s``.
-_ROUND_TRIPS, _HEDGE_LONGEST_S = 4.0, 2.0
+# session are a round trip each. ``_MAX_HEDGE_S`` is the default of ``ask_s``.
+_ROUND_TRIPS, _MAX_HEDGE_S = 4.0, 2.0
 # A verifier that breaks within this time after it was tried at once is not tried at once again.
 # That bounds a loop of breaks to two tries per second; a breaker waits as long at first.
-_SOON_S = 0.5
+_MIN_STREAM_S = 0.5
 Actions = list[ev.FailoverAction]
 
 
@@ -68,7 +74,7 @@ class FailoverPolicy:
 
     def __post_init__(self) -> None:
         for name in ("hedge_s", "ask_s", "settle_s", "quiet_s", "probe_s", "full_s"):
-            bounded(name, getattr(self, name), _LEAST_S, _LONGEST_S)
+            bounded(name, getattr(self, name), _MIN_S, _MAX_S)
 
 
 class Failover:
@@ -79,7 +85,7 @@ class Failover:
 
     def __init__(self, policy: FailoverPolicy, association: Association, seed: int = 0) -> None:
         self.policy = policy
-        self.candidates = Candidates(association, policy.breaker, seed)
+        self.candidates = KnownVerifiers(association, policy.breaker, seed)
         self.routes: dict[int, Route] = {}
         self._ask_first = association is Association.LOWEST_DELAY
 
@@ -88,15 +94,15 @@ class Failover:
         """Time at which to send ``Tick``; None if nothing is awaited."""
         if not self.routes:
             return None
-        times: list[float | None] = [at for at, _ in self.candidates.to_probe()]
+        times: list[float | None] = [at for at, _ in self.candidates.open_breakers()]
         for route in self.routes.values():
-            times += [route.hedge_at, route.asking_until]
+            times += [route.hedge_at, route.probing_until]
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, event: ev.FailoverEvent, now: float) -> tuple[ev.FailoverAction, ...]:
         match event:
             case ev.Known(addresses):
-                self.candidates.know(addresses)
+                self.candidates.replace_all(addresses)
                 return ()
             case ev.ProbeAnswered() | ev.ProbeFailed():
                 return tuple(self._on_probe(event, now))
@@ -119,15 +125,15 @@ class Failover:
                 if address not in route.dialing:
                     return []
                 route.dialing.remove(address)
-                self._blame(route, address, why, retryable, now)
+                self._record_failure(route, address, why, retryable, now)
                 route.tried.add(address)
-                return self._dial_next(route, now) if route.wanted else []
+                return self._dial_next(route, now) if route.is_waiting else []
             case ev.Greeted(_, model):
                 return self._on_greeted(route, model, now)
             case ev.Progressed():
                 route.brought_token()
-                if (candidate := self._of(route)) is not None:
-                    candidate.breaker.succeeded()
+                if (candidate := self._verifier_in_use(route)) is not None:
+                    candidate.breaker.reset()
                 return []
             case ev.Refused(_, code, why, retry_after_s):
                 return self._on_refused(route, code, why, retry_after_s, now)
@@ -135,11 +141,11 @@ class Failover:
                 return self._on_broken(route, why, retryable, now)
             case ev.Quiet():
                 return self._on_quiet(route, now)
-            case ev.Unwanted() | ev.Over():
+            case ev.Unwanted() | ev.Ended():
                 dropped = [ev.Drop(route.number, address) for address in route.dialing]
-                route.wanted, route.using = False, None
-                route.dialing, route.hedge_at, route.asking_until = [], None, None
-                if isinstance(event, ev.Over):
+                route.is_waiting, route.address_in_use = False, None
+                route.dialing, route.hedge_at, route.probing_until = [], None, None
+                if isinstance(event, ev.Ended):
                     del self.routes[route.number]
                 return [*dropped]
             case _:
@@ -148,75 +154,77 @@ class Failover:
     # --- how one generation gets a stream --------------------------------------------------
 
     def _on_wanted(self, route: Route, now: float) -> Actions:
-        route.wanted, route.using = True, None
+        route.is_waiting, route.address_in_use = True, None
         listed = self.candidates.listed.values()
-        if self._ask_first and route.last is None and all(one.info is None for one in listed):
-            asked = [one for one in listed if not one.breaker.held(now) and not one.error]
-            if len(asked) > 1:
-                route.asking_until = now + self.policy.ask_s
-                return [_probe(one) for one in asked if not one.probing]
+        is_first = route.last_address is None and all(one.info is None for one in listed)
+        if self._ask_first and is_first:
+            to_probe = [one for one in listed if not one.breaker.is_held(now) and not one.error]
+            if len(to_probe) > 1:
+                route.probing_until = now + self.policy.ask_s
+                return [_probe(one) for one in to_probe if not one.is_probing]
         return self._dial_next(route, now)
 
     def _dial_next(self, route: Route, now: float) -> Actions:
-        route.hedge_at = route.asking_until = None
+        route.hedge_at = route.probing_until = None
         address = self.candidates.choose(now, {*route.tried, *route.unfit, *route.dialing}, route)
         if address is None:
-            return [] if route.dialing else [self._none_left(route, now)]
+            return [] if route.dialing else [self._leave_without_verifier(route, now)]
         if route.dialing and not self.candidates.fits(address, route):
             return []  # it would answer first and then refuse
         route.dialing.append(address)
         rtt_s = self.candidates.listed[address].rtt_s or 0.0
-        patience_s = min(rtt_s * _ROUND_TRIPS, _HEDGE_LONGEST_S)
+        patience_s = min(rtt_s * _ROUND_TRIPS, _MAX_HEDGE_S)
         route.hedge_at = now + max(self.policy.hedge_s, patience_s)
         return [ev.Dial(route.number, address)]
 
     def _on_dialed(self, route: Route, address: str, now: float) -> Actions:
-        if not route.wanted or address not in route.dialing:
+        if not route.is_waiting or address not in route.dialing:
             return [ev.Drop(route.number, address)]
         losers = [other for other in route.dialing if other != address]
         for other in losers[: route.dialing.index(address)]:  # dialed earlier and slower
             if (slow := self.candidates.listed.get(other)) is not None:
                 slow.error = f"did not answer before {address} did"
-                slow.breaker.failed(now)
-        route.wanted, route.using, route.dialing, route.hedge_at = False, address, [], None
-        route.progressed = route.suspects = False
-        route.greeted = None
+                slow.breaker.record_failure(now)
+        route.is_waiting, route.address_in_use = False, address
+        route.dialing, route.hedge_at = [], None
+        route.has_progressed = route.is_suspect = False
+        route.current_model = None
         return [ev.Use(route.number, address), *(ev.Drop(route.number, other) for other in losers)]
 
-    def _none_left(self, route: Route, now: float) -> ev.Leave:
-        route.wanted, route.using = False, None
+    def _leave_without_verifier(self, route: Route, now: float) -> ev.Leave:
+        route.is_waiting, route.address_in_use = False, None
         route.tried.clear()
         listed = self.candidates.listed
         retryable = not listed or any(one not in route.unfit for one in listed)
-        again_s = self.candidates.free_in_s(now, route.unfit)
-        return ev.Leave(route.number, self._reasons(route), again_s, retryable)
+        again_s = self.candidates.held_for_s(now, route.unfit)
+        return ev.Leave(route.number, self._describe_errors(route), again_s, retryable)
 
-    def _reasons(self, route: Route) -> str:
+    def _describe_errors(self, route: Route) -> str:
         """Return each address with its last error."""
-        told = [
+        errors = [
             (address, route.unfit.get(address) or one.error or "not tried")
             for address, one in self.candidates.listed.items()
         ]
-        if len(told) < 2:
-            return told[0][1] if told else "no verifier is known"
-        return "; ".join(why if address in why else f"{address}: {why}" for address, why in told)
+        if len(errors) < 2:
+            return errors[0][1] if errors else "no verifier is known"
+        return "; ".join(why if address in why else f"{address}: {why}" for address, why in errors)
 
     # --- what happens to a stream ----------------------------------------------------------
 
     def _on_greeted(self, route: Route, model: ModelIdentity, now: float) -> Actions:
-        route.greeted = model
-        if route.began is None or route.using is None:
+        route.current_model = model
+        if route.first_model is None or route.address_in_use is None:
             return []
-        why = describe_model_mismatch(route.began, model, route.asked.needed_length)
+        why = describe_model_mismatch(route.first_model, model, route.request.needed_length)
         if why is None:
             return []
-        route.unfit[route.using] = why
-        return [self._leave(route, f"{route.using}: {why}", now)]
+        route.unfit[route.address_in_use] = why
+        return [self._leave(route, f"{route.address_in_use}: {why}", now)]
 
     def _on_refused(
         self, route: Route, code: FaultCode, why: str, retry_after_s: float, now: float
     ) -> Actions:
-        candidate = self._of(route)
+        candidate = self._verifier_in_use(route)
         if candidate is None or code is FaultCode.INVALID:
             return [ev.Leave(route.number, one_line(why), None, code.retryable)]
         candidate.error = one_line(why)
@@ -229,51 +237,54 @@ class Failover:
             case FaultCode.OVERLOADED:
                 candidate.breaker.hold(now, retry_after_s or self.policy.full_s)
             case FaultCode.INTERNAL:
-                candidate.breaker.failed(now)
+                candidate.breaker.record_failure(now)
             case FaultCode.UNKNOWN_MODEL:  # it works but has another model now: probe it
                 route.unfit[candidate.address] = candidate.error
-                asked = [] if candidate.probing else [_probe(candidate)]
-                return [*asked, self._leave(route, candidate.error, now)]
+                probes = [] if candidate.is_probing else [_probe(candidate)]
+                return [*probes, self._leave(route, candidate.error, now)]
             case _:
-                self._blame(route, candidate.address, why, False, now)
+                self._record_failure(route, candidate.address, why, False, now)
         route.tried.add(candidate.address)
         return [self._leave(route, candidate.error, now)]
 
     def _on_broken(self, route: Route, why: str, retryable: bool, now: float) -> Actions:
-        if route.using is None:
+        if route.address_in_use is None:
             return []
-        self._blame(route, route.using, why, retryable, now)
-        if not route.progressed:
-            route.tried.add(route.using)
+        self._record_failure(route, route.address_in_use, why, retryable, now)
+        if not route.has_progressed:
+            route.tried.add(route.address_in_use)
         return [self._leave(route, one_line(why), now)]
 
     def _on_quiet(self, route: Route, now: float) -> Actions:
-        candidate = self._of(route)
-        if candidate is None or len(self.candidates.listed) == 1 or candidate.breaker.held(now):
+        candidate = self._verifier_in_use(route)
+        if candidate is None or len(self.candidates.listed) == 1 or candidate.breaker.is_held(now):
             return []
-        route.suspects = True
-        return [] if candidate.probing else [_probe(candidate)]
+        route.is_suspect = True
+        return [] if candidate.is_probing else [_probe(candidate)]
 
     def _leave(self, route: Route, why: str, now: float) -> ev.Leave:
         """The stream in use is gone. Another one can be tried at once while there is a verifier
         that is not known to be useless."""
-        left, route.using = route.using, None
+        left, route.address_in_use = route.address_in_use, None
         found = self.candidates.choose(now, {*route.tried, *route.unfit}, route, closed_only=True)
-        again = found == left and route.moved_at is not None and now - route.moved_at < _SOON_S
+        moved_at = route.moved_at
+        again = found == left and moved_at is not None and now - moved_at < _MIN_STREAM_S
         if found is None or again:
-            none = self._none_left(route, now)
+            none = self._leave_without_verifier(route, now)
             return none if found is None else ev.Leave(route.number, why)
         route.moved_at = now
         return ev.Leave(route.number, why, 0.0)
 
-    def _blame(self, route: Route, address: str, why: str, retryable: bool, now: float) -> None:
+    def _record_failure(
+        self, route: Route, address: str, why: str, retryable: bool, now: float
+    ) -> None:
         if not retryable:
             route.unfit[address] = one_line(why)
         if (candidate := self.candidates.listed.get(address)) is None:
             return
         candidate.error = one_line(why)
         if retryable:
-            candidate.breaker.failed(now)
+            candidate.breaker.record_failure(now)
         elif candidate.breaker.state is CLOSED:
             candidate.breaker.open(now)
 
@@ -282,13 +293,13 @@ class Failover:
     def _on_tick(self, now: float) -> Actions:
         actions: Actions = []
         for route in self.routes.values():
-            times = (route.hedge_at, route.asking_until)
-            if route.wanted and any(time is not None and time <= now for time in times):
+            times = (route.hedge_at, route.probing_until)
+            if route.is_waiting and any(time is not None and time <= now for time in times):
                 actions += self._dial_next(route, now)
         if self.routes:
-            for at, candidate in tuple(self.candidates.to_probe()):
+            for at, candidate in tuple(self.candidates.open_breakers()):
                 if at <= now:
-                    candidate.breaker.probing()
+                    candidate.breaker.start_probe()
                     actions.append(_probe(candidate))
         return actions
 
@@ -296,11 +307,11 @@ class Failover:
         candidate = self.candidates.listed.get(event.address)
         if candidate is None:
             return []
-        candidate.probing = False
+        candidate.is_probing = False
         alive = answered = isinstance(event, ev.ProbeAnswered)
         if isinstance(event, ev.ProbeAnswered):
-            candidate.info, candidate.rtt_s, candidate.told_at = event.info, event.rtt_s, now
-            candidate.breaker.answered()
+            candidate.info, candidate.rtt_s, candidate.answered_at = event.info, event.rtt_s, now
+            candidate.breaker.close_after_probe()
         else:
             alive = event.alive
             if not (alive and candidate.breaker.state is CLOSED):
@@ -308,38 +319,39 @@ class Failover:
                 candidate.breaker.open(now)
         actions: Actions = []
         for route in self.routes.values():
-            if route.asking_until is not None:
-                actions += self._asked(route, answered, now)
-            elif route.suspects and route.using == event.address:
-                route.suspects = False
-                if not alive and self._has_other(route, now):
+            if route.probing_until is not None:
+                actions += self._on_first_probe(route, answered, now)
+            elif route.is_suspect and route.address_in_use == event.address:
+                route.is_suspect = False
+                if not alive and self._has_alternative(route, now):
                     route.tried = {event.address}
                     actions.append(self._leave(route, candidate.error, now))
         return actions
 
-    def _asked(self, route: Route, answered: bool, now: float) -> Actions:
+    def _on_first_probe(self, route: Route, answered: bool, now: float) -> Actions:
         """Handle the outcome of a probe that was sent before the first stream."""
-        assert route.asking_until is not None
-        if not any(one.probing for one in self.candidates.listed.values()):
+        assert route.probing_until is not None
+        if not any(one.is_probing for one in self.candidates.listed.values()):
             return self._dial_next(route, now)
         if answered:
-            route.asking_until = min(route.asking_until, now + self.policy.settle_s)
+            route.probing_until = min(route.probing_until, now + self.policy.settle_s)
         return []
 
-    def _has_other(self, route: Route, now: float) -> bool:
+    def _has_alternative(self, route: Route, now: float) -> bool:
         """Return whether another verifier can replace a stream that may only be slow.
 
         Verifiers that were tried before count again: the probe took longer than any pause."""
-        avoid = {*route.unfit, str(route.using)}
+        avoid = {*route.unfit, str(route.address_in_use)}
         found = self.candidates.choose(now, avoid, route, closed_only=True)
         return found is not None and self.candidates.fits(found, route)
 
-    def _of(self, route: Route) -> Candidate | None:
+    def _verifier_in_use(self, route: Route) -> KnownVerifier | None:
         """Return the verifier of the stream in use."""
-        return None if route.using is None else self.candidates.listed.get(route.using)
+        address = route.address_in_use
+        return None if address is None else self.candidates.listed.get(address)
 
 
-def _probe(candidate: Candidate) -> ev.Probe:
+def _probe(candidate: KnownVerifier) -> ev.Probe:
     """Return the probe of this verifier and record that it is under way."""
-    candidate.probing = True
+    candidate.is_probing = True
     return ev.Probe(candidate.address)

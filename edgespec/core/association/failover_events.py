@@ -36,7 +36,7 @@ class Unwanted:
 
 
 @statically_frozen
-class Over:
+class Ended:
     """The generation has ended; its number is not used again."""
 
     route: int
@@ -128,7 +128,7 @@ class Tick:
     """The deadline was reached."""
 
 
-RouteEvent = Unwanted | Over | Dialed | DialFailed | Greeted | Progressed | Refused | Broke | Quiet
+RouteEvent = Unwanted | Ended | Dialed | DialFailed | Greeted | Progressed | Refused | Broke | Quiet
 FailoverEvent = Known | Wanted | RouteEvent | ProbeAnswered | ProbeFailed | Tick
 
 

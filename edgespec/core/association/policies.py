@@ -39,7 +39,7 @@ class VerifierView:
     is_full: bool = False
 
 
-def ranked(
+def rank_verifiers(
     association: Association, conversation: str, verifiers: Sequence[VerifierView]
 ) -> list[str]:
     """Return the verifiers' addresses, the one to use first; full ones come last.
@@ -54,7 +54,7 @@ def ranked(
             case Association.LOWEST_DELAY:
                 preference = view.round_s
             case Association.RENDEZVOUS:
-                preference = -weight(conversation, view.address)
+                preference = -rendezvous_weight(conversation, view.address)
             case _:
                 assert_never(association)
         return view.is_full, preference, view.sessions
@@ -62,7 +62,7 @@ def ranked(
     return [verifiers[place].address for place in sorted(range(len(verifiers)), key=cost)]
 
 
-def weight(conversation: str, verifier: str) -> int:
+def rendezvous_weight(conversation: str, verifier: str) -> int:
     """Return 64 bits that rank ``verifier`` for ``conversation``; the highest comes first."""
     key = conversation.encode("utf-8", "surrogatepass")
     text = len(key).to_bytes(8, "big") + key + verifier.encode("utf-8", "surrogatepass")
@@ -81,12 +81,12 @@ most second turns begin like the first, and larger than the opening of a chat te
 _BYTES = 8
 
 
-def conversation_of(prompt: Sequence[int]) -> str:
+def hash_prompt_beginning(prompt: Sequence[int]) -> str:
     """Return the conversation of an unnamed prompt (token ids), as 16 hexadecimal digits."""
     return _digest(b"tokens", ",".join(map(str, prompt[:BEGINNING_TOKENS])).encode())
 
 
-def conversation_named(name: str) -> str:
+def hash_conversation_name(name: str) -> str:
     """Return the conversation of this name (or first message), as 16 hexadecimal digits."""
     return _digest(b"name", name.encode("utf-8", "surrogatepass"))
 

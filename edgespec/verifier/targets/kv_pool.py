@@ -30,7 +30,7 @@ from edgespec.core.ports import CapacityError, PassRequest, UnsupportedModelErro
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
-from edgespec.sampling.tensors import TextCounts, is_plain, to_device
+from edgespec.sampling.tensors import TextOccurrences, is_plain, to_device
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 from edgespec.verifier.targets.pass_requests import SequenceText, check_table
@@ -134,7 +134,7 @@ class CachedSequence(SequenceText):
     """Its row of ``KvPool.tables``."""
     blocks: tuple[int, ...] = ()
     """Its table in the last pass."""
-    counts: TextCounts | None = None
+    counts: TextOccurrences | None = None
     """How often it has each token, where its sampling has penalties."""
 
 

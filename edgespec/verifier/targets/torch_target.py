@@ -182,7 +182,7 @@ class TorchTarget:
         logits = self._pass(batch)
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
         with torch.inference_mode():
-            found = iter(tensors.best_choices(logits, blocks, width))
+            found = iter(tensors.best_candidates_of_rows(logits, blocks, width))
         return [next(found) if sample else () for sample in batch.samples]
 
     def _pass(self, batch: PassBatch) -> torch.Tensor:
@@ -332,15 +332,15 @@ class TorchTarget:
         params, length = sequence.sampling, sequence.first + len(sequence.tokens)
         counts = None
         if params.penalised:
-            counts = sequence.counts or tensors.TextCounts(sequence.prompt_length)
+            counts = sequence.counts or tensors.TextOccurrences(sequence.prompt_length)
             sequence.counts = counts
-            counts.follow(sequence.tokens, request.cache_length)
+            counts.update(sequence.tokens, request.cache_length)
         if not request.sample:
             return tensors.SampleBlock(request.key, params, ())
         positions = [length]
         if request.parents:
             positions += (tree_depths(request.parents) + length).tolist()
-        before = counts.before(request.tokens, request.parents) if counts else None
+        before = counts.occurrences_before(request.tokens, request.parents) if counts else None
         masks = self._constrained.masks(request.key, sequence, request.tokens, request.parents)
         return tensors.SampleBlock(request.key, params, positions, before, masks)
 

@@ -24,7 +24,13 @@ import torch
 from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
-from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, is_plain, score_passes
+from edgespec.sampling.tensors import (
+    SampleBlock,
+    TextOccurrences,
+    choose_tokens,
+    is_plain,
+    score_passes,
+)
 from edgespec.verifier.vllm.target import accepted_tokens
 
 EXTRA = "edgespec"
@@ -88,7 +94,7 @@ class _Text:
         self._held: MinTokensMask | None = None
         self._prompt_length = int(arguments["prompt_length"])
         self._tokens: list[int] = []
-        self._counts: TextCounts | None = None
+        self._counts: TextOccurrences | None = None
 
     def block(
         self, name: str, tokens: Any, end: int, drafts: tuple[int, ...], vocabulary_size: int
@@ -103,10 +109,10 @@ class _Text:
             return SampleBlock(name, self.params, positions, masks=masks)
         known = len(self._tokens)
         self._tokens += tokens[known:end].tolist()
-        counts = self._counts = self._counts or TextCounts(self._prompt_length)
-        counts.follow(self._tokens, known)
+        counts = self._counts = self._counts or TextOccurrences(self._prompt_length)
+        counts.update(self._tokens, known)
         parents = range(-1, len(drafts) - 1)
-        before = counts.before(drafts, parents)
+        before = counts.occurrences_before(drafts, parents)
         return SampleBlock(name, self.params, positions, before, masks)
 
     def guess(self, name: str, end: int, chain: Sequence[int], vocabulary_size: int) -> SampleBlock:
@@ -116,7 +122,7 @@ class _Text:
         masks = self._masks(positions, vocabulary_size)
         if self._counts is None:
             return SampleBlock(name, self.params, positions, masks=masks)
-        found = self._counts.before(chain, range(-1, len(chain) - 1))
+        found = self._counts.occurrences_before(chain, range(-1, len(chain) - 1))
         last = replace(found, output_counts=found.output_counts[-1:])
         return SampleBlock(name, self.params, positions, last, masks)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import ranked
+from edgespec.core.association.policies import rank_verifiers
 from edgespec.core.protocol.messages import Limits
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
@@ -113,7 +113,7 @@ class World:
         offers = [
             site.offered(self.network.view(user.group, user.number, site.name)) for site in sites
         ]
-        best = ranked(self.scenario.association, user.name, offers)[0]
+        best = rank_verifiers(self.scenario.association, user.name, offers)[0]
         return next(site for site in sites if site.name == best)
 
     def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:

@@ -29,14 +29,14 @@ from statistics import fmean
 from typing import Final
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.policies import Association, VerifierView, ranked
+from edgespec.core.association.policies import Association, VerifierView, rank_verifiers
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.estimators import ASSUMED_PASS_S, ASSUMED_RTT_S
 from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
 from edgespec.core.protocol.sampling import noise_bits
 
-_LEAST_S: Final = 1e-3
-_LONGEST_S: Final = 86_400.0
+_MIN_S: Final = 1e-3
+_MAX_S: Final = 86_400.0
 _MAX_DOUBLINGS: Final = 30
 
 
@@ -65,8 +65,8 @@ class BreakerPolicy:
 
     def __post_init__(self) -> None:
         bounded("failures", self.failures, 1, 1000)
-        bounded("open_s", self.open_s, _LEAST_S, _LONGEST_S)
-        bounded("longest_open_s", self.longest_open_s, self.open_s, _LONGEST_S)
+        bounded("open_s", self.open_s, _MIN_S, _MAX_S)
+        bounded("longest_open_s", self.longest_open_s, self.open_s, _MAX_S)
 
 
 class CircuitBreaker:
@@ -83,29 +83,29 @@ class CircuitBreaker:
         self._openings = 0
         """Number of openings in a row, each longer than the one before."""
 
-    def held(self, now: float) -> bool:
+    def is_held(self, now: float) -> bool:
         return now < self.held_until
 
     def hold(self, now: float, seconds: float) -> None:
         """Hold the verifier for the time that it asked for. NaN changes nothing."""
         if now + seconds > self.held_until:
-            self.held_until = now + min(seconds, _LONGEST_S)
+            self.held_until = now + min(seconds, _MAX_S)
             if self.probe_at is not None:
                 self.probe_at = max(self.probe_at, self.held_until)
 
-    def succeeded(self) -> None:
+    def reset(self) -> None:
         """A token arrived: forget all failures."""
         self.state, self.probe_at = CLOSED, None
         self._failures = self._openings = 0
 
-    def answered(self) -> None:
+    def close_after_probe(self) -> None:
         """A probe was answered: streams may go there. The openings in a row are forgotten only when
         the verifier has brought a token."""
         if self.state is not CLOSED:
             self.state, self.probe_at = CLOSED, None
             self._failures = max(0, self._policy.failures - 1)
 
-    def failed(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         self._failures += 1
         if self.state is not CLOSED or self._failures >= self._policy.failures:
             self.open(now)
@@ -120,7 +120,7 @@ class CircuitBreaker:
         wait_s *= 1 - noise_bits(self._seed, self._openings, 1) / 2**33
         self.state, self.probe_at = OPEN, max(now + wait_s, self.held_until)
 
-    def probing(self) -> None:
+    def start_probe(self) -> None:
         """Record that the probe is under way."""
         assert self.state is OPEN
         self.state, self.probe_at = HALF_OPEN, None
@@ -132,22 +132,22 @@ _LOAD_KEPT_S = 30.0
 
 
 @dataclass(slots=True)
-class Candidate:
+class KnownVerifier:
     address: str
     breaker: CircuitBreaker
     info: VerifierInfo | None = None
     """The verifier's last answer to a probe."""
-    told_at: float | None = None
+    answered_at: float | None = None
     """Time of the last answer."""
     rtt_s: float | None = None
     error: str = ""
     """The verifier's last error."""
-    probing: bool = False
+    is_probing: bool = False
     """True while a probe is under way."""
 
     def load(self, now: float) -> int | None:
         """Return the verifier's sessions; None if they are not known, or too old."""
-        if self.info is None or self.told_at is None or now - self.told_at > _LOAD_KEPT_S:
+        if self.info is None or self.answered_at is None or now - self.answered_at > _LOAD_KEPT_S:
             return None
         return self.info.sessions
 
@@ -159,9 +159,9 @@ class Candidate:
         if self.info is None:
             return True
         return any(
-            model is None or ModelIdentity(told.name, told.fingerprint, 0).is_model_of(model)
-            for told in self.info.models
-            if name in ("", told.name)
+            model is None or ModelIdentity(served.name, served.fingerprint, 0).is_model_of(model)
+            for served in self.info.models
+            if name in ("", served.name)
         )
 
 
@@ -169,27 +169,27 @@ class Candidate:
 class Route:
     """State of one generation: which verifiers it has tried, uses and got tokens from."""
 
-    asked: ev.Wanted = field(default_factory=lambda: ev.Wanted(0))
-    wanted: bool = False
+    request: ev.Wanted = field(default_factory=lambda: ev.Wanted(0))
+    is_waiting: bool = False
     """True while the generation waits for a stream."""
-    asking_until: float | None = None
+    probing_until: float | None = None
     dialing: list[str] = field(default_factory=list)
     hedge_at: float | None = None
     tried: set[str] = field(default_factory=set)
     """Addresses tried in vain since the last token or the last pause."""
     unfit: dict[str, str] = field(default_factory=dict)
     """Addresses that this generation cannot use, with the reason."""
-    using: str | None = None
-    progressed: bool = False
+    address_in_use: str | None = None
+    has_progressed: bool = False
     """True once the stream in use has brought a token."""
-    suspects: bool = False
+    is_suspect: bool = False
     """True while the stream in use is quiet and its verifier is being probed."""
-    last: str | None = None
+    last_address: str | None = None
     """Address of the verifier whose cache may hold the generation."""
     moved_at: float | None = None
     """Time of the last ``Leave`` that allowed another stream at once."""
-    greeted: ModelIdentity | None = None
-    began: ModelIdentity | None = None
+    current_model: ModelIdentity | None = None
+    first_model: ModelIdentity | None = None
     """The model that the generation began with."""
     served: list[str] = field(default_factory=list)
     """Addresses that brought tokens, each once."""
@@ -198,32 +198,32 @@ class Route:
 
     @property
     def number(self) -> int:
-        return self.asked.route
+        return self.request.route
 
     def brought_token(self) -> None:
         """Record the first token of the stream in use."""
-        address = self.using
-        if address is None or self.progressed:
+        address = self.address_in_use
+        if address is None or self.has_progressed:
             return
-        self.progressed = True
+        self.has_progressed = True
         self.tried.clear()
-        self.began = self.began or self.greeted
-        self.failovers += self.last is not None and self.last != address
+        self.first_model = self.first_model or self.current_model
+        self.failovers += self.last_address is not None and self.last_address != address
         if address not in self.served:
             self.served.append(address)
-        self.last = address
+        self.last_address = address
 
 
-class Candidates:
+class KnownVerifiers:
     """All verifiers that a device may use. ``seed`` makes the jitter of their breakers this
     device's own."""
 
     def __init__(self, association: Association, policy: BreakerPolicy, seed: int) -> None:
-        self.listed: dict[str, Candidate] = {}
+        self.listed: dict[str, KnownVerifier] = {}
         self._association, self._policy, self._seed = association, policy, seed
         self._made = 0
 
-    def know(self, addresses: Iterable[str]) -> None:
+    def replace_all(self, addresses: Iterable[str]) -> None:
         """Replace the candidates, in order of preference. What is known of the remaining ones is
         kept."""
         self.listed = {one: self.listed.get(one) or self._make(one) for one in addresses}
@@ -232,9 +232,9 @@ class Candidates:
         self, now: float, avoid: Collection[str], route: Route, *, closed_only: bool = False
     ) -> str | None:
         """Return the address that ``route`` should try next, or None."""
-        by_rank: dict[tuple[bool, bool], list[Candidate]] = {}
+        by_rank: dict[tuple[bool, bool], list[KnownVerifier]] = {}
         for one in self.listed.values():
-            if one.address in avoid or one.breaker.held(now):
+            if one.address in avoid or one.breaker.is_held(now):
                 continue
             if closed_only and one.breaker.state is not CLOSED:
                 continue
@@ -243,16 +243,16 @@ class Candidates:
         if not by_rank:
             return None
         best = by_rank[min(by_rank)]
-        if len(best) == 1 or any(one.address == route.last for one in best):
-            return route.last if len(best) > 1 else best[0].address
-        views = views_of([(one.address, one.info, one.load(now), one.rtt_s) for one in best])
-        return ranked(self._association, route.asked.conversation, views)[0]
+        if len(best) == 1 or any(one.address == route.last_address for one in best):
+            return route.last_address if len(best) > 1 else best[0].address
+        views = make_views([(one.address, one.info, one.load(now), one.rtt_s) for one in best])
+        return rank_verifiers(self._association, route.request.conversation, views)[0]
 
     def fits(self, address: str, route: Route) -> bool:
         """Return whether the verifier's last answer fits the model of ``route``."""
-        return self.listed[address].fits(route.began, route.asked.model)
+        return self.listed[address].fits(route.first_model, route.request.model)
 
-    def free_in_s(self, now: float, avoid: Collection[str]) -> float | None:
+    def held_for_s(self, now: float, avoid: Collection[str]) -> float | None:
         """Return for how long all candidates but ``avoid`` are held; None if at least one is
         not."""
         held_s = [
@@ -260,18 +260,18 @@ class Candidates:
         ]
         return min(held_s) if held_s and min(held_s) > 0.0 else None
 
-    def to_probe(self) -> Iterator[tuple[float, Candidate]]:
+    def open_breakers(self) -> Iterator[tuple[float, KnownVerifier]]:
         """Yield the candidates whose breaker is open, each with the time of its next probe."""
         for one in self.listed.values():
-            if (at := one.breaker.probe_at) is not None and not one.probing:
+            if (at := one.breaker.probe_at) is not None and not one.is_probing:
                 yield at, one
 
-    def _make(self, address: str) -> Candidate:
+    def _make(self, address: str) -> KnownVerifier:
         self._made += 1
-        return Candidate(address, CircuitBreaker(self._policy, self._seed + self._made))
+        return KnownVerifier(address, CircuitBreaker(self._policy, self._seed + self._made))
 
 
-def views_of(
+def make_views(
     known: Sequence[tuple[str, VerifierInfo | None, int | None, float | None]],
 ) -> list[VerifierView]:
     """Return the verifiers as an association compares them.
@@ -279,8 +279,8 @@ def views_of(
     ``known`` holds (address, info, sessions, round trip) for each; None means unknown, and is
     replaced by the average of the others. The reported pass duration is one under the recent load,
     so the sessions are in it already."""
-    told = [sessions for _, _, sessions, _ in known if sessions is not None]
-    usual_load = round(fmean(told)) if told else 0
+    loads = [sessions for _, _, sessions, _ in known if sessions is not None]
+    usual_load = round(fmean(loads)) if loads else 0
     timed_s = [info.pass_us / 1e6 for _, info, _, _ in known if info and info.pass_us]
     usual_s = fmean(timed_s) if timed_s else ASSUMED_PASS_S
     rtts_s = [rtt_s for *_, rtt_s in known if rtt_s is not None]
