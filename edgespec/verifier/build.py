@@ -331,7 +331,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
 
 def packed_texts(reference: str) -> PackedTexts | str:
     """Return the files that a verifier of this model lends, or the reason why it lends none."""
-    none = "this verifier has no tokenizer that it could send"
+    none = "this verifier lends no tokenizer"
     if reference == TOY:
         return f"{none}: the toy model has none; give --set tokenizer=toy"
     try:
@@ -340,7 +340,7 @@ def packed_texts(reference: str) -> PackedTexts | str:
         paths = {name: folder / name for name in names if (folder / name).is_file()}
         total = sum(path.stat().st_size for path in paths.values())
         if total > MAX_TEXT_BYTES:
-            return f"{none}: it has {total} bytes, but at most {MAX_TEXT_BYTES} are sent"
+            return f"{none}: its files have {total} bytes, but at most {MAX_TEXT_BYTES} are sent"
         return PackedTexts({name: path.read_bytes() for name, path in paths.items()})
     except (OSError, ValueError) as error:
         _LOG.warning("the tokenizer is not lent: %s", error)

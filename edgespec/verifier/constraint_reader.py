@@ -137,8 +137,8 @@ class ConstraintReader:
             accepted = ConstrainedText(compiled, self._end_tokens).follow(held)
             if accepted < len(held):
                 raise ConstraintError(
-                    f"the {compiled.kind.value} takes {accepted} of the {len(held)} tokens that the"
-                    " device holds already"
+                    f"the {compiled.kind.value} accepts only {accepted} of the {len(held)} tokens"
+                    " that the device already holds"
                 )
         return replace(request, sampling=replace(request.sampling, constraint=compiled))
 

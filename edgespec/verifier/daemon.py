@@ -519,10 +519,10 @@ class Verifier:
                 whose = {"request_id": self._requests.get(stream or 0, "-")}
                 _LOG.error("a session failed and was ended:\n%s", details, extra=whose)
             case ee.ReportDraftsOff(why):
-                _LOG.error("the verifier's own drafts are off: %s", why)
+                _LOG.error("the server model failed and drafts no more: %s", why)
                 self._worker.drop_drafter()
             case ee.ReportDraftsRest(why):
-                _LOG.warning("the verifier's own drafts: %s", why)
+                _LOG.warning("server model: %s", why)
             case ee.GiveUp(why):
                 self.fail(why)
             case _:

@@ -259,7 +259,8 @@ def test_a_verifier_refuses_what_it_cannot_keep() -> None:
     assert fault is not None
     assert (fault.code, fault.message) == (
         FaultCode.INVALID,
-        "this verifier holds no text to a grammar",
+        "this verifier does not support grammar constraints: "
+        "send the request without it, or to another verifier",
     )
     with pytest.raises(co.ConstraintError, match="no grammar library is installed here"):
         ToyTarget(MODEL).open("s", 1, unread)

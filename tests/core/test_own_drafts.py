@@ -274,7 +274,7 @@ def test_a_draft_model_that_gives_no_guess_costs_little_and_is_told_of_once() ->
     for stream in range(1, 9):
         world.open(stream)
         world.check()
-    assert world.reports[0].startswith("the draft model gave no guess in 8 rounds in a row")
+    assert world.reports[0].startswith("the draft model proposed no token in 8 rounds in a row")
     assert len(world.reports) == 1
     assert drafter.fed <= 10 * TOKENS
     fed = drafter.fed
@@ -286,7 +286,7 @@ def test_a_draft_model_that_gives_no_guess_costs_little_and_is_told_of_once() ->
     for stream in range(30, 50):
         world.open(stream)
         world.check()
-    assert world.reports[1:] == ["the draft model guesses again"]
+    assert world.reports[1:] == ["the draft model proposes tokens again"]
     assert world.engine.draft_counts.model.accepted > 10 * TOKENS
 
 
@@ -307,7 +307,7 @@ def test_a_draft_model_that_is_always_wrong_is_told_of_once() -> None:
         world.open(stream)
         world.check()
     (why,) = world.reports
-    assert why.startswith("the draft model's guesses do not pay now: they are taken to be right")
+    assert why.startswith("the draft model does not pay now: its tokens are estimated")
 
 
 def test_a_draft_model_that_fails_ends_drafting_and_no_text() -> None:

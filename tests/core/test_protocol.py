@@ -295,7 +295,7 @@ def test_what_travels_all_the_time_is_exact(seed: int) -> None:
         m.Open("a" * 32, "model", "v" * 64, tuple(range(1, 3000)), (5, 6), SamplingParams(seed=9)),
         m.Open("s", "", "", (1,), sampling=SamplingParams(temperature=0.7, top_p=0.9)),
         m.Opened(m.Limits(), "toy", 12),
-        m.Fault(m.FaultCode.OVERLOADED, "all 64 sessions are taken", 1.0),
+        m.Fault(m.FaultCode.OVERLOADED, "all 64 sessions are in use", 1.0),
     ],
 )
 def test_what_travels_once_is_close(message: m.Message) -> None:

@@ -569,7 +569,7 @@ async def test_a_verifier_says_what_it_cannot_keep(monkeypatch: pytest.MonkeyPat
         with pytest.raises(GenerationError, match=r"pip install 'edgespec\[grammar\]'"):
             await written(one, CAT)
     async with pair(None, None) as one:
-        with pytest.raises(GenerationError, match="this verifier holds no text to a json_schema"):
+        with pytest.raises(GenerationError, match="this verifier does not support json_schema"):
             await written(one, CAT)
 
 
@@ -582,7 +582,7 @@ async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None
     params = replace(SAMPLED, constraint=CAT)
     await stream.send(Open("s", "", "", (5,), (LETTERS.index("{"), 7), params))
     said = await stream.receive()
-    assert "takes 1 of the 2 tokens that the device holds already" in str(said)
+    assert "accepts only 1 of the 2 tokens that the device already holds" in str(said)
     await stream.close()
     await transport.close()
     await verifier.stop()

@@ -353,7 +353,7 @@ def test_texts_are_right_behind_steps_that_failed(seed: int, params: SamplingPar
 def test_an_engine_without_room_is_not_asked_for_ever() -> None:
     session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, _right)
     with pytest.raises(
-        ports.CapacityError, match=r"no room for 1 sessions: nothing came of \d+ steps"
+        ports.CapacityError, match=r"no room for 1 sessions: \d+ steps made no progress"
     ):
         session.target.forward([session.request()])
 
@@ -481,10 +481,10 @@ def test_what_cannot_be_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     for values, why in (
         (["a"], "is 'a', but must be NAME=FOLDER"),
         ([f"={one}"], "must be NAME=FOLDER"),
-        ([f"a={empty}"], "adapter_config.json is not there"),
+        ([f"a={empty}"], "adapter_config.json does not exist"),
         ([f"a={broken}"], "is no adapter: "),
-        ([f"a={one}", f"a={one}"], "the name 'a' is there twice"),
-        ([f"base={one}"], "the name 'base' is there twice"),
+        ([f"a={one}", f"a={one}"], "the name 'a' is used twice"),
+        ([f"base={one}"], "the name 'base' is used twice"),
         ([f"a{i}={one}" for i in range(65)], "names 65 adapters, but at most 64"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -71,9 +71,12 @@ def _request_faults(
     if (constraint := request.sampling.constraint) is not None:
         kind = constraint.kind.value
         if constraint.matcher is None:
-            yield invalid(f"this verifier holds no text to a {kind}")
+            why = "send the request without it, or to another verifier"
+            yield invalid(f"this verifier does not support {kind} constraints: {why}")
         if not model.eos_token_ids:
-            yield invalid(f"{model.name!r} has no end token, with which a {kind} could end")
+            yield invalid(
+                f"{model.name!r} has no end token, so an output under a {kind} cannot end"
+            )
 
 
 def _token_faults(
@@ -93,10 +96,11 @@ def _token_faults(
         )
         yield Fault(FaultCode.CONTEXT_TOO_LONG, why)
     if length > limits.context_length:
-        why = f"{length} tokens held, but the context is {limits.context_length}{whose}"
+        why = f"the device holds {length} tokens, but the context is {limits.context_length}{whose}"
         yield Fault(FaultCode.CONTEXT_TOO_LONG, why)
     if held > sampling.max_tokens:
-        yield invalid(f"{held} generated tokens held, more than max_tokens {sampling.max_tokens}")
+        most = sampling.max_tokens
+        yield invalid(f"the device holds {held} generated tokens, more than max_tokens {most}")
     size = model.vocabulary_size
     for ids, source in (
         (chain(request.prompt, request.committed), ""),
@@ -193,7 +197,8 @@ class SessionSlots:
         earlier = next(
             (n for n, other in enumerate(self._refused_at) if other == key), MAX_REFUSALS
         )
-        why = f"all {self._limits.max_sessions} sessions are taken; {earlier} wait before it"
+        most = self._limits.max_sessions
+        why = f"all {most} sessions are in use, and {earlier} devices wait before it"
         wait_s = (earlier + 1) * self._admission_gap_s.get(0.0)
         return Fault(FaultCode.OVERLOADED, why, min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s)))
 

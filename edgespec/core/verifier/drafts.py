@@ -43,10 +43,10 @@ class DraftInbox:
         if ROOT in draft.parents:
             base, length = draft.base_position, self._prefix.length
             if base > length:
-                why = f"draft on position {base}, but only {length} are committed"
+                why = f"the draft begins at position {base}, but only {length} tokens are committed"
                 return Fault(FaultCode.RESYNC, why)
             if self._prefix.hash_at(base) != draft.base_hash:
-                why = f"the first {base} tokens differ here from those the draft stands on"
+                why = f"the first {base} tokens of the verifier and of the draft differ"
                 return Fault(FaultCode.RESYNC, why)
         self.no_draft_coming = False
         if self._grow(draft):

@@ -416,10 +416,10 @@ class PassScheduler:
             if not self._has_reported_unpaid:
                 self._has_reported_unpaid = True
                 self.draft_report = (
-                    "the draft model's guesses do not pay now: they are taken to be right with"
-                    f" a chance of {shortest.rate:.2f}, a step takes {1e3 * times.step_s:.1f} ms"
-                    f" and a pass {1e3 * pass_s:.1f} ms; it runs one step in {PROBE_EVERY} passes"
-                    " until they do"
+                    "the draft model does not pay now: its tokens are estimated to be accepted"
+                    f" with a probability of {shortest.rate:.2f}, a step takes"
+                    f" {1e3 * times.step_s:.1f} ms and a pass {1e3 * pass_s:.1f} ms; it runs one"
+                    f" step in {PROBE_EVERY} passes until it pays"
                 )
         self._passes_without_proposal += 1
         return action if DraftRound(action).next_step() else None
@@ -431,7 +431,7 @@ class PassScheduler:
             self.price.note_round(took_s)
         if any(chain.guesses for chain in done.chains):
             if self._empty_rounds >= EMPTY_ROUNDS:
-                self.draft_report = "the draft model guesses again"
+                self.draft_report = "the draft model proposes tokens again"
             self._passes_without_proposal = self._empty_rounds = 0
         elif any(chain.fed is None for chain in done.chains):
             self._empty_rounds += 1
@@ -441,9 +441,10 @@ class PassScheduler:
                 self._drafts_at_pass = self.passes + rest
             if beyond == 0:
                 self.draft_report = (
-                    f"the draft model gave no guess in {EMPTY_ROUNDS} rounds in a row; it is tried"
-                    f" again after {PROBE_EVERY} passes, and then less often. Is its vocabulary the"
-                    " target's, is there memory for its cache, and are its weights whole?"
+                    f"the draft model proposed no token in {EMPTY_ROUNDS} rounds in a row; it is"
+                    f" tried again after {PROBE_EVERY} passes, and then less often. Check that its"
+                    " vocabulary is the target's, that there is memory for its cache, and that its"
+                    " weights are complete"
                 )
 
     def choose_speculator_steps(self) -> int:

@@ -347,7 +347,8 @@ class VerifySession:
 
     def _on_received(self, message: Received, now: float) -> tuple[ev.VerifyAction, ...]:
         if message.position > self.prefix.length:
-            why = f"received position {message.position} is beyond the {self.prefix.length} known"
+            position, length = message.position, self.prefix.length
+            why = f"position {position} was acknowledged, but only {length} tokens are committed"
             return self._refuse(Fault(FaultCode.RESYNC, why), now)
         self.device.acknowledge(message, now)
         self._scores.drop_acknowledged(self.device.received)

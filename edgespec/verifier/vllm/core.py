@@ -59,7 +59,9 @@ class VllmCore:
             self._core.collective_rpc("edgespec_install")
         except Exception as error:  # vLLM has no exception class for this
             self.shut_down()
-            raise SetupError(f"vLLM's workers do not take our sampling: {error}") from error
+            raise SetupError(
+                f"vLLM's workers cannot use this project's sampling: {error}"
+            ) from error
         self._adapters = self._loaded(adapters)
         self._scheduler = self._core.scheduler
         self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
@@ -202,7 +204,7 @@ def _config(
     try:
         given = parser.parse_args(list(flags))
     except SystemExit:  # argparse has printed the reason
-        raise SetupError(f"vLLM does not take the flags {' '.join(flags)}") from None
+        raise SetupError(f"vLLM rejects the flags {' '.join(flags)}") from None
     speculation = read_speculation(
         given.speculative_config, given.spec_method, given.spec_model, given.spec_tokens
     )
@@ -233,7 +235,7 @@ def refuse_recurrent(model: str, config: Any) -> None:
     if config.has_inner_state or config.is_hybrid:
         raise SetupError(
             f"{model}: {', '.join(config.architectures)} has recurrent layers, and no test has"
-            " shown their texts exact with drafts on vLLM; served are models of attention alone"
+            " shown their texts exact with drafts on vLLM; use a model without recurrent layers"
         )
 
 
@@ -311,7 +313,7 @@ def read_speculation(
         if value is None:
             continue
         if name in settings:
-            raise SetupError(f"{flag} and {FLAG} both say {name}")
+            raise SetupError(f"{flag} and {FLAG} both set {name}")
         settings[name] = value
     if not settings:
         return None
@@ -319,7 +321,7 @@ def read_speculation(
         refuse_method(str(named))
     for name, why in _OURS.items():
         if settings.get(name):
-            raise SetupError(f"{FLAG} sets {name}, which does not fit: {why}")
+            raise SetupError(f"{FLAG} sets {name}, which is not supported: {why}")
     count = settings.get(TOKENS)
     if not isinstance(count, int) or count < 1:
         raise SetupError(f"{FLAG}: {TOKENS} is {count!r}, but must be 1 or more")
@@ -333,7 +335,7 @@ def refuse_method(method: str) -> None:
         return
     why = REFUSED.get(method, "vLLM 0.32 does not have it")
     raise SetupError(
-        f"{FLAG}: the method {method!r} does not fit: {why}; known are {', '.join(METHODS)}"
+        f"{FLAG}: the method {method!r} is not supported: {why}; supported are {', '.join(METHODS)}"
     )
 
 

@@ -39,7 +39,7 @@ def split_adapters(
     names = [model_name]
     for one in found:
         if one.name in names:
-            raise ValueError(f"{FLAG}: the name {one.name!r} is there twice")
+            raise ValueError(f"{FLAG}: the name {one.name!r} is used twice")
         names.append(one.name)
     return tuple(found), tuple(others)
 
@@ -51,7 +51,7 @@ def _adapter(value: str) -> Adapter:
     folder = Path(path).expanduser().resolve()
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
-            raise ValueError(f"{FLAG} is {value!r}, but {folder / file} is not there")
+            raise ValueError(f"{FLAG} is {value!r}, but {folder / file} does not exist")
     try:
         return Adapter(name, folder, folders.adapter_fingerprint(folder))
     except (OSError, ValueError) as error:

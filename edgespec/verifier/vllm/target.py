@@ -293,7 +293,7 @@ class VllmTarget:
             idle = idle + 1 if before == [self._progress(key) for key in wanted] else 0
             if idle > _IDLE_STEPS + 2 * len(self._sequences):
                 raise ports.CapacityError(
-                    f"vLLM has no room for {len(wanted)} sessions: nothing came of {idle} steps"
+                    f"vLLM has no room for {len(wanted)} sessions: {idle} steps made no progress"
                 )
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
