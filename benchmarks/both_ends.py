@@ -350,7 +350,7 @@ def main() -> int:
         models = Models(target, target, drafter._model)
     cheap = RoundTimes(1.0, 0.05, 0.0, 0.0, 512)
     with (
-        mock.patch.object(DraftTimes, "of", return_value=cheap),
+        mock.patch.object(DraftTimes, "round_times", return_value=cheap),
         mock.patch.object(RowPriceEstimator, "bare_pass_s", 1.0),
         mock.patch.object(RowPriceEstimator, "waiting_per_decoding", 1.0),
         mock.patch.object(RowPriceEstimator, "least_chance", 0.02),

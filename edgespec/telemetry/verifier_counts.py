@@ -23,7 +23,7 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session_events import FINISHED, PASSING
-from edgespec.core.verifier.traffic_budget import Wait
+from edgespec.core.verifier.traffic_budget import WaitReason
 from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 
@@ -316,10 +316,10 @@ class Watch:
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
     lag: LoopLag = field(default_factory=LoopLag)
     waits: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys([one.value for one in Wait], 0.0)
+        default_factory=lambda: dict.fromkeys([one.value for one in WaitReason], 0.0)
     )
 
-    def waited(self, reason: Wait, wait_s: float) -> None:
+    def waited(self, reason: WaitReason, wait_s: float) -> None:
         """Add the time for which one stream is not read. Simultaneous waits are all added."""
         self.waits[reason.value] += wait_s
 

@@ -159,8 +159,8 @@ class TargetWorker:
             while batch := drafting.next_step():
                 began_s = time.perf_counter()
                 guesses = drafter.step(batch)
-                drafting.take(guesses, time.perf_counter() - began_s)
-            return drafting.done()
+                drafting.record_step(guesses, time.perf_counter() - began_s)
+            return drafting.result()
 
         return self._submit(work)
 

@@ -126,7 +126,7 @@ class CallQueue:
         """Wait until the call of ``context`` is next. Abort the call if the queue is too long."""
         address = peer_address(str(context.peer()))
         peer = caller_name(address, credential)
-        wait_s = self._budget.turn(peer, time.monotonic(), payer_name(address, credential))
+        wait_s = self._budget.charge_call(peer, time.monotonic(), payer_name(address, credential))
         most_s = self._budget.limits.max_wait_s
         if wait_s > most_s:
             wait = f"the wait would be {wait_s:.1f} s, the limit is {most_s:g} s"

@@ -351,7 +351,7 @@ class GrpcServer:
         self._count_refusal = watch.streams.refused
         uplink = uplink or budgets.UplinkLimits()
         if authenticate is None:
-            uplink = budgets.without_keys(uplink)
+            uplink = budgets.limits_without_keys(uplink)
         self.uplink = budgets.UplinkBudget(uplink, time.monotonic(), watch.waited)
         self._opens = budgets.CallBudget(opens, time.monotonic())
         self._info_queue = callers.CallQueue(infos)
@@ -548,9 +548,9 @@ class GrpcServer:
         """Wait for the stream's turn and take a slot for it. Return the reason if it gets none,
         else None."""
         most_s, now = self._opens.limits.max_wait_s, time.monotonic()
-        wait_s = self._opens.turn(stream.caller, now, stream.payer)
+        wait_s = self._opens.charge_call(stream.caller, now, stream.payer)
         if wait_s <= most_s:
-            wait_s = max(wait_s, self.uplink.turn(stream.payer, now, most_s))
+            wait_s = max(wait_s, self.uplink.charge_open(stream.payer, now, most_s))
         if wait_s > most_s:
             await self._refusals.delay(stream.payer, stream.wait_ended)
             retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MAX_RETRY_S)
@@ -559,7 +559,7 @@ class GrpcServer:
             return m.Fault(m.FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
             self._queued.add(stream)
-            self.watch.waited(budgets.Wait.LINE, wait_s)
+            self.watch.waited(budgets.WaitReason.QUEUE, wait_s)
             try:
                 await stream.wait_ended(wait_s)
             finally:

@@ -568,9 +568,9 @@ class SimulatedVerifier:
             while batch := drafting.next_step():
                 guesses = drafter.step(batch)
                 step_s = drafter.step_s(sum(len(step.feed) for step in batch))
-                drafting.take(guesses, step_s)
+                drafting.record_step(guesses, step_s)
                 round_s += step_s
-            outcome = drafting.done()
+            outcome = drafting.result()
         except Exception as error:
             if isinstance(error, AssertionError):
                 raise

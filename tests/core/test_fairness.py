@@ -159,7 +159,7 @@ def test_a_key_over_its_rate_waits_without_busy_polls() -> None:
     assert paces(paced, 10.0)["t"] == pytest.approx(20.0, rel=0.05)
 
 
-SHARES = tb.ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, first=256.0)
+SHARES = tb.ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, initial_level=256.0)
 
 
 def test_accounts_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,22 +319,22 @@ def test_the_busy_streams_pay_for_the_total_and_the_quiet_do_not(streams: int, r
 
 def test_who_would_wait_too_long_has_no_place_and_costs_none() -> None:
     budget = tb.CallBudget(tb.INFO_LIMITS, 0.0)
-    waits = [budget.turn("a", 0.0) for _ in range(500)]
+    waits = [budget.charge_call("a", 0.0) for _ in range(500)]
     placed = [wait for wait in waits if wait <= tb.INFO_LIMITS.max_wait_s]
     assert len(placed) == 50 + 25
     assert waits[-1] == pytest.approx(26 / 25)
-    assert budget.turn("b", 0.0) == 0.0  # 25 of the 100 are left
-    assert budget.turn("a", 1.0) <= tb.INFO_LIMITS.max_wait_s
+    assert budget.charge_call("b", 0.0) == 0.0  # 25 of the 100 are left
+    assert budget.charge_call("a", 1.0) <= tb.INFO_LIMITS.max_wait_s
 
 
 def test_the_peers_remembered_are_bounded() -> None:
     budget = tb.CallBudget(replace(tb.OPEN_LIMITS, max_peers=3), 0.0)
     for peer in ("a", "b", "c", "a", "d"):
-        budget.turn(peer, 0.0)
+        budget.charge_call(peer, 0.0)
     assert len(budget._peers) == 3
     for _ in range(200):
-        budget.turn("a", 0.0)
-    assert budget.turn("a", 0.0) > 0.0  # not forgotten: "b" was the one
+        budget.charge_call("a", 0.0)
+    assert budget.charge_call("a", 0.0) > 0.0  # not forgotten: "b" was the one
 
 
 def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() -> None:
@@ -353,9 +353,9 @@ def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() ->
         if tick % 200 == 0:
             assert [device.spend(now) for device in devices] == [0.0] * 20
         if tick % 1_000 == 0:
-            assert shared.turn("device 0", now, 10.0) == 0.0
+            assert shared.charge_open("device 0", now, 10.0) == 0.0
         if tick >= 1_000 and open_at <= now:
-            wait_s = shared.turn("flood", now, 10.0)
+            wait_s = shared.charge_open("flood", now, 10.0)
             open_at = now + max(1e-3, wait_s)
             if wait_s <= 10.0:
                 opened += 1
@@ -373,9 +373,11 @@ def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() ->
 
 
 def test_an_address_may_be_a_whole_site() -> None:
-    limits = tb.without_keys(UPLINK)
+    limits = tb.limits_without_keys(UPLINK)
     assert limits.shares.least_rate == limits.shares.rate == 1_000.0
-    assert tb.without_keys(replace(UPLINK, address_rate=1.0)) == replace(UPLINK, address_rate=1.0)
+    assert tb.limits_without_keys(replace(UPLINK, address_rate=1.0)) == replace(
+        UPLINK, address_rate=1.0
+    )
     shared = tb.UplinkBudget(limits, 0.0)
     site = [shared.open(0.0, "site") for _ in range(100)]
     floods = [shared.open(0.0, f"flood {number}") for number in range(16)]
@@ -393,10 +395,10 @@ def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:
     while now < 30.0:
         now += 1e-3
         asked += 1
-        wait_s = budget.turn(f"address {asked % 100}", now, "flood")
+        wait_s = budget.charge_call(f"address {asked % 100}", now, "flood")
         granted += wait_s <= tb.OPEN_LIMITS.max_wait_s
         if asked % 1_000 == 0:
-            assert budget.turn("honest", now) <= 2 / 60.0
+            assert budget.charge_call("honest", now) <= 2 / 60.0
     assert granted <= 256 + 60 * (30.0 + tb.OPEN_LIMITS.max_wait_s)
 
 

@@ -134,9 +134,9 @@ class World:
         drafting = od.DraftRound(action)
         self.max_steps.add(action.times.max_steps)
         while batch := drafting.next_step():
-            drafting.take(self.drafter.step(batch), self.step_s)
+            drafting.record_step(self.drafter.step(batch), self.step_s)
             self.now += self.step_s
-        return drafting.done()
+        return drafting.result()
 
     def _pass(self, requests: tuple[PassRequest, ...]) -> ee.BatchDone:
         self.passes.append(requests)
@@ -216,7 +216,7 @@ def test_a_record_offers_what_is_likely_enough() -> None:
         (Candidate(5, -0.1), Candidate(6, -1.0)),
         (Candidate(7, -0.1), Candidate(8, -3.0), Candidate(9, -1.0)),
     )
-    record.drafted(od.Chain("s", 0, (1, 2), guesses))
+    record.record_round(od.Chain("s", 0, (1, 2), guesses))
     tokens, parents, reaches = record.select_nodes(0.0, 8)
     assert (tokens[:2], parents[:2]) == ([5, 7], [-1, 0])
     assert dict(zip(tokens[2:], parents[2:], strict=True)) == {6: -1, 9: 0}
@@ -381,7 +381,7 @@ def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
     assert now >= 30.0
     assert _only(actions, ee.GiveUp)
     assert _only(actions, ee.SendTo)  # the device hears of it
-    assert engine.handle(od.DraftRound(drafts).done(), now) == ()
+    assert engine.handle(od.DraftRound(drafts).result(), now) == ()
 
 
 def test_where_the_device_decides_nothing_is_drafted() -> None:
@@ -461,7 +461,7 @@ def test_a_round_stops_near_the_best_length(
     drafting, steps = od.DraftRound(od.RunDrafts(starts, times)), 0
     while batch := drafting.next_step():
         steps += 1
-        drafting.take([(Candidate(1, -0.1),)] * len(batch), step_s)
+        drafting.record_step([(Candidate(1, -0.1),)] * len(batch), step_s)
 
     def goodput(length: int) -> float:
         brought = sum(rate**k for k in range(length + 1))
@@ -486,7 +486,7 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
     drafting, ran = od.DraftRound(od.RunDrafts((start,), times)), 0
     while batch := drafting.next_step():
         ran += 1
-        drafting.take([(Candidate(1, -0.1),)] * len(batch), 0.008)
+        drafting.record_step([(Candidate(1, -0.1),)] * len(batch), 0.008)
     assert ran == steps
 
 
@@ -495,7 +495,7 @@ def test_a_round_that_prompts_wait_for_is_short() -> None:
     times = od.RoundTimes(0.025, 1e-4, 0.0, 0.0, 512, max_steps=2)
     drafting = od.DraftRound(od.RunDrafts((start,), times))
     for _ in range(2):
-        drafting.take([(Candidate(1, -0.1),)] * len(drafting.next_step()), 1e-4)
+        drafting.record_step([(Candidate(1, -0.1),)] * len(drafting.next_step()), 1e-4)
     assert not drafting.next_step()
 
 
@@ -530,11 +530,11 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
                     step = DraftStep("s", len(cache), (drafted[-1],))
                 if dice.random() < 0.1:
                     cache.clear()
-                    record.drafted(od.Chain("s", start.step.keep_length, None, ()))
+                    record.record_round(od.Chain("s", start.step.keep_length, None, ()))
                 else:
                     keep = start.step.keep_length
                     guesses = tuple([(Candidate(token, -0.1),) for token in drafted])
-                    record.drafted(od.Chain("s", keep, tuple(fed), guesses))
+                    record.record_round(od.Chain("s", keep, tuple(fed), guesses))
             new = [*record.tokens[: dice.randrange(4)], dice.randrange(3)]
             record.learn(new)
             text += new

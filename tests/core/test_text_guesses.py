@@ -144,11 +144,11 @@ def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
 
 def test_owners_are_bounded() -> None:
     owners = sd.ServerDraftsFactory(max_owners=3)
-    first = owners.of(Credential("0"))
+    first = owners.tables_of(Credential("0"))
     for number in range(1, 10):
-        owners.of(Credential(str(number)))
+        owners.tables_of(Credential(str(number)))
         assert len(owners.tables) <= 3
-    assert owners.of(Credential("0")) is not first
+    assert owners.tables_of(Credential("0")) is not first
 
 
 def _common(text: list[int], position: int) -> int:

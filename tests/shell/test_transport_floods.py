@@ -23,7 +23,7 @@ from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, Wait
+from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, WaitReason
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire import callers
 from edgespec.wire.access import DeviceAccess
@@ -406,7 +406,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
                 for stream in flood:
                     await stream.send(m.Received(position, 0))
             async with asyncio.timeout(PATIENCE_S):
-                while not watch.waits[Wait.CREDENTIAL.value]:
+                while not watch.waits[WaitReason.CREDENTIAL.value]:
                     await modest.info()
             assert all([await works(mine) for _ in range(5)])
             late = await greedy.connect()  # a new stream finds no way around the debt
@@ -416,7 +416,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
             assert fault.code is m.FaultCode.OVERLOADED
             assert "key 'one'" in fault.message
     assert 8 + 8 <= read.count("one") <= 8 + 8 + 3
-    assert {why for why, wait_s in watch.waits.items() if wait_s} == {Wait.CREDENTIAL.value}
+    assert {why for why, wait_s in watch.waits.items() if wait_s} == {WaitReason.CREDENTIAL.value}
 
 
 async def test_one_keys_line_is_not_anothers() -> None:

@@ -385,7 +385,7 @@ class PassScheduler:
         offer = replace(forming.offer, max_rows=rows)
         price = self.price
         times = replace(
-            self.draft_times.of(pass_s, price.row_s),
+            self.draft_times.round_times(pass_s, price.row_s),
             pass_s=price.bare_pass_s,
             waiting_per_decoding=price.waiting_per_decoding,
             least_chance=price.least_chance,
@@ -504,7 +504,7 @@ class PassScheduler:
         pass_s, most = self.price.pass_s, self._limits.max_rows_per_session
         wait_s = ASSUMED_PASS_S if pass_s is None else pass_s
         if self._limits.drafter:  # no longer than a round of the server model
-            wait_s = self.draft_times.of(wait_s, 0.0).step_s
+            wait_s = self.draft_times.round_times(wait_s, 0.0).step_s
         offer = Offer(
             most,
             wait_s,

@@ -211,18 +211,18 @@ class ServerDrafts:
         reaches = [tree.reach[node] for node in nodes]
         return chain.begin_chain(self._key, text, path, reaches, min(depth, tree.room))
 
-    def drafted(self, chain: Chain, *, wanted: bool) -> None:
+    def record_round(self, chain: Chain, *, wanted: bool) -> None:
         """Record the result of a round; the chain is dropped unless ``wanted``, since the output
         has ended."""
         assert self.chain is not None
-        self.chain.drafted(chain)
+        self.chain.record_round(chain)
         if not wanted:
             self.chain.learn(())
 
-    def propose(self, guesses: tuple[int, ...]) -> None:
+    def set_proposal(self, guesses: tuple[int, ...]) -> None:
         """Set the tokens that an engine speculator proposes behind the text."""
         if self.chain is not None:
-            self.chain.propose(guesses)
+            self.chain.set_proposal(guesses)
 
     def add_nodes(
         self,
@@ -339,7 +339,7 @@ class ServerDraftsFactory:
         the device's drafts. ``end_tokens`` end an output of its model."""
         if request.run_ahead is RunAhead.NEVER or not (self._text or self._model):
             return None
-        text = ServerLookup(self.of(credential), self._chances) if self._text else None
+        text = ServerLookup(self.tables_of(credential), self._chances) if self._text else None
         chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy
         chain = ChainRecord(chances) if self._model else None
         grammar, constraint = None, request.sampling.constraint
@@ -350,7 +350,7 @@ class ServerDraftsFactory:
         prompt_length = len(request.prompt)
         return ServerDrafts(request.session_id, self.counts, text, chain, grammar, prompt_length)
 
-    def of(self, credential: Credential) -> TextTables:
+    def tables_of(self, credential: Credential) -> TextTables:
         """Return the tables of the credential's name, or new ones for a session without an API
         key."""
         name = credential.name

@@ -176,7 +176,7 @@ class ChainRecord:
             step,
             reach=reaches[at - 1] if at else 1.0,
             rate=rate,
-            most=length,
+            max_tokens=length,
             missing_tokens=len(feed),
             chances=self._shared.by_confidence,
             expected_tokens=1.0 + sum(reaches),
@@ -197,7 +197,7 @@ class ChainRecord:
         keep = min(at, end + len(path) - 1)
         return keep, (*text[keep:end], *path[max(0, keep - end) :])
 
-    def drafted(self, chain: Chain) -> None:
+    def record_round(self, chain: Chain) -> None:
         """Record what the round did for this session."""
         if chain.fed is None:
             self._cached, self._checked = [], 0
@@ -215,7 +215,7 @@ class ChainRecord:
             tokens = tuple([one.token for one in firsts])
             self._set_chain(tokens, [chance(0, one.logprob, rate) for one in firsts])
 
-    def propose(self, tokens: tuple[int, ...]) -> None:
+    def set_proposal(self, tokens: tuple[int, ...]) -> None:
         """Set the tokens that an engine speculator proposes behind the text, without their
         confidence."""
         self._path, self._reaches, self._guesses = (), [], ()
@@ -289,7 +289,7 @@ class ChainStart:
     """Probability that the output goes through all tokens that the step feeds."""
     rate: float
     """Probability that a proposed token behind them is accepted, before it is proposed."""
-    most: int
+    max_tokens: int
     """Most tokens to propose."""
     missing_tokens: int
     """Tokens of the text that the model has not read."""
@@ -372,15 +372,15 @@ class _Participant:
 class DraftRound:
     """The steps before one pass.
 
-    ``next_step`` returns what to run, empty at the end; ``take`` receives the result. A round runs
-    in the target's thread and shares no state with the engine.
+    ``next_step`` returns what to run, empty at the end; ``record_step`` receives the result. A
+    round runs in the target's thread and shares no state with the engine.
     """
 
     def __init__(self, action: RunDrafts) -> None:
         self._times, self._probe = action.times, action.probe
         self._running = [_Participant(start) for start in action.starts]
         self._batch: list[_Participant] = []
-        self._sharing = max(1, len(self._running) + action.others)
+        self._session_count = max(1, len(self._running) + action.others)
         """Sessions that would share a step in the end; prompts are fed only some at a time."""
         self._tokens = action.others + sum(start.expected_tokens for start in action.starts)
         self._time_s = max(MIN_PASS_S, action.times.pass_s)
@@ -399,7 +399,7 @@ class DraftRound:
         if sum(one.gain for one in batch) <= len(batch) * _least_gain(cost, row):
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # Prompts are fed once per round, if the tokens behind them will pay.
-            cost = row + step / self._sharing
+            cost = row + step / self._session_count
             fed = times.step_row_s * goodput / PAID_BACK_IN
             batch += [
                 one
@@ -416,7 +416,7 @@ class DraftRound:
         self._batch = batch
         return [one.step for one in batch]
 
-    def take(self, guesses: Sequence[tuple[Candidate, ...]], took_s: float) -> None:
+    def record_step(self, guesses: Sequence[tuple[Candidate, ...]], took_s: float) -> None:
         """Record the candidates of each session in the last step, in the order of ``next_step``."""
         rows = 0
         for one, guess in zip(self._batch, guesses, strict=True):
@@ -432,14 +432,14 @@ class DraftRound:
             hit = one.start.chances.chance(0, guess[0].logprob, one.start.rate)
             self._tokens += one.reach * hit
             one.reach *= hit
-            one.open = len(one.guesses) < one.start.most
+            one.open = len(one.guesses) < one.start.max_tokens
             keep = step.keep_length + len(step.feed)
             one.step = DraftStep(step.key, keep, (guess[0].token,))
         times = self._times
         self._steps.append((rows, took_s))
         self._time_s += times.step_s + (times.step_row_s + times.pass_row_s) * len(self._batch)
 
-    def done(self) -> DraftsDone:
+    def result(self) -> DraftsDone:
         chains = [
             Chain(
                 one.start.step.key,
@@ -480,7 +480,7 @@ class DraftTimes:
         steps."""
         self._by_steps.add(draft_steps, took_s)
 
-    def of(self, pass_s: float, pass_row_s: float) -> RoundTimes:
+    def round_times(self, pass_s: float, pass_row_s: float) -> RoundTimes:
         row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
         if row_s is None or base_s is None:
             step_s = self._step_s.get(ASSUMED_STEP_SHARE * pass_s)

@@ -260,7 +260,7 @@ class VerifySession:
                 return self._on_draft_offer(offer, now)
             case ev.Drafted(chain):
                 assert self._server_drafts is not None
-                self._server_drafts.drafted(chain, wanted=self.state is ev.READY)
+                self._server_drafts.record_round(chain, wanted=self.state is ev.READY)
                 return ()
             case Received():
                 return self._on_received(event, now)
@@ -439,7 +439,7 @@ class VerifySession:
             self._scores.store(self.prefix.length, event, walk, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
         if self._server_drafts is not None and event.guesses and self.finish is None:
-            self._server_drafts.propose(event.guesses)
+            self._server_drafts.set_proposal(event.guesses)
         position = self.prefix.length - len(tokens)
         replaced = tuple([at for at in walk.replaced if at < len(tokens)])
         self._replaced_positions += [position + at for at in replaced]

@@ -41,9 +41,9 @@ class ShareLimits:
     least_rate: float
     """Least rate of each payer, however many there are."""
     burst: float = 256.0
-    first: float = 256.0
+    initial_level: float = 256.0
     """Initial level of a payer that is not in the table; at most ``burst``."""
-    free_alone: bool = True
+    unlimited_if_alone: bool = True
     """True if a payer does not wait while there is no other payer."""
     max_wait_s: float = 10.0
     """Longest wait: debts beyond this and a burst are forgotten, since a device that receives
@@ -81,7 +81,7 @@ class FairShares:
     def __init__(self, limits: ShareLimits, now: float) -> None:
         assert limits.rate > 0.0
         assert limits.least_rate > 0.0
-        assert 0.0 <= limits.first <= limits.burst
+        assert 0.0 <= limits.initial_level <= limits.burst
         self.limits = limits
         self.share = limits.rate
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
@@ -95,8 +95,8 @@ class FairShares:
         """Charge ``cost`` to ``payer``, even beyond its level, and return the seconds that it has
         to wait."""
         if now - self._slot_began_at >= SLOT_S:
-            self._turn(now)
-        account = self._accounts.get(payer) or self._enter(payer, now)
+            self._start_slot(now)
+        account = self._accounts.get(payer) or self._add_account(payer, now)
         self._fill(account, now)
         account.level -= cost
         account.spent += cost
@@ -104,11 +104,11 @@ class FairShares:
         self._accounts.move_to_end(payer)
         if account.level >= 0.0:  # the usual case
             return 0.0
-        if self._alone:  # takes from no other payer
+        if self._is_alone:  # takes from no other payer
             account.level = 0.0
             return 0.0
-        most_debt = self.limits.burst + self.limits.max_wait_s * self.share
-        account.level = max(account.level, -most_debt)
+        max_debt = self.limits.burst + self.limits.max_wait_s * self.share
+        account.level = max(account.level, -max_debt)
         return max(0.0, -grace - account.level) / self.share
 
     def earn(self, payer: str, amount: float, now: float) -> None:
@@ -121,33 +121,33 @@ class FairShares:
 
     def wait_s(self, payer: str, now: float, cost: float = 0.0, grace: float = 0.0) -> float:
         """Return the seconds until ``payer`` can pay ``cost`` out of its share and ``grace``."""
-        self._turn(now)
+        self._start_slot(now)
         account = self._accounts.get(payer)
         if account is None:  # not in the share yet, which is at least this
             share = self.limits.rate / (len(self._accounts) + 1)
             share = max(self.limits.least_rate, share)
-            return max(0.0, cost - grace - self.limits.first) / share
-        if account.level >= cost - grace or self._alone:
+            return max(0.0, cost - grace - self.limits.initial_level) / share
+        if account.level >= cost - grace or self._is_alone:
             return 0.0
         self._fill(account, now)
         return max(0.0, cost - grace - account.level) / self.share
 
     @property
-    def _alone(self) -> bool:
-        return self.limits.free_alone and len(self._accounts) == 1
+    def _is_alone(self) -> bool:
+        return self.limits.unlimited_if_alone and len(self._accounts) == 1
 
     def _fill(self, account: _Account, now: float) -> None:
         if now > account.filled_at:
             level, most = account.level + (now - account.filled_at) * self.share, self.limits.burst
             account.level, account.filled_at = (level if level < most else most), now
 
-    def _enter(self, payer: str, now: float) -> _Account:
+    def _add_account(self, payer: str, now: float) -> _Account:
         if len(self._accounts) >= self.limits.max_payers:
             self._accounts.popitem(last=False)
-        account = self._accounts[payer] = _Account(self.limits.first, now, now)
+        account = self._accounts[payer] = _Account(self.limits.initial_level, now, now)
         return account
 
-    def _turn(self, now: float) -> None:
+    def _start_slot(self, now: float) -> None:
         took_s = now - self._slot_began_at
         if took_s < SLOT_S:
             return
@@ -267,7 +267,7 @@ class TokenBucket:
         return 0.0 if level >= amount else (amount - level) / self._rate
 
 
-def without_keys(limits: UplinkLimits) -> UplinkLimits:
+def limits_without_keys(limits: UplinkLimits) -> UplinkLimits:
     """Return the limits of a verifier without API keys, whose payers are addresses."""
     least, shares = limits.address_rate, limits.shares
     if least <= shares.least_rate:
@@ -275,20 +275,20 @@ def without_keys(limits: UplinkLimits) -> UplinkLimits:
     return replace(limits, shares=replace(shares, rate=max(least, shares.rate), least_rate=least))
 
 
-class Wait(Enum):
+class WaitReason(Enum):
     STREAM = "stream"
     """The stream itself sent more than one stream may."""
     CREDENTIAL = "credential"
     """Its API key, or its address on a verifier without API keys, has used its share."""
     TOTAL = "total"
     """All streams together send too much, and this stream is a busy one."""
-    LINE = "line"
+    QUEUE = "line"
     """The stream is new, and too many are opened."""
 
 
 # Bound once, since they are used for every message: in Python 3.11 an attribute look-up on the
 # class is a function call.
-STREAM, CREDENTIAL, TOTAL, LINE = Wait
+STREAM, CREDENTIAL, TOTAL, QUEUE = WaitReason
 
 
 class UplinkBudget:
@@ -296,19 +296,22 @@ class UplinkBudget:
     stream."""
 
     def __init__(
-        self, limits: UplinkLimits, now: float, waits: Callable[[Wait, float], None] | None = None
+        self,
+        limits: UplinkLimits,
+        now: float,
+        on_wait: Callable[[WaitReason, float], None] | None = None,
     ) -> None:
         self.limits = limits
         self.shares = FairShares(limits.shares, now)
-        self.waits = waits or (lambda reason, wait_s: None)
-        """Called for each wait, as ``waits(reason, seconds)``."""
+        self.on_wait = on_wait or (lambda reason, wait_s: None)
+        """Called for each wait, as ``on_wait(reason, seconds)``."""
         self.total = TokenBucket(limits.total_message_rate, limits.total_burst, now)
-        self.most_debt = limits.max_total_debt_s * limits.total_message_rate
+        self.max_debt = limits.max_total_debt_s * limits.total_message_rate
 
     def open(self, now: float, payer: str = "") -> StreamBudget:
         return StreamBudget(self, now, payer)
 
-    def turn(self, payer: str, now: float, most_s: float) -> float:
+    def charge_open(self, payer: str, now: float, most_s: float) -> float:
         """Return the seconds to wait before a new stream of ``payer`` is served.
 
         The stream is charged, unless the wait exceeds ``most_s``, in which case it is to be
@@ -345,7 +348,7 @@ class StreamBudget:
         if self._messages.take(cost, now) < 0.0:
             wait_s = self._messages.wait_s(now)
         if shared.total.take(1.0, now) < 0.0:
-            shared.total.limit_debt(shared.most_debt)
+            shared.total.limit_debt(shared.max_debt)
         base = self._base.take(1.0, now)
         if base < 0.0:
             self._base.limit_debt(0.0)
@@ -356,7 +359,7 @@ class StreamBudget:
         if (share_s := shared.shares.spend(self._payer, cost, now, grace)) > wait_s:
             reason, wait_s = CREDENTIAL, share_s
         if wait_s > 0.0:
-            shared.waits(reason, wait_s)
+            shared.on_wait(reason, wait_s)
         return wait_s
 
     def earn(self, tokens: int, now: float, accepted: int = 0) -> None:
@@ -417,14 +420,14 @@ class CallBudget:
             limits.total_rate,
             limits.total_rate / limits.max_peers,
             burst=_CALLS_SAVED,
-            first=0.0,
-            free_alone=False,
+            initial_level=0.0,
+            unlimited_if_alone=False,
             idle_s=_CALLER_IDLE_S,
             max_payers=limits.max_peers,
         )
         self._shares = FairShares(shares, now)
 
-    def turn(self, peer: str, now: float, payer: str | None = None) -> float:
+    def charge_call(self, peer: str, now: float, payer: str | None = None) -> float:
         """Return the seconds that the call which ``peer`` makes now has to wait, 0 for at once.
 
         More than ``limits.max_wait_s`` means that the call is to be refused, with this as its retry
