@@ -57,7 +57,7 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter, load_tokenizer
 from edgespec.device.drafters.token_cache import twin_of
 from edgespec.models.folders import Role, resolve_model
-from edgespec.models.grammar import device_reader, verifier_reader
+from edgespec.models.grammar import device_grammar_reader, target_grammar_reader
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
@@ -98,7 +98,7 @@ KINDS = ("right", "wrong", "late", "mixed", "failing")
 DEVICES = {kind: KINDS if kind == "mixed" else (kind,) for kind in KINDS}
 Case = tuple[list[int], SamplingParams]
 HASTY = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=60.0, give_up_s=60.0)
-TEXT, READER = load_tokenizer("bundled"), verifier_reader("bundled")
+TEXT, READER = load_tokenizer("bundled"), target_grammar_reader("bundled")
 
 
 class Mood:
@@ -252,7 +252,7 @@ async def play(
         limits = EngineLimits(
             cache=CacheShape(blocks, 16), drafter=True, server_drafts=server_drafts
         )
-    read = verifier_reader("bundled")  # one of its own, which it closes when it stops
+    read = target_grammar_reader("bundled")  # one of its own, which it closes when it stops
     verifier = Verifier(
         target, Limits(context_length=256), limits, read_constraint=read, drafter=drafter
     )
@@ -292,7 +292,9 @@ def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agen
         draft_caches=MAX_CACHES,
         text=TextTables(ngrams=True) if dice.random() < 0.5 else None,
     )
-    read = device_reader("bundled") if dice.random() < 0.5 else None  # else drafts break grammars
+    read = (
+        device_grammar_reader("bundled") if dice.random() < 0.5 else None
+    )  # else drafts break grammars
     return Agent(transport, drafter, TEXT.encode, TEXT.stream, options, read_constraint=read)
 
 

@@ -38,7 +38,7 @@ from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
 from edgespec.telemetry import verifier_counts
 from edgespec.telemetry.logs import log_failure
-from edgespec.telemetry.metric_table import Table, registry_of
+from edgespec.telemetry.metric_table import Table, make_registry
 from edgespec.telemetry.trace import Tracer
 from edgespec.verifier.build import build_verifier, load_server_drafter, load_target, target_mode
 from edgespec.verifier.daemon import Verifier
@@ -351,7 +351,11 @@ class Watching:
             running.say(f"metrics on http://{join_host_port(host, self.metrics_port or 0)}/metrics")
         logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
         meter = verifier_counts.StreamMeter(verifier_counts.log_stream if logged else None)
-        self.watch = verifier_counts.Watch(meter) if logged or self._metrics is not None else None
+        self.watch = (
+            verifier_counts.VerifierTelemetry(meter)
+            if logged or self._metrics is not None
+            else None
+        )
 
     @property
     def metrics_port(self) -> int | None:
@@ -369,7 +373,7 @@ class Watching:
             sample,
             model_name=verifier.info.model.name,
         )
-        self._registry.register(registry_of(table))
+        self._registry.register(make_registry(table))
 
     def close(self) -> None:
         """Let go of the port."""

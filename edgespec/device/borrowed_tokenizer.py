@@ -6,9 +6,9 @@ request has the same answer whatever draft the device has.
 The files are bounded, checked against their announced SHA-256, read, and compared with the
 vocabulary that the verifier serves. Only then they are stored in the user's cache, under their
 hash. A tokenizer of a stranger is a program, so it is read and runs in a bounded process
-(``FarTokenizer``). A ``tokenizer.json`` that the draft already has, byte for byte, is not fetched.
-An older verifier sends only a tokenizer, for a device that has none. In other cases the draft's
-texts are used then, and the user is informed once.
+(``RemoteTokenizer``). A ``tokenizer.json`` that the draft already has, byte for byte, is not
+fetched. An older verifier sends only a tokenizer, for a device that has none. In other cases the
+draft's texts are used then, and the user is informed once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from edgespec.core.protocol.errors import ConnectError, GenerationError
 from edgespec.device import build
 from edgespec.device.agent import Agent
 from edgespec.models.draft_sources import resolve_texts
-from edgespec.models.far_tokenizer import FarTokenizer
-from edgespec.models.folders import generation_sampling
-from edgespec.models.grammar import device_reader
+from edgespec.models.folders import read_generation_sampling
+from edgespec.models.grammar import device_grammar_reader
+from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.toy import TOY
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import load_device_access
@@ -206,9 +206,9 @@ def _check_texts(folder: Path, info: ModelInfo) -> None:
     """Try the files. Raises ``LinkError`` if they are no tokenizer of ``info``."""
     subject = f"the tokenizer that the verifier of {info.name!r} sent"
     try:
-        tokenizer = FarTokenizer(folder)
+        tokenizer = RemoteTokenizer(folder)
         tokenizer.close()
-        generation_sampling(folder)
+        read_generation_sampling(folder)
     except ValueError as error:
         why = str(error).replace(f"{folder}/", "")
         raise LinkError(f"{subject} cannot be used: {why}", retryable=False) from error
@@ -299,7 +299,7 @@ class BorrowingAgent(Agent):
         self.options, self._vocabulary = options, options.vocabulary
         self.drafter, self.reference, self._has_texts = drafter, reference, True
         self._encode, self._decoder = text.encode, text.stream
-        self._read_constraint = device_reader(reference)
+        self._read_constraint = device_grammar_reader(reference)
 
 
 def _no_text(*_: object) -> NoReturn:

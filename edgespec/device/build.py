@@ -35,9 +35,9 @@ from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDraf
 from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
-from edgespec.models.far_tokenizer import FarTokenizer
-from edgespec.models.grammar import device_reader
-from edgespec.models.shared_ids import SharedIds, ids_apart
+from edgespec.models.grammar import device_grammar_reader
+from edgespec.models.remote_tokenizer import RemoteTokenizer
+from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
 from edgespec.models.tokenizer import TextTokenizer
@@ -58,7 +58,7 @@ _MAX_CONTEXT_LENGTH = 1 << 20
 _MAX_LEADERS = 4096
 
 Say = Callable[[str], None]
-PromptTokenizer = TextTokenizer | ToyTokenizer | FarTokenizer
+PromptTokenizer = TextTokenizer | ToyTokenizer | RemoteTokenizer
 _tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary()
 
 
@@ -91,7 +91,7 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     worker = None if reference == BUNDLED else template_worker()
     key = (worker, files)
     if (found := _tokenizers.get(key)) is None:
-        found = FarTokenizer(folder) if is_lent(folder) else TextTokenizer(folder, worker)
+        found = RemoteTokenizer(folder) if is_lent(folder) else TextTokenizer(folder, worker)
         _tokenizers[key] = found
     return found
 
@@ -139,7 +139,7 @@ def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingPar
     usual = SamplingParams()
     if reference == TOY or any(getattr(sampling, n) != getattr(usual, n) for n in _MODEL_SAMPLING):
         return sampling
-    defaults = folders.generation_sampling(resolve_texts(reference))
+    defaults = folders.read_generation_sampling(resolve_texts(reference))
     return replace(sampling, **{name: getattr(defaults, name) for name in _MODEL_SAMPLING})
 
 
@@ -159,7 +159,7 @@ def vocabulary_of(reference: str) -> str:
 def _read_lent_vocabulary(reference: str) -> str:
     """Return the fingerprint of a lent tokenizer. Its folder is named after its content."""
     found = load_tokenizer(reference)
-    assert isinstance(found, FarTokenizer)
+    assert isinstance(found, RemoteTokenizer)
     return found.vocabulary
 
 
@@ -230,7 +230,7 @@ def build_agent(
     add_corpus(options.text, config, tokenizer, say)
     drafter = load_drafter(config, say=say)
     options = with_shared_ids(options, drafter, config, target)
-    encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
+    encode, stream, read = tokenizer.encode, tokenizer.stream, device_grammar_reader(reference)
     transport = verifier_transport(config)
     return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
 
@@ -250,7 +250,7 @@ def with_shared_ids(
     info = drafter.info
     shared = SharedIds(info.vocabulary_size, size, stand_in=min(info.eos_token_ids, default=0))
     if options.vocabulary and info.vocabulary != options.vocabulary:
-        shared = replace(shared, apart=_find_ids_apart(config, target))
+        shared = replace(shared, differing=_find_ids_apart(config, target))
     return replace(options, vocabulary_size=size, shared_ids=shared)
 
 
@@ -276,10 +276,10 @@ def _find_ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[
     """Return the ids of the draft that differ from those of the tokenizer of ``config``.
 
     That tokenizer may come from a stranger, so this process reads none of its files. Raises the
-    errors of ``ids_apart`` and ``load_tokenizer``."""
+    errors of ``find_differing_ids`` and ``load_tokenizer``."""
     own = load_tokenizer(config.draft.model)
     others = load_tokenizer(tokenizer_reference(config))
-    return ids_apart(
+    return find_differing_ids(
         own.token_bytes,
         others.token_bytes,
         range(max(own.id_count, others.id_count)),

@@ -109,11 +109,11 @@ class DrafterPool:
             drafter.begin(lease.prompt_length, lease.sampling)
             keep_length, feed = 0, tuple(lease.tokens)
         if (shared := self._shared) is not None:
-            feed = tuple(shared.fed(feed))
+            feed = tuple(shared.to_draft_ids(feed))
         candidates = _check_candidates(
             lease.drafter.step(keep_length, feed, step.width, cancelled), step.width
         )
-        return StepDone(candidates if shared is None else shared.proposed(candidates))
+        return StepDone(candidates if shared is None else shared.keep_shared(candidates))
 
     def _acquire_drafter(self) -> ports.Drafter | None:
         if self._free:

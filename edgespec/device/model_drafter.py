@@ -26,9 +26,9 @@ from edgespec.models.folders import (
     Role,
     model_info,
     read_config,
+    read_whole_number,
     resolve_model,
     trained_length,
-    whole_number,
 )
 from edgespec.models.text_worker import RESIDENT_BYTES
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
@@ -239,7 +239,7 @@ def predict_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.D
     hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables."""
     config, shape = read_config(folder), read_shape(folder)
     hidden, dim, vocabulary = shape.hidden, shape.head_dim, shape.vocabulary_size
-    longest = whole_number(folder / "config.json", config, "max_position_embeddings")
+    longest = read_whole_number(folder / "config.json", config, "max_position_embeddings")
     positions = min(longest, DEFAULT_CONTEXT_LIMIT)
     context = min(trained_length(folder) or positions, positions)
     layer = hidden * dim * 2 * (shape.heads + shape.kv_heads) + 3 * hidden * shape.feed_forward

@@ -59,7 +59,7 @@ from edgespec.endpoint.server import (
 )
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.logs import log_failure, request_id
-from edgespec.telemetry.metric_table import Table, registry_of
+from edgespec.telemetry.metric_table import Table, make_registry
 from edgespec.telemetry.trace import plain
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
@@ -443,7 +443,7 @@ class _Handlers:
         if status is not None:
             snapshot = partial(status.snapshot, _AFTER_ALL_EVENTS)
             tables.append(Table(agent_status.METRICS_PREFIX, agent_status.AGENT_METRICS, snapshot))
-        self._registry = registry_of(*tables)
+        self._registry = make_registry(*tables)
 
     async def health(self, request: Request) -> Response:
         """Report ``status``: ``ok``, ``waiting`` (no verifier is ready) or ``stopping``. A request

@@ -21,7 +21,7 @@ FILES: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
 
 ROLES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names that special tokens have in every tokenizer, in the order in which they are added."""
-_MOST_ADDED: Final = 1 << 16
+_MAX_ADDED: Final = 1 << 16
 _EXTRA: Final = "extra_special_tokens"
 _OLDER_EXTRA: Final = "additional_special_tokens"
 _FLAGS: Final = ("special", "single_word", "lstrip", "rstrip", "normalized")
@@ -46,7 +46,7 @@ class AddedToken:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensBeside:
+class AddedTokens:
     """Tokens that are described by the files beside ``tokenizer.json``."""
 
     named: Mapping[str, str]
@@ -57,7 +57,7 @@ class TokensBeside:
     flags."""
 
 
-def next_ids(
+def assign_ids(
     tokens: Mapping[int, str], added: Mapping[int, str], vocabulary_size: int, more: Iterable[str]
 ) -> dict[int, str]:
     """Return the ids behind a vocabulary for the contents ``more``, as ``tokenizers`` numbers them.
@@ -65,18 +65,18 @@ def next_ids(
     ``tokens`` are all token strings by id. ``added`` are those of them that were added before.
     ``vocabulary_size`` is the number of entries in the model's own vocabulary."""
     known, largest = set(tokens.values()), max(added, default=-1)
-    found: dict[int, str] = {}
+    assigned: dict[int, str] = {}
     for content in more:
         if content not in known:
             largest = max(largest + 1, vocabulary_size)
-            found[largest] = content
+            assigned[largest] = content
             known.add(content)
-    return found
+    return assigned
 
 
-def tokens_beside(
+def read_added_tokens(
     files: Mapping[str, Mapping[str, Any]], own: Mapping[int, AddedToken], folder: Path
-) -> TokensBeside:
+) -> AddedTokens:
     """Return the tokens that the files beside a ``tokenizer.json`` describe.
 
     ``files`` are the parsed ones of ``FILES`` that exist, ``own`` the added tokens of
@@ -86,25 +86,29 @@ def tokens_beside(
     if not config.get(_EXTRA) and _OLDER_EXTRA in config:
         config[_EXTRA] = config.pop(_OLDER_EXTRA)
     by_id: dict[int, AddedToken] = {}
-    listed = config.get("added_tokens_decoder")
-    if listed is not None:
-        for key, value in _entries(where, "added_tokens_decoder", listed):
-            by_id[_id(where, f"added_tokens_decoder[{key}]", key)] = token_of(where, value, key)
+    decoder = config.get("added_tokens_decoder")
+    if decoder is not None:
+        for key, value in _iterate_object(where, "added_tokens_decoder", decoder):
+            by_id[_parse_id(where, f"added_tokens_decoder[{key}]", key)] = parse_token(
+                where, value, key
+            )
     else:
         _merge_map(config, files.get(SPECIAL_TOKENS_MAP, {}))
-        special = {*_named(where, config).values(), *_extra(where, config)}
+        special = {*_find_named(where, config).values(), *_find_unnamed(where, config)}
         texts = {one.content for one in special}
         path = folder / ADDED_TOKENS
-        for content, number in _entries(path, ADDED_TOKENS, files.get(ADDED_TOKENS, {})):
-            by_id[_id(path, content, number)] = AddedToken(
+        for content, number in _iterate_object(path, ADDED_TOKENS, files.get(ADDED_TOKENS, {})):
+            by_id[_parse_id(path, content, number)] = AddedToken(
                 content, special=content in texts, normalized=content not in texts
             )
         by_id |= own
-    named, extra = _named(where, config), _extra(where, config)
+    named, extra = _find_named(where, config), _find_unnamed(where, config)
     described = {one.content: one for one in by_id.values()}
     named = {name: described.get(one.content, one) for name, one in named.items()}
-    held = set(own.values())
-    added = [one for _, one in sorted(by_id.items(), key=lambda item: item[0]) if one not in held]
+    own_tokens = set(own.values())
+    added = [
+        one for _, one in sorted(by_id.items(), key=lambda item: item[0]) if one not in own_tokens
+    ]
     known = {one.content for one in (*own.values(), *added)}
     for one in (*named.values(), *extra):
         if one.content not in known:
@@ -112,9 +116,9 @@ def tokens_beside(
             added.append(one)
     roles = {one.content for one in named.values()}
     added = [replace(one, special=True) if one.content in roles else one for one in added]
-    if len(added) > _MOST_ADDED:
-        raise AddedTokensError(f"{where}: adds {len(added)} tokens, but at most {_MOST_ADDED}")
-    return TokensBeside(
+    if len(added) > _MAX_ADDED:
+        raise AddedTokensError(f"{where}: adds {len(added)} tokens, but at most {_MAX_ADDED}")
+    return AddedTokens(
         {name: one.content for name, one in named.items()},
         tuple(one for one in added if one.content),
     )
@@ -135,40 +139,40 @@ def _merge_map(config: dict[str, Any], more: Mapping[str, Any]) -> None:
         config[key] = value
 
 
-def _named(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
+def _find_named(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
     """Return the special tokens that have a name: the seven common ones first, then a model's
     own."""
-    found: dict[str, AddedToken] = {}
+    named: dict[str, AddedToken] = {}
     others = [
         key
         for key, value in config.items()
         if key.endswith("_token") and key not in ROLES and isinstance(value, str | dict)
     ]
-    own = config.get(_EXTRA)
-    values = {**config, **(own if isinstance(own, dict) else {})}
-    for key in (*ROLES, *others, *(own if isinstance(own, dict) else ())):
+    extra = config.get(_EXTRA)
+    values = {**config, **(extra if isinstance(extra, dict) else {})}
+    for key in (*ROLES, *others, *(extra if isinstance(extra, dict) else ())):
         if (value := values.get(key)) is not None:
-            found[key] = _special(path, key, value)
-    return found
+            named[key] = _parse_special(path, key, value)
+    return named
 
 
-def _extra(path: Path, config: Mapping[str, Any]) -> list[AddedToken]:
+def _find_unnamed(path: Path, config: Mapping[str, Any]) -> list[AddedToken]:
     """Return the special tokens without a name."""
     value = config.get(_EXTRA)
     if value is None or isinstance(value, dict):
         return []
     if not isinstance(value, list):
         raise AddedTokensError(f"{path}: {_EXTRA} is {value!r}, but must be a list of tokens")
-    return [_special(path, f"{_EXTRA}[{place}]", one) for place, one in enumerate(value)]
+    return [_parse_special(path, f"{_EXTRA}[{place}]", one) for place, one in enumerate(value)]
 
 
-def _special(path: Path, key: str, value: object) -> AddedToken:
+def _parse_special(path: Path, key: str, value: object) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
-    return token_of(path, value, key)
+    return parse_token(path, value, key)
 
 
-def token_of(path: Path, value: object, key: str = "added_tokens") -> AddedToken:
+def parse_token(path: Path, value: object, key: str = "added_tokens") -> AddedToken:
     """Return the token that a JSON object describes. ``path`` and ``key`` are named in the
     ``AddedTokensError`` that any other value raises."""
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -184,13 +188,13 @@ def token_of(path: Path, value: object, key: str = "added_tokens") -> AddedToken
     return AddedToken(value["content"], **flags)
 
 
-def _entries(path: Path, key: str, value: object) -> Iterator[tuple[str, Any]]:
+def _iterate_object(path: Path, key: str, value: object) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         raise AddedTokensError(f"{path}: {key} is {value!r}, but must be an object")
     yield from value.items()
 
 
-def _id(path: Path, key: str, value: object) -> int:
+def _parse_id(path: Path, key: str, value: object) -> int:
     """Return a token id, which JSON may have as text. Raises ``AddedTokensError``."""
     number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
     if type(number) is not int or number < 0:

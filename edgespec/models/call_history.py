@@ -52,7 +52,7 @@ def find_call_form(render: Callable[[Messages, Messages], str]) -> CallForm:
     json_texts = [f'"{_KEY}":{space}"{_VALUE}"' for space in (" ", "")]
     texts = dict[CallForm, str]()
     for form in _FORMS:
-        texts[form] = text = _shown(render, form, tools)
+        texts[form] = text = _render_form(render, form, tools)
         if _NAME in text and any(one in text for one in json_texts):
             return form
     # Some templates write each argument in their own notation, which must not be Python's.
@@ -62,19 +62,21 @@ def find_call_form(render: Callable[[Messages, Messages], str]) -> CallForm:
     return CallForm()
 
 
-def _shown(render: Callable[[Messages, Messages], str], form: CallForm, tools: Messages) -> str:
+def _render_form(
+    render: Callable[[Messages, Messages], str], form: CallForm, tools: Messages
+) -> str:
     """Return what the template writes for a call in this form, or an empty text if it fails. Tools
     are left out in the first try, because their schemas contain the name of the argument too."""
     call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
-    turns: list[Mapping[str, Any]] = [
+    conversation: list[Mapping[str, Any]] = [
         {"role": "user", "content": "-"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "-"},
     ]
-    for messages in (turns, turns[:2]):
-        for given in ((), tools):
+    for messages in (conversation, conversation[:2]):
+        for template_tools in ((), tools):
             try:
-                return render(fit_calls(messages, form), given)
+                return render(fit_calls(messages, form), template_tools)
             except TextWorkerError:
                 raise
             except Exception:  # a template is a program that can raise anything
@@ -87,16 +89,16 @@ def fit_calls(messages: Messages, form: CallForm) -> list[dict[str, Any]]:
     content beside calls must be None, existing content becomes a message of its own."""
     fitted = list[dict[str, Any]]()
     for message in messages:
-        found = dict(message)
-        if found.get("tool_calls"):
-            found["tool_calls"] = [_fit_call(call, form) for call in found["tool_calls"]]
-            if form.has_no_content and found.get("content"):
-                fitted.append({"role": found["role"], "content": found["content"]})
+        copied = dict(message)
+        if copied.get("tool_calls"):
+            copied["tool_calls"] = [_fit_call(call, form) for call in copied["tool_calls"]]
+            if form.has_no_content and copied.get("content"):
+                fitted.append({"role": copied["role"], "content": copied["content"]})
             if form.has_no_content:
-                found["content"] = None
-            elif found.get("content") is None:
-                found["content"] = ""
-        fitted.append(found)
+                copied["content"] = None
+            elif copied.get("content") is None:
+                copied["content"] = ""
+        fitted.append(copied)
     return fitted
 
 

@@ -108,7 +108,7 @@ def _files(folder: Path) -> list[str]:
 def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: str) -> DraftSource:
     if folders.DRAFT_MANIFEST in files and variant == AUTO:
         return DraftSource(folder, name=name)
-    graphs = variants_of(files, genai_sections(folder)[1].get("filename", ""))
+    graphs = variants_of(files, read_genai_sections(folder)[1].get("filename", ""))
     path = folder / "config.json"
     weights = any(file.endswith(".safetensors") for file in files)
     config = folders.read_json(path) if weights and path.is_file() else {}
@@ -150,7 +150,7 @@ def _is_ours(folder: Path, graph: Path) -> bool:
     return True
 
 
-def genai_sections(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_genai_sections(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sections ``model`` and ``model.decoder`` of ``genai_config.json``, the second of
     which names the graph's file. Both are empty without the file."""
     path = folder / GENAI_CONFIG
@@ -163,9 +163,9 @@ def genai_sections(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _on_the_hub(reference: str, variant: str) -> DraftSource:
     name = reference.partition("@")[0].rpartition("/")[2]
     try:
-        files = folders.hub_files(reference)
+        files = folders.list_hub_files(reference)
     except folders.ModelFolderError as error:
-        folder = folders.cached_snapshot(reference, error)
+        folder = folders.find_cached_snapshot(reference, error)
         source = _chosen(reference, folder, _files(folder), variant, name)
         whole = source.graphs or any(folder.glob("*.safetensors"))
         if not (whole or (folder / "model.onnx").is_file()):
@@ -210,7 +210,7 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     config = folders.read_json(path) if path.is_file() else {}
     if isinstance(inner := config.get("text_config"), dict):
         config |= inner
-    genai, decoder = genai_sections(folder)
+    genai, decoder = read_genai_sections(folder)
     if not config and not genai:
         raise folders.ModelFolderError(f"{folder}: there is neither config.json nor {GENAI_CONFIG}")
     texts = folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
@@ -222,7 +222,7 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
         for where, place in places:
             for name in names:
                 if place.get(name) is not None:
-                    return folders.whole_number(where, place, name)
+                    return folders.read_whole_number(where, place, name)
         return 0
 
     if not (context := size(*_CONTEXT, "context_length")):
@@ -232,7 +232,7 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
         )
     ends, said = folders.eos_token_ids(folder), genai.get("eos_token_id")
     if not ends and said is not None:
-        ends = folders.eos_ids(folder / GENAI_CONFIG, said)
+        ends = folders.parse_eos_ids(folder / GENAI_CONFIG, said)
     known, heads, hidden = folders.token_count(texts), size(*_HEADS), size(*_HIDDEN)
     vocabulary = folders.vocabulary_fingerprint(texts / "tokenizer.json")
     model = ModelInfo(name, vocabulary, size("vocab_size") or known, context, ends)

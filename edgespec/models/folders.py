@@ -42,10 +42,10 @@ def vocabulary_fingerprint(path: Path) -> str:
     The result is cached: reading a file takes ten times its size in memory, and ``serve`` needs the
     fingerprint again and again."""
     versions = list[tuple[int, ...]]()
-    for one in (path, *(path.parent / name for name in added_tokens.FILES)):
+    for file in (path, *(path.parent / name for name in added_tokens.FILES)):
         try:
-            found = one.stat()
-            versions.append((found.st_mtime_ns, found.st_size, found.st_ino))
+            status = file.stat()
+            versions.append((status.st_mtime_ns, status.st_size, status.st_ino))
         except OSError:  # a missing file that is required is reported when it is read
             versions.append(())
     return _fingerprint(path, tuple(versions))
@@ -53,10 +53,10 @@ def vocabulary_fingerprint(path: Path) -> str:
 
 @lru_cache(maxsize=16)
 def _fingerprint(path: Path, versions: tuple[tuple[int, ...], ...]) -> str:
-    tokens = read_vocabulary(path)
+    token_texts = read_vocabulary(path)
     digest = hashlib.sha256()
-    for token_id in sorted(tokens):
-        text = tokens[token_id].encode("utf-8", errors="surrogatepass")
+    for token_id in sorted(token_texts):
+        text = token_texts[token_id].encode("utf-8", errors="surrogatepass")
         # The input contains lengths, so different vocabularies never give the same bytes.
         digest.update(b"%d %d " % (token_id, len(text)))
         digest.update(text)
@@ -78,12 +78,12 @@ def read_vocabulary(path: Path) -> dict[int, str]:
             tokens = {int(token_id): str(token) for token, token_id in vocabulary.items()}
         else:  # Unigram: [token, score] at the index of its id
             tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
-        own = {int(one["id"]): str(one["content"]) for one in data.get("added_tokens") or ()}
-        tokens |= own
+        added = {int(one["id"]): str(one["content"]) for one in data.get("added_tokens") or ()}
+        tokens |= added
     except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
         raise ModelFolderError(f"{path}: unreadable vocabulary entry: {error!r}") from error
-    tokens |= added_tokens.next_ids(
-        tokens, own, len(vocabulary), [one.content for one in _beside(path, data).added]
+    tokens |= added_tokens.assign_ids(
+        tokens, added, len(vocabulary), [one.content for one in _tokens_beside(path, data).added]
     )
     low, high = min(tokens, default=0), max(tokens, default=0)
     if low < 0 or high > MAX_TOKEN_ID:  # callers count ids from 0 to the largest
@@ -91,21 +91,21 @@ def read_vocabulary(path: Path) -> dict[int, str]:
     return tokens
 
 
-def _beside(path: Path, data: Mapping[str, Any]) -> added_tokens.TokensBeside:
+def _tokens_beside(path: Path, data: Mapping[str, Any]) -> added_tokens.AddedTokens:
     """Return the tokens that the files beside a parsed ``tokenizer.json`` add. Raises
     ``ModelFolderError``."""
-    files = read_beside(path.parent)
+    files = read_token_files(path.parent)
     try:
         own = {
-            int(one["id"]): added_tokens.token_of(path, one)
+            int(one["id"]): added_tokens.parse_token(path, one)
             for one in (data.get("added_tokens") or () if files else ())
         }
-        return added_tokens.tokens_beside(files, own, path.parent)
+        return added_tokens.read_added_tokens(files, own, path.parent)
     except added_tokens.AddedTokensError as error:
         raise ModelFolderError(str(error)) from error
 
 
-def read_beside(folder: Path) -> dict[str, dict[str, Any]]:
+def read_token_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the existing files that can add tokens to a ``tokenizer.json``, parsed, by name.
     Raises ``ModelFolderError`` naming the file."""
     paths = {name: folder / name for name in added_tokens.FILES}
@@ -200,14 +200,14 @@ def model_info(folder: Path) -> ModelInfo:
     configuration and tokenizer. The tokenizer of a draft folder must still be the one with which
     the draft was exported. Raises ``ModelFolderError`` naming the file."""
     if (folder / DRAFT_MANIFEST).is_file():
-        return _info_of_draft(folder / DRAFT_MANIFEST)
+        return _read_draft_manifest(folder / DRAFT_MANIFEST)
     config = read_config(folder)
     path = folder / "config.json"
     return ModelInfo(
         name=folder.resolve().name,
         vocabulary=vocabulary_fingerprint(folder / "tokenizer.json"),
-        vocabulary_size=whole_number(path, config, "vocab_size", most=MAX_TOKEN_ID + 1),
-        context_length=whole_number(path, config, "max_position_embeddings"),
+        vocabulary_size=read_whole_number(path, config, "vocab_size", maximum=MAX_TOKEN_ID + 1),
+        context_length=read_whole_number(path, config, "max_position_embeddings"),
         eos_token_ids=eos_token_ids(folder),
     )
 
@@ -223,11 +223,11 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     ``config.json``."""
     for path in (folder / "generation_config.json", folder / "config.json"):
         if path.is_file() and (value := read_json(path).get("eos_token_id")) is not None:
-            return eos_ids(path, value)
+            return parse_eos_ids(path, value)
     return ()
 
 
-def eos_ids(path: Path, value: object, name: str = "eos_token_id") -> tuple[int, ...]:
+def parse_eos_ids(path: Path, value: object, name: str = "eos_token_id") -> tuple[int, ...]:
     """Return the end-of-text ids that a file has under the key ``name``, one id or several. Raises
     ``ModelFolderError``."""
     ids = value if isinstance(value, list) else [value]
@@ -240,7 +240,7 @@ def eos_ids(path: Path, value: object, name: str = "eos_token_id") -> tuple[int,
     return tuple(ids)
 
 
-def generation_sampling(folder: Path) -> SamplingParams:
+def read_generation_sampling(folder: Path) -> SamplingParams:
     """Return the sampling parameters in the ``generation_config.json`` of a folder. The default is
     greedy without penalties.
 
@@ -254,11 +254,11 @@ def generation_sampling(folder: Path) -> SamplingParams:
         raise ModelFolderError(f"{path}: {size} bytes, but at most {MAX_GENERATION_BYTES} are read")
     data = read_json(path)
     numbers = {
-        "temperature": real_number(path, data, "temperature", 1.0),
-        "top_k": max(0, whole_number(path, data, "top_k", least=-1, absent=0)),
-        "top_p": real_number(path, data, "top_p", 1.0),
-        "min_p": real_number(path, data, "min_p", 0.0),
-        "repetition_penalty": real_number(path, data, "repetition_penalty", 1.0),
+        "temperature": read_number(path, data, "temperature", 1.0),
+        "top_k": max(0, read_whole_number(path, data, "top_k", minimum=-1, absent=0)),
+        "top_p": read_number(path, data, "top_p", 1.0),
+        "min_p": read_number(path, data, "min_p", 0.0),
+        "repetition_penalty": read_number(path, data, "repetition_penalty", 1.0),
     }
     found: dict[str, Any] = {}
     for name, number in numbers.items():
@@ -266,7 +266,7 @@ def generation_sampling(folder: Path) -> SamplingParams:
             SamplingParams(**{name: number})  # type: ignore[arg-type]
         except ValueError as error:
             raise ModelFolderError(f"{path}: {error}") from error
-        if name == "repetition_penalty" or truth(path, data, "do_sample"):
+        if name == "repetition_penalty" or read_flag(path, data, "do_sample"):
             found[name] = number
     return SamplingParams(**found)
 
@@ -283,16 +283,16 @@ def trained_length(folder: Path) -> int:
     ``trained_length`` of its ``config.json``, which ``edgespec train`` writes; 0 if it is missing.
     Raises ``ModelFolderError``."""
     config = {"trained_length": 0, **read_config(folder)}
-    return whole_number(folder / "config.json", config, "trained_length", least=0)
+    return read_whole_number(folder / "config.json", config, "trained_length", minimum=0)
 
 
 def fetch(reference: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(_from_hub(reference, partial(snapshot_download, allow_patterns=list(patterns))))
+    return Path(_call_hub(reference, partial(snapshot_download, allow_patterns=list(patterns))))
 
 
-def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
+def _call_hub(reference: str, call: Callable[..., Any]) -> Any:
     """Return the result of ``ask`` for a repository and its revision. Raises ``ModelFolderError``
     with the reference, the message of the Hub's library on one line, and the proxy in use."""
     from huggingface_hub.constants import ENDPOINT
@@ -300,7 +300,7 @@ def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
     name, _, revision = reference.partition("@")
     bypass_proxy_if_near(ENDPOINT)
     try:
-        return ask(name, revision=revision or None)
+        return call(name, revision=revision or None)
     except Exception as error:  # of the library, its HTTP client and the system
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if (proxy := proxy_of_url(ENDPOINT)) is not None:
@@ -311,7 +311,7 @@ def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
         ) from error
 
 
-def _info_of_draft(path: Path) -> ModelInfo:
+def _read_draft_manifest(path: Path) -> ModelInfo:
     model = manifest_info(path, read_json(path))
     tokenizer = path.parent / "tokenizer.json"
     found = vocabulary_fingerprint(tokenizer)
@@ -326,7 +326,7 @@ def _info_of_draft(path: Path) -> ModelInfo:
 def manifest_info(path: Path, manifest: Mapping[str, Any]) -> ModelInfo:
     """Return the model that the parsed manifest of a draft folder describes. Raises
     ``ModelFolderError`` naming the file, the key and the value."""
-    data = section(path, manifest, "model")
+    data = read_section(path, manifest, "model")
     texts = {name: data.get(name, "") for name in ("name", "vocabulary", "fingerprint")}
     for name, text in texts.items():
         if not isinstance(text, str):
@@ -334,23 +334,23 @@ def manifest_info(path: Path, manifest: Mapping[str, Any]) -> ModelInfo:
     return ModelInfo(
         name=texts["name"],
         vocabulary=texts["vocabulary"],
-        vocabulary_size=whole_number(path, data, "vocabulary_size", most=MAX_TOKEN_ID + 1),
-        context_length=whole_number(path, data, "context_length"),
-        eos_token_ids=eos_ids(path, data.get("eos_token_ids") or [], "eos_token_ids"),
+        vocabulary_size=read_whole_number(path, data, "vocabulary_size", maximum=MAX_TOKEN_ID + 1),
+        context_length=read_whole_number(path, data, "context_length"),
+        eos_token_ids=parse_eos_ids(path, data.get("eos_token_ids") or [], "eos_token_ids"),
         fingerprint=texts["fingerprint"],
     )
 
 
-_MOST: Final = (1 << 31) - 1
+_MAX_INT32: Final = (1 << 31) - 1
 
 
-def whole_number(
+def read_whole_number(
     path: Path,
     data: Mapping[str, Any],
     name: str,
     *,
-    least: int = 1,
-    most: int = _MOST,
+    minimum: int = 1,
+    maximum: int = _MAX_INT32,
     absent: int | None = None,
 ) -> int:
     """Return the whole number ``data[name]`` of a parsed file.
@@ -360,9 +360,11 @@ def whole_number(
     value = data.get(name)
     if value is None and absent is not None:
         return absent
-    if type(value) is not int or not least <= value <= most:
+    if type(value) is not int or not minimum <= value <= maximum:
         limit = (
-            f"at least {least}" if type(value) is not int or value < least else f"at most {most}"
+            f"at least {minimum}"
+            if type(value) is not int or value < minimum
+            else f"at most {maximum}"
         )
         raise ModelFolderError(
             f"{path}: {name} is {value!r}, but must be a whole number of {limit}"
@@ -370,30 +372,30 @@ def whole_number(
     return value
 
 
-def real_number(
+def read_number(
     path: Path,
     data: Mapping[str, Any],
     name: str,
     absent: float,
     *,
-    least: float = -math.inf,
+    minimum: float = -math.inf,
     above: float = -math.inf,
 ) -> float:
-    """Return the finite number ``data[name]`` of a parsed file, at least ``least`` and larger than
-    ``above``. ``absent`` is returned for a key that is missing or null. Raises ``ModelFolderError``
-    naming the file, the key, the value and the limit."""
+    """Return the finite number ``data[name]`` of a parsed file, at least ``minimum`` and larger
+    than ``above``. ``absent`` is returned for a key that is missing or null. Raises
+    ``ModelFolderError`` naming the file, the key, the value and the limit."""
     value = data.get(name)
     if value is None:
         return absent
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < least or value <= above:
+    if not is_number or not math.isfinite(value) or value < minimum or value <= above:
         limit = f" above {above:g}" if above > -math.inf else ""
-        limit = f" of at least {least:g}" if least > -math.inf else limit
+        limit = f" of at least {minimum:g}" if minimum > -math.inf else limit
         raise ModelFolderError(f"{path}: {name} is {value!r}, but must be a finite number{limit}")
     return float(value)
 
 
-def truth(path: Path, data: Mapping[str, Any], name: str, absent: bool = False) -> bool:
+def read_flag(path: Path, data: Mapping[str, Any], name: str, absent: bool = False) -> bool:
     """Return the boolean ``data[name]`` of a parsed file, or ``absent`` for a key that is missing
     or null. Raises ``ModelFolderError`` naming the file, the key and the value."""
     value = data.get(name)
@@ -402,7 +404,7 @@ def truth(path: Path, data: Mapping[str, Any], name: str, absent: bool = False) 
     return absent if value is None else value
 
 
-def section(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
+def read_section(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the object ``data[name]`` of a parsed file, or an empty one for a key that is missing
     or null. Raises ``ModelFolderError`` naming the file, the key and the value."""
     value = data.get(name)
@@ -421,14 +423,15 @@ def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
     """Check the sizes in a ``config.json`` before a library computes with them. Raises
     ``ModelFolderError`` naming the file, the key and the value."""
     for name in _SIZES:
-        whole_number(path, config, name, absent=1)
-    groups = whole_number(path, config, "num_key_value_heads", absent=1)
-    heads = whole_number(path, config, "num_attention_heads", absent=groups)
-    if heads % groups:
+        read_whole_number(path, config, name, absent=1)
+    kv_heads = read_whole_number(path, config, "num_key_value_heads", absent=1)
+    heads = read_whole_number(path, config, "num_attention_heads", absent=kv_heads)
+    if heads % kv_heads:
         raise ModelFolderError(
-            f"{path}: num_key_value_heads is {groups}, but must divide num_attention_heads, {heads}"
+            f"{path}: num_key_value_heads is {kv_heads}, but must divide"
+            f" num_attention_heads, {heads}"
         )
-    hidden = whole_number(path, config, "hidden_size", absent=heads)
+    hidden = read_whole_number(path, config, "hidden_size", absent=heads)
     if config.get("head_dim") is None and hidden < heads:
         raise ModelFolderError(
             f"{path}: hidden_size is {hidden}, which is less than num_attention_heads, {heads}"
@@ -457,29 +460,29 @@ def vocabulary_info(folder: Path, context_length: int) -> ModelInfo:
     return ModelInfo(folder.name, vocabulary, token_count(folder), context_length)
 
 
-def hub_files(reference: str) -> list[str]:
+def list_hub_files(reference: str) -> list[str]:
     """Return the paths in a repository ``owner/name[@revision]``. Raises ``ModelFolderError``."""
     from huggingface_hub import HfApi
 
-    return list(_from_hub(reference, HfApi().list_repo_files))
+    return list(_call_hub(reference, HfApi().list_repo_files))
 
 
-def cached_snapshot(reference: str, error: ModelFolderError) -> Path:
+def find_cached_snapshot(reference: str, error: ModelFolderError) -> Path:
     """Return the folder of a repository in the local cache. Raises ``error`` if it is not there."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(_from_hub(reference, partial(snapshot_download, local_files_only=True)))
+        return Path(_call_hub(reference, partial(snapshot_download, local_files_only=True)))
     except ModelFolderError:
         raise error from error.__cause__
 
 
-PIECES: Final = 1024
-PIECE_BYTES: Final = 1024
+FINGERPRINT_PIECES: Final = 1024
+FINGERPRINT_PIECE_BYTES: Final = 1024
 MAX_HEADER_BYTES: Final = 100 << 20
 
 # Keys that do not change a token: the origin of a file, the tool that wrote it, and how to load it.
-_BESIDE_THE_POINT: Final = frozenset(
+_IRRELEVANT_KEYS: Final = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
 )
 
@@ -497,7 +500,7 @@ def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
     Raises ``ValueError`` or ``OSError`` naming a file that cannot be read.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kept = {name: value for name, value in config.items() if name not in _BESIDE_THE_POINT}
+    kept = {name: value for name, value in config.items() if name not in _IRRELEVANT_KEYS}
     return _tensors_fingerprint(folder, [vocabulary, kept])
 
 
@@ -518,10 +521,10 @@ def _tensors_fingerprint(folder: Path, described: object) -> str:
                 raise ValueError(f"{path}: a header of {size} bytes, at most {MAX_HEADER_BYTES}")
             digest.update(file.read(size))
             begin, end = 8 + size, path.stat().st_size
-            step = max(PIECE_BYTES, (end - begin) // PIECES)
-            for at in range(begin, end, step):
-                file.seek(at)
-                digest.update(file.read(PIECE_BYTES))
+            step = max(FINGERPRINT_PIECE_BYTES, (end - begin) // FINGERPRINT_PIECES)
+            for offset in range(begin, end, step):
+                file.seek(offset)
+                digest.update(file.read(FINGERPRINT_PIECE_BYTES))
     return digest.hexdigest()[:_FINGERPRINT_DIGITS]
 
 

@@ -7,7 +7,7 @@ library bounds compiling less well: a JSON schema with ``allOf`` over 30 pattern
 time and memory. So a new constraint is first tried in another process (``grammar_trial.py``), with
 limits on its time and memory. Calls come from any thread.
 
-The vocabulary is read from the tokenizer here (``TokenizerWords``), not by the library, which
+The vocabulary is read from the tokenizer here (``GuidanceVocabulary``), not by the library, which
 treats every added token of the form ``<...>`` as special. Only special tokens are separate from
 text and never match the text of a constraint. Every other token, added or not, stands for the bytes
 that decoded text shows for it. So a mask and its matcher agree on any text.
@@ -41,7 +41,12 @@ from edgespec.core.protocol.constraint import (
 )
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import Role, resolve_model
-from edgespec.models.grammar_trial import DATA_BYTES, GrammarTrials, TrialFailedError, Words
+from edgespec.models.grammar_trial import (
+    DATA_BYTES,
+    ByteVocabulary,
+    GrammarTrials,
+    TrialFailedError,
+)
 from edgespec.models.tokenizer import TextTokenizer, TokenBytes
 from edgespec.models.toy import TOY, TOY_ALPHABET, TOY_EOS
 
@@ -49,13 +54,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-_KEPT: Final = 128
+_MAX_COMPILED: Final = 128
 """Number of compiled constraints that are kept, the most recently used ones."""
-_MOST_COPIES: Final = 256
+_MAX_COPIES: Final = 256
 """Number of generations that use one compiled constraint. They share its caches and the limit on
 these; after that many the constraint is compiled again."""
 
-_TRIAL_S: Final = 30.0
+_TRIAL_WITHIN_S: Final = 30.0
 """Seconds of the clock for a trial, on a busy machine. The limit on its processor time is lower."""
 _MAX_MESSAGE: Final = 400
 STEP_BOUNDS: Final = {
@@ -67,7 +72,7 @@ STEP_BOUNDS: Final = {
     "max_grammar_size": 200_000,
 }
 """llguidance's ``LLParserLimits``, at or below its defaults: about 10 ms for one mask at worst."""
-_BOUND_OF_ERROR: Final = {
+_LIMIT_OF_ERROR: Final = {
     "too many expressions constructed": "step_lexer_fuel",
     "too many states": "max_lexer_states",
     "Too many items": "step_max_items",
@@ -76,7 +81,7 @@ _BOUND_OF_ERROR: Final = {
     "grammar size": "max_grammar_size",
 }
 """The limit in ``STEP_BOUNDS`` that an error of the library is about, by words in the error."""
-_RENEWED_WITHIN_S: Final = 0.02
+_MAX_RECOMPILE_S: Final = 0.02
 """A constraint that took longer to compile is not compiled again while a pass waits."""
 _MASKS_KEPT: Final = 32
 
@@ -88,8 +93,8 @@ class GrammarReader:
     """Reader of constraints for one vocabulary. Its processes end with ``close``.
 
     Arguments: ``tokenizer`` is called once, for the first constraint. It returns the text of a
-    ``tokenizer.json``, ``TokenizerWords``, or any other argument of ``LLTokenizer``. ``most_bytes``
-    limits the data of a process that tries a constraint."""
+    ``tokenizer.json``, ``GuidanceVocabulary``, or any other argument of ``LLTokenizer``.
+    ``most_bytes`` limits the data of a process that tries a constraint."""
 
     def __init__(self, tokenizer: Callable[[], Any], most_bytes: int = DATA_BYTES) -> None:
         self._make_tokenizer = tokenizer
@@ -98,14 +103,14 @@ class GrammarReader:
         self._added: Mapping[str, int] = {}
         """Ids of added tokens that are text, by their text."""
         self._special: dict[str, Any] | None = None
-        self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def warm_up(self) -> None:
         """Do the work that the first constraint would otherwise wait for. Meanwhile the library
         blocks every other thread of this process (0.4 to 0.9 s for a vocabulary of 151,936 words).
         Raises what ``tokenizer`` raises."""
-        if self.available:
+        if self.is_available:
             self._vocabulary()
 
     def close(self) -> None:
@@ -113,7 +118,7 @@ class GrammarReader:
         self.trials.close()
 
     @property
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the library is installed."""
         return find_spec("llguidance") is not None
 
@@ -121,39 +126,39 @@ class GrammarReader:
         """Return the constraint with its ``matcher``. This may take long, so it must not run in an
         event loop. Raises ``ConstraintError`` with the fault of the constraint, or if the library
         is missing."""
-        if not self.available:
+        if not self.is_available:
             raise ConstraintError(
                 f"a {constraint.kind.value} needs llguidance, which is not installed here:"
                 " pip install 'edgespec[grammar]'"
             )
         with self._lock:
-            found = self._kept.get(constraint)
-            if found is not None:
-                self._kept.move_to_end(constraint)
-                found.copies += 1
-        if found is None or found.copies > _MOST_COPIES or found.is_spoiled:
-            if found is None:
-                with foreign_errors(constraint.kind):
+            compiled = self._compiled.get(constraint)
+            if compiled is not None:
+                self._compiled.move_to_end(constraint)
+                compiled.copies += 1
+        if compiled is None or compiled.copies > _MAX_COPIES or compiled.is_damaged:
+            if compiled is None:
+                with as_constraint_errors(constraint.kind):
                     grammar = self._grammar_of(constraint)
-                    self._try(constraint.kind, grammar)
+                    self._run_trial(constraint.kind, grammar)
             else:
-                grammar = found.grammar
-            found = _Compiled(constraint.kind, grammar, self._tokens())
+                grammar = compiled.grammar
+            compiled = _Compiled(constraint.kind, grammar, self._load_tokenizer())
             with self._lock:
-                self._kept[replace(constraint, matcher=None)] = found
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-        return replace(constraint, matcher=partial(TextMatcher, found))
+                self._compiled[replace(constraint, matcher=None)] = compiled
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        return replace(constraint, matcher=partial(TextMatcher, compiled))
 
-    def _tokens(self) -> LLTokenizer:
+    def _load_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         with self._lock:
             if self._tokenizer is None:
                 made = self._make_tokenizer()
                 if isinstance(made, str):
-                    made = TokenizerWords.from_json(made)
-                if isinstance(made, TokenizerWords):
+                    made = GuidanceVocabulary.from_json(made)
+                if isinstance(made, GuidanceVocabulary):
                     self._added = made.added
                     made = TokenizerWrapper(made)
                 self._tokenizer = LLTokenizer(made)
@@ -162,17 +167,17 @@ class GrammarReader:
     def _grammar_of(self, constraint: Constraint) -> str:
         """Return the constraint in llguidance's own notation."""
         if constraint.kind is not ConstraintKind.GRAMMAR:
-            return grammar_of(constraint)
-        self._tokens()
-        return grammar_of(constraint, self._added)
+            return to_guidance_grammar(constraint)
+        self._load_tokenizer()
+        return to_guidance_grammar(constraint, self._added)
 
-    def _try(self, kind: ConstraintKind, grammar: str) -> None:
+    def _run_trial(self, kind: ConstraintKind, grammar: str) -> None:
         """Compile a grammar in a process that may be killed. A grammar is tried on the vocabulary's
         special tokens and the 256 bytes; the other kinds need the bytes only."""
         vocabulary = self._vocabulary() if kind is ConstraintKind.GRAMMAR else None
-        asked = {"vocabulary": vocabulary, "grammar": grammar, "bounds": STEP_BOUNDS}
+        request = {"vocabulary": vocabulary, "grammar": grammar, "bounds": STEP_BOUNDS}
         try:
-            why = self.trials.tried(asked, _TRIAL_S)
+            why = self.trials.find_fault(request, _TRIAL_WITHIN_S)
         except TrialFailedError:
             raise ConstraintError(
                 f"the {kind.value} cannot be used: to compile it takes more time or memory than is"
@@ -181,12 +186,12 @@ class GrammarReader:
         except OSError as error:
             raise ConstraintBusyError(f"a {kind.value} cannot be tried now: {error}") from error
         if why:
-            raise _refused(kind, why)
+            raise _constraint_error(kind, why)
 
     def _vocabulary(self) -> dict[str, Any]:
         """Return the part of the vocabulary that a trial needs
         (``grammar_trial.bytes_and_special``)."""
-        tokens = self._tokens()
+        tokens = self._load_tokenizer()
         if self._special is None:
             ids = filter(tokens.is_special_token, range(tokens.vocab_size))
             named = {str(token): tokens.decode_str([token]) for token in ids}
@@ -199,7 +204,7 @@ class GrammarReader:
 
 
 @contextmanager
-def foreign_errors(kind: ConstraintKind) -> Iterator[None]:
+def as_constraint_errors(kind: ConstraintKind) -> Iterator[None]:
     """Convert any error of a library about a constraint into ``ConstraintError``.
 
     Libraries raise errors of every type here, up to ``PanicException``, which is not an
@@ -210,11 +215,11 @@ def foreign_errors(kind: ConstraintKind) -> Iterator[None]:
     except (ConstraintError, MemoryError):
         raise
     except Exception as error:
-        raise _refused(kind, f"{type(error).__name__}: {error}") from None
+        raise _constraint_error(kind, f"{type(error).__name__}: {error}") from None
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise _refused(kind, "the grammar library failed on it") from None
+        raise _constraint_error(kind, "the grammar library failed on it") from None
 
 
 class _Compiled:
@@ -224,36 +229,36 @@ class _Compiled:
         """Raises ``ConstraintError`` if the library refuses the grammar."""
         self.kind, self.grammar, self.copies = kind, grammar, 1
         self.ends = tuple(tokens.eos_tokens)
-        self._tokens = tokens
-        self.is_spoiled = False
+        self._tokenizer = tokens
+        self.is_damaged = False
         """Whether a copy has failed, so that further copies may fail without a fault of their
         own."""
         self._lock = threading.Lock()
         began_s = time.thread_time()
         self._matcher = self._compile()
-        self._took_s = time.thread_time() - began_s
+        self._compile_s = time.thread_time() - began_s
 
     def copy(self) -> LLMatcher:
         """Return a matcher for an output that has not begun."""
         with self._lock:
-            if self.is_spoiled and self._took_s <= _RENEWED_WITHIN_S:
-                self._matcher, self.is_spoiled = self._compile(), False
+            if self.is_damaged and self._compile_s <= _MAX_RECOMPILE_S:
+                self._matcher, self.is_damaged = self._compile(), False
             return self._matcher.deep_copy()
 
-    def renewed(self) -> LLMatcher | None:
+    def compile_fresh(self) -> LLMatcher | None:
         """Return a matcher that shares nothing with others, to replace a copy that failed. None:
         compiling takes too long."""
-        self.is_spoiled = True
-        return self._compile() if self._took_s <= _RENEWED_WITHIN_S else None
+        self.is_damaged = True
+        return self._compile() if self._compile_s <= _MAX_RECOMPILE_S else None
 
     def _compile(self) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        with foreign_errors(self.kind):
+        with as_constraint_errors(self.kind):
             limits = LLParserLimits(**STEP_BOUNDS, verbose_errors=False)  # type: ignore[arg-type]
-            matcher = LLMatcher(self._tokens, self.grammar, log_level=0, limits=limits)
+            matcher = LLMatcher(self._tokenizer, self.grammar, log_level=0, limits=limits)
             if matcher.is_error():
-                raise _refused(self.kind, matcher.get_error())
+                raise _constraint_error(self.kind, matcher.get_error())
             return matcher
 
 
@@ -276,13 +281,13 @@ class TextMatcher:
         return self._inner.is_accepting()
 
     def mask(self) -> bytes:
-        with foreign_errors(self._compiled.kind):
+        with as_constraint_errors(self._compiled.kind):
             mask = self._inner.compute_bitmask()
             if self._inner.is_error():
-                self._renew()
+                self._replace_matcher()
                 mask = self._inner.compute_bitmask()
                 if self._inner.is_error():
-                    raise self._gave_up()
+                    raise self._limit_error()
         ends = [end for end in self._compiled.ends if allows(mask, end)]
         if ends:
             bits = bytearray(mask)
@@ -295,28 +300,28 @@ class TextMatcher:
         return mask
 
     def consume(self, tokens: Sequence[int]) -> int:
-        wanted = list(tokens)
-        with foreign_errors(self._compiled.kind):
-            count = self._inner.try_consume_tokens(wanted)
-            if self._has_given_up(wanted, count):
-                self._renew()
-                count = self._inner.try_consume_tokens(wanted)
-                if self._has_given_up(wanted, count):
-                    raise self._gave_up()
-        self._consumed += wanted[:count]
+        token_list = list(tokens)
+        with as_constraint_errors(self._compiled.kind):
+            count = self._inner.try_consume_tokens(token_list)
+            if self._has_failed(token_list, count):
+                self._replace_matcher()
+                count = self._inner.try_consume_tokens(token_list)
+                if self._has_failed(token_list, count):
+                    raise self._limit_error()
+        self._consumed += token_list[:count]
         return count
 
     def rollback(self, count: int) -> None:
-        with foreign_errors(self._compiled.kind):
+        with as_constraint_errors(self._compiled.kind):
             self._inner.rollback(count)
             if count:
                 del self._consumed[len(self._consumed) - count :]
             for length in [one for one in self._masks if one > len(self._consumed)]:
                 del self._masks[length]
             if self._inner.is_error():
-                self._renew()
+                self._replace_matcher()
 
-    def _has_given_up(self, wanted: Sequence[int], count: int) -> bool:
+    def _has_failed(self, wanted: Sequence[int], count: int) -> bool:
         """Return whether the matcher failed at token ``count`` of ``wanted``."""
         if self._inner.is_error():
             return True
@@ -327,29 +332,29 @@ class TextMatcher:
             mask = self._inner.compute_bitmask()
         return self._inner.is_error() or allows(mask, wanted[count])
 
-    def _renew(self) -> None:
+    def _replace_matcher(self) -> None:
         """Replace the matcher by a freshly compiled one at the same place, once for an output."""
-        fresh = None if self._was_renewed else self._compiled.renewed()
+        fresh = None if self._was_renewed else self._compiled.compile_fresh()
         if fresh is None:
-            raise self._gave_up()
+            raise self._limit_error()
         self._was_renewed = True
         failed, self._inner = self._inner, fresh
         if self._inner.try_consume_tokens(self._consumed) < len(self._consumed):
             self._inner = self._inner if self._inner.is_error() else failed
-            raise self._gave_up()
+            raise self._limit_error()
 
-    def _gave_up(self) -> ConstraintError:
-        why = _first_words(self._inner.get_error())
+    def _limit_error(self) -> ConstraintError:
+        why = _shorten(self._inner.get_error())
         why = why or "it refused a token that its own mask allows"
         kind = self._compiled.kind.value
         return ConstraintError(
             f"the {kind} asks for too much work behind {len(self._consumed)} tokens: it is over"
-            f" {_bound_in(why) or 'a limit'} of its library ({why});"
+            f" {_name_limit(why) or 'a limit'} of its library ({why});"
             " make it simpler, for instance with fewer repetitions inside one another"
         )
 
 
-class TokenizerWords:
+class GuidanceVocabulary:
     """A tokenizer's vocabulary under the names that llguidance uses.
 
     The library requires an end token. It gets one that no text contains, behind all ids of the
@@ -370,11 +375,11 @@ class TokenizerWords:
         self.eos_token_id = size
         self.special_token_ids = [*sorted(special), size]
         self.added = {one.content: number for number, one in added.items() if number not in special}
-        self._ids: dict[bytes, int] | None = None
-        self._longest = 0
+        self._id_of_bytes: dict[bytes, int] | None = None
+        self._max_token_bytes = 0
 
     @classmethod
-    def from_json(cls, text: str) -> TokenizerWords:
+    def from_json(cls, text: str) -> GuidanceVocabulary:
         """Return the vocabulary in the text of a ``tokenizer.json``. Raises what the library
         ``tokenizers`` raises."""
         from tokenizers import Tokenizer
@@ -405,35 +410,35 @@ class TokenizerWords:
     def _longest_tokens(self, written: bytes) -> list[int]:
         """Return the longest matching tokens one after the other, up to a byte that no token
         has."""
-        if self._ids is None:
+        if self._id_of_bytes is None:
             special = frozenset(self.special_token_ids)
             words = [(word, i) for i, word in enumerate(self.tokens) if word and i not in special]
-            self._ids = dict(reversed(words))
-            self._longest = max(map(len, self._ids), default=0)
-        found: list[int] = []
-        at = 0
-        while at < len(written):
-            for stop in range(min(len(written), at + self._longest), at, -1):
-                if (token := self._ids.get(written[at:stop])) is not None:
-                    found.append(token)
-                    at = stop
+            self._id_of_bytes = dict(reversed(words))
+            self._max_token_bytes = max(map(len, self._id_of_bytes), default=0)
+        tokens: list[int] = []
+        start = 0
+        while start < len(written):
+            for stop in range(min(len(written), start + self._max_token_bytes), start, -1):
+                if (token := self._id_of_bytes.get(written[start:stop])) is not None:
+                    tokens.append(token)
+                    start = stop
                     break
             else:
                 break
-        return found
+        return tokens
 
 
-def letters_tokenizer(alphabet: str, end: int) -> Any:
+def make_letters_tokenizer(alphabet: str, end: int) -> Any:
     """Return a tokenizer for ``GrammarReader`` with a token for each letter; ``alphabet[end]`` ends
     a text."""
     from llguidance import TokenizerWrapper
 
     tokens = [letter.encode() for letter in alphabet]
     tokens[end] = b"<end>"
-    return TokenizerWrapper(Words(tokens, end, [end]))
+    return TokenizerWrapper(ByteVocabulary(tokens, end, [end]))
 
 
-def grammar_of(constraint: Constraint, added: Mapping[str, int] | None = None) -> str:
+def to_guidance_grammar(constraint: Constraint, added: Mapping[str, int] | None = None) -> str:
     """Return the constraint in llguidance's own notation.
 
     Arguments: ``added`` are the ids of added tokens that are text, by their text; a grammar may
@@ -442,12 +447,12 @@ def grammar_of(constraint: Constraint, added: Mapping[str, int] | None = None) -
 
     match constraint.kind:
         case ConstraintKind.GRAMMAR:
-            lark = _with_house_rules(_as_lark(constraint.text), added or {})
+            lark = _bound_json_space(_translate_gbnf(constraint.text), added or {})
             return LLMatcher.grammar_from_lark(lark)
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.JSON_SCHEMA:
-            with foreign_errors(constraint.kind):
+            with as_constraint_errors(constraint.kind):
                 try:
                     json.loads(constraint.text)
                     return LLMatcher.grammar_from_json_schema(
@@ -455,7 +460,7 @@ def grammar_of(constraint: Constraint, added: Mapping[str, int] | None = None) -
                         defaults=_JSON_STYLE,  # type: ignore[arg-type]
                     )
                 except (ValueError, RecursionError) as error:
-                    raise _refused(constraint.kind, str(error)) from None
+                    raise _constraint_error(constraint.kind, str(error)) from None
 
 
 _LARK_PARTS: Final = re.compile(
@@ -464,68 +469,68 @@ _LARK_PARTS: Final = re.compile(
 )
 
 
-def _with_house_rules(lark: str, added: Mapping[str, int]) -> str:
+def _bound_json_space(lark: str, added: Mapping[str, int]) -> str:
     """Return the grammar with white space in ``%json`` limited as in a schema, and with names of
     added tokens that are text replaced by their ids."""
     parts: list[str] = []
     at = 0
-    while (found := _LARK_PARTS.search(lark, at)) is not None:
-        parts.append(lark[at : found.start()])
-        at = found.end()
-        if found["json"]:
-            parts.append(found[0])
+    while (match := _LARK_PARTS.search(lark, at)) is not None:
+        parts.append(lark[at : match.start()])
+        at = match.end()
+        if match["json"]:
+            parts.append(match[0])
             try:
                 schema, at = json.JSONDecoder().raw_decode(lark, at)
             except (ValueError, RecursionError):
                 continue  # the library reports the fault
             parts.append(json.dumps({"x-guidance": _JSON_STYLE, **schema}))
-        elif found["name"] and found[0] in added:
-            parts.append(f"<[{added[found[0]]}]>")
+        elif match["name"] and match[0] in added:
+            parts.append(f"<[{added[match[0]]}]>")
         else:
-            parts.append(found[0])
+            parts.append(match[0])
     return "".join([*parts, lark[at:]])
 
 
-_MOST_GBNF = 8192
+_MAX_GBNF_CHARACTERS = 8192
 """Limit in characters. So many take up to 0.2 s to translate, and twice as many four times as
 long."""
 
 
-def _as_lark(text: str) -> str:
+def _translate_gbnf(text: str) -> str:
     """Return a grammar in Lark's notation. One in llama.cpp's notation (GBNF), whose rules are
     written with ``::=``, is translated. Raises ``ConstraintError``."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
         return text
-    if len(text) > _MOST_GBNF:
-        why = f"GBNF of {len(text)} characters, but at most {_MOST_GBNF} are translated"
-        raise _refused(ConstraintKind.GRAMMAR, why)
+    if len(text) > _MAX_GBNF_CHARACTERS:
+        why = f"GBNF of {len(text)} characters, but at most {_MAX_GBNF_CHARACTERS} are translated"
+        raise _constraint_error(ConstraintKind.GRAMMAR, why)
     try:
         return any_to_lark(text)
     except GbnfToLarkError as error:
-        raise _refused(ConstraintKind.GRAMMAR, f"not readable as GBNF: {error}") from None
+        raise _constraint_error(ConstraintKind.GRAMMAR, f"not readable as GBNF: {error}") from None
     except Exception as error:  # Exception itself for a missing rule, and others
         why = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
-        raise _refused(ConstraintKind.GRAMMAR, f"not readable as GBNF: {why}") from None
+        raise _constraint_error(ConstraintKind.GRAMMAR, f"not readable as GBNF: {why}") from None
 
 
-def _refused(kind: ConstraintKind, why: str) -> ConstraintError:
-    why = _first_words(why)
+def _constraint_error(kind: ConstraintKind, why: str) -> ConstraintError:
+    why = _shorten(why)
     if why.startswith("NoExtension"):
         why = "no text fits it"
-    elif bound := _bound_in(why):
+    elif bound := _name_limit(why):
         why = f"it is over {bound} of its library ({why}); make it simpler"
     return ConstraintError(f"the {kind.value} cannot be used: {why}")
 
 
-def _bound_in(why: str) -> str:
+def _name_limit(why: str) -> str:
     """Return the limit that an error of the library is about, with its value, or an empty text."""
-    name = next((name for words, name in _BOUND_OF_ERROR.items() if words in why), None)
+    name = next((name for words, name in _LIMIT_OF_ERROR.items() if words in why), None)
     return "" if name is None else f"the limit {name} of {STEP_BOUNDS[name]:,}"
 
 
-def _first_words(text: str) -> str:
+def _shorten(text: str) -> str:
     words = " ".join(text.replace("<non-verbose/>", "").split())
     return words if len(words) <= _MAX_MESSAGE else words[:_MAX_MESSAGE] + " ..."
 
@@ -540,24 +545,24 @@ _DEVICE_BYTES: Final = 192 << 20
 processes together, so this one is low."""
 
 
-def verifier_reader(reference: str) -> GrammarReader:
+def target_grammar_reader(reference: str) -> GrammarReader:
     """Return a reader for the target that ``reference`` names. Nothing is loaded before the first
     constraint or the call of ``warm_up``."""
     return GrammarReader(partial(_vocabulary, reference, Role.TARGET))
 
 
-def device_reader(reference: str) -> ReadConstraint | None:
+def device_grammar_reader(reference: str) -> ReadConstraint | None:
     """Return a reader for the tokenizer that ``reference`` names, or None if the library is not
     installed."""
     vocabulary = partial(_vocabulary, reference, Role.DRAFT)
     reader = GrammarReader(vocabulary, _DEVICE_BYTES)
-    return reader if reader.available else None
+    return reader if reader.is_available else None
 
 
 def _vocabulary(reference: str, role: Role) -> Any:
     """Return a vocabulary for ``GrammarReader``. Raises ``ValueError`` naming the file."""
     if reference == TOY:
-        return letters_tokenizer(TOY_ALPHABET, TOY_EOS)
+        return make_letters_tokenizer(TOY_ALPHABET, TOY_EOS)
     resolved = resolve_model(reference, role) if role is Role.TARGET else resolve_texts(reference)
     text = TextTokenizer(resolved)
-    return TokenizerWords(text.copy_of_library(), text.special_ids)
+    return GuidanceVocabulary(text.copy_tokenizer(), text.special_ids)

@@ -3,8 +3,8 @@ others.
 
 Each grammar has its own process (``limited_process.py``), which takes some 0.1 s of processor time
 to start. It runs this file as a script, at a low priority (``nice``). A client with grammars that
-never finish compiling delays neither the event loop nor, until ``_MOST`` of them are tried at once,
-other clients.
+never finish compiling delays neither the event loop nor, until ``_MAX_TRIALS`` of them are tried at
+once, other clients.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CPU_S: Final = 4
 """Processor seconds for one grammar."""
 _STEPS: Final = 16
 _NICENESS: Final = 10
-_MOST: Final = 4
+_MAX_TRIALS: Final = 4
 """Number of grammars that are tried at once."""
-_READ: Final = b"read\n"
+_STARTED: Final = b"read\n"
 """Output of the process before it begins the trial. From then on its death is the grammar's
 fault."""
 
@@ -45,32 +45,32 @@ class GrammarTrials:
 
         self._most_bytes = most_bytes
         self.processes: LimitedProcesses = LimitedProcesses()
-        self._turns = threading.BoundedSemaphore(_MOST)
+        self._slots = threading.BoundedSemaphore(_MAX_TRIALS)
 
-    def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
+    def find_fault(self, request: Mapping[str, Any], within_s: float) -> str:
         """Return the fault of a grammar, or an empty text. Raises ``TrialFailedError`` if the
         process dies of the grammar, and ``OSError`` if there is no process for it."""
         until = time.monotonic() + within_s
-        if not self._turns.acquire(timeout=within_s):
-            raise OSError(f"{_MOST} others have been tried for {within_s:g} s")
+        if not self._slots.acquire(timeout=within_s):
+            raise OSError(f"{_MAX_TRIALS} others have been tried for {within_s:g} s")
         try:
             with self.processes.start(__file__, self._most_bytes, niceness=_NICENESS) as process:
                 try:
-                    text = json.dumps(asked).encode()
-                    said, _ = process.communicate(text, max(0.0, until - time.monotonic()))
+                    text = json.dumps(request).encode()
+                    output, _ = process.communicate(text, max(0.0, until - time.monotonic()))
                 except subprocess.TimeoutExpired as late:
                     process.kill()
-                    said = late.output or b""
+                    output = late.output or b""
                 finally:
-                    self.processes.ended(process)
+                    self.processes.forget(process)
         finally:
-            self._turns.release()
-        _, read, why = said.partition(_READ)
-        if why:
-            return str(json.loads(why))
+            self._slots.release()
+        _, started, fault = output.partition(_STARTED)
+        if fault:
+            return str(json.loads(fault))
         if self.processes.is_closed:
             raise OSError("no grammar is tried any more, for this side is stopping")
-        if read:
+        if started:
             raise TrialFailedError("no answer")
         raise OSError(f"the process that tries grammars ended with code {process.returncode}")
 
@@ -81,21 +81,21 @@ class GrammarTrials:
 
 def main(bounds: Bounds) -> None:
     """Read a JSON object ``{"vocabulary": ... or null, "grammar": ..., "bounds": ...}`` from
-    standard input, and write ``_READ`` and then, as JSON, the fault of the grammar."""
+    standard input, and write ``_STARTED`` and then, as JSON, the fault of the grammar."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    asked = json.loads(sys.stdin.buffer.read())
-    known = asked["vocabulary"]
+    request = json.loads(sys.stdin.buffer.read())
+    vocabulary = request["vocabulary"]
     tokenizer = LLTokenizer(
-        "byte" if known is None else TokenizerWrapper(bytes_and_special(**known))
+        "byte" if vocabulary is None else TokenizerWrapper(bytes_and_special(**vocabulary))
     )
-    sys.stdout.buffer.write(_READ)
+    sys.stdout.buffer.write(_STARTED)
     sys.stdout.flush()
-    bounds.allow(_CPU_S)
-    sys.stdout.write(json.dumps(_tried(asked, tokenizer)))
+    bounds.allow_cpu(_CPU_S)
+    sys.stdout.write(json.dumps(_find_fault(request, tokenizer)))
 
 
-class Words:
+class ByteVocabulary:
     """A vocabulary in which single bytes are tokens, under the names that llguidance uses."""
 
     bos_token_id = None
@@ -109,7 +109,7 @@ class Words:
         return [self._ids[bytes((value,))] for value in written]
 
 
-def bytes_and_special(size: int, end: int, special: dict[str, str]) -> Words:
+def bytes_and_special(size: int, end: int, special: dict[str, str]) -> ByteVocabulary:
     """Return a vocabulary of ``size`` ids: the ``special`` tokens at their ids, the 256 bytes at
     the first free ids, and nothing else."""
     names = {int(token): name.encode() for token, name in special.items()}
@@ -118,16 +118,16 @@ def bytes_and_special(size: int, end: int, special: dict[str, str]) -> Words:
     free = (token for token in range(size) if token not in names)
     for value, token in zip(range(256), free, strict=False):
         tokens[token] = bytes((value,))
-    return Words(tokens, end, sorted(names))
+    return ByteVocabulary(tokens, end, sorted(names))
 
 
-def _tried(asked: dict[str, Any], tokenizer: Any) -> str:
+def _find_fault(request: dict[str, Any], tokenizer: Any) -> str:
     """Return the fault of a grammar, or an empty text. It computes a few steps, because some
     grammars exceed a limit only then."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(**asked["bounds"], verbose_errors=False)
-    matcher = LLMatcher(tokenizer, asked["grammar"], log_level=0, limits=limits)
+    limits = LLParserLimits(**request["bounds"], verbose_errors=False)
+    matcher = LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)
     for _ in range(_STEPS):
         if matcher.is_error() or matcher.is_stopped():
             break

@@ -39,7 +39,7 @@ class LimitedProcesses:
         self, script: str, most_bytes: int, arguments: Sequence[str] = (), niceness: int = 0
     ) -> subprocess.Popen[bytes]:
         """Start ``script`` with at most ``most_bytes`` of data. The caller passes the process to
-        ``ended`` at its end. Raises ``OSError``, also after ``close``."""
+        ``forget`` at its end. Raises ``OSError``, also after ``close``."""
         with self._lock:
             if self._closed:
                 raise OSError(STOPPING)
@@ -57,7 +57,7 @@ class LimitedProcesses:
             self._running.add(process)
         return process
 
-    def ended(self, process: subprocess.Popen[bytes]) -> None:
+    def forget(self, process: subprocess.Popen[bytes]) -> None:
         """Forget a process that has ended or was killed."""
         with self._lock:
             self._running.discard(process)
@@ -78,7 +78,7 @@ class LimitedProcesses:
                 if pipe is not None:
                     with suppress(OSError):  # the process did not read everything
                         pipe.close()
-            self.ended(process)
+            self.forget(process)
 
 
 class Bounds:
@@ -91,7 +91,7 @@ class Bounds:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
 
-    def allow(self, cpu_s: int) -> None:
+    def allow_cpu(self, cpu_s: int) -> None:
         """Let this process use this much more processor time; it is killed after that."""
         import resource
 

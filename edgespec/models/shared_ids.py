@@ -15,11 +15,11 @@ from typing import Final
 from edgespec.config.common import SetupError
 from edgespec.core.ports import Candidate
 
-_LEAST_APART: Final = 16
-_SHARE_APART: Final = 20
+_MIN_DIFFERING_LIMIT: Final = 16
+_DIFFERING_SHARE: Final = 20
 """Limits on the ids that may differ: a twentieth of them, or 16. Families add that many tokens to a
 vocabulary (Llama 3 reserves 256 of 128,256). Vocabularies of two families share fewer."""
-_MOST_SHOWN: Final = 40
+_MAX_SHOWN: Final = 40
 """Characters or bytes of a token in a message. A vocabulary may hold a token of any length."""
 
 TextOf = Callable[[int], str | bytes]
@@ -32,51 +32,55 @@ class SharedIds:
     draft_size: int
     target_size: int = 0
     """Number of the target's ids, with its padding; 0: not known."""
-    apart: frozenset[int] = frozenset()
+    differing: frozenset[int] = frozenset()
     """Ids whose text in the draft is not the target's."""
     stand_in: int = 0
     """The id that is fed in place of one that the draft lacks: an end of text."""
 
-    def fed(self, tokens: Sequence[int]) -> Sequence[int]:
+    def to_draft_ids(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return ``tokens`` with a stand-in for each one that the draft lacks."""
         if max(tokens, default=0) < self.draft_size:
             return tokens
         return tuple(one if one < self.draft_size else self.stand_in for one in tokens)
 
-    def proposed(self, guesses: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def keep_shared(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Return the candidates that are ids of the target with the same text."""
         size = self.target_size or self.draft_size
-        return tuple([one for one in guesses if one.token < size and one.token not in self.apart])
+        return tuple(
+            [one for one in candidates if one.token < size and one.token not in self.differing]
+        )
 
 
-def ids_apart(
-    own: TextOf, others: TextOf, ids: Collection[int], *, draft: str, target: str
+def find_differing_ids(
+    draft_text: TextOf, target_text: TextOf, ids: Collection[int], *, draft: str, target: str
 ) -> frozenset[int]:
     """Return the ids of a draft that have another text, or none, in the target's vocabulary.
 
-    ``own`` and ``others`` return the text of one of ``ids`` in the draft's and in the target's
+    ``own`` and ``target_text`` return the text of one of ``ids`` in the draft's and in the target's
     vocabulary, in the same form, or an empty one for an id without a token. They are functions, so
     that no vocabulary has to be copied. The names are for messages. Raises ``SetupError`` with the
     number of ids that differ and the first of them, if they are too many for vocabularies of one
     family."""
-    count = sum(own(token) != others(token) for token in ids)
-    sizes = [sum(bool(one(token)) for token in ids) for one in (own, others)]
-    most = max(_LEAST_APART, sizes[1] // _SHARE_APART)
-    if count > most:
-        first = min(token for token in ids if own(token) != others(token))
-        texts = [_shown(one(first)) for one in (own, others)]
+    count = sum(draft_text(token) != target_text(token) for token in ids)
+    sizes = [sum(bool(one(token)) for token in ids) for one in (draft_text, target_text)]
+    limit = max(_MIN_DIFFERING_LIMIT, sizes[1] // _DIFFERING_SHARE)
+    if count > limit:
+        first = min(token for token in ids if draft_text(token) != target_text(token))
+        texts = [_show_token(one(first)) for one in (draft_text, target_text)]
         raise SetupError(
             f"draft {draft!r} has another tokenizer than {target!r}: {count} of {max(sizes)} ids"
-            f" differ, but at most {most} may; the first is id {first}, which is {texts[0]} in the"
+            f" differ, but at most {limit} may; the first is id {first}, which is {texts[0]} in the"
             f" draft and {texts[1]} in the target; give --draft a model of the same family, or"
             " lookup"
         )
-    return frozenset(token for token in ids if own(token) and own(token) != others(token))
+    return frozenset(
+        token for token in ids if draft_text(token) and draft_text(token) != target_text(token)
+    )
 
 
-def _shown(text: str | bytes) -> str:
+def _show_token(text: str | bytes) -> str:
     """Return the beginning of a token's text for a message."""
     if not text:
         return "nothing"
-    text = text[:_MOST_SHOWN]
+    text = text[:_MAX_SHOWN]
     return repr(text if isinstance(text, str) else text.decode(errors="replace"))

@@ -1,6 +1,6 @@
 """The worker that renders chat templates for this process, and the program of its child.
 
-If it is given a folder, the child holds the tokenizer there too, for ``FarTokenizer``."""
+If it is given a folder, the child holds the tokenizer there too, for ``RemoteTokenizer``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(bounds: Bounds, given: str) -> None:
     """Answer questions from standard input until it ends. ``given`` is a JSON list: the module
     search path, the tokenizer's folder or an empty text, and the limits."""
     path, folder, start_cpu_s, cpu_s, bytes_per_s = json.loads(given)
-    bounds.allow(start_cpu_s)
+    bounds.allow_cpu(start_cpu_s)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.path[:0] = path
     from edgespec.models.text_worker import read_frame, write_frame
@@ -49,7 +49,7 @@ def main(bounds: Bounds, given: str) -> None:
             question = read_frame(source)
         except OSError:
             return
-        bounds.allow(cpu_s + len(question) // bytes_per_s)
+        bounds.allow_cpu(cpu_s + len(question) // bytes_per_s)
         try:
             answer = json.dumps(answers.answer(*json.loads(question))).encode()
         except MemoryError:
@@ -63,22 +63,22 @@ class _Answers:
     def __init__(self, folder: Path | None) -> None:
         self._programs: dict[str, Any] = {}
         self._answers: dict[str, Callable[..., Any]] = {
-            "render": self._rendered,
-            "variables": self._variables,
+            "render": self._render,
+            "variables": self._find_variables,
         }
         if folder is not None:
             tokenizer = _Tokenizer(folder)
             self._answers |= {
                 "facts": lambda: tokenizer.facts,
-                "encode": tokenizer.encoded,
-                "decode": tokenizer.decoded,
+                "encode": tokenizer.encode,
+                "decode": tokenizer.decode,
             }
 
-    def answer(self, what: str, *given: Any) -> tuple[str, Any]:
+    def answer(self, operation: str, *arguments: Any) -> tuple[str, Any]:
         from edgespec.models.tokenizer import ChatTemplateError
 
         try:
-            return "answered", self._answers[what](*given)
+            return "answered", self._answers[operation](*arguments)
         except ChatTemplateError as error:
             return "refused", str(error)
         except MemoryError:
@@ -86,7 +86,7 @@ class _Answers:
         except Exception as error:
             return "failed", str(error) or type(error).__name__
 
-    def _rendered(self, source: str, given: Mapping[str, Any]) -> str:
+    def _render(self, source: str, given: Mapping[str, Any]) -> str:
         from edgespec.models.tokenizer import (
             MAX_PROMPT_CHARACTERS,
             ChatTemplateError,
@@ -104,7 +104,7 @@ class _Answers:
             )
         return text
 
-    def _variables(self, source: str) -> list[str]:
+    def _find_variables(self, source: str) -> list[str]:
         from edgespec.models.tokenizer import template_variables
 
         return sorted(template_variables(source))
@@ -114,7 +114,7 @@ class _Tokenizer:
     """The tokenizer of a folder. If the folder is unusable, the answer says why."""
 
     def __init__(self, folder: Path) -> None:
-        self._found: TextTokenizer | None = None
+        self._tokenizer: TextTokenizer | None = None
         self.facts: dict[str, Any]
         try:
             self.facts = self._load(folder)
@@ -130,24 +130,24 @@ class _Tokenizer:
         from edgespec.telemetry.process_memory import trim_heap
 
         vocabulary = vocabulary_fingerprint(folder / "tokenizer.json")
-        self._found = tokenizer = TextTokenizer(folder)
+        self._tokenizer = tokenizer = TextTokenizer(folder)
         if (size := tokenizer.id_count) > _MOST_IDS:
             raise ValueError(f"{folder}: ids reach {size}, but at most {_MOST_IDS} are taken")
-        written, ends, alone = bytearray(), array("I"), dict[int, str]()
+        all_bytes, ends, at_start = bytearray(), array("I"), dict[int, str]()
         for token in range(size):
             piece = tokenizer.token_bytes(token)
-            written += piece
-            ends.append(len(written))
+            all_bytes += piece
+            ends.append(len(all_bytes))
             if piece.startswith(b" ") and token not in tokenizer.special_ids:
                 shown = tokenizer.decode([token])
                 if shown.encode() != piece:
-                    alone[token] = shown
+                    at_start[token] = shown
         trim_heap()
         return {
             "vocabulary": vocabulary,
-            "bytes": b64encode(written).decode(),
+            "bytes": b64encode(all_bytes).decode(),
             "ends": b64encode(ends.tobytes()).decode(),
-            "alone": alone,
+            "alone": at_start,
             "added": dict(tokenizer.added),
             "special_ids": sorted(tokenizer.special_ids),
             "special_texts": dict(tokenizer.special_texts),
@@ -156,10 +156,10 @@ class _Tokenizer:
             },
         }
 
-    def encoded(self, text: str, special: bool) -> list[int]:
-        assert self._found is not None
-        return self._found.encode(text, add_special_tokens=special)
+    def encode(self, text: str, special: bool) -> list[int]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special_tokens=special)
 
-    def decoded(self, tokens: list[int], skip_special: bool) -> str:
-        assert self._found is not None
-        return self._found.decode(tokens, skip_special_tokens=skip_special)
+    def decode(self, tokens: list[int], skip_special: bool) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special)

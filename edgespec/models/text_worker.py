@@ -69,13 +69,13 @@ class TextWorker:
         self._one_at_a_time = threading.Lock()
         weakref.finalize(self, self._processes.reap)
 
-    def ask(self, what: str, *given: Any) -> Any:
+    def call(self, operation: str, *given: Any) -> Any:
         """Return the child's answer to one question: ``render`` a source with its variables, find
         the ``variables`` of a source, or a question about its tokenizer (``text_process.py``).
 
         Raises ``TextRefusedError``, ``TextWorkerError`` if there is no answer, and ``RuntimeError``
         with the message of any other error."""
-        question = json.dumps([what, *given]).encode()
+        question = json.dumps([operation, *given]).encode()
         if not self._one_at_a_time.acquire(timeout=_ANSWER_S):
             raise TextWorkerError(f"others have been waited for longer than {_ANSWER_S:g} s")
         try:
@@ -96,10 +96,10 @@ class TextWorker:
                 self._discard(self._process)
 
     def _answer(self, question: bytes) -> tuple[str, Any]:
-        process = self._started()
+        process = self._ensure_started()
         cpu_s = _CPU_S + len(question) // _BYTES_PER_S
-        found = self._exchanged(process, question, _ANSWER_S * cpu_s / _CPU_S)
-        if found is None:
+        frame = self._exchange(process, question, _ANSWER_S * cpu_s / _CPU_S)
+        if frame is None:
             self._discard(process)
             if self._processes.is_closed:
                 raise TextWorkerError("this side is stopping")
@@ -107,13 +107,13 @@ class TextWorker:
                 f"it takes more than the {cpu_s} s of processor time or the"
                 f" {self.most_bytes >> 20} MiB that are given"
             )
-        kind, answer = json.loads(found)
+        kind, answer = json.loads(frame)
         if kind == "failed" and answer == "":  # out of memory
             self._discard(process)
             answer = f"it takes more than the {self.most_bytes >> 20} MiB that are given"
         return kind, answer
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_started(self) -> subprocess.Popen[bytes]:
         """Return the child, and start it if there is none."""
         if self._process is not None and self._process.poll() is None:
             return self._process
@@ -124,7 +124,7 @@ class TextWorker:
             process = self._processes.start(self._script, self.most_bytes, (given,))
         except OSError as error:
             raise TextWorkerError(f"no process can be started: {error}") from error
-        if self._exchanged(process, None, _START_S) is None:
+        if self._exchange(process, None, _START_S) is None:
             self._discard(process)
             raise TextWorkerError(
                 f"its process does not start within {_START_CPU_S} s of processor time and"
@@ -133,7 +133,7 @@ class TextWorker:
         self._process = process
         return process
 
-    def _exchanged(
+    def _exchange(
         self, process: subprocess.Popen[bytes], question: bytes | None, within_s: float
     ) -> bytes | None:
         """Return the answer to a question, or None if the child died or had to be killed.
@@ -168,7 +168,7 @@ class TextWorker:
                     pipe.close()
                 except OSError:  # it did not read the whole question
                     pass
-        self._processes.ended(process)
+        self._processes.forget(process)
         self._process = None
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.models import added_tokens
 from edgespec.models.call_history import CallForm, find_call_form, fit_calls
-from edgespec.models.folders import read_beside
+from edgespec.models.folders import read_token_files
 from edgespec.models.text_worker import TextRefusedError, TextWorker, TextWorkerError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 Message = Mapping[str, Any]
 """A message with at least ``role``. The template reads the rest."""
 
-_OURS = ("messages", "tools", "add_generation_prompt")
+_RESERVED_NAMES = ("messages", "tools", "add_generation_prompt")
 
 
 class TokenizerError(ValueError):
@@ -55,7 +55,7 @@ class ChatTemplateError(TokenizerError):
 class TemplateProgram(Protocol):
     """A compiled template."""
 
-    def render(self, given: Mapping[str, Any]) -> str: ...
+    def render(self, values: Mapping[str, Any]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -91,27 +91,27 @@ class ChatTemplate:
                 f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
             )
         for name in variables or ():
-            if name in _OURS:
+            if name in _RESERVED_NAMES:
                 raise ChatTemplateError(f"{name!r} is no variable to be set for a chat template")
-        shown = [dict(message) for message in messages]
-        mark = _CONTINUED if continue_final_message else ""
+        sent = [dict(message) for message in messages]
+        mark = _CONTINUATION_MARK if continue_final_message else ""
         if mark:
-            shown[-1]["content"] = f"{shown[-1]['content']}{mark}"
-        given = {
+            sent[-1]["content"] = f"{sent[-1]['content']}{mark}"
+        values = {
             **self.tokens,
             **(variables or {}),
-            "messages": fit_calls(shown, self._form_of(shown)),
+            "messages": fit_calls(sent, self._call_form_for(sent)),
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = self._compiled.render(given)
+            text = self._compiled.render(values)
         except TokenizerError:
             raise
         except Exception as error:  # a template is a program that can raise anything
             raise ChatTemplateError(f"the chat template failed: {error}") from error
         if mark:
-            text = _cut_at(text, mark)
+            text = _cut_before(text, mark)
         if len(text) > MAX_PROMPT_CHARACTERS:
             raise ChatTemplateError(
                 f"the chat template wrote {len(text)} characters, at most {MAX_PROMPT_CHARACTERS}"
@@ -126,15 +126,15 @@ class ChatTemplate:
         ``ChatTemplateError`` if finding it exceeds the limits on time or memory."""
 
         def render(messages: Sequence[Message], tools: Sequence[Message]) -> str:
-            given = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
-            return str(self._compiled.render({**self.tokens, **given}))
+            values = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+            return str(self._compiled.render({**self.tokens, **values}))
 
         try:
             return find_call_form(render)
         except TextWorkerError as error:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
 
-    def _form_of(self, messages: Sequence[Message]) -> CallForm:
+    def _call_form_for(self, messages: Sequence[Message]) -> CallForm:
         """Return the form of calls. It is only determined for messages with calls, since that takes
         time."""
         if any(message.get("tool_calls") for message in messages):
@@ -151,7 +151,7 @@ class ChatTemplate:
         """The names of all variables that the template reads. Raises ``ChatTemplateError``."""
         try:
             if self.worker is not None:
-                return frozenset(self.worker.ask("variables", _checked(self.source)))
+                return frozenset(self.worker.call("variables", _check_source(self.source)))
             return template_variables(self.source)
         except TokenizerError:
             raise
@@ -161,25 +161,25 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> TemplateProgram:
         if self.worker is not None:
-            return _FarProgram(self.source, self.worker)
+            return _RemoteProgram(self.source, self.worker)
         return compiled_template(self.source)
 
 
 @dataclass(frozen=True, slots=True)
-class _FarProgram:
+class _RemoteProgram:
     """A template that the process of ``worker`` compiles and renders."""
 
     source: str
     worker: TextWorker
 
-    def render(self, given: Mapping[str, Any]) -> str:
+    def render(self, values: Mapping[str, Any]) -> str:
         try:
-            return str(self.worker.ask("render", _checked(self.source), given))
+            return str(self.worker.call("render", _check_source(self.source), values))
         except TextRefusedError as error:
             raise ChatTemplateError(str(error)) from None
 
 
-def _checked(source: str) -> str:
+def _check_source(source: str) -> str:
     if (length := len(source)) > _MAX_SOURCE:
         raise ChatTemplateError(
             f"the chat template has {length} characters, but at most {_MAX_SOURCE} are taken"
@@ -189,18 +189,18 @@ def _checked(source: str) -> str:
 
 # Mark that is rendered behind the content of a message to continue. The blank at its end shows
 # whether the template strips contents.
-_CONTINUED = "edgespec-continues-here "
+_CONTINUATION_MARK = "edgespec-continues-here "
 
 
-def _cut_at(text: str, mark: str) -> str:
+def _cut_before(text: str, mark: str) -> str:
     """Return ``text`` before ``mark``. Blanks before it are removed if the template strips
     contents. Raises ``ChatTemplateError`` if the template did not write the mark."""
-    at = text.rfind(mark.rstrip())
-    if at < 0:
+    position = text.rfind(mark.rstrip())
+    if position < 0:
         raise ChatTemplateError(
             "the last message cannot be continued: the chat template does not show its content"
         )
-    return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
+    return text[:position] if text.startswith(mark, position) else text[:position].rstrip()
 
 
 class ChatTokenizer(Protocol):
@@ -308,9 +308,9 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise ChatTemplateError(f"the chat template refuses the messages: {message}")
 
-    def tojson(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         """Return JSON without jinja2's HTML escaping, which would change the prompt."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
@@ -321,7 +321,7 @@ def _environment() -> Any:
     return environment
 
 
-def byte_letters() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's table from letter to byte. Printable Latin-1 stands for itself, and each other
     byte for one of the letters from U+0100 on, in order."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -340,8 +340,8 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         kinds = _decoder_kinds(tokenizer)
-        self._letters = byte_letters() if "ByteLevel" in kinds else None
-        self._falls_back = "ByteFallback" in kinds
+        self._letters = byte_alphabet() if "ByteLevel" in kinds else None
+        self._has_byte_fallback = "ByteFallback" in kinds
         self._decode: Callable[[list[str]], str] = (
             " ".join if tokenizer.decoder is None else tokenizer.decoder.decode
         )
@@ -359,28 +359,28 @@ class TokenBytes:
             if all(letter in letters for letter in written):
                 return bytes(letters[letter] for letter in written)
             return str(written).encode()
-        if self._falls_back and (found := _BYTE_TOKEN.fullmatch(written)):
-            return bytes((int(found[1], 16),))
+        if self._has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(written)):
+            return bytes((int(match[1], 16),))
         text = self._decode([_ANCHOR, written, _ANCHOR])
         return text.removeprefix(_ANCHOR).removesuffix(self._tail).encode()
 
 
 _ANCHOR: Final = "a"
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
-_MOST_UNFINISHED = 4
+_MAX_UNFINISHED_TOKENS = 4
 """Limit on the tokens of an unfinished character at the end of a prompt, one for each byte."""
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     """Return the types of the steps that a tokenizer's decoder has."""
     state = b"null" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
-    found, left = set[str](), [json.loads(state)]
-    while left:
-        step = left.pop()
+    kinds, pending = set[str](), [json.loads(state)]
+    while pending:
+        step = pending.pop()
         if isinstance(step, dict):
-            found.add(str(step.get("type")))
-            left += step.get("decoders") or ()
-    return found
+            kinds.add(str(step.get("type")))
+            pending += step.get("decoders") or ()
+    return kinds
 
 
 class TextTokenizer:
@@ -402,7 +402,7 @@ class TextTokenizer:
         # it is.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        files = read_beside(folder)
+        files = read_token_files(folder)
         self._config = files.get(added_tokens.TOKENIZER_CONFIG, {})
         self._folder, self._worker = folder, worker
         self.special_texts = self._add_tokens(files)
@@ -418,14 +418,14 @@ class TextTokenizer:
         tokens that they name. Raises ``TokenizerError``."""
         from tokenizers import AddedToken
 
-        own = {
+        known = {
             number: added_tokens.AddedToken(
                 *(one.content, one.special, one.single_word, one.lstrip, one.rstrip, one.normalized)
             )
             for number, one in self._tokenizer.get_added_tokens_decoder().items()
         }
         try:
-            found = added_tokens.tokens_beside(files, own, self._folder)
+            found = added_tokens.read_added_tokens(files, known, self._folder)
         except added_tokens.AddedTokensError as error:
             raise TokenizerError(str(error)) from error
         self._tokenizer.add_tokens([AddedToken(**asdict(one)) for one in found.added])
@@ -435,26 +435,26 @@ class TextTokenizer:
         """Return the ids of ``text``. Special tokens written out in it are recognised."""
         # Only the library's batch methods let other threads run meanwhile. This one omits the
         # offsets in the text, which are not needed.
-        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(found[0].ids)
+        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encodings[0].ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole sequence. Special tokens are left out unless
         ``skip_special_tokens`` is false. Raises ``OverflowError`` for a number that cannot be an
         id."""
-        found = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        return str(found)
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         """Return a decoder for a text that arrives in pieces and continues ``prompt``. It emits the
         difference between the decoded whole and the decoded prompt. A character that the prompt
         leaves unfinished is emitted when the text completes it."""
-        return begun_stream(self, prompt)
+        return continue_stream(self, prompt)
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """Return the model's own template, or the one it has for tools; None: it has none."""
-        found = self.templates
-        return (found.get(TOOL_USE) if tools else None) or found.get(DEFAULT)
+        templates = self.templates
+        return (templates.get(TOOL_USE) if tools else None) or templates.get(DEFAULT)
 
     @property
     def id_count(self) -> int:
@@ -464,10 +464,10 @@ class TextTokenizer:
     @cached_property
     def added(self) -> Mapping[str, int]:
         """Ids of the tokens that were added to the vocabulary, by their text."""
-        found = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in found.items()}
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in decoder.items()}
 
-    def shown_first(self, token: int) -> bytes:
+    def first_token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token at the beginning of a text, where some decoders drop a
         space."""
         return self.decode([token]).encode()
@@ -475,8 +475,8 @@ class TextTokenizer:
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token with this text, which no decoded text shows; None if
         there is none."""
-        found = self._tokenizer.token_to_id(text)
-        return int(found) if found in self.special_ids else None
+        token_id = self._tokenizer.token_to_id(text)
+        return int(token_id) if token_id in self.special_ids else None
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -484,7 +484,7 @@ class TextTokenizer:
         character."""
         return TokenBytes(self._tokenizer)
 
-    def copy_of_library(self) -> Tokenizer:
+    def copy_tokenizer(self) -> Tokenizer:
         """Return a copy of the library's own tokenizer, whose settings may be changed."""
         from tokenizers import Tokenizer
 
@@ -493,8 +493,8 @@ class TextTokenizer:
     @cached_property
     def templates(self) -> dict[str, ChatTemplate]:
         """All chat templates by name."""
-        found = read_chat_templates(self._folder, self._config, self.special_texts)
-        return {name: replace(one, worker=self._worker) for name, one in found.items()}
+        sources = read_chat_templates(self._folder, self._config, self.special_texts)
+        return {name: replace(one, worker=self._worker) for name, one in sources.items()}
 
 
 class TokenTexts(Protocol):
@@ -505,14 +505,14 @@ class TokenTexts(Protocol):
 
     def token_bytes(self, token: int) -> bytes: ...
 
-    def shown_first(self, token: int) -> bytes: ...
+    def first_token_bytes(self, token: int) -> bytes: ...
 
 
-def begun_stream(tokenizer: TokenTexts, prompt: Sequence[int]) -> TextStream:
+def continue_stream(tokenizer: TokenTexts, prompt: Sequence[int]) -> TextStream:
     """Return a decoder for a text that continues ``prompt`` (``TextTokenizer.stream``)."""
     stream = TextStream(tokenizer)
     own = [token for token in prompt if token not in tokenizer.special_ids]
-    stream.push(own[-_MOST_UNFINISHED:])
+    stream.push(own[-_MAX_UNFINISHED_TOKENS:])
     return stream
 
 
@@ -522,9 +522,9 @@ class TextStream:
     a text, where some decoders drop a space."""
 
     def __init__(self, tokenizer: TokenTexts) -> None:
-        self._shown_first, self._token_bytes = tokenizer.shown_first, tokenizer.token_bytes
+        self._shown_first, self._token_bytes = tokenizer.first_token_bytes, tokenizer.token_bytes
         self._special_ids = tokenizer.special_ids
-        self._begins = True
+        self._is_at_start = True
         self._characters = getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Iterable[int]) -> str:
@@ -534,7 +534,7 @@ class TextStream:
     def flush(self) -> str:
         """Return the text that was held back, with an unfinished character as U+FFFD. The stream
         begins again."""
-        self._begins = True
+        self._is_at_start = True
         text = self._characters.decode(b"", final=True)
         self._characters.reset()
         return text
@@ -542,9 +542,11 @@ class TextStream:
     def _push_one(self, token: int) -> str:
         if token in self._special_ids:
             return ""
-        written, begins = self._token_bytes(token), self._begins
-        self._begins = begins and not written
-        if begins and written.startswith(b" "):
-            shown = self._shown_first(token)
-            written = written[len(written) - len(shown) :] if written.endswith(shown) else written
+        written, is_first = self._token_bytes(token), self._is_at_start
+        self._is_at_start = is_first and not written
+        if is_first and written.startswith(b" "):
+            at_start = self._shown_first(token)
+            written = (
+                written[len(written) - len(at_start) :] if written.endswith(at_start) else written
+            )
         return self._characters.decode(written)

@@ -15,7 +15,7 @@ TOY_EOS = 0
 # One letter an id; id 0 ends the text. 64 ids in all, as in ``TOY_MODEL``.
 TOY_ALPHABET = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
 TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
-_OTHER = TOY_ALPHABET.index(" ")
+_SPACE = TOY_ALPHABET.index(" ")
 
 
 def toy_info() -> ModelInfo:
@@ -31,7 +31,7 @@ class ToyTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}
-        return [ids.get(letter, _OTHER) for letter in text if letter != "\0"]
+        return [ids.get(letter, _SPACE) for letter in text if letter != "\0"]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(TOY_ALPHABET[token] for token in tokens if token != TOY_EOS)

@@ -28,7 +28,7 @@ BLOCK_SIZE = 32
 # signs.
 _GRID_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.07, 1.14)
 _GRID_8 = (1.0,)
-_ROWS_A_TIME = 2048
+_ROWS_AT_ONCE = 2048
 
 
 def quantize_matrix(
@@ -45,15 +45,17 @@ def quantize_matrix(
         weight = np.pad(weight, ((0, 0), (0, missing)))
     integers = np.empty((rows, blocks, BLOCK_SIZE), dtype=np.uint8)
     scales = np.empty((rows, blocks), dtype=np.float32)
-    for start in range(0, rows, _ROWS_A_TIME):
-        part = slice(start, start + _ROWS_A_TIME)
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
         values = weight[part].astype(np.float32).reshape(-1, blocks, BLOCK_SIZE)
-        integers[part], scales[part] = _fit(values, bits)
+        integers[part], scales[part] = _fit_blocks(values, bits)
     low, high = integers[..., 0::2], integers[..., 1::2]
     return integers if bits == 8 else low | (high << np.uint8(4)), scales
 
 
-def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def _fit_blocks(
+    values: NDArray[np.float32], bits: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Return the integers (with zero point) and scales of blocks [R, B, 32] with the least squared
     error.
 
@@ -84,7 +86,7 @@ CONTRIB = "com.microsoft"
 INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 
 
-def product_of(rows: int, columns: int, bits: int) -> dict[str, Any]:
+def matmul_attributes(rows: int, columns: int, bits: int) -> dict[str, Any]:
     """Return the attributes of ``MatMulNBits`` with a matrix [rows, columns]."""
     accuracy = {"block_size": BLOCK_SIZE, "accuracy_level": INT8_ACCUMULATION}
     return {"N": rows, "K": columns, "bits": bits, **accuracy}

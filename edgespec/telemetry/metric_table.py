@@ -87,31 +87,39 @@ class Table:
         self._labels = labels
 
     def collect(self) -> Iterator[Family]:
-        now = self._source()
+        sample = self._source()
         for metric in self._metrics:
-            if (value := attrgetter(metric.path)(now)) is not None:
-                yield self._family(metric, value)
+            if (value := attrgetter(metric.path)(sample)) is not None:
+                yield self._make_family(metric, value)
 
-    def _family(self, metric: Metric, value: Any) -> Family:
+    def _make_family(self, metric: Metric, value: Any) -> Family:
         from prometheus_client import core
 
-        name, every = self._prefix + metric.name, list(self._labels.values())
+        name, fixed_values = self._prefix + metric.name, list(self._labels.values())
         labels = [*self._labels, *(metric.label.split(",") if metric.label else ())]
         if isinstance(value, Histogram):
-            whole = core.HistogramMetricFamily(name, metric.help, labels=labels)
+            histogram = core.HistogramMetricFamily(name, metric.help, labels=labels)
             bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
-            whole.add_metric(every, list(zip(bounds, value.cumulative, strict=True)), value.total)
-            return whole
+            histogram.add_metric(
+                fixed_values, list(zip(bounds, value.cumulative, strict=True)), value.total
+            )
+            return histogram
         counter = metric.kind == "counter"
         kind = core.CounterMetricFamily if counter else core.GaugeMetricFamily
         family = kind(name, metric.help, labels=labels)
         by_label: Mapping[Any, Any] = value if isinstance(value, Mapping) else {(): value}
-        for at, one in by_label.items():
-            family.add_metric([*every, *((at,) if isinstance(at, str) else at)], float(one))
+        for label_values, number in by_label.items():
+            family.add_metric(
+                [
+                    *fixed_values,
+                    *((label_values,) if isinstance(label_values, str) else label_values),
+                ],
+                float(number),
+            )
         return family
 
 
-def registry_of(*tables: Table) -> CollectorRegistry:
+def make_registry(*tables: Table) -> CollectorRegistry:
     """Return a new registry with these tables and the process's metrics (``process_...``)."""
     from prometheus_client import CollectorRegistry, ProcessCollector
 

@@ -48,7 +48,7 @@ def _group_limits(cgroup: Path, own_groups: Path) -> list[tuple[int, int]]:
         lines = own_groups.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
-    found = []
+    limits = []
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
@@ -61,12 +61,12 @@ def _group_limits(cgroup: Path, own_groups: Path) -> list[tuple[int, int]]:
         # A container may not show the group's own path; then the root is the group.
         folder = root / path.lstrip("/")
         for place in (folder, *folder.parents):
-            limit, used = _number(place / limit_name), _number(place / used_name)
+            limit, used = _read_number(place / limit_name), _read_number(place / used_name)
             if limit is not None and used is not None and limit < _NO_LIMIT:
-                found.append((limit, max(0, used - _reclaimable(place))))
+                limits.append((limit, max(0, used - _reclaimable(place))))
             if place == root:
                 break
-    return found
+    return limits
 
 
 def _reclaimable(group: Path) -> int:
@@ -81,7 +81,7 @@ def _reclaimable(group: Path) -> int:
     return 0
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     """Return the number in a file, or None, also for the word ``max``."""
     try:
         return int(path.read_text(encoding="ascii"))
@@ -94,9 +94,9 @@ def _process_limits() -> list[tuple[int, int]]:
     if not hasattr(process, "rlimit"):
         return []
     memory = process.memory_info()
-    found = []
+    limits = []
     for name, used in (("RLIMIT_AS", memory.vms), ("RLIMIT_DATA", getattr(memory, "data", 0))):
         limit = process.rlimit(getattr(psutil, name))[0]
         if limit != psutil.RLIM_INFINITY:
-            found.append((int(limit), int(used)))
-    return found
+            limits.append((int(limit), int(used)))
+    return limits

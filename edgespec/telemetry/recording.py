@@ -28,15 +28,15 @@ PROMPT_TOKENS: Final = 256
 """Number of prompt tokens that are kept, counted from its end. Training uses half of ``length`` for
 the prompt, and a ``length`` of 512 is large."""
 _MAGIC: Final = b"SQLite format 3\0"
-_MARK: Final = 0x65647370
+_APPLICATION_ID: Final = 0x65647370
 """Mark that distinguishes a recording from other SQLite databases (``PRAGMA application_id``)."""
-_MARK_AT, _WORD = 68, 4
-_HEAD_BYTES: Final = _MARK_AT + _WORD
-_WAIT_S: Final = 5.0  # wait for another process's write
+_APPLICATION_ID_AT, _WORD_BYTES = 68, 4
+_HEAD_BYTES: Final = _APPLICATION_ID_AT + _WORD_BYTES
+_LOCK_WAIT_S: Final = 5.0  # wait for another process's write
 _BEGIN: Final = (
     "PRAGMA secure_delete = ON",
     "BEGIN IMMEDIATE",
-    f"PRAGMA application_id = {_MARK}",
+    f"PRAGMA application_id = {_APPLICATION_ID}",
     "CREATE TABLE IF NOT EXISTS texts (id INTEGER PRIMARY KEY, digest BLOB UNIQUE,"
     " vocabulary TEXT, start INTEGER, tokens BLOB)",
 )
@@ -56,11 +56,11 @@ class RecordedText(NamedTuple):
 
 
 class Recording:
-    """The recording at ``path``, created if it does not exist. It grows to ``most_bytes`` plus one
+    """The recording at ``path``, created if it does not exist. It grows to ``max_bytes`` plus one
     row at most. Raises ``RecordingError``, also if the file is not a recording."""
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
-        self._path, self._most_bytes = path, most_bytes
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path, self._most_bytes = path, max_bytes
         with self._transaction():
             pass
 
@@ -94,7 +94,7 @@ class Recording:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(path)
-            with closing(sqlite3.connect(path, _WAIT_S, isolation_level=None)) as database:
+            with closing(sqlite3.connect(path, _LOCK_WAIT_S, isolation_level=None)) as database:
                 for statement in _BEGIN:
                     database.execute(statement)
                 yield lambda statement, *values: database.execute(statement, values)
@@ -109,16 +109,16 @@ def _make_private(path: Path) -> None:
     """Create the file at ``path`` if it does not exist, readable by its owner alone. The checks and
     the change of permissions use one descriptor, so no other file can be put in its place in
     between. Raises ``OSError``, and ``RecordingError`` if the file is not a recording."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise RecordingError(f"{path}: is no regular file; name another")
-        if found.st_size and not _begins_as_recording(os.pread(handle, _HEAD_BYTES, 0)):
+        if status.st_size and not _begins_as_recording(os.pread(descriptor, _HEAD_BYTES, 0)):
             raise RecordingError(f"{path}: is there, but is no recording; name another file")
-        os.fchmod(handle, 0o600)
+        os.fchmod(descriptor, 0o600)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def is_recording(path: Path) -> bool:
@@ -131,7 +131,9 @@ def is_recording(path: Path) -> bool:
 
 
 def _begins_as_recording(head: bytes) -> bool:
-    return head.startswith(_MAGIC) and head[_MARK_AT:] == _MARK.to_bytes(_WORD, "big")
+    return head.startswith(_MAGIC) and head[_APPLICATION_ID_AT:] == _APPLICATION_ID.to_bytes(
+        _WORD_BYTES, "big"
+    )
 
 
 def read_recording(path: Path, vocabulary: str) -> list[RecordedText]:
@@ -140,7 +142,7 @@ def read_recording(path: Path, vocabulary: str) -> list[RecordedText]:
 
     chosen = "SELECT tokens, start FROM texts WHERE vocabulary = ? ORDER BY id"
     try:
-        with closing(sqlite3.connect(path, _WAIT_S)) as database:
+        with closing(sqlite3.connect(path, _LOCK_WAIT_S)) as database:
             rows = database.execute(chosen, (vocabulary,))
             return [RecordedText(array("i", tokens), start) for tokens, start in rows]
     except sqlite3.Error as error:

@@ -26,8 +26,8 @@ from edgespec.config.files import open_to_write
 
 TOKEN_FIELDS: Final = frozenset("tokens prompt committed feed text targets stop_token_ids".split())
 """Names of fields in the core's classes that are sequences of token ids."""
-_MOST_KEPT: Final = 1 << 20
-_LARGEST: Final = (1 << 31) - 1
+_MAX_SUBSTITUTES: Final = 1 << 20
+_MAX_TOKEN_ID: Final = (1 << 31) - 1
 
 
 class HiddenTokens:
@@ -41,43 +41,47 @@ class HiddenTokens:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
-        self._known: dict[int, int] = {}
-        self._taken: set[int] = set()
+        self._substitutes: dict[int, int] = {}
+        self._used: set[int] = set()
 
-    def hide(self, name: str, value: Any) -> Any:
+    def substitute(self, name: str, value: Any) -> Any:
         match name, value:
             case ("token", int()):
-                return self.token(value)
+                return self.substitute_token(value)
             case ("stop", tuple() | list()):
                 return [f"{len(one)} characters" for one in value]
             case ("logit_bias", Mapping()):
-                return {self.token(int(one)): bias for one, bias in value.items()}
+                return {self.substitute_token(int(one)): bias for one, bias in value.items()}
             case ("top", tuple() | list()):
-                return [(self.token(one), *rest) for one, *rest in value]
+                return [(self.substitute_token(one), *rest) for one, *rest in value]
             case ("base_hash", int()) if value:
                 digest = hashlib.blake2b(b"prefix %d" % value, key=self._key, digest_size=8)
                 return int.from_bytes(digest.digest()[:4], "big") or 1
             case (_, tuple() | list()) if name in TOKEN_FIELDS:
-                return [self.token(one) if isinstance(one, int) else one for one in value]
+                return [
+                    self.substitute_token(one) if isinstance(one, int) else one for one in value
+                ]
         return value
 
-    def token(self, token: int) -> int:
+    def substitute_token(self, token: int) -> int:
         """Return the substitute of a token: another id of the same size as a varint."""
-        if not 0 <= token <= _LARGEST:
+        if not 0 <= token <= _MAX_TOKEN_ID:
             return token
-        if token in self._known:
-            return self._known[token]
-        if len(self._known) >= _MOST_KEPT:  # more tokens than any vocabulary: begin again
-            self._known.clear()
-            self._taken.clear()
-        groups = max(1, -(-token.bit_length() // 7))
-        least = 0 if groups == 1 else 1 << 7 * (groups - 1)
-        count = min(1 << 7 * groups, _LARGEST + 1) - least
-        while (name := least + secrets.randbelow(count)) in self._taken:
+        if token in self._substitutes:
+            return self._substitutes[token]
+        if (
+            len(self._substitutes) >= _MAX_SUBSTITUTES
+        ):  # more tokens than any vocabulary: begin again
+            self._substitutes.clear()
+            self._used.clear()
+        varint_bytes = max(1, -(-token.bit_length() // 7))
+        minimum = 0 if varint_bytes == 1 else 1 << 7 * (varint_bytes - 1)
+        count = min(1 << 7 * varint_bytes, _MAX_TOKEN_ID + 1) - minimum
+        while (substitute := minimum + secrets.randbelow(count)) in self._used:
             continue
-        self._taken.add(name)
-        self._known[token] = name
-        return name
+        self._used.add(substitute)
+        self._substitutes[token] = substitute
+        return substitute
 
 
 _log = logging.getLogger(__name__)
@@ -155,10 +159,12 @@ def _plain_fields(item: object, hidden: HiddenTokens | None) -> dict[str, Any]:
         return {"value": str(item)}
     # A field that a class keeps out of its repr, such as a session's secret, stays out of the trace
     # too.
-    told = {field.name: getattr(item, field.name) for field in fields(item) if field.repr}
+    shown_fields = {field.name: getattr(item, field.name) for field in fields(item) if field.repr}
     if hidden is not None:
-        told = {name: hidden.hide(name, value) for name, value in told.items()}
-    return {name: _plain(value, hidden) for name, value in told.items()}
+        shown_fields = {
+            name: hidden.substitute(name, value) for name, value in shown_fields.items()
+        }
+    return {name: _plain(value, hidden) for name, value in shown_fields.items()}
 
 
 def _plain(value: Any, hidden: HiddenTokens | None) -> Any:

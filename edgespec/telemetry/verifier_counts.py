@@ -27,8 +27,8 @@ from edgespec.core.verifier.traffic_budget import WaitReason
 from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_COUNT_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_LAG_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 MAX_POSITIONS = 16
 """Number of positions in a draft that are counted separately. Deeper ones are in the total
 alone."""
@@ -100,8 +100,8 @@ class StreamMeter:
         self.itl_s = Histogram(LATENCY_S)
         self.rtt_s = Histogram(LATENCY_S)
         self.pass_s = Histogram(LATENCY_S)
-        self.pass_rows = Histogram(_COUNTS)
-        self.pass_tokens = Histogram(_COUNTS)
+        self.pass_rows = Histogram(_COUNT_BOUNDS)
+        self.pass_tokens = Histogram(_COUNT_BOUNDS)
         self.prompt_tokens = self.generation_tokens = 0
         self.drafts = self.draft_nodes = self.accepted = self.wasted = self.replaced = 0
         self.accepted_at = [0] * MAX_POSITIONS
@@ -117,10 +117,10 @@ class StreamMeter:
     ) -> None:
         if type(event) is ee.StreamMessage:
             if type(event.message) is not m.Draft:
-                self._heard(event, now)
+                self._handle_message(event, now)
         elif type(event) is ee.BatchDone:
             self.late_streams += len(event.behind)
-            return self._passed(actions, now)
+            return self._record_pass(actions, now)
         elif type(event) is ee.StreamOpened:
             self._open(event, actions, now)
         elif type(event) is ee.BatchFailed:
@@ -128,17 +128,17 @@ class StreamMeter:
             self._pass_at = None
         for action in actions:
             if type(action) is ee.RunBatch:
-                self._start(action, now)
+                self._record_pass_start(action, now)
 
-    def told(self, stream: int, fault: m.Fault) -> None:
+    def record_fault(self, stream: int, fault: m.Fault) -> None:
         if (record := self._records.get(stream)) is not None:
             record.reason = fault.code.value
 
-    def gone(self, stream: int, now: float) -> None:
+    def end_stream(self, stream: int, now: float) -> None:
         if (record := self._records.get(stream)) is not None:
             self._end(stream, record.reason, now)
 
-    def refused(self, code: m.FaultCode) -> None:
+    def count_refusal(self, code: m.FaultCode) -> None:
         """Count a stream that was refused with this code before its generation began."""
         self.rejected[code.value] += 1
 
@@ -166,7 +166,7 @@ class StreamMeter:
         if self._ended is not None:
             self._ended(record)
 
-    def _heard(self, event: ee.StreamMessage, now: float) -> None:
+    def _handle_message(self, event: ee.StreamMessage, now: float) -> None:
         message = event.message
         if isinstance(message, m.Cancel):
             self._end(event.stream, m.FinishReason.CANCELLED.value, now)
@@ -178,11 +178,11 @@ class StreamMeter:
                 if length == message.position:
                     self.rtt_s.add(now - at)
 
-    def _start(self, batch: ee.RunBatch, now: float) -> None:
+    def _record_pass_start(self, batch: ee.RunBatch, now: float) -> None:
         self._pass_at = now
         self.pass_rows.add(sum([len(one.feed) + len(one.tokens) for one in batch.requests]))
 
-    def _passed(self, actions: Sequence[ee.EngineAction], now: float) -> None:
+    def _record_pass(self, actions: Sequence[ee.EngineAction], now: float) -> None:
         if self._pass_at is not None:
             self.pass_s.add(now - self._pass_at)
             self._pass_at = None
@@ -190,7 +190,7 @@ class StreamMeter:
         for action in actions:
             if type(action) is not ee.SendTo:
                 if type(action) is ee.RunBatch:
-                    self._start(action, now)
+                    self._record_pass_start(action, now)
                 continue
             commit = action.message
             if type(commit) is not m.Commit or (record := records.get(action.stream)) is None:
@@ -200,15 +200,15 @@ class StreamMeter:
             tokens += count
             self.stale += commit.stale
             if rows := commit.rows:
-                right = commit.accepted
+                accepted_count = commit.accepted
                 record.nodes += rows
-                record.accepted += right
+                record.accepted += accepted_count
                 self.drafts += 1
                 self.draft_nodes += rows
-                self.accepted += right
-                self.wasted += rows - right
+                self.accepted += accepted_count
+                self.wasted += rows - accepted_count
                 self.replaced += len(commit.replaced)
-                for place in range(min(right, MAX_POSITIONS)):
+                for place in range(min(accepted_count, MAX_POSITIONS)):
                     self.accepted_at[place] += 1
             else:
                 self.run_ahead_tokens += count
@@ -236,12 +236,12 @@ def log_stream(record: StreamRecord) -> None:
     if not _LOG.isEnabledFor(logging.INFO):
         return
     ttft_s, tpot_s = record.ttft_s, record.tpot_s
-    words = [f"{record.tokens} tokens, {record.accepted} of {record.nodes} drafted ones accepted"]
+    parts = [f"{record.tokens} tokens, {record.accepted} of {record.nodes} drafted ones accepted"]
     if ttft_s is not None:
-        words.append(f"first after {ttft_s * 1e3:.0f} ms")
+        parts.append(f"first after {ttft_s * 1e3:.0f} ms")
     if tpot_s is not None:
-        words.append(f"then {tpot_s * 1e3:.1f} ms a token")
-    whose = f"key {record.credential} at {record.peer}" if record.credential else record.peer
+        parts.append(f"then {tpot_s * 1e3:.1f} ms a token")
+    client = f"key {record.credential} at {record.peer}" if record.credential else record.peer
     fields = {
         "event": "stream",
         "reason": record.reason,
@@ -257,9 +257,9 @@ def log_stream(record: StreamRecord) -> None:
         "key": record.credential,
         "peer": record.peer,
     }
-    outcome = f"{'ended' if record.opened else 'refused'} ({record.reason}): {', '.join(words)}"
+    outcome = f"{'ended' if record.opened else 'refused'} ({record.reason}): {', '.join(parts)}"
     extra = {"request_id": record.request_id, "fields": fields}
-    _LOG.info("stream of %s %s", whose, outcome, extra=extra)
+    _LOG.info("stream of %s %s", client, outcome, extra=extra)
 
 
 class TrafficCounts:
@@ -279,7 +279,7 @@ class TrafficCounts:
         sizes[kind] += payload_bytes
 
 
-EVERY_S = 0.1
+LAG_SAMPLE_INTERVAL_S = 0.1
 
 
 class LoopLag:
@@ -288,17 +288,17 @@ class LoopLag:
     the loop's time."""
 
     def __init__(self) -> None:
-        self.lag_s = Histogram(_LAG_S)
+        self.lag_s = Histogram(_LAG_BOUNDS_S)
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = loop.time() + EVERY_S
+        due = loop.time() + LAG_SAMPLE_INTERVAL_S
 
-        def ask() -> None:
+        def sample() -> None:
             self.lag_s.add(max(0.0, loop.time() - due))
             self.start(loop)
 
-        self._handle = loop.call_at(due, ask)
+        self._handle = loop.call_at(due, sample)
 
     def stop(self) -> None:
         """End sampling. A second call does nothing."""
@@ -308,7 +308,7 @@ class LoopLag:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class VerifierTelemetry:
     """Measurements of one verifier. ``streams`` measures the engine, ``traffic`` the wire, ``lag``
     the event loop. ``waits`` are the seconds for which streams were not read, by reason."""
 
@@ -319,7 +319,7 @@ class Watch:
         default_factory=lambda: dict.fromkeys([one.value for one in WaitReason], 0.0)
     )
 
-    def waited(self, reason: WaitReason, wait_s: float) -> None:
+    def add_wait(self, reason: WaitReason, wait_s: float) -> None:
         """Add the time for which one stream is not read. Simultaneous waits are all added."""
         self.waits[reason.value] += wait_s
 
@@ -330,7 +330,7 @@ class EngineSample:
     It is read in another thread than the engine's, without a lock. Tables are copied in one step
     and numbers are read one by one, so two of them may be one event apart."""
 
-    def __init__(self, watch: Watch, engine: VerifyEngine, version: str) -> None:
+    def __init__(self, watch: VerifierTelemetry, engine: VerifyEngine, version: str) -> None:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
         self.keeper, self.waits, self.lag = engine.keeper, watch.waits, watch.lag.lag_s
         self.drafts = drafts = engine.draft_counts

@@ -21,11 +21,11 @@ from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
 from edgespec.models import folders
-from edgespec.models.grammar import verifier_reader
-from edgespec.models.shared_ids import ids_apart
+from edgespec.models.grammar import target_grammar_reader
+from edgespec.models.shared_ids import find_differing_ids
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
 from edgespec.telemetry.trace import Tracer
-from edgespec.telemetry.verifier_counts import Watch
+from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
 from edgespec.verifier.vllm.loading import vllm_target
@@ -52,7 +52,7 @@ def build_verifier(
     drafter: ServerDrafter | None = None,
     tracer: Tracer | None = None,
     access: ServerAccess | None = None,
-    watch: Watch | None = None,
+    watch: VerifierTelemetry | None = None,
 ) -> tuple[Verifier, GrpcServer]:
     """Return a verifier and the server that listens for it; call ``await server.start()``.
 
@@ -82,7 +82,7 @@ def build_verifier(
         _engine_limits(config, target, drafts=drafter is not None),
         tracer=tracer,
         telemetry=None if watch is None else watch.streams,
-        read_constraint=None if config.engine == VLLM else verifier_reader(config.model),
+        read_constraint=None if config.engine == VLLM else target_grammar_reader(config.model),
         drafter=drafter,
     )
     # Streams beyond the sessions are accepted, so that they receive the reason of their refusal.
@@ -214,7 +214,7 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
         folders.read_vocabulary(folder / "tokenizer.json")
         for folder in (_draft_folder(config), target)
     )
-    return ids_apart(
+    return find_differing_ids(
         lambda token: own.get(token, ""),
         lambda token: others.get(token, ""),
         own.keys() | others.keys(),
@@ -306,7 +306,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     folder = folders.resolve_model(config.model, folders.Role.TARGET)
     folders.check_folder(folder)
     info = folders.model_info(folder)
-    folders.generation_sampling(folder)  # devices use it for what a request leaves open
+    folders.read_generation_sampling(folder)  # devices use it for what a request leaves open
     _check_draft(config, info.vocabulary)
     # torch uses huge pages under large tensors then: products of few rows read all weights, and
     # look up fewer pages (measurements.md). This must precede the process's first tensor.

@@ -359,7 +359,7 @@ class Verifier:
             self._clear_blocked(number)
             self._handle(ee.StreamLost(number))
             if self._telemetry is not None:
-                self._telemetry.gone(number, self._clock())
+                self._telemetry.end_stream(number, self._clock())
             await stream.close()
 
     def _clear_blocked(self, number: int) -> bool:
@@ -444,7 +444,7 @@ class Verifier:
         """Return the fault to send. A failure of the verifier itself gets the request id, under
         which the log has the details."""
         if self._telemetry is not None:
-            self._telemetry.told(number, fault)
+            self._telemetry.record_fault(number, fault)
         if fault.code is not m.FaultCode.INTERNAL:
             return fault
         request = self._requests[number]
@@ -623,7 +623,7 @@ class Verifier:
             self._send(number, _REVOKED_FAULT)
             self._close(number)
             if self._telemetry is not None:  # it did not end because its device cancelled
-                self._telemetry.gone(number, self._clock())
+                self._telemetry.end_stream(number, self._clock())
             self._handle(ee.StreamMessage(number, m.Cancel()))
         return len(found)
 

@@ -31,7 +31,7 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import traffic_budget as budgets
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.telemetry.logs import log_failure
-from edgespec.telemetry.verifier_counts import Watch
+from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.wire import call_end, callers, channel_options, codec
 from edgespec.wire.shielded_call import InterruptedOperation, ShieldedCall
 from edgespec.wire.tokenizer_lending import PackedTexts
@@ -334,7 +334,7 @@ class GrpcServer:
         opens: budgets.CallLimits = budgets.OPEN_LIMITS,
         infos: budgets.CallLimits = budgets.INFO_LIMITS,
         stalled_s: float = STALLED_S,
-        watch: Watch | None = None,
+        watch: VerifierTelemetry | None = None,
         texts: PackedTexts | str = "this verifier has no tokenizer to send",
     ) -> None:
         self._serve, self._info = serve, info
@@ -347,12 +347,12 @@ class GrpcServer:
         """Delay of calls without a valid key. It is separate, so that guesses at keys delay no
         other client."""
         self.stalled_s, self._texts = stalled_s, texts
-        self.watch = watch = watch or Watch()
-        self._count_refusal = watch.streams.refused
+        self.watch = watch = watch or VerifierTelemetry()
+        self._count_refusal = watch.streams.count_refusal
         uplink = uplink or budgets.UplinkLimits()
         if authenticate is None:
             uplink = budgets.limits_without_keys(uplink)
-        self.uplink = budgets.UplinkBudget(uplink, time.monotonic(), watch.waited)
+        self.uplink = budgets.UplinkBudget(uplink, time.monotonic(), watch.add_wait)
         self._opens = budgets.CallBudget(opens, time.monotonic())
         self._info_queue = callers.CallQueue(infos)
         self._tokenizer_queue = callers.CallQueue(callers.TOKENIZER_LIMITS)
@@ -559,7 +559,7 @@ class GrpcServer:
             return m.Fault(m.FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
             self._queued.add(stream)
-            self.watch.waited(budgets.WaitReason.QUEUE, wait_s)
+            self.watch.add_wait(budgets.WaitReason.QUEUE, wait_s)
             try:
                 await stream.wait_ended(wait_s)
             finally:

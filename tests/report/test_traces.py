@@ -322,9 +322,9 @@ def test_lines_differ_in_tokens_alone(traces: tuple[Path, Path]) -> None:
             if before != after and not (isinstance(before, dict) and name != "logit_bias"):
                 changed.add(name)
             if name in TOKEN_FIELDS and isinstance(before, list):
-                assert after == [hide.token(one) for one in before]
+                assert after == [hide.substitute_token(one) for one in before]
             if name == "logit_bias":
-                assert after == {str(hide.token(60)): -2.0}
+                assert after == {str(hide.substitute_token(60)): -2.0}
     single = {"token", "base_hash", "top", "stop", "logit_bias"}
     assert {"tokens", "prompt", "feed", "targets", "stop_token_ids", *single} <= changed
     lists_of_lists = {"candidates", "results", "requests", "scores", "logprobs"}
@@ -333,12 +333,12 @@ def test_lines_differ_in_tokens_alone(traces: tuple[Path, Path]) -> None:
 
 def test_names_are_as_many_and_as_long_as_the_tokens() -> None:
     hide, tokens = HiddenTokens(), [*range(300), *range(16_380, 16_390), (1 << 31) - 1]
-    names = [hide.token(one) for one in tokens]
+    names = [hide.substitute_token(one) for one in tokens]
     assert len(set(names)) == len(tokens)
     assert [max(1, -(-one.bit_length() // 7)) for one in names] == [
         max(1, -(-one.bit_length() // 7)) for one in tokens
     ]
-    assert [hide.token(one) for one in tokens] == names != tokens
+    assert [hide.substitute_token(one) for one in tokens] == names != tokens
 
 
 def test_no_text_is_left_and_reports_are_the_same(traces: tuple[Path, Path]) -> None:

@@ -12,7 +12,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
-from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.grammar import GrammarReader, make_letters_tokenizer
 from edgespec.models.grammar_trial import GrammarTrials
 from edgespec.models.tokenizer import ChatTemplate
 from edgespec.testing import LoopbackTransport
@@ -27,11 +27,11 @@ MODEL = ToyModel(len(LETTERS), order=2, seed=3, sharpness=1.0, eos_token=EOS, eo
 class Untried(GrammarTrials):
     """Every grammar is taken as one that needs little time."""
 
-    def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
+    def find_fault(self, request: Mapping[str, Any], within_s: float) -> str:
         return ""
 
 
-READER = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+READER = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
 READER.trials = Untried()
 
 

@@ -46,7 +46,7 @@ from edgespec.telemetry.agent_status import (
     TimelineEvent,
     VerifierState,
 )
-from edgespec.telemetry.metric_table import Table, registry_of
+from edgespec.telemetry.metric_table import Table, make_registry
 from edgespec.verifier.build import load_target
 from tests.present import present
 from tests.report.test_pages import BROWSER, DARK
@@ -206,7 +206,7 @@ NAMES = {METRICS_PREFIX + one.name for one in AGENT_METRICS}
 
 def samples(status: AgentStatus) -> dict[tuple[str, str], float]:
     """Every sample by its name and the value of its label."""
-    registry = registry_of(Table(METRICS_PREFIX, AGENT_METRICS, lambda: status))
+    registry = make_registry(Table(METRICS_PREFIX, AGENT_METRICS, lambda: status))
     text = generate_latest(registry).decode()
     return {
         (sample.name, "".join(sample.labels.values())): sample.value

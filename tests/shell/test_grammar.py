@@ -40,8 +40,8 @@ from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import toy_info
 from edgespec.models.grammar import (
     GrammarReader,
-    TokenizerWords,
-    letters_tokenizer,
+    GuidanceVocabulary,
+    make_letters_tokenizer,
 )
 from edgespec.models.tokenizer import TokenBytes
 from edgespec.sampling.tensors import SampleBlock, choose_tokens
@@ -268,8 +268,8 @@ def until_busy(pid: int) -> None:
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
     """However busy the machine is."""
-    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", WITHIN_S)
-    found = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    monkeypatch.setattr("edgespec.models.grammar._TRIAL_WITHIN_S", WITHIN_S)
+    found = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     yield found
     found.close()
 
@@ -468,7 +468,7 @@ def test_a_mask_and_its_matcher_agree_on_the_text_of_added_tokens(
     "text", ["", "a", " a", "to call", "  ", "<think>", "[TOOL] é", "\t\n", "\x02"]
 )
 def test_a_text_has_tokens_that_stand_for_it(added_words: str, text: str) -> None:
-    words = TokenizerWords.from_json(added_words)
+    words = GuidanceVocabulary.from_json(added_words)
     special = set(words.special_token_ids)
     for written in (text.encode(), text.encode()[:-1], text.encode()[1:]):
         found = words(written)
@@ -500,7 +500,7 @@ def go_on(matcher: Matcher, letters: str) -> None:
 
 def test_a_text_that_asks_for_too_much_names_the_limit_and_harms_no_other_text() -> None:
     """Oracle: a text of the same constraint, begun before, goes on; and so does a new one."""
-    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    reader = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     reader.trials = Untried()
     make = present(reader(BOMB).matcher)
     modest, greedy = make(), make()
@@ -519,7 +519,7 @@ def test_a_text_that_asks_for_too_much_names_the_limit_and_harms_no_other_text()
 
 def test_a_verifier_blames_the_grammar_and_not_its_model() -> None:
     """The limit is met in taking a token, without an error of the library."""
-    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    reader = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     reader.trials = Untried()
     texts = [present(reader(BOMB).matcher)() for _ in range(6)]
     dice, failed = random.Random(1), 0

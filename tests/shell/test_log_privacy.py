@@ -19,7 +19,7 @@ from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import GenerationError
 from edgespec.device.drafters.toy import toy_info
-from edgespec.models.grammar import foreign_errors
+from edgespec.models.grammar import as_constraint_errors
 from edgespec.telemetry.logs import JsonFormatter, TextFormatter, log_failure
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
@@ -84,11 +84,11 @@ def test_whatever_a_library_raises_about_a_constraint_is_the_clients_error(
 ) -> None:
     with (
         pytest.raises(ConstraintError, match="grammar cannot be used") as caught,
-        foreign_errors(ConstraintKind.GRAMMAR),
+        as_constraint_errors(ConstraintKind.GRAMMAR),
     ):
         raise error
     assert caught.value.__suppress_context__
-    with pytest.raises(KeyboardInterrupt), foreign_errors(ConstraintKind.GRAMMAR):
+    with pytest.raises(KeyboardInterrupt), as_constraint_errors(ConstraintKind.GRAMMAR):
         raise KeyboardInterrupt
 
 

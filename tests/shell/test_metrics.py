@@ -294,8 +294,8 @@ def test_times_and_tokens_of_a_stream() -> None:
     (record,) = scene.records
     assert (record.tokens, record.accepted, record.nodes, record.reason) == (4, 1, 4, "stop")
     assert (record.ttft_s, record.ended_at, record.peer) == (1.0, 15.0, "peer")
-    meter.gone(7, 16.0)
-    meter.told(7, m.Fault(m.FaultCode.INTERNAL, ""))
+    meter.end_stream(7, 16.0)
+    meter.record_fault(7, m.Fault(m.FaultCode.INTERNAL, ""))
     assert len(scene.records) == 1
 
 
@@ -312,9 +312,9 @@ def test_streams_end_once_for_one_reason() -> None:
     cancelled, lost, faulted = Scene(), Scene(), Scene()
     cancelled.meter.observe(ee.StreamMessage(7, m.Draft(1, (0,), (4,))), (), 10.5)
     cancelled.meter.observe(ee.StreamMessage(7, m.Cancel()), (), 11.0)
-    faulted.meter.told(7, m.Fault(m.FaultCode.OVERLOADED, ""))
+    faulted.meter.record_fault(7, m.Fault(m.FaultCode.OVERLOADED, ""))
     for scene, reason in ((cancelled, "cancelled"), (lost, "lost"), (faulted, "overloaded")):
-        scene.meter.gone(7, 12.0)
+        scene.meter.end_stream(7, 12.0)
         assert [record.reason for record in scene.records] == [reason]
         assert {key for key, count in scene.meter.finished.items() if count} == {reason}
 

@@ -31,7 +31,7 @@ from edgespec.models import folders
 from edgespec.models.draft_sources import find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import (
     BUNDLED_FOLDER,
-    PIECES,
+    FINGERPRINT_PIECES,
     ModelFolderError,
     Role,
     check_folder,
@@ -225,7 +225,9 @@ def test_copies_agree_whatever_they_are_called(tmp_path: Path) -> None:
 
 def test_what_changes_a_text_changes_the_fingerprint(tmp_path: Path) -> None:
     changed = bytearray(SIZE)
-    changed[:: SIZE // PIECES // 2] = b"\1" * len(changed[:: SIZE // PIECES // 2])
+    changed[:: SIZE // FINGERPRINT_PIECES // 2] = b"\1" * len(
+        changed[:: SIZE // FINGERPRINT_PIECES // 2]
+    )
     folders = [
         weights_folder(tmp_path / "one"),
         weights_folder(tmp_path / "shape", bytes(SIZE + 1)),

@@ -28,7 +28,7 @@ from edgespec.device import build
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.prober import VerifierMonitor, probe_all
 from edgespec.models import folders as model_folders
-from edgespec.models.shared_ids import SharedIds, ids_apart
+from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.tokenizer import TextTokenizer, render_chat
 from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
 from tests.endpoint.live_endpoint import live
@@ -243,27 +243,27 @@ async def test_a_service_that_was_there_first_takes_the_texts_of_who_comes(
     assert (late.completion, late.chat) == (expected.completion, expected.chat)
 
 
-def apart(own: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
+def differing(own: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
     none: Any = type(own[0])()
     ids = own.keys() | others.keys()
     tables = (lambda n: own.get(n, none)), (lambda n: others.get(n, none))
-    return ids_apart(*tables, ids, draft="d", target="t")
+    return find_differing_ids(*tables, ids, draft="d", target="t")
 
 
 @pytest.mark.parametrize("form", [str, str.encode])
 def test_what_is_shared_by_two_tables(form: Callable[[str], str | bytes]) -> None:
     own = {n: form(f"w{n}") for n in range(400)}
-    assert apart(own, dict(own)) == frozenset()
+    assert differing(own, dict(own)) == frozenset()
     more = own | {400 + n: form("x") for n in range(20)}
-    assert apart(own, more) == frozenset()
-    assert apart(more, own) == frozenset(range(400, 420))
-    assert apart(own, own | {7: form("other")}) == {7}
+    assert differing(own, more) == frozenset()
+    assert differing(more, own) == frozenset(range(400, 420))
+    assert differing(own, own | {7: form("other")}) == {7}
     shifted = {n: form(f"w{n + 1}") for n in range(400)}
     said = r"400 of 400 ids differ, .*at most 20 may; .*id 0, which is 'w0' in .* and 'w1' in"
     with pytest.raises(SetupError, match=said):
-        apart(own, shifted)
+        differing(own, shifted)
     with pytest.raises(SetupError) as refused:
-        apart(own, {n: form("y" * 1_000_000) for n in range(400)})
+        differing(own, {n: form("y" * 1_000_000) for n in range(400)})
     assert len(str(refused.value)) < 400
 
 
@@ -288,7 +288,7 @@ async def test_a_strangers_table_is_compared_in_no_process_of_ours(
         config, info = await greet(device(where, folders["small"]))
         async with build.build_agent(config, target=info) as agent:
             renamed = TextTokenizer(folders["small"]).special_id("<|user|>")
-            assert present(agent.options.shared_ids).apart == {renamed}
+            assert present(agent.options.shared_ids).differing == {renamed}
     assert build.is_lent(Path(config.tokenizer))
     assert folders["small"] / "tokenizer.json" in read
     assert Path(config.tokenizer) / "tokenizer.json" not in read
@@ -296,7 +296,7 @@ async def test_a_strangers_table_is_compared_in_no_process_of_ours(
 
 def test_what_a_draft_is_fed_and_may_propose() -> None:
     shared = SharedIds(10, 12, frozenset({3}), stand_in=2)
-    assert list(shared.fed((1, 9, 10, 11))) == [1, 9, 2, 2]
+    assert list(shared.to_draft_ids((1, 9, 10, 11))) == [1, 9, 2, 2]
     guesses = tuple(Candidate(token, -1.0) for token in (3, 4, 11, 12))
-    assert [one.token for one in shared.proposed(guesses)] == [4, 11]
-    assert [one.token for one in SharedIds(10).proposed(guesses)] == [3, 4]
+    assert [one.token for one in shared.keep_shared(guesses)] == [4, 11]
+    assert [one.token for one in SharedIds(10).keep_shared(guesses)] == [3, 4]

@@ -21,8 +21,8 @@ from edgespec.config import AgentConfig, DraftSection
 from edgespec.device import build
 from edgespec.device.build import load_tokenizer
 from edgespec.models import text_process, text_worker
-from edgespec.models.far_tokenizer import FarTokenizer
 from edgespec.models.folders import Role, resolve_model, vocabulary_fingerprint
+from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TextWorker, TextWorkerError
 from edgespec.models.tokenizer import (
@@ -164,7 +164,7 @@ def test_a_closed_worker_ends_what_runs_and_starts_nothing() -> None:
             endless.result(WITHIN_S)
     assert process.wait(WITHIN_S) == -signal.SIGKILL
     with pytest.raises(TextWorkerError, match="this side is stopping"):
-        worker.ask("variables", GREETING)
+        worker.call("variables", GREETING)
 
 
 def bundled_copy(folder: Path, template: str) -> Path:
@@ -231,13 +231,13 @@ def lent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def far(lent: Path) -> Iterator[FarTokenizer]:
-    found = FarTokenizer(lent)
+def far(lent: Path) -> Iterator[RemoteTokenizer]:
+    found = RemoteTokenizer(lent)
     yield found
     found.close()
 
 
-def test_a_far_tokenizer_is_the_near_one(far: FarTokenizer, lent: Path) -> None:
+def test_a_far_tokenizer_is_the_near_one(far: RemoteTokenizer, lent: Path) -> None:
     """Oracle: the same folder in this process."""
     near = TextTokenizer(lent)
     assert far.vocabulary == vocabulary_fingerprint(lent / "tokenizer.json")
@@ -275,7 +275,7 @@ def test_a_far_tokenizer_begins_texts_as_the_library_does(tmp_path: Path, decode
     inner = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     inner.decoder = decoder
     inner.save(str(tmp_path / "tokenizer.json"))
-    near, far = TextTokenizer(tmp_path), FarTokenizer(tmp_path)
+    near, far = TextTokenizer(tmp_path), RemoteTokenizer(tmp_path)
     try:
         for first in range(5):
             for second in range(5):
@@ -300,7 +300,7 @@ def test_a_far_tokenizer_begins_texts_as_the_library_does(tmp_path: Path, decode
 def test_a_hostile_tokenizer_is_not_loaded(tmp_path: Path, content: bytes, why: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(TokenizerError, match=why):
-        FarTokenizer(tmp_path, 64 << 20)
+        RemoteTokenizer(tmp_path, 64 << 20)
 
 
 def test_a_tokenizer_that_fills_memory_with_a_text_costs_that_text_alone(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_tokenizer_that_fills_memory_with_a_text_costs_that_text_alone(tmp_pat
     tenfold = {"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 10}
     found["normalizer"] = {"type": "Sequence", "normalizers": [tenfold] * 10}
     path.write_text(json.dumps(found))
-    tokenizer = FarTokenizer(tmp_path, 192 << 20)
+    tokenizer = RemoteTokenizer(tmp_path, 192 << 20)
     try:
         expected = tokenizer.encode("the")
         with pytest.raises(TokenizerError, match="the tokenizer failed: it takes more than"):

@@ -24,7 +24,7 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, WaitReason
-from edgespec.telemetry.verifier_counts import Watch
+from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.wire import callers
 from edgespec.wire.access import DeviceAccess
 from edgespec.wire.callers import WRONG_KEY, peer_address
@@ -386,7 +386,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
     test's time; each stream may be the one that gets the key into debt."""
     shares = ShareLimits(1e-3, 1e-3, 8.0, 8.0, max_wait_s=3600.0, idle_s=3600.0)
     uplink = UplinkLimits(shares=shares, messages_per_open=1e-3, bytes_per_message=1e9)
-    read, watch, keys = list[str](), Watch(), Keys()
+    read, watch, keys = list[str](), VerifierTelemetry(), Keys()
 
     async def listen(stream: VerifierStream) -> None:
         while True:

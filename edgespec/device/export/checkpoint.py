@@ -18,11 +18,11 @@ from edgespec.models.folders import (
     DRAFT_MODEL_TYPES,
     ModelFolderError,
     check_sizes,
+    read_flag,
     read_json,
-    real_number,
-    section,
-    truth,
-    whole_number,
+    read_number,
+    read_section,
+    read_whole_number,
 )
 
 _GEMMA = ("gemma2", "gemma3_text")
@@ -139,7 +139,7 @@ def read_shape(folder: Path) -> DecoderShape:
         )
     config = {**_FAMILY_DEFAULTS.get(model_type, {}), **config}
     check_sizes(path, config)
-    whole, real = partial(whole_number, path, config), partial(real_number, path, config)
+    whole, real = partial(read_whole_number, path, config), partial(read_number, path, config)
     gemma = model_type in _GEMMA
     default = "gelu_pytorch_tanh" if gemma else "silu"
     act = config.get("hidden_activation") or config.get("hidden_act") or default
@@ -158,9 +158,9 @@ def read_shape(folder: Path) -> DecoderShape:
         kv_heads=whole("num_key_value_heads", absent=heads),
         head_dim=head_dim,
         feed_forward=whole("intermediate_size"),
-        norm_epsilon=real("rms_norm_eps", 1e-6, least=0.0),
+        norm_epsilon=real("rms_norm_eps", 1e-6, minimum=0.0),
         activation=ACTIVATIONS[act],
-        tied=truth(path, config, "tie_word_embeddings"),
+        tied=read_flag(path, config, "tie_word_embeddings"),
         window=_read_window(path, config),
         rope=_read_rope(path, config),
         biased=_read_biased(path, config),
@@ -175,7 +175,7 @@ _MLP: Final = ("gate_proj", "up_proj", "down_proj")
 def _read_biased(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
     """Return the matrices of a layer that have a bias in this family and configuration."""
     kind = config["model_type"]
-    attention, mlp = (truth(path, config, name) for name in ("attention_bias", "mlp_bias"))
+    attention, mlp = (read_flag(path, config, name) for name in ("attention_bias", "mlp_bias"))
     if kind in ("mistral", "phi3"):
         return ()
     if kind == "qwen2":
@@ -190,7 +190,7 @@ def _read_layer_types(path: Path, config: dict[str, Any]) -> list[str]:
     kinds = config.get("layer_types")
     if kinds is None:
         return []
-    layers = whole_number(path, config, "num_hidden_layers")
+    layers = read_whole_number(path, config, "num_hidden_layers")
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
         raise ModelFolderError(
@@ -208,14 +208,14 @@ def _read_window(path: Path, config: dict[str, Any]) -> int:
         if config.get("use_sliding_window"):
             raise ModelFolderError(f"{path}: use_sliding_window is not supported")
         return 0
-    return whole_number(path, config, "sliding_window", least=0, absent=0)
+    return read_whole_number(path, config, "sliding_window", minimum=0, absent=0)
 
 
 def _read_family_fields(
     path: Path, config: dict[str, Any], hidden: int, head_dim: int
 ) -> dict[str, Any]:
     """Return the fields that only some families have, with the families' own defaults."""
-    real = partial(real_number, path, config)
+    real = partial(read_number, path, config)
     match config["model_type"]:
         case "granite":
             return {
@@ -227,8 +227,8 @@ def _read_family_fields(
         case "gemma2" | "gemma3_text":
             return _read_gemma(path, config, hidden)
         case "smollm3":
-            layers = range(whole_number(path, config, "num_hidden_layers"))
-            interval = whole_number(path, config, "no_rope_layer_interval", absent=4)
+            layers = range(read_whole_number(path, config, "num_hidden_layers"))
+            interval = read_whole_number(path, config, "no_rope_layer_interval", absent=4)
             # The list names the layers that do rotate, in spite of its name.
             rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
             if not isinstance(rotated, list) or len(rotated) != len(layers):
@@ -246,24 +246,24 @@ def _read_gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, An
     second = config["model_type"] == "gemma2"
     if config.get("use_bidirectional_attention"):
         raise ModelFolderError(f"{path}: use_bidirectional_attention is not supported")
-    interval = 2 if second else whole_number(path, config, "sliding_window_pattern", absent=6)
+    interval = 2 if second else read_whole_number(path, config, "sliding_window_pattern", absent=6)
     kinds = _read_layer_types(path, config) or [
         "sliding_attention" if (layer + 1) % interval else "full_attention"
-        for layer in range(whole_number(path, config, "num_hidden_layers"))
+        for layer in range(read_whole_number(path, config, "num_hidden_layers"))
     ]
-    real = partial(real_number, path, config)
+    real = partial(read_number, path, config)
     found: dict[str, Any] = {
         "attention_scale": real("query_pre_attn_scalar", 256.0, above=0.0) ** -0.5,
         "stream_scale": float(hidden) ** 0.5,
         "norm_offset": 1.0,
         "sliding": tuple(kind == "sliding_attention" for kind in kinds),
-        "attention_cap": real("attn_logit_softcapping", 0.0, least=0.0),
-        "logits_cap": real("final_logit_softcapping", 0.0, least=0.0),
+        "attention_cap": real("attn_logit_softcapping", 0.0, minimum=0.0),
+        "logits_cap": real("final_logit_softcapping", 0.0, minimum=0.0),
     }
     if not second:
-        local = section(path, section(path, config, "rope_parameters"), "sliding_attention") or {
-            "rope_theta": real("rope_local_base_freq", 10_000.0, above=0.0)
-        }
+        local = read_section(
+            path, read_section(path, config, "rope_parameters"), "sliding_attention"
+        ) or {"rope_theta": real("rope_local_base_freq", 10_000.0, above=0.0)}
         found["local_rope"] = _read_rope(path, {"rope_parameters": local})
     return found
 
@@ -275,13 +275,13 @@ def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     ``rope_scaling``."""
     default = 1_000_000.0 if config.get("model_type") == "gemma3_text" else 10_000.0
     rope = {"rope_theta": config.get("rope_theta", default)}
-    rope |= section(path, config, "rope_scaling")
-    parameters = section(path, config, "rope_parameters")
+    rope |= read_section(path, config, "rope_scaling")
+    parameters = read_section(path, config, "rope_parameters")
     # This configuration has rotary parameters for each kind of layer.
     if "full_attention" in parameters:
-        parameters = section(path, parameters, "full_attention")
+        parameters = read_section(path, parameters, "full_attention")
     rope |= parameters
-    rope["rope_theta"] = real_number(path, rope, "rope_theta", default, above=0.0)
+    rope["rope_theta"] = read_number(path, rope, "rope_theta", default, above=0.0)
     rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
     if kind not in ROPE_TYPES:
         raise ModelFolderError(f"{path}: rope_type {kind!r} is not one of {ROPE_TYPES}")
@@ -290,9 +290,9 @@ def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     for name in _ROPE_FIELDS.get(kind, ()):
         if rope.get(name) is None:
             raise ModelFolderError(f"{path}: rope_type {kind!r} needs {name}, which is None")
-        rope[name] = real_number(path, rope, name, 1.0, above=0.0)
+        rope[name] = read_number(path, rope, name, 1.0, above=0.0)
     for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
-        real_number(path, rope, name, 0.0)
+        read_number(path, rope, name, 0.0)
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ModelFolderError(
             f"{path}: low_freq_factor is {rope['low_freq_factor']}, but must be below"

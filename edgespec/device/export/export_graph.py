@@ -433,7 +433,7 @@ class GraphBuilder:
             "MatMulNBits",
             [value, f"{name}.packed", f"{name}.scales"],
             output,
-            **wb.product_of(*size, self._bits),
+            **wb.matmul_attributes(*size, self._bits),
         )
 
     # --- plumbing ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.weight_blocks import BLOCK_SIZE, CONTRIB, product_of, quantize_matrix
+from edgespec.models.weight_blocks import BLOCK_SIZE, CONTRIB, matmul_attributes, quantize_matrix
 
 if TYPE_CHECKING:
     from edgespec.device.drafters.onnx_drafter import OnnxDrafter
@@ -53,7 +53,7 @@ def round_graph(path: Path, bits: int) -> None:
         if node.op_type == "MatMul" and read[1] in matrices:
             weight = np.ascontiguousarray(numpy_helper.to_array(matrices[read[1]]).T)
             (rows, columns), inputs = weight.shape, [read[0], *round_matrix(weight)]
-            sizes = product_of(rows, columns, bits)
+            sizes = matmul_attributes(rows, columns, bits)
             nodes.append(make("MatMulNBits", inputs, node.output, **sizes))
         elif (
             node.op_type == "Gather"

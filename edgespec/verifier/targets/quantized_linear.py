@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from edgespec.core.ports import UnsupportedModelError
-from edgespec.models.weight_blocks import CONTRIB, product_of, quantize_matrix
+from edgespec.models.weight_blocks import CONTRIB, matmul_attributes, quantize_matrix
 from edgespec.verifier.targets import cpu_threads
 
 FORMATS: Final = {"int8": 8, "int4": 4}
@@ -186,7 +186,7 @@ def _session(
         ["rows", "integers", "scales"],
         ["out"],
         domain=CONTRIB,
-        **product_of(outputs, inputs, bits),
+        **matmul_attributes(outputs, inputs, bits),
     )
     graph = helper.make_graph(
         [node],

@@ -21,14 +21,14 @@ from edgespec.models.tokenizer import (
     ChatTemplate,
     TextStream,
     TokenizerError,
-    begun_stream,
+    continue_stream,
 )
 
 TOKENIZER_BYTES: Final = 768 << 20
 """Limit on the data of the child. A file of 35 MB takes ten times its size while it is read."""
 
 
-class FarTokenizer:
+class RemoteTokenizer:
     """A tokenizer with the methods of ``TextTokenizer`` that agents and endpoints use. Its process
     ends with ``close``.
 
@@ -38,7 +38,7 @@ class FarTokenizer:
     def __init__(self, folder: Path, most_bytes: int = TOKENIZER_BYTES) -> None:
         self._worker = TextWorker(text_process.__file__, most_bytes, str(folder))
         try:
-            self._facts: dict[str, Any] = self._ask("facts")
+            self._facts: dict[str, Any] = self._call_child("facts")
             if "why" in self._facts:
                 raise TokenizerError(self._facts["why"])
         except TokenizerError:
@@ -51,26 +51,28 @@ class FarTokenizer:
         self.added: Mapping[str, int] = self._facts["added"]
         self._bytes = b64decode(self._facts.pop("bytes"))
         self._ends = array("I", b64decode(self._facts.pop("ends")))
-        self._alone = {int(token): text for token, text in self._facts.pop("alone").items()}
+        self._texts_at_start = {
+            int(token): text for token, text in self._facts.pop("alone").items()
+        }
         """Texts of tokens that are decoded in another way at the beginning of a text."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self._ask("encode", text, add_special_tokens))
+        return list(self._call_child("encode", text, add_special_tokens))
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if len(tokens) == 1 and tokens[0] in self._alone:
-            return str(self._alone[tokens[0]])
-        return str(self._ask("decode", list(tokens), skip_special_tokens))
+        if len(tokens) == 1 and tokens[0] in self._texts_at_start:
+            return str(self._texts_at_start[tokens[0]])
+        return str(self._call_child("decode", list(tokens), skip_special_tokens))
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
-        return begun_stream(self, prompt)
+        return continue_stream(self, prompt)
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         return (self._templates.get(TOOL_USE) if tools else None) or self._templates.get(DEFAULT)
 
     def special_id(self, text: str) -> int | None:
-        found = self.added.get(text)
-        return found if found in self.special_ids else None
+        token_id = self.added.get(text)
+        return token_id if token_id in self.special_ids else None
 
     @property
     def id_count(self) -> int:
@@ -82,9 +84,9 @@ class FarTokenizer:
             return b""
         return self._bytes[self._ends[token - 1] if token else 0 : self._ends[token]]
 
-    def shown_first(self, token: int) -> bytes:
+    def first_token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token at the beginning of a text, without using the child."""
-        alone = self._alone.get(token)
+        alone = self._texts_at_start.get(token)
         return self.token_bytes(token) if alone is None else alone.encode()
 
     def close(self) -> None:
@@ -98,9 +100,9 @@ class FarTokenizer:
             for name, (source, tokens) in self._facts["templates"].items()
         }
 
-    def _ask(self, what: str, *given: Any) -> Any:
+    def _call_child(self, operation: str, *given: Any) -> Any:
         try:
-            return self._worker.ask(what, *given)
+            return self._worker.call(operation, *given)
         except TextWorkerError as error:
             raise TokenizerError(f"the tokenizer failed: {error}") from None
         except RuntimeError as error:  # raised by the library, for instance for an invalid id
