@@ -56,8 +56,8 @@ from edgespec.core.verifier.server_model import DraftTimes, RoundTimes
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter, load_tokenizer
 from edgespec.device.drafters.token_cache import twin_of
-from edgespec.models.folders import Role, resolve_model
 from edgespec.models.grammar import device_grammar_reader, target_grammar_reader
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
@@ -73,7 +73,7 @@ SERVED = VerifierConfig(
 )
 SPECULATION = {
     "method": "draft_model",
-    "model": str(resolve_model("bundled", Role.DRAFT)),
+    "model": str(resolve_source("bundled", Purpose.DRAFT).folder),
     "num_speculative_tokens": 4,
 }
 ON_VLLM = replace(

@@ -59,7 +59,7 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.build import load_tokenizer
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.toy import SilentDrafter
-from edgespec.models.folders import Role, resolve_model
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier.build import load_target
 from edgespec_sim.cost_profile import constant
@@ -273,7 +273,7 @@ def is_python(text: str) -> bool:
 def rule_row(
     found: Sequence[Played], exact: Sequence[Played], prompts: Sequence[tuple[int, ...]]
 ) -> str:
-    decode = TextTokenizer(resolve_model("bundled", Role.TARGET)).decode
+    decode = TextTokenizer(resolve_source("bundled", Purpose.TARGET).folder).decode
     counts = [[float(len(one.said)) for one in found], [float(one.passes) for one in found]]
     times = [[one.tpot_ms for one in side] for side in (exact, found)]
     shares = [one.replaced for one in found]
@@ -295,7 +295,7 @@ def rule_row(
 
 def compare_rules(options: Any) -> None:
     target = load_target(VerifierConfig(canonical=False, threads=1))
-    drafter = OnnxDrafter(resolve_model("bundled", Role.DRAFT), threads=1)
+    drafter = OnnxDrafter(resolve_source("bundled", Purpose.DRAFT).folder, threads=1)
     encode = load_tokenizer("bundled").encode
     prompts = [tuple(encode(one.text)) for one in read_prompts(options.prompts)]
     prompts = [one for one in prompts if len(one) < 400][: options.limit]
@@ -343,7 +343,10 @@ def main() -> int:
     if options.rules:
         compare_rules(options)
         return 0
-    drafts = {one: OnnxDrafter(resolve_model(one, Role.DRAFT), threads=1) for one in options.draft}
+    drafts = {
+        one: OnnxDrafter(resolve_source(one, Purpose.DRAFT).folder, threads=1)
+        for one in options.draft
+    }
     wrong = 0
     print(
         "| texts | T | RTT | draft, policy | ms a token | speed | nodes | steps | over the first |"

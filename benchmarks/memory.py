@@ -45,7 +45,7 @@ from edgespec.device.drafters.manifest import DraftManifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.model_drafter import load_planned_drafter, read_exported_variant
 from edgespec.models import folders
-from edgespec.models.folders import Role, resolve_model
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 
 CONTEXT = 8192
@@ -101,7 +101,8 @@ def make_drafter(job: dict[str, Any], told: list[str]) -> Drafter:
     folder = Path(job["folder"])
     if budget := job.get("budget"):
         draft = DraftSection(model=str(folder), memory_budget=budget)
-        return load_planned_drafter(draft, job["width"], told.append)
+        source = resolve_source(draft.model, Purpose.DRAFT)
+        return load_planned_drafter(draft, source, job["width"], told.append)
     window = job.get("window", 0)
     drafter = OnnxDrafter(folder, threads=job["threads"], window=window, chunk=job.get("chunk", 64))
     if window:
@@ -533,7 +534,7 @@ def step(shape: str, rounds: int, cached: int = 300) -> None:
             if shape:
                 make_draft(out, shape, bits=bits)
             else:
-                source = resolve_model("bundled", Role.DRAFT)
+                source = resolve_source("bundled", Purpose.DRAFT).folder
                 export_draft(source, out, bits=bits)
             size_mb = (out / "model.onnx").stat().st_size / 1e6
             name = f"{bits:2d} bits ({size_mb:.1f} MB)"

@@ -24,6 +24,7 @@ from edgespec.config import ConfigError
 from edgespec.config.common import needs
 from edgespec.core.device.memory import AUTO, MachineMemory, MemoryBudget, parse_budget
 from edgespec.models import folders
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer, prompt_encoder
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.training.settings import Budget, LossName, TrainingSettings
@@ -135,8 +136,8 @@ def distill(
         else:
             check_free(out)
         models = (
-            folders.resolve_model(target, folders.Role.TARGET),
-            folders.resolve_model(draft, folders.Role.DRAFT),
+            resolve_source(target, Purpose.TARGET).folder,
+            resolve_source(draft, Purpose.DRAFT_WEIGHTS).folder,
         )
         job = _Job(
             *models,

@@ -22,7 +22,8 @@ from edgespec.config.common import installed_version, needs
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import probe_verifiers, with_port
-from edgespec.models.folders import BUNDLED_FOLDER, Role
+from edgespec.models.folders import BUNDLED_FOLDER
+from edgespec.models.model_source import Purpose
 from edgespec.wire.access import load_tls_access
 
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
@@ -102,7 +103,7 @@ def exactness() -> Check:
         from edgespec.verifier.targets.torch_target import TorchTarget
 
         threads, gpus = torch.get_num_threads(), torch.cuda.device_count()
-        folder = str(BUNDLED_FOLDER / Role.TARGET.value)
+        folder = str(BUNDLED_FOLDER / Purpose.TARGET.value)
         target = TorchTarget(
             folder, name="bundled", vocabulary="", device="cpu", max_cached_tokens=1024
         )

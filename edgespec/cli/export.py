@@ -24,7 +24,7 @@ from edgespec.core.device.memory import KvType
 from edgespec.device.drafters.manifest import MODEL_FILE
 from edgespec.device.export.export import COPIED_FILES, export_draft, work_folder
 from edgespec.models import folders
-from edgespec.models.draft_sources import find_draft
+from edgespec.models.model_source import Purpose, SourceKind, resolve_source
 
 DEFAULT_BITS = 4
 
@@ -73,7 +73,7 @@ def export(
 
 def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvType) -> None:
     with needs("onnx", "edgespec[export]"):
-        folder = folders.resolve_model(source, folders.Role.TARGET)
+        folder = resolve_source(source, Purpose.TARGET).folder
         folders.check_checkpoint(folder)
         layers = Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True))
         with placed(out) as work, layers:
@@ -101,11 +101,11 @@ def _inspect(reference: str) -> None:
     """What is behind a draft reference; each graph of others is loaded and tried."""
     from edgespec.device.model_drafter import describe_graph
 
-    source = find_draft(reference)
+    source = resolve_source(reference, Purpose.DRAFT)
     if not source.graphs:
-        info = folders.model_info(source.folder)
+        info = source.info
         kind = "a checkpoint: exported once, when it first drafts"
-        if (source.folder / folders.DRAFT_MANIFEST).is_file():
+        if source.kind is SourceKind.EXPORT:
             kind = "a draft folder made by `edgespec export`"
         typer.echo(
             f"{source.folder}: {kind}; vocabulary {info.vocabulary} ({info.vocabulary_size} ids),"
@@ -156,7 +156,7 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
     """Optimum needs transformers 4, so it runs with a Python of its own. It writes float32, which
     is rounded here; then the graph is tried as any of others. Raises ``SetupError``, with the line
     that installs it, or ``ValueError``, naming the file or the value."""
-    folder = folders.resolve_model(source, folders.Role.TARGET)
+    folder = resolve_source(source, Purpose.TARGET).folder
     config = folders.read_config(folder)
     if "rope_parameters" in config and "rope_theta" not in config:
         raise folders.ModelFolderError(
@@ -176,7 +176,7 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
                 shutil.copyfile(folder / name, work / name)
         if bits != 32:
             round_graph(work / MODEL_FILE, bits)
-        tried = load_foreign_drafter(find_draft(str(work / MODEL_FILE)), say)
+        tried = load_foreign_drafter(resolve_source(str(work / MODEL_FILE), Purpose.DRAFT), say)
         tried.close()
     _say_written(out, "by Optimum", bits, tried.info.vocabulary)
 

@@ -31,9 +31,9 @@ from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.errors import ConnectError, GenerationError
 from edgespec.device import build
 from edgespec.device.agent import Agent
-from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import read_generation_sampling
 from edgespec.models.grammar import device_grammar_reader
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.toy import TOY
 from edgespec.telemetry.trace import Tracer
@@ -152,7 +152,7 @@ def _read_own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
     """Return the ``tokenizer.json`` of the draft if it has this SHA-256, else None."""
     if borrows_tokenizer(config):
         return None
-    path = resolve_texts(config.draft.model) / TOKENIZER_JSON
+    path = resolve_source(config.draft.model, Purpose.TEXTS).folder / TOKENIZER_JSON
     content = path.read_bytes() if path.is_file() else b""
     return content if hashlib.sha256(content).digest() == sha256 else None
 

@@ -34,8 +34,8 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.models import folders
-from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.grammar import device_grammar_reader
+from edgespec.models.model_source import Purpose, SourceKind, resolve_source
 from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.text_process import template_worker
@@ -83,10 +83,10 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     It is the same object while it is in use, since a large one takes tens of MiB. A separate
     process renders the chat templates of all tokenizers but the bundled one, and holds a tokenizer
     that a verifier lent. Raises ``ValueError`` naming the file."""
-    if reference == TOY:
+    source = resolve_source(reference, Purpose.TEXTS)
+    if source.kind is SourceKind.TOY:
         return ToyTokenizer()
-    # The bundled tokenizer is read from the draft's folder, since a device may hold no other.
-    folder = resolve_texts(reference)
+    folder = source.folder
     files = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))
     worker = None if reference == BUNDLED else template_worker()
     key = (worker, files)
@@ -137,22 +137,18 @@ def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingPar
     The defaults are in ``generation_config.json`` beside the tokenizer ``reference``. Raises
     ``ValueError`` naming the file, the key and the value."""
     usual = SamplingParams()
-    if reference == TOY or any(getattr(sampling, n) != getattr(usual, n) for n in _MODEL_SAMPLING):
+    if any(getattr(sampling, name) != getattr(usual, name) for name in _MODEL_SAMPLING):
         return sampling
-    defaults = folders.read_generation_sampling(resolve_texts(reference))
+    defaults = resolve_source(reference, Purpose.TEXTS).sampling
     return replace(sampling, **{name: getattr(defaults, name) for name in _MODEL_SAMPLING})
 
 
 def vocabulary_of(reference: str) -> str:
     """Return the fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
-    if reference == TOY:
-        return toy_info().vocabulary
-    folder = resolve_texts(reference)
-    if is_lent(folder):
+    source = resolve_source(reference, Purpose.TEXTS)
+    if source.location is not None and is_lent(source.location):
         return _read_lent_vocabulary(reference)
-    if (folder / folders.DRAFT_MANIFEST).is_file():
-        return folders.model_info(folder).vocabulary
-    return folders.vocabulary_fingerprint(folder / "tokenizer.json")
+    return source.vocabulary
 
 
 @lru_cache(maxsize=16)
@@ -378,14 +374,11 @@ def _make_drafter(config: AgentConfig, say: Say) -> Drafter | None:
         return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), toy_info())
     reference = tokenizer_reference(config)
     if draft.model == LOOKUP:
-        if reference == TOY:
-            return SilentDrafter(replace(toy_info(), name=LOOKUP))
-        longest, folder = draft.context_length, folders.resolve_model(reference, folders.Role.DRAFT)
-        info = folders.vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH)
+        source = resolve_source(reference, Purpose.TEXTS)
+        info = source.vocabulary_info(draft.context_length or _MAX_CONTEXT_LENGTH)
         return SilentDrafter(replace(info, name=LOOKUP))
     if draft.model == RANDOM:
-        toy = reference == TOY
-        return RandomDrafter(toy_info() if toy else folders.model_info(resolve_texts(reference)))
+        return RandomDrafter(resolve_source(reference, Purpose.TEXTS).info)
     from edgespec.device.model_drafter import load_model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer

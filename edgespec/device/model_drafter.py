@@ -20,16 +20,8 @@ from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.checkpoint import DecoderShape, read_shape
 from edgespec.device.export.export import DEFAULT_CONTEXT_LIMIT, export_to_cache
-from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts
-from edgespec.models.folders import (
-    DRAFT_MANIFEST,
-    Role,
-    model_info,
-    read_config,
-    read_whole_number,
-    resolve_model,
-    trained_length,
-)
+from edgespec.models.folders import read_config, read_whole_number, trained_length
+from edgespec.models.model_source import ModelSource, Purpose, SourceKind, resolve_source
 from edgespec.models.text_worker import RESIDENT_BYTES
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
 
@@ -60,7 +52,7 @@ def load_model_drafter(
         SetupError: A setting does not apply to this draft, or a library is missing.
         ValueError: A file cannot be used; the error names it.
     """
-    source = find_draft(draft.model, draft.variant)
+    source = resolve_source(draft.model, Purpose.DRAFT, draft.variant)
     drafter: GraphDrafter
     if source.graphs:
         for name, value in (("memory_budget", draft.memory_budget), ("kv_type", draft.kv_type)):
@@ -69,17 +61,18 @@ def load_model_drafter(
                     f"draft.{name} is {value}, but {draft.model} is a graph that others exported:"
                     " only drafts that `edgespec export` writes can be bounded"
                 )
-        texts = resolve_texts(tokenizer) if tokenizer else None
+        if tokenizer:
+            source = source.with_tokenizer_of(resolve_source(tokenizer, Purpose.TEXTS))
         with needs("onnxruntime", "edgespec[cpu]"):
-            drafter = load_foreign_drafter(source, say, draft, texts)
+            drafter = load_foreign_drafter(source, say, draft)
     elif draft.memory_budget:
         if draft.provider != CPU:
             raise SetupError(
                 f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
             )
-        return load_planned_drafter(draft, policy.width, say)
+        return load_planned_drafter(draft, source, policy.width, say)
     else:
-        folder = _draft_folder(source.folder, draft, say)
+        folder = _exported_folder(source, draft, say)
         with needs("onnxruntime", "edgespec[cpu]"):
             from edgespec.device.drafters.decoder_graph import EXECUTION
             from edgespec.device.drafters.onnx_drafter import OnnxDrafter
@@ -100,17 +93,16 @@ def load_model_drafter(
 
 
 def load_foreign_drafter(
-    source: DraftSource, say: Say, draft: DraftSection = _DEFAULT, tokenizer: Path | None = None
+    source: ModelSource, say: Say, draft: DraftSection = _DEFAULT
 ) -> ForeignDrafter:
     """Return a drafter on the first usable graph of ``source``.
 
-    ``say`` is called with the reason why another graph was left out. ``tokenizer`` is a folder
-    whose tokenizer belongs to a graph that has none. Raises ``ValueError`` naming the first file if
-    no graph can be used."""
+    ``say`` is called with the reason why another graph was left out. Raises ``ValueError`` naming
+    the first file if no graph can be used."""
     from edgespec.device.drafters.decoder_graph import EXECUTION
     from edgespec.device.drafters.onnx_drafter import ForeignDrafter
 
-    found = read_foreign_info(source.folder, source.name, tokenizer)
+    found = source.graph_info
     first_error: ValueError | None = None
     for variant, path in source.graphs.items():
         try:
@@ -131,7 +123,7 @@ def load_foreign_drafter(
     raise first_error or ValueError(f"{source.folder}: no graph")
 
 
-def describe_graph(source: DraftSource, variant: str) -> str:
+def describe_graph(source: ModelSource, variant: str) -> str:
     """Load and try one graph of ``source`` and return a description of it in lines for people.
 
     Raises ``ValueError`` naming the file."""
@@ -167,12 +159,14 @@ def describe_graph(source: DraftSource, variant: str) -> str:
     )
 
 
-def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
-    if (folder / DRAFT_MANIFEST).is_file():
-        model_info(folder)  # This raises if the folder's tokenizer has changed since the export.
-        return folder
+def _exported_folder(source: ModelSource, draft: DraftSection, say: Say) -> Path:
+    if source.kind is SourceKind.EXPORT:
+        _ = source.info  # This raises if the folder's tokenizer has changed since the export.
+        return source.folder
     with needs("onnx", "edgespec[export]"):
-        return export_to_cache(folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32)
+        return export_to_cache(
+            source.folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32
+        )
 
 
 # The first onnxruntime whose CPU attention accepted int8 keys and values in our tests.
@@ -187,13 +181,13 @@ _REQUESTS_BYTES: Final = EndpointSection().most_bodies_bytes(has_budget=True)
 """Bytes that the bodies of requests may hold."""
 
 
-def list_variants(draft: DraftSection, reference: str = "") -> tuple[memory.DraftVariant, ...]:
-    """Return the variants of a draft.
+def list_variants(draft: DraftSection, source: ModelSource) -> tuple[memory.DraftVariant, ...]:
+    """Return the variants of the draft in ``source``, with the settings of ``draft``.
 
     An exported folder has one. A Hugging Face folder has one for each type of keys and values that
     it can be exported with. Raises ``ValueError`` naming the file."""
-    folder = resolve_model(reference or draft.model, Role.DRAFT)
-    if (folder / DRAFT_MANIFEST).is_file():
+    folder = source.folder
+    if source.kind is SourceKind.EXPORT:
         return (read_exported_variant(folder),)
     if (kv_type := draft.kv_type) is not None:
         return (predict_variant(folder, draft.bits, kv_type),)
@@ -292,18 +286,20 @@ def measure_memory_question(draft: DraftSection, max_width: int) -> memory.Memor
     )
 
 
-def load_planned_drafter(draft: DraftSection, max_width: int, say: Say) -> Drafter:
+def load_planned_drafter(
+    draft: DraftSection, source: ModelSource, max_width: int, say: Say
+) -> Drafter:
     """Return a guarded drafter that fits in ``draft.memory_budget``.
 
     Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
         from edgespec.device.drafters.token_cache import CacheGroup, GuardedDrafter
-    variants = list_variants(draft)
-    folder = resolve_model(draft.model, Role.DRAFT)
+    variants = list_variants(draft, source)
+    folder = source.folder
     question = measure_memory_question(draft, max_width)
     plan = memory.plan_memory(variants, question)
-    if not (folder / DRAFT_MANIFEST).is_file():
+    if source.kind is not SourceKind.EXPORT:
         with needs("onnx", "edgespec[export]"):
             folder = export_to_cache(folder, draft.bits, say, plan.variant.kv_type)
         plan = memory.plan_memory((read_exported_variant(folder),), question)

@@ -1,9 +1,8 @@
-"""Location of a model, and the description that its folder contains.
+"""Model folders: the description that a folder contains, and fetching one from the Hub.
 
-A reference is ``bundled`` (the small pair inside this package), ``bundled:target``,
-``bundled:draft``, a folder, or a Hub id ``owner/name[@revision]``. There are two kinds of folder:
-one of Hugging Face (``config.json``, ``*.safetensors``, ``tokenizer.json``), and a draft folder
-made from one (``edgespec.json``, ``model.onnx``).
+There are two kinds of folder: one of Hugging Face (``config.json``, ``*.safetensors``,
+``tokenizer.json``), and a draft folder made from one (``edgespec.json``, ``model.onnx``).
+``model_source`` finds the folder of a model reference.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -130,40 +127,6 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 class ModelFolderError(ValueError):
     """A model cannot be found or used. The message names the file or reference and the reason."""
-
-
-class Role(Enum):
-    TARGET = "target"
-    DRAFT = "draft"
-
-
-def resolve_model(reference: str, role: Role, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """Return the local folder of ``reference``, and download it if it is a Hub id. ``HF_HOME``,
-    ``HF_HUB_OFFLINE`` and the Hub's token settings are respected. Only files that match
-    ``patterns`` are fetched, and no code in a repository is ever run. Raises
-    ``ModelFolderError``."""
-    name, colon, part = reference.partition(":")
-    if name == BUNDLED:
-        if colon and part not in {one.value for one in Role}:
-            raise ModelFolderError(
-                f"model {reference!r}: the bundled models are 'bundled:target' and 'bundled:draft'"
-            )
-        folder = BUNDLED_FOLDER / (part or role.value)
-        if not folder.is_dir():
-            raise ModelFolderError(
-                f"{folder}: the bundled {folder.name} is not in this installation"
-            )
-        return folder
-    path = Path(os.path.expanduser(reference))
-    if reference and path.is_dir():
-        return path
-    if path.is_file():
-        raise ModelFolderError(f"model {reference!r} is a file; give the folder it is in")
-    if HUB_ID.fullmatch(reference):
-        return fetch(reference, patterns)
-    raise ModelFolderError(
-        f"model {reference!r} is neither 'bundled', nor a folder, nor a Hub id 'owner/name'"
-    )
 
 
 def check_folder(folder: Path, model_types: Sequence[str] = MODEL_TYPES) -> None:

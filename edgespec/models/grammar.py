@@ -39,16 +39,15 @@ from edgespec.core.protocol.constraint import (
     ConstraintKind,
     allows,
 )
-from edgespec.models.draft_sources import resolve_texts
-from edgespec.models.folders import Role, resolve_model
 from edgespec.models.grammar_trial import (
     DATA_BYTES,
     ByteVocabulary,
     GrammarTrials,
     TrialFailedError,
 )
+from edgespec.models.model_source import Purpose, SourceKind, resolve_source
 from edgespec.models.tokenizer import TextTokenizer, TokenBytes
-from edgespec.models.toy import TOY, TOY_ALPHABET, TOY_EOS
+from edgespec.models.toy import TOY_ALPHABET, TOY_EOS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -548,21 +547,21 @@ processes together, so this one is low."""
 def target_grammar_reader(reference: str) -> GrammarReader:
     """Return a reader for the target that ``reference`` names. Nothing is loaded before the first
     constraint or the call of ``warm_up``."""
-    return GrammarReader(partial(_vocabulary, reference, Role.TARGET))
+    return GrammarReader(partial(_load_vocabulary, reference, Purpose.TARGET))
 
 
 def device_grammar_reader(reference: str) -> ReadConstraint | None:
     """Return a reader for the tokenizer that ``reference`` names, or None if the library is not
     installed."""
-    vocabulary = partial(_vocabulary, reference, Role.DRAFT)
+    vocabulary = partial(_load_vocabulary, reference, Purpose.TEXTS)
     reader = GrammarReader(vocabulary, _DEVICE_BYTES)
     return reader if reader.is_available else None
 
 
-def _vocabulary(reference: str, role: Role) -> Any:
+def _load_vocabulary(reference: str, purpose: Purpose) -> Any:
     """Return a vocabulary for ``GrammarReader``. Raises ``ValueError`` naming the file."""
-    if reference == TOY:
+    source = resolve_source(reference, purpose)
+    if source.kind is SourceKind.TOY:
         return make_letters_tokenizer(TOY_ALPHABET, TOY_EOS)
-    resolved = resolve_model(reference, role) if role is Role.TARGET else resolve_texts(reference)
-    text = TextTokenizer(resolved)
+    text = TextTokenizer(source.folder)
     return GuidanceVocabulary(text.copy_tokenizer(), text.special_ids)

@@ -22,6 +22,7 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
 from edgespec.models import folders
 from edgespec.models.grammar import target_grammar_reader
+from edgespec.models.model_source import ModelSource, Purpose, SourceKind, resolve_source
 from edgespec.models.shared_ids import find_differing_ids
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
 from edgespec.telemetry.trace import Tracer
@@ -200,8 +201,8 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
     """
     if not config.draft:
         return frozenset()
-    info = toy_info() if config.draft == TOY else folders.model_info(_draft_folder(config))
-    if info.vocabulary == vocabulary:
+    draft = _draft_source(config)
+    if (info := draft.info).vocabulary == vocabulary:
         return frozenset()
     if TOY in (config.draft, config.model):
         raise SetupError(
@@ -209,11 +210,8 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
             f" vocabulary is {info.vocabulary}, the model's {vocabulary}; give a draft of the same"
             " family"
         )
-    target = folders.resolve_model(config.model, folders.Role.TARGET)
-    own, others = (
-        folders.read_vocabulary(folder / "tokenizer.json")
-        for folder in (_draft_folder(config), target)
-    )
+    target = resolve_source(config.model, Purpose.TARGET)
+    own, others = (folders.read_vocabulary(one.tokenizer_file) for one in (draft, target))
     return find_differing_ids(
         lambda token: own.get(token, ""),
         lambda token: others.get(token, ""),
@@ -223,20 +221,22 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
     )
 
 
-def _draft_folder(config: VerifierConfig) -> Path:
-    """Return the folder of the draft's weights; an exported graph alone is not enough."""
+def _draft_source(config: VerifierConfig) -> ModelSource:
+    """Return the source of the draft's weights; an exported graph alone is not enough. Raises
+    ``ModelFolderError``."""
     try:
-        folder = folders.resolve_model(config.draft, folders.Role.DRAFT)
-        folders.check_folder(folder)
+        source = resolve_source(config.draft, Purpose.DRAFT_WEIGHTS)
+        if source.kind is not SourceKind.TOY:
+            folders.check_folder(source.folder)
     except folders.ModelFolderError as error:
         raise folders.ModelFolderError(f"draft: {error}") from error
-    return folder
+    return source
 
 
 def _draft_memory(config: VerifierConfig) -> DraftMemory:
     from edgespec.verifier.targets.loading import draft_memory
 
-    return draft_memory(str(_draft_folder(config)), config.dtype, config.device)
+    return draft_memory(str(_draft_source(config).folder), config.dtype, config.device)
 
 
 def pool_budget(config: VerifierConfig) -> PoolBudget | None:
@@ -263,12 +263,12 @@ def _packed_drafter(
     from edgespec.verifier.targets.packed_drafter import PackedDrafter
 
     assert target.cache is not None, "an engine without a cache to give out has its own drafter"
-    folder, tokens = _draft_folder(config), target.cache.tokens
-    info = folders.model_info(folder)
+    source, tokens = _draft_source(config), target.cache.tokens
+    info = source.info
     check_draft_fits(_draft_memory(config), tokens, device_of(config.device))
     model = _loaded(
         config,
-        folder,
+        source.folder,
         name=info.name,
         vocabulary=info.vocabulary,
         max_cached_tokens=tokens,
@@ -279,7 +279,7 @@ def _packed_drafter(
         vocabulary_size=target.info.vocabulary_size,
         apart=apart,
         share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
-        window=folders.trained_length(folder) or None,
+        window=folders.trained_length(source.folder) or None,
     )
 
 
@@ -303,10 +303,10 @@ def _loaded(config: VerifierConfig, folder: Path, **options: Any) -> TorchTarget
 
 
 def _torch_target(config: VerifierConfig) -> TargetModel:
-    folder = folders.resolve_model(config.model, folders.Role.TARGET)
-    folders.check_folder(folder)
-    info = folders.model_info(folder)
-    folders.read_generation_sampling(folder)  # devices use it for what a request leaves open
+    source = resolve_source(config.model, Purpose.TARGET)
+    folders.check_folder(source.folder)
+    info = source.info
+    _ = source.sampling  # raises for an invalid file, from which devices take their defaults
     _check_draft(config, info.vocabulary)
     # torch uses huge pages under large tensors then: products of few rows read all weights, and
     # look up fewer pages (measurements.md). This must precede the process's first tensor.
@@ -317,10 +317,10 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         import edgespec.verifier.targets.torch_target  # noqa: F401
     return _loaded(
         config,
-        folder,
+        source.folder,
         name=model_name(config),
         vocabulary=info.vocabulary,
-        weights=folders.weights_fingerprint(folder, info.vocabulary),
+        weights=source.fingerprint,
         max_cached_tokens=config.limits.max_cached_tokens,
         context_length=config.max_model_len,
         canonical=config.canonical,
@@ -335,7 +335,7 @@ def packed_texts(reference: str) -> PackedTexts | str:
     if reference == TOY:
         return f"{none}: the toy model has none; give --set tokenizer=toy"
     try:
-        folder = folders.resolve_model(reference, folders.Role.TARGET)
+        folder = resolve_source(reference, Purpose.TARGET).folder
         names = dict.fromkeys((*TEXT_FILES, *FACT_FILES))
         paths = {name: folder / name for name in names if (folder / name).is_file()}
         total = sum(path.stat().st_size for path in paths.values())

@@ -45,7 +45,8 @@ from edgespec.device.borrowed_tokenizer import BorrowingAgent
 from edgespec.device.build import agent_options, build_agent, load_drafter
 from edgespec.device.corpus import StoredCorpus, open_corpus
 from edgespec.device.drafters.toy import SilentDrafter
-from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.models.folders import model_info
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, ToyTokenizer
 from edgespec.telemetry.recording import (
     PROMPT_TOKENS,
@@ -315,9 +316,13 @@ async def test_the_text_is_the_targets_own(
 
 
 def test_a_lookup_needs_a_tokenizer_and_no_more(tmp_path: Path) -> None:
-    folder = resolve_model("bundled", Role.DRAFT)
+    folder = resolve_source("bundled", Purpose.DRAFT).folder
     shutil.copy(folder / "tokenizer.json", tmp_path)
-    for reference in (str(tmp_path), "bundled", str(resolve_model("bundled", Role.TARGET))):
+    for reference in (
+        str(tmp_path),
+        "bundled",
+        str(resolve_source("bundled", Purpose.TARGET).folder),
+    ):
         config = AgentConfig(tokenizer=reference, draft=DraftSection("lookup"))
         drafter = load_drafter(config)
         assert isinstance(drafter, SilentDrafter)

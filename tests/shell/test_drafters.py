@@ -42,7 +42,7 @@ from edgespec.device.drafters.onnx_drafter import (
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import load_foreign_drafter
-from edgespec.models.draft_sources import find_draft
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.onnx_runtime import ort
 from tests.adversarial import AdversarialDrafter
 from tests.present import present
@@ -309,7 +309,7 @@ def test_a_paced_step_takes_its_time_in_total() -> None:
 
 def load(folder: Path, context_length: int = 0, window: int = 0) -> ForeignDrafter:
     draft = DraftSection(context_length=context_length, window=window)
-    return load_foreign_drafter(find_draft(str(folder)), print, draft)
+    return load_foreign_drafter(resolve_source(str(folder), Purpose.DRAFT), print, draft)
 
 
 def greedy(drafter: Drafter, count: int = 80) -> list[int]:

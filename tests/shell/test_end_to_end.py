@@ -30,7 +30,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationError
 from edgespec.device.build import build_agent, connect, load_drafter, with_port
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec.models.folders import Role, resolve_model
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
@@ -334,7 +334,7 @@ async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
     is right at 65 positions in 100 at least, and the random one by chance alone."""
     from transformers import AutoModelForCausalLM
 
-    folder = resolve_model("bundled", Role.TARGET)
+    folder = resolve_source("bundled", Purpose.TARGET).folder
     tokenizer = TextTokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     texts: dict[str, list[list[int]]] = {}

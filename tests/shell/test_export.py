@@ -30,8 +30,8 @@ from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import WORK_PREFIX, export_draft, export_to_cache, work_folder
 from edgespec.device.model_drafter import load_foreign_drafter
-from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import ModelFolderError, token_count
+from edgespec.models.model_source import Purpose, resolve_source
 from tests.shell.foreign_graphs import concatenating_graph
 from tests.shell.live_verifier import call, start
 from tests.shell.test_grammar import runs, until
@@ -362,7 +362,7 @@ def test_optimum_s_graph_drafts_as_ours(
     result = call("export", plain_source, out, "--optimum", python, "--bits", bits)
     assert result.exit_code == 0, result.output
     assert f"by Optimum, {bits} bits" in result.stdout
-    foreign = load_foreign_drafter(find_draft(str(out)), lambda text: None)
+    foreign = load_foreign_drafter(resolve_source(str(out), Purpose.DRAFT), lambda text: None)
     assert continued(foreign) == continued(OnnxDrafter(export(plain_source, bits)))
     if bits != 32:
         graph = onnx.load(out / "model.onnx").graph

@@ -28,6 +28,7 @@ from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import export_draft, export_to_cache
 from edgespec.device.model_drafter import list_variants, read_exported_variant
 from edgespec.models.folders import DRAFT_MODEL_TYPES, ModelFolderError, model_info
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.verifier.build import load_target
 from tests.shell.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
 
@@ -73,7 +74,7 @@ def drafted(folder: Path) -> None:
 
 
 def planned(folder: Path) -> None:
-    list_variants(DraftSection(str(folder)))
+    list_variants(DraftSection(str(folder)), resolve_source(str(folder), Purpose.DRAFT))
 
 
 def served(folder: Path) -> None:

@@ -328,11 +328,11 @@ KILLED = """
 import sys, threading
 from edgespec.models.grammar import (
     GrammarReader,
-    TokenizerWords,
-    letters_tokenizer,
+    GuidanceVocabulary,
+    make_letters_tokenizer,
 )
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-reader = GrammarReader(lambda: letters_tokenizer("ab", 1))
+reader = GrammarReader(lambda: make_letters_tokenizer("ab", 1))
 endless = Constraint(ConstraintKind.JSON_SCHEMA, sys.argv[1])
 threading.Thread(target=reader, args=(endless,), daemon=True).start()
 while not reader.trials.processes._running:

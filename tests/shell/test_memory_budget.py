@@ -43,7 +43,8 @@ from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.model_drafter import list_variants, predict_variant, read_exported_variant
-from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.models.folders import model_info
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.verifier.build import load_target
@@ -54,7 +55,9 @@ from tests.shell.live_verifier import GatedTarget, python, serving, toy_text
 PROMPT = list(range(5, 45))
 
 
-INFO = replace(model_info(resolve_model(BUNDLED, Role.DRAFT)), name="hashed", context_length=2048)
+INFO = replace(
+    model_info(resolve_source(BUNDLED, Purpose.DRAFT).folder), name="hashed", context_length=2048
+)
 
 
 def hashed(length: int, count: int) -> list[int]:
@@ -93,13 +96,13 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
 
 def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
     """The bundled draft from its config.json alone, against its exported folder."""
-    folder = resolve_model(BUNDLED, Role.DRAFT)
+    folder = resolve_source(BUNDLED, Purpose.DRAFT).folder
     real, guessed = read_exported_variant(folder), predict_variant(folder, 4, KvType.FLOAT32)
     assert guessed.kv_bytes_per_token == real.kv_bytes_per_token
     assert abs(guessed.stored_bytes / real.stored_bytes - 1) < 0.05
     assert guessed.table_bytes == real.table_bytes
     assert real.inline
-    (only,) = list_variants(DraftSection())
+    (only,) = list_variants(DraftSection(), resolve_source(BUNDLED, Purpose.DRAFT))
     assert only == real
 
 
@@ -135,7 +138,7 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
 
 
 def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
-    drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=512)
+    drafter = OnnxDrafter(resolve_source(BUNDLED, Purpose.DRAFT).folder, window=512)
     full = DraftAllowance(512, 4)
     drafter.restrict(full.window, full.width)
     guard = MemoryGuard(200 * MIB, 5 * MIB, full, drafter.growth_bytes(1))
@@ -231,7 +234,7 @@ def test_further_caches_are_bounded_together() -> None:
             assert held_tokens <= 256
             return DraftAllowance(64, 1) if tight[0] else None
 
-    drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=256)
+    drafter = OnnxDrafter(resolve_source(BUNDLED, Purpose.DRAFT).folder, window=256)
     ticks = iter(range(1_000_000))
 
     def now() -> float:

@@ -28,20 +28,18 @@ from edgespec.core.protocol.checks import REPLACEMENT
 from edgespec.device.build import build_agent, load_drafter
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.models import folders
-from edgespec.models.draft_sources import find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import (
     BUNDLED_FOLDER,
     FINGERPRINT_PIECES,
     ModelFolderError,
-    Role,
     check_folder,
     eos_token_ids,
     model_info,
     read_config,
-    resolve_model,
     vocabulary_fingerprint,
     weights_fingerprint,
 )
+from edgespec.models.model_source import Purpose, read_graph_info, resolve_source
 from edgespec.models.tokenizer import TextTokenizer, TokenizerError, render_chat
 from tests.present import present
 from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
@@ -64,14 +62,14 @@ def test_bundled_follows_the_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(folders, "BUNDLED_FOLDER", tmp_path)
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
-    assert resolve_model("bundled", Role.TARGET) == tmp_path / "target"
-    assert resolve_model("bundled", Role.DRAFT) == tmp_path / "draft"
-    assert resolve_model("bundled:target", Role.DRAFT) == tmp_path / "target"
+    assert resolve_source("bundled", Purpose.TARGET).folder == tmp_path / "target"
+    assert resolve_source("bundled", Purpose.DRAFT).folder == tmp_path / "draft"
+    assert resolve_source("bundled:target", Purpose.DRAFT).folder == tmp_path / "target"
     with pytest.raises(ModelFolderError, match="bundled:verifier"):
-        resolve_model("bundled:verifier", Role.TARGET)
+        resolve_source("bundled:verifier", Purpose.TARGET)
     (tmp_path / "draft").rmdir()
     with pytest.raises(ModelFolderError, match="not in this installation"):
-        resolve_model("bundled", Role.DRAFT)
+        resolve_source("bundled", Purpose.DRAFT)
 
 
 def test_a_hub_id_is_downloaded_without_code(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +80,8 @@ def test_a_hub_id_is_downloaded_without_code(source: Path, monkeypatch: pytest.M
         return str(source)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    assert resolve_model("owner/name", Role.TARGET) == source
-    assert resolve_model("owner/name@v1", Role.TARGET) == source
+    assert resolve_source("owner/name", Purpose.TARGET).folder == source
+    assert resolve_source("owner/name@v1", Purpose.TARGET).folder == source
     assert [(name, revision) for name, revision, _ in asked] == [
         ("owner/name", None),
         ("owner/name", "v1"),
@@ -408,39 +406,42 @@ def test_a_checkpoint_beside_a_graph_is_exported_unless_a_variant_is_asked_for(
     folder: Path,
 ) -> None:
     write_checkpoint(folder)
-    assert not find_draft(str(folder)).graphs
-    assert list(find_draft(str(folder), "q4").graphs) == ["q4"]
+    assert not resolve_source(str(folder), Purpose.DRAFT).graphs
+    assert list(resolve_source(str(folder), Purpose.DRAFT, "q4").graphs) == ["q4"]
     drafter = load_drafter(AgentConfig(draft=DraftSection(str(folder))))
     assert isinstance(drafter, OnnxDrafter)
     drafter.close()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "surprise"}))
-    assert list(find_draft(str(folder)).graphs) == ["q4", "fp16"]  # it cannot be exported
+    assert list(resolve_source(str(folder), Purpose.DRAFT).graphs) == [
+        "q4",
+        "fp16",
+    ]  # it cannot be exported
 
 
 def test_a_file_is_a_draft_with_what_lies_around_it(folder: Path, tmp_path: Path) -> None:
     path = folder / "onnx" / "model_q4.onnx"
-    source = find_draft(str(path))
+    source = resolve_source(str(path), Purpose.DRAFT)
     assert (source.folder, list(source.graphs.values())) == (folder, [path])
-    assert resolve_texts(str(path)) == folder
+    assert resolve_source(str(path), Purpose.TEXTS).folder == folder
     with pytest.raises(ModelFolderError, match=r"model_q8\.onnx: no such file"):
-        find_draft(str(folder / "onnx" / "model_q8.onnx"))
+        resolve_source(str(folder / "onnx" / "model_q8.onnx"), Purpose.DRAFT)
     lonely = shutil.copy(path, tmp_path / "lonely.onnx")
     with pytest.raises(
         ModelFolderError, match=r"there is neither tokenizer\.json nor config\.json"
     ):
-        find_draft(str(lonely))
+        resolve_source(str(lonely), Purpose.DRAFT)
 
 
 def test_our_own_graph_without_its_manifest_is_no_graph_of_others(tmp_path: Path) -> None:
     folder = shutil.copytree(BUNDLED_FOLDER / "draft", tmp_path / "draft")
     (folder / "model.safetensors").unlink()
     graph = folder / "model.onnx"
-    assert find_draft(str(graph)) == find_draft(str(folder))
+    assert resolve_source(str(graph), Purpose.DRAFT) == resolve_source(str(folder), Purpose.DRAFT)
     (folder / "edgespec.json").unlink()
     for reference in (folder, graph):
         with pytest.raises(ModelFolderError, match=r"edgespec\.json: no such file, but .*export"):
-            find_draft(str(reference))
+            resolve_source(str(reference), Purpose.DRAFT)
 
 
 def test_halves_of_a_decoder_are_refused_by_name(tmp_path: Path) -> None:
@@ -448,9 +449,9 @@ def test_halves_of_a_decoder_are_refused_by_name(tmp_path: Path) -> None:
     names = ("decoder_model.onnx", "decoder_with_past_model.onnx")
     halves = write_folder(tmp_path / "halves", dict.fromkeys(names, graph))
     with pytest.raises(ModelFolderError, match=r"decoder_model\.onnx is one half of a decoder"):
-        find_draft(str(halves))
+        resolve_source(str(halves), Purpose.DRAFT)
     merged = write_folder(halves, {"decoder_model_merged.onnx": graph})
-    assert list(find_draft(str(merged)).graphs) == ["fp32"]
+    assert list(resolve_source(str(merged), Purpose.DRAFT).graphs) == ["fp32"]
 
 
 def test_genai_folders_need_no_config(tmp_path: Path) -> None:
@@ -463,14 +464,14 @@ def test_genai_folders_need_no_config(tmp_path: Path) -> None:
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     (folder / "genai_config.json").write_text(json.dumps(genai))
     (folder / "decoder.onnx").write_bytes(b"")
-    assert list(find_draft(str(folder)).graphs) == ["genai"]
-    found = read_foreign_info(folder, "name")
+    assert list(resolve_source(str(folder), Purpose.DRAFT).graphs) == ["genai"]
+    found = read_graph_info(folder, "name")
     assert found.model.vocabulary == model_info(source).vocabulary
     assert (found.model.context_length, found.model.eos_token_ids) == (128, (3, 0))
     assert (found.kv_heads, found.head_size) == (2, 16)
     (folder / "genai_config.json").unlink()
     with pytest.raises(ModelFolderError, match=r"neither config\.json nor genai_config\.json"):
-        read_foreign_info(folder, "name")
+        read_graph_info(folder, "name")
 
 
 def test_older_names_and_nested_configs_are_read(tmp_path: Path) -> None:
@@ -480,16 +481,16 @@ def test_older_names_and_nested_configs_are_read(tmp_path: Path) -> None:
         ({"text_config": tiny_config()}, (256, 2, 16)),
     ):
         (folder / "config.json").write_text(json.dumps(config))
-        found = read_foreign_info(folder, "name")
+        found = read_graph_info(folder, "name")
         assert (found.model.context_length, found.kv_heads, found.head_size) == expected
         assert found.model.vocabulary_size == 320 or found.token_count
     (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
     with pytest.raises(ModelFolderError, match="says what the context length is"):
-        read_foreign_info(folder, "name")
+        read_graph_info(folder, "name")
     for name in ("n_positions", "n_head", "n_embd", "vocab_size", "head_dim"):
         (folder / "config.json").write_text(json.dumps({"n_positions": 99, name: "x"}))
         with pytest.raises(ModelFolderError, match=rf"config\.json: {name} is 'x'"):
-            read_foreign_info(folder, "name")
+            read_graph_info(folder, "name")
 
 
 class Hub:
@@ -536,23 +537,23 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 def test_one_variant_is_fetched_and_found_again_without_the_hub(hub: Hub, folder: Path) -> None:
     write_folder(folder, {"onnx/model.onnx": concatenating_graph()}, external=["onnx/model.onnx"])
-    assert resolve_texts("owner/name") == hub.cache
+    assert resolve_source("owner/name", Purpose.TEXTS).folder == hub.cache
     assert not any(file.endswith(("onnx", "onnx_data")) for file in hub.fetched)
-    assert list(find_draft("owner/name").graphs) == ["q4"]
+    assert list(resolve_source("owner/name", Purpose.DRAFT).graphs) == ["q4"]
     assert {file for file in hub.fetched if "onnx" in file} == {"onnx/model_q4.onnx"}
-    assert list(find_draft("owner/name@main", "fp32").graphs) == ["fp32"]
+    assert list(resolve_source("owner/name@main", Purpose.DRAFT, "fp32").graphs) == ["fp32"]
     assert (hub.cache / "onnx" / "model.onnx_data").is_file()
     with pytest.raises(ModelFolderError, match="no variant 'int8'"):
-        find_draft("owner/name", "int8")
+        resolve_source("owner/name", Purpose.DRAFT, "int8")
     drafter = present(load_drafter(AgentConfig(draft=DraftSection("owner/name"))))
     assert drafter.info.name == "name"
     hub.reachable = False
-    assert sorted(find_draft("owner/name").graphs) == ["fp32", "q4"]
+    assert sorted(resolve_source("owner/name", Purpose.DRAFT).graphs) == ["fp32", "q4"]
 
 
 def test_a_checkpoint_on_the_hub_is_fetched_without_its_graphs(hub: Hub, folder: Path) -> None:
     write_checkpoint(folder)
-    assert not find_draft("owner/name").graphs
+    assert not resolve_source("owner/name", Purpose.DRAFT).graphs
     assert "model.safetensors" in hub.fetched
     assert not any(file.endswith(".onnx") for file in hub.fetched)
 
@@ -561,12 +562,12 @@ def test_an_unreachable_hub_is_told_with_what_it_said(hub: Hub) -> None:
     hub.reachable = False
     what = r"'owner/name'.*RuntimeError: Name or service not known.*give its folder"
     with pytest.raises(ModelFolderError, match=what):
-        find_draft("owner/name")
+        resolve_source("owner/name", Purpose.DRAFT)
     hub.reachable = True
-    resolve_texts("owner/name")
+    resolve_source("owner/name", Purpose.TEXTS)
     hub.reachable = False
     with pytest.raises(ModelFolderError, match=what):  # texts alone are no draft
-        find_draft("owner/name")
+        resolve_source("owner/name", Purpose.DRAFT)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRe
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.server_model import CHOICES
 from edgespec.device.build import build_agent, load_drafter
-from edgespec.models.folders import Role, resolve_model
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.sampling import tensors
 from edgespec.verifier.build import load_server_drafter, load_target
@@ -320,7 +320,7 @@ def test_a_constraint_that_nobody_reads_gets_no_guess() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_agrees_with_the_device_because_both_use_the_same_noise(temperature: float) -> None:
     """A device's drafter of the same weights, at four bits; another seed is the control."""
-    folder = resolve_model("bundled", Role.DRAFT)
+    folder = resolve_source("bundled", Purpose.DRAFT).folder
     text = TextTokenizer(folder).encode("def read_lines(path):\n    with open(path) as file:\n")
     device = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
     drafter = PackedDrafter(TorchTarget(str(folder), name="d", vocabulary="v", canonical=False))
@@ -527,7 +527,9 @@ def test_the_bundled_pair_drafts_for_itself() -> None:
     target = load_target(config)
     drafter = load_server_drafter(config, target)
     assert isinstance(drafter, PackedDrafter)
-    prompt = TextTokenizer(resolve_model("bundled", Role.TARGET)).encode("Once upon a time there")
+    prompt = TextTokenizer(resolve_source("bundled", Purpose.TARGET).folder).encode(
+        "Once upon a time there"
+    )
     target.open("s", len(prompt), GREEDY)
     drafter.open("s", len(prompt), GREEDY)
     text, right = list(prompt), 0

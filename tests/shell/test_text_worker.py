@@ -21,7 +21,8 @@ from edgespec.config import AgentConfig, DraftSection
 from edgespec.device import build
 from edgespec.device.build import load_tokenizer
 from edgespec.models import text_process, text_worker
-from edgespec.models.folders import Role, resolve_model, vocabulary_fingerprint
+from edgespec.models.folders import vocabulary_fingerprint
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TextWorker, TextWorkerError
@@ -168,7 +169,7 @@ def test_a_closed_worker_ends_what_runs_and_starts_nothing() -> None:
 
 
 def bundled_copy(folder: Path, template: str) -> Path:
-    shutil.copytree(resolve_model("bundled", Role.DRAFT), folder)
+    shutil.copytree(resolve_source("bundled", Purpose.DRAFT).folder, folder)
     (folder / "chat_template.jinja").write_text(template)
     return folder
 

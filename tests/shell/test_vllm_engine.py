@@ -26,7 +26,8 @@ from edgespec.config.common import SetupError
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.device.build import build_agent
-from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.models.folders import model_info
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.verifier.build import load_target
 from edgespec.verifier.vllm.core import VllmCore
 from edgespec.verifier.vllm.loading import check_install, self_test
@@ -90,7 +91,7 @@ async def test_texts_are_those_of_the_native_engine(address: str, params: Sampli
 
 def _adapter(folder: Path, merged: Path) -> None:
     """A random one as PEFT writes it in ``folder``, and the model that it makes in ``merged``."""
-    bundled = resolve_model("bundled", Role.TARGET)
+    bundled = resolve_source("bundled", Purpose.TARGET).folder
     shutil.copytree(bundled, merged)
     weights = {name: one.float() for name, one in load_file(bundled / WEIGHTS).items()}
     draw = torch.Generator().manual_seed(3)
@@ -167,7 +168,7 @@ def test_what_vllm_cannot_do_is_an_error_with_the_reason(flags: tuple[str, ...],
 
 async def test_a_verifier_whose_vllm_has_a_draft_model(address: str) -> None:
     """With vLLM's worker in a process of its own; the texts are those without it."""
-    draft = {"method": "draft_model", "model": str(resolve_model("bundled", Role.DRAFT))}
+    draft = {"method": "draft_model", "model": str(resolve_source("bundled", Purpose.DRAFT).folder)}
     settings = json.dumps(draft | {"num_speculative_tokens": 3})
     options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
     flags = (*SMALL, "--speculative-config", settings)
@@ -198,8 +199,8 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.Monke
     """vLLM has booked the rows of such a step, and would let others share them by prefix."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     flags = (*SMALL, "--block-size", "32", "--distributed-executor-backend", "uni")
-    core = VllmCore(str(resolve_model("bundled", Role.TARGET)), VerifierConfig(), flags)
-    info = model_info(resolve_model("bundled", Role.TARGET))
+    core = VllmCore(str(resolve_source("bundled", Purpose.TARGET).folder), VerifierConfig(), flags)
+    info = model_info(resolve_source("bundled", Purpose.TARGET).folder)
     target = VllmTarget(core, info, 8, max_nodes=core.max_drafts, max_rows=core.max_rows)
     runner = core._core.model_executor.driver_worker.worker.model_runner
     prompt = [17 * place % info.vocabulary_size for place in range(200)]
@@ -251,7 +252,9 @@ OWN, LENGTH, SESSIONS = 4, 64, 8
 
 def _eagle(folder: Path) -> Path:
     """A head of EAGLE for the bundled target, of random numbers."""
-    config = json.loads((resolve_model("bundled", Role.TARGET) / "config.json").read_text())
+    config = json.loads(
+        (resolve_source("bundled", Purpose.TARGET).folder / "config.json").read_text()
+    )
     hidden, inner, heads, kv_heads, size = (
         config[name]
         for name in (
@@ -373,7 +376,7 @@ def speculating(
         case "ngram":
             settings |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         case "draft_model":
-            settings["model"] = str(resolve_model("bundled", Role.DRAFT))
+            settings["model"] = str(resolve_source("bundled", Purpose.DRAFT).folder)
         case "eagle":
             settings["model"] = str(_eagle(tmp_path_factory.mktemp("eagle") / "head"))
     flags = (
@@ -382,7 +385,7 @@ def speculating(
         *("--distributed-executor-backend", "uni"),
         *("--speculative-config", json.dumps(settings)),
     )
-    folder = resolve_model("bundled", Role.TARGET)
+    folder = resolve_source("bundled", Purpose.TARGET).folder
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patched.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")

@@ -23,7 +23,8 @@ from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.models.folders import model_info
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec_sim.token_sources.match_tape import MISS, walk_along
 from tools.train_pair.corpus import ASSISTANT, USER
@@ -124,9 +125,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", nargs="+", type=float, default=TEMPERATURES)
     args = parser.parse_args()
-    folder = resolve_model(args.target, Role.TARGET)
+    folder = resolve_source(args.target, Purpose.TARGET).folder
     texts = written(folder, args.temperature, args.each, args.tokens)
-    drafters = [OnnxDrafter(resolve_model(draft, Role.DRAFT)) for draft in args.draft]
+    drafters = [OnnxDrafter(resolve_source(draft, Purpose.DRAFT).folder) for draft in args.draft]
     for temperature in sorted({one.params.temperature for one in texts}):
         some = [one for one in texts if one.params.temperature == temperature]
         found = np.array([[ranks(drafter, one) for one in some] for drafter in drafters])

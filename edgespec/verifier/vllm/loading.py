@@ -16,6 +16,7 @@ from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.messages import MAX_ADAPTERS
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.models import folders
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.verifier.vllm.target import Adapter, VllmTarget, accepted_tokens
 
 # A flag of vLLM's server, not of its engine, so it is read here.
@@ -236,13 +237,12 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     version = check_install()
     refuse_our_flags(config.engine_flags)
     adapters, flags = split_adapters(config.engine_flags, name)
-    folder = folders.resolve_model(config.model, folders.Role.TARGET)
-    info = folders.model_info(folder)
-    weights = folders.weights_fingerprint(folder, info.vocabulary)
+    source = resolve_source(config.model, Purpose.TARGET)
+    info, weights = source.info, source.fingerprint
     _quiet(config.log_level)
     from edgespec.verifier.vllm.core import VllmCore
 
-    core = VllmCore(str(folder), config, flags, adapters, info.eos_token_ids)
+    core = VllmCore(str(source.folder), config, flags, adapters, info.eos_token_ids)
     served = ModelInfo(
         name,
         info.vocabulary,
@@ -269,13 +269,14 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     except Exception as error:  # a first step may run out of anything
         core.shut_down()
         raise SetupError(
-            f"vLLM {version} fails in the self-test on {folder}: {type(error).__name__}: {error}"
+            f"vLLM {version} fails in the self-test on {source.folder}:"
+            f" {type(error).__name__}: {error}"
         ) from error
     if failures:
         core.shut_down()
         raise SetupError(
-            f"vLLM {version} does not pass the self-test on {folder}, so it would serve wrong"
-            f" texts: {'; '.join(failures)}"
+            f"vLLM {version} does not pass the self-test on {source.folder}, so it would serve"
+            f" wrong texts: {'; '.join(failures)}"
         )
     return target
 

@@ -93,10 +93,13 @@ def _measure_memory(
     import edgespec.cli.chat
     import edgespec.cli.serve  # noqa: F401
     from edgespec.device.model_drafter import list_variants, measure_memory_question
+    from edgespec.models.model_source import Purpose, resolve_source
 
     tokenizer = load_tokenizer(references[0])
     variants = tuple(
-        variant for reference in references for variant in list_variants(section, reference)
+        variant
+        for reference in references
+        for variant in list_variants(section, resolve_source(reference, Purpose.DRAFT_WEIGHTS))
     )
     question = measure_memory_question(section, DEFAULT_WIDTH)
     del tokenizer
