@@ -23,9 +23,9 @@ from edgespec.core.association.known_verifiers import make_views
 from edgespec.core.association.policies import Association, rank_verifiers
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
+from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.checks import printable
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, VerifierInfo
-from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device import build
 from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import takes_target_texts, with_tokenizer
@@ -105,7 +105,7 @@ class JsonView:
         }
         self._replaced += sum([one.kind is TokenKind.REPLACED for one in chunk.pieces])
         if chunk.finish and self.rule != EXACT_RULE:
-            line |= {"rule": full_name(self.rule), "lossy": True, "replaced": self._replaced}
+            line |= {"rule": full_rule_name(self.rule), "lossy": True, "replaced": self._replaced}
         if chunk.logprobs:
             line["logprobs"] = [
                 {

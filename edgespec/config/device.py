@@ -19,10 +19,10 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.ports import DEFAULT_CACHES, MAX_CACHES
+from edgespec.core.protocol.acceptance import parse_rule
 from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec.core.protocol.messages import EXACT_RULE, RunAhead
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
-from edgespec.core.verifier.relaxed_rules import parse_rule
 
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(

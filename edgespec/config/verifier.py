@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from edgespec.config import common
 from edgespec.config.groups import advanced, emulation
 from edgespec.core.device.memory import parse_budget
+from edgespec.core.protocol.acceptance import check_offer
 from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec.core.verifier.block_ledger import SharePrefixes
-from edgespec.core.verifier.relaxed_rules import check_offer
 
 QUANTIZE_FORMATS = ("", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

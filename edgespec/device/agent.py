@@ -26,6 +26,7 @@ from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.checks import bounded, is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError, ConstraintError
 from edgespec.core.protocol.errors import (
@@ -39,7 +40,6 @@ from edgespec.core.protocol.errors import GenerationError as GenerationError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
-from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import probe_all
@@ -253,7 +253,7 @@ class AgentOptions:
     model: str = ""
     """Name of the wanted target. An empty name takes the verifier's default."""
     rule: str = m.EXACT_RULE
-    """Rule that accepts drafts (``core/verifier/relaxed_rules.py``)."""
+    """Rule that accepts drafts (``core/protocol/acceptance.py``)."""
     vocabulary: str = ""
     """Fingerprint of the tokenizer. If empty, the drafter's is used; without a drafter, none is
     checked."""
@@ -364,7 +364,7 @@ class Agent:
             raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         model = check_model(model) or self.options.model
-        rule = full_name(rule or self.options.rule)
+        rule = full_rule_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
         tokens = check_prompt(text, self.options.vocabulary_size)
         sampling = await self.with_matcher(sampling or SamplingParams())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from edgespec.core.association.policies import hash_conversation_name
+from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import (
     MAX_BIASES,
@@ -26,7 +27,6 @@ from edgespec.core.protocol.sampling import (
     SamplingParams,
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
-from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.endpoint.request_json import (
     Fields,
     compact_json,
@@ -434,7 +434,7 @@ def _read_common(
     options, stream = fields.section("stream_options"), fields.flag("stream")
     key = fields.text("prompt_cache_key")
     try:
-        rule = full_name(text) if (text := fields.text("rule")) else ""
+        rule = full_rule_name(text) if (text := fields.text("rule")) else ""
     except ValueError as error:
         raise invalid("rule", str(error)) from None
     return fields, GenerationRequest(

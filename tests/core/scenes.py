@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.acceptance import make_rule
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.relaxed_rules import acceptance_rule
 from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.server_drafts import ServerDrafts
 from edgespec.core.verifier.session import VerifySession
@@ -31,7 +31,7 @@ def new_session(
     model: ModelInfo = MODEL,
     server_drafts: ServerDrafts | None = None,
 ) -> VerifySession:
-    rule, run_ahead = acceptance_rule(request.rule), RUN_AHEAD[request.run_ahead]
+    rule, run_ahead = make_rule(request.rule), RUN_AHEAD[request.run_ahead]
     session = VerifySession(request, model, limits, rule, run_ahead, 0.0, server_drafts)
     session.handle(se.Attach(request), 0.0)
     return session

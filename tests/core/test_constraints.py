@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from edgespec.core.ports import PassRequest, TargetModel
 from edgespec.core.protocol import constraint as co
+from edgespec.core.protocol.acceptance import ExactRule
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind, pack_mask
 from edgespec.core.protocol.messages import FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.admission import refuse_open
-from edgespec.core.verifier.drafts import ExactRule
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.core.protocol.acceptance import ExactRule
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
@@ -24,7 +25,6 @@ from edgespec.core.verifier import traffic_budget as tb
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
-from edgespec.core.verifier.drafts import ExactRule
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness

@@ -26,6 +26,7 @@ from edgespec.core.device.memory import parse_budget
 from edgespec.core.device.session import DraftCache
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import tree as tree_module
+from edgespec.core.protocol.acceptance import explain_rule_refusal, make_rule
 from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_line, printable
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, SlopeEstimator
@@ -35,7 +36,6 @@ from edgespec.core.protocol.text_guesses import TextChances
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, GrowResult, SpeculationTree
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier.admission import refuse_open
-from edgespec.core.verifier.relaxed_rules import acceptance_rule, why_not_offered
 from edgespec.core.verifier.run_ahead import ArrivalEstimator
 from edgespec.wire.codec import payload_bytes
 from edgespec_sim.sessions import message_bytes
@@ -330,8 +330,8 @@ def open_request(**changes: Any) -> None:
 
 
 def rule(text: str) -> None:
-    assert why_not_offered(text, ("exact",)) is not None
-    acceptance_rule(text)
+    assert explain_rule_refusal(text, ("exact",)) is not None
+    make_rule(text)
 
 
 KINDS: dict[str, Callable[..., object]] = {

@@ -28,6 +28,12 @@ from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import sampling as sa
+from edgespec.core.protocol.acceptance import (
+    ExactRule,
+    explain_rule_refusal,
+    full_rule_name,
+    make_rule,
+)
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import (
     MAX_LOGPROBS,
@@ -40,8 +46,6 @@ from edgespec.core.protocol.work import (
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY
-from edgespec.core.verifier.drafts import ExactRule
-from edgespec.core.verifier.relaxed_rules import acceptance_rule, full_name, why_not_offered
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
@@ -430,7 +434,7 @@ def walk_by_hand(
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8), SamplingParams(1.2, 6)])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_takes_what_its_line_says(rule: str, params: SamplingParams) -> None:
-    dice, changed, taken = random.Random(rule), 0, acceptance_rule(rule)
+    dice, changed, taken = random.Random(rule), 0, make_rule(rule)
     for number in range(60):
         target, prompt = ToyTarget(MODEL), (dice.randrange(24), dice.randrange(24))
         tokens, parents = random_tree(dice, prompt)
@@ -467,7 +471,7 @@ def test_a_pass_says_of_a_node_what_the_law_says(params: SamplingParams) -> None
 def test_what_a_grammar_forbids_is_never_taken() -> None:
     """With a rule that takes whatever can be, over all trees of a text that may go two ways."""
     automaton = Automaton(({1: 1, 2: 2}, {5: 0}, {6: 0}), frozenset({0}))
-    target, model = ToyTarget(replace(MODEL, eos_token=EOS)), acceptance_rule("dsd:0")
+    target, model = ToyTarget(replace(MODEL, eos_token=EOS)), make_rule("dsd:0")
     params = SamplingParams(constraint=automaton.constraint())
     replaced = 0
     for first in range(1, 24):
@@ -484,15 +488,15 @@ def test_what_a_grammar_forbids_is_never_taken() -> None:
 
 
 def test_what_is_offered() -> None:
-    assert [full_name(one) for one in ("exact", "typical", "top-k:4", "dsd:.50")] == [
+    assert [full_rule_name(one) for one in ("exact", "typical", "top-k:4", "dsd:.50")] == [
         *("exact", "typical:0.09,0.3", "top-k:4", "dsd:0.5")
     ]
     offered = ("exact", "typical", "dsd:0.5")
     for text in ("exact", "typical", "typical:0.2,0.2", "dsd:0.50"):
-        assert why_not_offered(text, offered) is None
+        assert explain_rule_refusal(text, offered) is None
     for text in ("dsd:0.4", "margin:1"):
         said = f"the rule '{text}' is not offered by this verifier; offered: {', '.join(offered)}"
-        assert why_not_offered(text, offered) == said
+        assert explain_rule_refusal(text, offered) == said
 
 
 ASKED = replace(scenes.REQUEST, rule="dsd:0", logprobs=1)

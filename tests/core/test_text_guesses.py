@@ -19,6 +19,7 @@ from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.text_drafts import MAX_LOOKUP_NODES, MIN_PATH_CHANCE, DeviceLookup
 from edgespec.core.protocol import text_guesses as tg
+from edgespec.core.protocol.acceptance import ExactRule
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextChances, TextReader, TextTables
@@ -27,7 +28,6 @@ from edgespec.core.protocol.work import Candidate, PassRequest
 from edgespec.core.verifier import server_drafts as sd
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.drafts import ExactRule
 from edgespec.core.verifier.run_ahead import always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from tests.core.draft_scripts import GREETING, RECONNECT, messages

@@ -26,6 +26,7 @@ from edgespec.core.device.goodput_policy import PolicyName, make_policy
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftCache
 from edgespec.core.link_model import LinkModel
+from edgespec.core.protocol.acceptance import ExactRule, Walk
 from edgespec.core.protocol.messages import Commit, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import EndCondition, SpeculationTree
@@ -34,7 +35,7 @@ from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.admission import SessionSlots
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.drafts import DraftInbox, ExactRule, Walk
+from edgespec.core.verifier.drafts import DraftInbox
 from edgespec.core.verifier.engine import Containment
 from edgespec.core.verifier.pass_tree import PassTree
 from edgespec.core.verifier.server_drafts import ServerDrafts, ServerLookup

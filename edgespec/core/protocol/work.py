@@ -58,7 +58,7 @@ def _log_sum_exp(logits: Sequence[float]) -> float:
 @statically_frozen
 class NodeScore:
     """Probability of a draft node's token at its position, for rules that may accept it although it
-    is not the target's own token (``core/verifier/relaxed_rules.py``).
+    is not the target's own token (``core/protocol/acceptance.py``).
 
     The distribution is the one that the output is drawn from: after constraint, bias, penalties,
     temperature and truncation. For greedy sampling it is that of temperature 1."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+from edgespec.core.protocol.acceptance import explain_rule_refusal
 from edgespec.core.protocol.estimators import MovingAverage
 from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
 from edgespec.core.protocol.work import MAX_LOGPROBS, ModelInfo
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.relaxed_rules import why_not_offered
 from edgespec.core.verifier.session import VerifySession
 
 
@@ -50,7 +50,7 @@ def _request_faults(
     invalid = partial(Fault, FaultCode.INVALID)
     if request.version != PROTOCOL_VERSION:
         yield invalid(f"protocol version {request.version} is not {PROTOCOL_VERSION}")
-    if (why := why_not_offered(request.rule, rules)) is not None:
+    if (why := explain_rule_refusal(request.rule, rules)) is not None:
         yield invalid(why)
     if request.model and request.model != model.name:
         known = ", ".join(map(repr, served))

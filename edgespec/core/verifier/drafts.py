@@ -7,14 +7,9 @@ have is answered by a ``Fault``, after which the device reopens with the tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
 from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits
 from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, CommittedPrefix, SpeculationTree
-from edgespec.core.protocol.work import NodeScore
-from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.pass_tree import DraftSource, PassTree
 from edgespec.core.verifier.run_ahead import ArrivalEstimator, RunAheadView
 
@@ -152,60 +147,3 @@ class DraftInbox:
         if not self.tree.nodes:
             self._waiting_since = None
             self.arrivals.on_miss(now)
-
-
-@statically_frozen
-class Walk:
-    nodes: tuple[int, ...]
-    """Indices of the accepted nodes of the pass, from root to leaf."""
-    tokens: tuple[int, ...]
-    """Tokens to commit: one for each accepted node, and one more. Never empty."""
-    replaced: tuple[int, ...] = ()
-    """Indices in ``tokens`` of tokens that are not the target's own."""
-
-
-class AcceptanceRule(Protocol):
-    def walk(
-        self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        targets: Sequence[int],
-        scores: Sequence[NodeScore] = (),
-        ends: frozenset[int] = frozenset(),
-    ) -> Walk:
-        """Return which nodes are accepted and which tokens are committed.
-
-        ``tokens[i]`` and ``parents[i]`` describe node i of the pass; parent -1 is the root.
-        ``targets[0]`` is the target's token at the root, ``targets[1 + i]`` its token after node i.
-        ``scores`` belong to the first nodes, which are the ones that a relaxed rule may accept.
-        ``ends`` are the tokens that end the output. The exact rule uses neither ``scores`` nor
-        ``ends``.
-        """
-
-
-@statically_frozen
-class ExactRule:
-    """Accepts a node if it equals the target's token, so the output is exactly the target's.
-
-    The walk starts at the root and goes to the child that equals the target's token, as long as
-    there is one. The target's token at the last node is the correction or the bonus. The committed
-    tokens are always the target's own, so no draft can bias them.
-    """
-
-    def walk(
-        self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        targets: Sequence[int],
-        scores: Sequence[NodeScore] = (),
-        ends: frozenset[int] = frozenset(),
-    ) -> Walk:
-        nodes: list[int] = []
-        committed = [targets[0]]
-        at, wanted = -1, targets[0]
-        for node, parent in enumerate(parents):  # a child comes after its parent
-            if parent == at and tokens[node] == wanted:
-                nodes.append(node)
-                at, wanted = node, targets[1 + node]
-                committed.append(wanted)
-        return Walk(tuple(nodes), tuple(committed))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from edgespec.core.protocol.acceptance import AcceptanceRule, make_rule
 from edgespec.core.protocol.failures import describe_without_messages
 from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
 from edgespec.core.protocol.work import ModelInfo, PassRequest
@@ -24,8 +25,6 @@ from edgespec.core.verifier.admission import DISPLACED_FAULT, SessionSlots, limi
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.drafts import AcceptanceRule
-from edgespec.core.verifier.relaxed_rules import acceptance_rule
 from edgespec.core.verifier.run_ahead import RUN_AHEAD, RunAheadPolicy
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
@@ -354,7 +353,7 @@ class VerifyEngine:
         model: ModelInfo,
         limits: Limits,
         engine_limits: ee.EngineLimits,
-        rules: RuleFactory = acceptance_rule,
+        rules: RuleFactory = make_rule,
         run_ahead: RunAheadFactory = RUN_AHEAD.__getitem__,
         *,
         contain: bool = True,

@@ -26,6 +26,7 @@ from dataclasses import replace
 from hmac import compare_digest
 from typing import Final, assert_never
 
+from edgespec.core.protocol.acceptance import AcceptanceRule, Walk
 from edgespec.core.protocol.checks import transition
 from edgespec.core.protocol.messages import (
     EXACT_RULE,
@@ -45,7 +46,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.tree import CommittedPrefix, EndCondition
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, Walk
+from edgespec.core.verifier.drafts import DraftInbox
 from edgespec.core.verifier.pass_tree import PassTree
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
