@@ -134,8 +134,11 @@ def load_target(config: VerifierConfig) -> TargetModel:
     else:
         target = _toy_target(config) if config.model == TOY else _torch_target(config)
     pass_ms, row_ms = config.pacing.pass_ms, config.pacing.row_ms
-    paced = pass_ms > 0.0 or row_ms > 0.0
-    return PacedModel(target, pass_ms, row_ms, time.sleep, time.monotonic) if paced else target
+    if pass_ms <= 0.0 and row_ms <= 0.0:
+        return target
+    return PacedModel(
+        inner=target, base_ms=pass_ms, per_row_ms=row_ms, sleep=time.sleep, clock=time.monotonic
+    )
 
 
 def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter | None:
@@ -151,8 +154,11 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
     else:
         drafter = _packed_drafter(config, target, apart)
     step_ms, row_ms = config.pacing.draft_ms, config.pacing.draft_row_ms
-    paced = step_ms > 0.0 or row_ms > 0.0
-    return PacedModel(drafter, step_ms, row_ms, time.sleep, time.monotonic) if paced else drafter
+    if step_ms <= 0.0 and row_ms <= 0.0:
+        return drafter
+    return PacedModel(
+        inner=drafter, base_ms=step_ms, per_row_ms=row_ms, sleep=time.sleep, clock=time.monotonic
+    )
 
 
 def target_mode(target: TargetModel) -> str:
@@ -266,7 +272,7 @@ def _packed_drafter(
     source, tokens = _draft_source(config), target.cache.tokens
     info = source.info
     check_draft_fits(_draft_memory(config), tokens, device_of(config.device))
-    model = _loaded(
+    model = _load_torch_model(
         config,
         source.folder,
         name=info.name,
@@ -283,7 +289,7 @@ def _packed_drafter(
     )
 
 
-def _loaded(config: VerifierConfig, folder: Path, **options: Any) -> TorchTarget:
+def _load_torch_model(config: VerifierConfig, folder: Path, **options: Any) -> TorchTarget:
     """Load a model with the settings that target and draft model share, and ``options``."""
     from edgespec.verifier.targets.torch_target import TorchTarget
 
@@ -315,7 +321,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
         import edgespec.verifier.targets.torch_target  # noqa: F401
-    return _loaded(
+    return _load_torch_model(
         config,
         source.folder,
         name=model_name(config),

@@ -323,7 +323,13 @@ class Verifier:
         pass_us = round((engine.pass_s or 0.0) * 1e6)
         held, drafts = len(engine.sessions), engine.draft_counts.totals
         return m.VerifierInfo(
-            self._model, engine.limits, held, bound, pass_us, self._adapters, drafts
+            model=self._model,
+            limits=engine.limits,
+            sessions=held,
+            max_sessions=bound,
+            pass_us=pass_us,
+            adapters=self._adapters,
+            drafts=drafts,
         )
 
     def warm_up(self) -> None:

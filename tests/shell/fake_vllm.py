@@ -15,7 +15,7 @@ from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, choos
 from edgespec.core.protocol.work import ModelInfo, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
-from edgespec.verifier.vllm.target import Stepped, VllmTarget, Wanted
+from edgespec.verifier.vllm.target import StepRequest, StepResult, VllmTarget
 
 CONTEXT_LENGTH = 4096
 
@@ -40,7 +40,7 @@ class FakeVllm:
         self.right = right
         self.adapters: dict[str, ToyModel] = {}
         self.texts: dict[str, FakeText] = {}
-        self.steps: list[dict[str, Wanted]] = []
+        self.steps: list[dict[str, StepRequest]] = []
         self.failing: set[str] = set()
         """Sessions whose logits are no numbers."""
         self._whims, self._random = whims, random.Random(seed)
@@ -62,7 +62,9 @@ class FakeVllm:
     def reset(self) -> None:
         self.texts.clear()
 
-    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
+    def step(
+        self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
+    ) -> Mapping[str, StepResult]:
         self.steps.append(dict(wanted))
         found = {
             key: self.run(key, self.texts[key], one)
@@ -82,17 +84,17 @@ class FakeVllm:
             chain.append((token + wrong) % self.model.vocabulary_size)
         return tuple(chain)
 
-    def run(self, key: str, text: FakeText, wanted: Wanted) -> Stepped:
+    def run(self, key: str, text: FakeText, wanted: StepRequest) -> StepResult:
         if self._whim():
             text.computed = 0  # preempted, and not computed again in this step
-            return Stepped(0)
+            return StepResult(0)
         missing = len(text.tokens) - text.computed
         rows = missing if self._whim() else min(missing, max(1, wanted.rows))
         text.computed += rows
         if rows < missing:
-            return Stepped(text.computed)
+            return StepResult(text.computed)
         if key in self.failing:
-            return Stepped(text.computed, failure="the largest logit is nan")
+            return StepResult(text.computed, failure="the largest logit is nan")
         drafts = wanted.drafts if missing == 1 else ()
         targets = self.targets(text, drafts)
         right = 0
@@ -105,7 +107,7 @@ class FakeVllm:
         )
         text.tokens += targets[: right + 1]
         text.computed += right
-        return Stepped(text.computed, targets[: right + 1], targets, scores)
+        return StepResult(text.computed, targets[: right + 1], targets, scores)
 
     def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.choose(text, drafts[:row]) for row in range(len(drafts) + 1))

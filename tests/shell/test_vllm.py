@@ -37,7 +37,12 @@ from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.vllm import core as core_module
 from edgespec.verifier.vllm import loading
-from edgespec.verifier.vllm.core import VllmCore, bounded, read_speculation, refuse_recurrent
+from edgespec.verifier.vllm.core import (
+    VllmCore,
+    read_speculation,
+    refuse_recurrent,
+    with_draft_bound,
+)
 from edgespec.verifier.vllm.loading import (
     check_install,
     refuse_our_flags,
@@ -45,13 +50,13 @@ from edgespec.verifier.vllm.loading import (
     served_adapters,
     split_adapters,
 )
-from edgespec.verifier.vllm.target import KnownText, Stepped, VllmTarget, Wanted
+from edgespec.verifier.vllm.target import KnownText, StepRequest, StepResult, VllmTarget
 from edgespec.verifier.vllm.worker import (
     EXTRA,
     NoProposer,
     WorkerExtension,
     arguments_of,
-    leaving_reason,
+    recording_reason,
     sampling_of,
 )
 from edgespec.wire.codec import ProtocolViolation, decode_info, encode_info
@@ -179,10 +184,10 @@ def test_what_is_known_answers_without_a_step() -> None:
     """The worked example of ``known_text``."""
     a, b, c, d, e, f = range(6)
     known = KnownText([a])
-    known.take(Stepped(1, (b, c), (b, c)))
+    known.record_step(StepResult(1, (b, c), (b, c)))
     request = ports.PassRequest("s", 0, (a,), (b, c, d, e), (-1, 0, 1, 2))
-    assert known.answer(request) == Wanted(3, (d, e))
-    known.take(Stepped(4, (d, f), (d, f, a), guesses=(e, a)))
+    assert known.answer(request) == StepRequest(3, (d, e))
+    known.record_step(StepResult(4, (d, f), (d, f, a), guesses=(e, a)))
     assert known.answer(request) == ports.PassResult("s", (b, c, d, f, a), guesses=(e, a))
     late = ports.PassRequest("s", 1, (b, c), (e,), (-1,))
     assert known.answer(late) == ports.PassResult("s", (d, e)), "what is proposed stands behind f"
@@ -254,8 +259,8 @@ class _Believing(FakeVllm):
 class _Deaf(FakeVllm):
     """Never looks at a draft."""
 
-    def run(self, key: str, text: FakeText, wanted: Wanted) -> Stepped:
-        return super().run(key, text, Wanted(wanted.rows, (), wanted.logprobs))
+    def run(self, key: str, text: FakeText, wanted: StepRequest) -> StepResult:
+        return super().run(key, text, StepRequest(wanted.rows, (), wanted.logprobs))
 
 
 class _Silent(FakeVllm):
@@ -317,7 +322,9 @@ class _Breaking(FakeVllm):
         self.broken = 0
         self._chance = random.Random(seed)
 
-    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
+    def step(
+        self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
+    ) -> Mapping[str, StepResult]:
         if self._chance.random() < 0.7:
             return super().step(wanted, draft_steps)
         self.broken += 1
@@ -409,11 +416,11 @@ def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
             get_block_ids=blocks.__getitem__, evict_blocks=evicted.update
         ),
     )
-    found = core.step({"a": Wanted(1), "b": Wanted(1)})
+    found = core.step({"a": StepRequest(1), "b": StepRequest(1)})
     assert (found["a"].failure, found["b"].failure) == ("the largest logit is nan", "")
     assert evicted == {4, 5, 9}
     assert fetched == []
-    found = core.step({"b": Wanted(1)}, draft_steps=1)
+    found = core.step({"b": StepRequest(1)}, draft_steps=1)
     assert found["b"].guesses == (2,)
     assert (fetched, core._scheduler.draft_steps) == ([True], 1)
 
@@ -425,10 +432,12 @@ class _StartedCore(FakeVllm):
     own_drafts, speculator = 2, "ngram"
     shut = 0
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
-    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
+    def step(
+        self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
+    ) -> Mapping[str, StepResult]:
         raise MemoryError("no room for the logits")
 
     def shut_down(self) -> None:
@@ -548,11 +557,14 @@ def test_speculation_is_read_from_either_kind_of_flags() -> None:
     whole = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
     assert read({"num-speculative-tokens": 3}, "eagle", "head", None) == whole
     assert read(whole, None, None, None) == whole
-    assert bounded(whole, 15) == {**whole, "num_speculative_tokens": 15}
-    assert bounded({**whole, "num_speculative_tokens": 20}, 15)["num_speculative_tokens"] == 20
+    assert with_draft_bound(whole, 15) == {**whole, "num_speculative_tokens": 15}
+    assert (
+        with_draft_bound({**whole, "num_speculative_tokens": 20}, 15)["num_speculative_tokens"]
+        == 20
+    )
     for method in ({"method": "mtp"}, {"method": "deepseek_mtp"}, {}):
         settings = {**method, "num_speculative_tokens": 4}
-        assert bounded(settings, 15)["num_speculative_tokens"] == 16, "a multiple"
+        assert with_draft_bound(settings, 15)["num_speculative_tokens"] == 16, "a multiple"
 
 
 @tabled
@@ -598,10 +610,10 @@ def test_why_a_worker_cannot_start_is_kept(tmp_path: Path) -> None:
             raise ValueError("Free memory is less than desired")
 
     reason = tmp_path / "reason"
-    leaving_reason(reason, start)(free=1)
+    recording_reason(reason, start)(free=1)
     assert not reason.exists()
     with pytest.raises(ValueError, match="less than desired"):
-        leaving_reason(reason, start)(0)
+        recording_reason(reason, start)(0)
     assert reason.read_text() == "ValueError: Free memory is less than desired"
 
 
@@ -920,9 +932,9 @@ def test_a_step_has_the_sessions_it_was_made_for() -> None:
     scheduler.running = [_queued("a"), _queued("b"), _queued("c", missing=5)]
     scheduler.waiting += [_queued("d"), _queued("e")]
     scheduler.wanted = {
-        "c": Wanted(64, (1, 2)),
-        "a": Wanted(4, (3, 4, 5), logprobs=2),
-        "e": Wanted(7),
+        "c": StepRequest(64, (1, 2)),
+        "a": StepRequest(4, (3, 4, 5), logprobs=2),
+        "e": StepRequest(7),
     }
     scheduler.draft_steps = 3
     output = scheduler.schedule()
@@ -931,7 +943,7 @@ def test_a_step_has_the_sessions_it_was_made_for() -> None:
     assert scheduler.started == ["e"]
     assert scheduler.scheduler_config.long_prefill_token_threshold == 64
     assert output.edgespec_logprobs == {"a": 2}
-    scheduler.wanted = {"a": Wanted(1)}
+    scheduler.wanted = {"a": StepRequest(1)}
     scheduler.schedule()
     assert scheduler.scheduler_config.long_prefill_token_threshold == 16, "a padded chain"
     scheduler.running.sort(key=lambda one: "cab".index(one.request_id))
@@ -943,7 +955,7 @@ def test_a_step_has_the_sessions_it_was_made_for() -> None:
 def test_who_stands_aside_gives_up_its_cache_when_there_is_no_room() -> None:
     scheduler = _scheduler()
     scheduler.running = [_queued("a"), _queued("b"), _queued("c")]
-    scheduler.wanted = {"a": Wanted(1)}
+    scheduler.wanted = {"a": StepRequest(1)}
     scheduler.schedule()
     assert _names(scheduler.waiting) == []
     scheduler.full = True
@@ -957,7 +969,7 @@ def test_who_stands_aside_gives_up_its_cache_when_there_is_no_room() -> None:
 @pytest.mark.usefixtures("stand_ins")
 def test_the_queues_are_whole_again_when_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = _scheduler()
-    scheduler.running, scheduler.wanted = [_queued("a"), _queued("b")], {"a": Wanted(1)}
+    scheduler.running, scheduler.wanted = [_queued("a"), _queued("b")], {"a": StepRequest(1)}
     scheduler.waiting.append(_queued("c"))
 
     def fail(self: object, throttle_prefills: bool = False) -> None:

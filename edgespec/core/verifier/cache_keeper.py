@@ -107,7 +107,9 @@ class PrefixSharing:
         """
         names = self._names[key]
         place = start // self._ledger.block_tokens
-        found = self._adopt_published(key, names, place) if place < self._shareable(names) else 0
+        found = (
+            self._adopt_published(key, names, place) if place < self._shareable_count(names) else 0
+        )
         return place * self._ledger.block_tokens + found if found else start
 
     def should_wait(self, key: str, start: int, most: int) -> bool:
@@ -118,7 +120,7 @@ class PrefixSharing:
             return False
         place = start // size
         stop = place
-        while stop < self._shareable(names) and names.name(stop) in self.filling:
+        while stop < self._shareable_count(names) and names.name(stop) in self.filling:
             stop += 1
         return stop > place and (stop + 1) * size > start + most
 
@@ -142,7 +144,7 @@ class PrefixSharing:
     def _adopt_published(self, key: str, names: BlockNames, place: int) -> int:
         """Adopt the published blocks from index ``place`` on; return how many tokens they hold."""
         blocks: list[int] = []
-        for next_place in range(place, self._shareable(names)):
+        for next_place in range(place, self._shareable_count(names)):
             block = self._ledger.find(names.name(next_place))
             if block is None:
                 break
@@ -152,7 +154,7 @@ class PrefixSharing:
             names.published = max(names.published, place + len(blocks))
         return len(blocks) * self._ledger.block_tokens
 
-    def _shareable(self, names: BlockNames) -> int:
+    def _shareable_count(self, names: BlockNames) -> int:
         """Return how many blocks may be shared: all full blocks that leave one token to feed."""
         return (names.prefix.length - 1) // self._ledger.block_tokens
 
@@ -222,7 +224,7 @@ class CacheKeeper:
         refused, self._refused = self._refused, set()
         waiting = [key for key in refused if self._is_outside(key)]
         if waiting:
-            place_of = self._ordered().place_of
+            place_of = self._current_order().place_of
             for key in sorted(waiting, key=place_of.__getitem__):
                 self._enter(self.sessions[key], key, (), now)
 
@@ -308,7 +310,7 @@ class CacheKeeper:
         wants = session is not None and session.rows_to_feed > 0
         return wants and not self.ledger.held_count(key) and not self.is_over_rate(key)
 
-    def _ordered(self) -> CacheOrder:
+    def _current_order(self) -> CacheOrder:
         """Return the order of the sessions for the pass that is being formed."""
         if self._order is None:
             self._order = self._find_order()
@@ -350,12 +352,14 @@ class CacheKeeper:
         # The sort is stable, so older sessions stay before newer ones.
         line = sorted(members, key=lambda key: key not in first_part)
         place_of = {key: place for place, key in enumerate(line)}
-        return CacheOrder(line, place_of, needs, siblings, within_share)
+        return CacheOrder(
+            line=line, place_of=place_of, needs=needs, siblings=siblings, within_share=within_share
+        )
 
     def _may_enter(self, key: str) -> bool:
         """Return whether the session delays no outside session that precedes it (rule 1)."""
         assert self.ledger is not None
-        order, free = self._ordered(), self.ledger.free_count
+        order, free = self._current_order(), self.ledger.free_count
         own = self._credential_of.get(key, ANYBODY).name
         before = order.siblings.get(own, []) if key in order.within_share else order.line
         needed = self.ledger.missing_count(key, self.sessions[key].prefix.length)
@@ -431,7 +435,7 @@ class CacheKeeper:
         """Return the sessions that may lose blocks to ``key``, the first to lose them first."""
         assert self.ledger is not None
         candidates: list[tuple[int, float, str]] = []  # kind, order within the kind, session id
-        place_of = self._ordered().place_of
+        place_of = self._current_order().place_of
         own_place = place_of[key]
         for other_key in self.ledger.holders:
             if other_key == key or other_key in spared or other_key not in self.sessions:

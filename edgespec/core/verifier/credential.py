@@ -93,10 +93,10 @@ class KeyRing:
         return found
 
     def changes(self, newer: KeyRing) -> KeyChanges:
-        mine, theirs = self._keys, newer._keys
-        kept = {name for name in mine.keys() & theirs.keys() if mine[name][0] == theirs[name][0]}
+        old, new = self._keys, newer._keys
+        unchanged = {name for name in old.keys() & new.keys() if old[name][0] == new[name][0]}
         return KeyChanges(
-            added=tuple(sorted(theirs.keys() - kept)),
-            revoked=tuple(sorted(mine.keys() - kept)),
-            changed=tuple(sorted(name for name in kept if mine[name] != theirs[name])),
+            added=tuple(sorted(new.keys() - unchanged)),
+            revoked=tuple(sorted(old.keys() - unchanged)),
+            changed=tuple(sorted(name for name in unchanged if old[name] != new[name])),
         )

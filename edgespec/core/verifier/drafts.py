@@ -113,15 +113,15 @@ class DraftInbox:
     ) -> RunAheadView:
         """Return what a run-ahead policy may use when no node is waiting."""
         return RunAheadView(
-            now,
-            idle_since,
-            pass_s,
-            self.arrivals.expected_at(),
-            self.no_draft_coming,
-            self._hit_rate.get(0.0),
-            runs_anyway,
-            self.arrivals.response_depth,
-            self.arrivals.response_s,
+            now=now,
+            idle_since=idle_since,
+            pass_s=pass_s,
+            expected_at=self.arrivals.expected_at(),
+            no_draft_coming=self.no_draft_coming,
+            hit_rate=self._hit_rate.get(0.0),
+            runs_anyway=runs_anyway,
+            response_depth=self.arrivals.response_depth,
+            response_s=self.arrivals.response_s,
         )
 
     def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:

@@ -126,13 +126,26 @@ class SessionRegistry:
         model = self._model_of(request)
         draft_sources = self.draft_sources(request, credential, model.eos_token_ids)
         self.sessions[key] = VerifySession(
-            request, model, limits, rule, run_ahead, now, draft_sources, trees=self._trees
+            request=request,
+            model=model,
+            limits=limits,
+            rule=rule,
+            run_ahead=run_ahead,
+            now=now,
+            server_drafts=draft_sources,
+            trees=self._trees,
         )
         self._slots.occupy(key, event.peer, credential, now)
         self._cached.add(key)
         text = (*request.prompt, *request.committed)
         adapter = self.adapter_of(key)
-        opening = ee.OpenSequence(key, len(request.prompt), request.sampling, text, adapter)
+        opening = ee.OpenSequence(
+            key=key,
+            prompt_length=len(request.prompt),
+            sampling=request.sampling,
+            text=text,
+            adapter=adapter,
+        )
         self.actions.append(opening)
         return None
 
@@ -363,7 +376,13 @@ class VerifyEngine:
         assert cache is None or cache.tokens >= limits.context_length
         self.model, self.limits, self.engine_limits = model, limits, engine_limits
         self.registry = SessionRegistry(
-            model, limits, engine_limits, rules, run_ahead, contain=contain, adapters=adapters
+            model=model,
+            limits=limits,
+            engine_limits=engine_limits,
+            rules=rules,
+            run_ahead=run_ahead,
+            contain=contain,
+            adapters=adapters,
         )
         self.sessions = self.registry.sessions
         ledger = None if cache is None else BlockLedger(cache)
@@ -599,7 +618,11 @@ class VerifyEngine:
             if self._draft_steps and request.sample and not result.guesses:
                 session.note_no_proposal()
             done = ev.PassDone(
-                result.targets, result.scores, price, result.guesses, result.node_scores
+                targets=result.targets,
+                scores=result.scores,
+                row_price=price,
+                guesses=result.guesses,
+                node_scores=result.node_scores,
             )
             self.registry.dispatch(key, done, now)
             tokens += session.prefix.length - length_before

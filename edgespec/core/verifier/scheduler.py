@@ -154,7 +154,7 @@ class PrefillBudget:
             self._halve = not self._halve
             # The budget at most doubles: a pass that was late for another reason must not admit a
             # whole prompt at once.
-            affordable = self._affordable(arriving, tokens_per_pass)
+            affordable = self._affordable_rows(arriving, tokens_per_pass)
             self._budget = max(MIN_PREFILL_ROWS, min(affordable, 2 * self._budget))
 
     @property
@@ -173,7 +173,7 @@ class PrefillBudget:
         rows = (max(PROMPT_PASS_S, PROMPT_PASS_FACTOR * base_s) - base_s) / row_s
         return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(rows)))
 
-    def _affordable(self, arriving: float, tokens_per_pass: float) -> int:
+    def _affordable_rows(self, arriving: float, tokens_per_pass: float) -> int:
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
             return self._budget

@@ -348,7 +348,14 @@ class ServerDraftsFactory:
             with suppress(ConstraintError):
                 grammar = ConstrainedText(constraint, end_tokens)
         prompt_length = len(request.prompt)
-        return ServerDrafts(request.session_id, self.counts, text, chain, grammar, prompt_length)
+        return ServerDrafts(
+            key=request.session_id,
+            counts=self.counts,
+            text=text,
+            chain=chain,
+            grammar=grammar,
+            prompt_length=prompt_length,
+        )
 
     def tables_of(self, credential: Credential) -> TextTables:
         """Return the tables of the credential's name, or new ones for a session without an API

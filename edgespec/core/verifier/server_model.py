@@ -484,12 +484,24 @@ class DraftTimes:
         row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
         if row_s is None or base_s is None:
             step_s = self._step_s.get(ASSUMED_STEP_SHARE * pass_s)
-            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, FIRST_PROMPT_ROWS)
+            return RoundTimes(
+                pass_s=pass_s,
+                step_s=step_s,
+                step_row_s=0.0,
+                pass_row_s=pass_row_s,
+                prompt_rows=FIRST_PROMPT_ROWS,
+            )
         row_s = max(0.0, row_s)
         rows = MAX_PROMPT_ROWS
         if row_s * rows > PROMPT_SHARE * pass_s:
             rows = max(FIRST_PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
-        return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s, rows)
+        return RoundTimes(
+            pass_s=pass_s,
+            step_s=max(0.0, base_s),
+            step_row_s=row_s,
+            pass_row_s=pass_row_s,
+            prompt_rows=rows,
+        )
 
     @property
     def speculator_step_s(self) -> float | None:

@@ -305,7 +305,14 @@ class VerifySession:
         name, fingerprint = self._model.name, self._model.fingerprint
         constrained = request.sampling.constraint is not None
         least = request.sampling.min_tokens
-        opened = Opened(self._limits, name, held, fingerprint, constrained, least)
+        opened = Opened(
+            limits=self._limits,
+            model=name,
+            position=held,
+            fingerprint=fingerprint,
+            constrained=constrained,
+            min_tokens=least,
+        )
         opening = self._send(opened, now)
         commits = catch_up_commits(
             self.prefix, held, self.finish, self._scores, self._replaced_positions
@@ -490,11 +497,11 @@ class VerifySession:
         tokens, parents = tuple(tree.tokens), tuple(tree.parents)
         judged = tree.device_node_count > 0 and self.request.rule != EXACT_RULE
         return PassRequest(
-            key,
-            first,
-            feed,
-            tokens,
-            parents,
+            key=key,
+            cache_length=first,
+            feed=feed,
+            tokens=tokens,
+            parents=parents,
             served=server_nodes,
             logprobs=logprobs,
             node_scores=judged,

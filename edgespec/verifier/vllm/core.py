@@ -21,7 +21,7 @@ from edgespec.config.files import temporary_folder
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_ledger import SharePrefixes
-from edgespec.verifier.vllm.target import Adapter, Stepped, Wanted
+from edgespec.verifier.vllm.target import Adapter, StepRequest, StepResult
 
 MAX_DRAFTS: Final = 15
 _HERE: Final = "edgespec.verifier.vllm"
@@ -46,14 +46,14 @@ class VllmCore:
         self._ids: dict[str, str] = {}
         self._count = 0
         max_drafts = min(MAX_DRAFTS, settings.limits.max_nodes_per_pass)
-        config, self.own_drafts = _config(model, settings, flags, len(adapters), max_drafts)
+        config, self.own_drafts = _make_config(model, settings, flags, len(adapters), max_drafts)
         self.speculator = str(config.speculative_config.method)
         self.context_length = int(config.model_config.max_model_len)
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
         self.max_drafts = max(max_drafts, self.own_drafts)
-        self._core = _core(config)
+        self._core = _make_engine_core(config)
         atexit.register(self.shut_down)
         try:
             self._core.collective_rpc("edgespec_install")
@@ -62,11 +62,11 @@ class VllmCore:
             raise SetupError(
                 f"vLLM's workers cannot use this project's sampling: {error}"
             ) from error
-        self._adapters = self._loaded(adapters)
+        self._adapters = self._load_adapters(adapters)
         self._scheduler = self._core.scheduler
         self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
 
-    def _loaded(self, adapters: Sequence[Adapter]) -> dict[str, Any]:
+    def _load_adapters(self, adapters: Sequence[Adapter]) -> dict[str, Any]:
         from vllm.lora.request import LoRARequest
 
         requests: dict[str, Any] = {"": None}
@@ -105,7 +105,9 @@ class VllmCore:
         request = EngineCoreRequest(name, list(text), None, params, None, now, lora, None, None)
         self._core.add_request(*self._core.preprocess_add_request(request))
 
-    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
+    def step(
+        self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
+    ) -> Mapping[str, StepResult]:
         names = {self._ids[key]: key for key in wanted}
         self._scheduler.wanted = {self._ids[key]: one for key, one in wanted.items()}
         self._scheduler.draft_steps = draft_steps
@@ -115,15 +117,15 @@ class VllmCore:
         grown = {
             one.request_id: one for group in outputs.values() for one in group.outputs if group
         }
-        found: dict[str, Stepped] = {}
+        found: dict[str, StepResult] = {}
         for name, key in names.items():
             request, output = self._scheduler.requests.get(name), grown.get(name)
             if request is None and output is None:
-                found[key] = Stepped(0, failure="vLLM has ended the text")
+                found[key] = StepResult(0, failure="vLLM has ended the text")
                 continue
             computed = 0 if request is None else int(request.num_computed_tokens)
             if output is None:
-                found[key] = Stepped(computed)
+                found[key] = StepResult(computed)
                 continue
             targets, scores, failure = self._scheduler.rows[name]
             if failure and request is not None:
@@ -134,7 +136,14 @@ class VllmCore:
                 cache.evict_blocks(blocks)
             guesses = () if request is None else tuple(request.spec_token_ids)
             tokens = tuple(output.new_token_ids)
-            found[key] = Stepped(computed, tokens, targets, scores, failure, guesses)
+            found[key] = StepResult(
+                computed=computed,
+                tokens=tokens,
+                targets=targets,
+                scores=scores,
+                failure=failure,
+                guesses=guesses,
+            )
         return found
 
     def drop(self, key: str) -> None:
@@ -163,7 +172,7 @@ class VllmCore:
             self._core.shutdown()
 
 
-def _config(
+def _make_config(
     model: str, settings: VerifierConfig, flags: Sequence[str], adapters: int, max_drafts: int
 ) -> tuple[Any, int]:
     """Return vLLM's configuration, and how many tokens its own speculator is to propose at most."""
@@ -211,7 +220,7 @@ def _config(
     ours["speculative_config"] = (
         {"method": "custom_class", "model": f"{_HERE}.worker.NoProposer", TOKENS: max_drafts}
         if speculation is None
-        else bounded(speculation, max_drafts)
+        else with_draft_bound(speculation, max_drafts)
     )
     for name, value in ours.items():  # the model comes first: vLLM looks for its default one
         setattr(given, name, value)
@@ -239,7 +248,7 @@ def refuse_recurrent(model: str, config: Any) -> None:
         )
 
 
-def _core(config: Any) -> Any:
+def _make_engine_core(config: Any) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -339,7 +348,7 @@ def refuse_method(method: str) -> None:
     )
 
 
-def bounded(settings: Mapping[str, Any], longest_chain: int) -> dict[str, Any]:
+def with_draft_bound(settings: Mapping[str, Any], longest_chain: int) -> dict[str, Any]:
     """Return ``settings`` with a number of tokens that bounds all drafts of a step, those of
     devices too.
 

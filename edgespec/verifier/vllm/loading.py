@@ -34,7 +34,7 @@ def split_adapters(
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(FLAG, FLAG.replace("a-m", "a_m"), nargs="*", action="extend", default=[])
     given, others = parser.parse_known_args(flags)
-    found = [_adapter(value) for value in given.lora_modules]
+    found = [_parse_adapter(value) for value in given.lora_modules]
     if len(found) > MAX_ADAPTERS:
         raise ValueError(f"{FLAG} names {len(found)} adapters, but at most {MAX_ADAPTERS}")
     names = [model_name]
@@ -45,7 +45,7 @@ def split_adapters(
     return tuple(found), tuple(others)
 
 
-def _adapter(value: str) -> Adapter:
+def _parse_adapter(value: str) -> Adapter:
     name, _, path = value.partition("=")
     if not name or not path:
         raise ValueError(f"{FLAG} is {value!r}, but must be NAME=FOLDER")
@@ -149,11 +149,11 @@ def self_test(target: VllmTarget) -> list[str]:
     }
     failures: list[str] = []
     for kind, params in kinds.items():
-        failures += _compare(target, kind, params)
+        failures += _compare_outputs(target, kind, params)
     return failures or _check_forced(target)
 
 
-def _compare(target: VllmTarget, kind: str, params: SamplingParams) -> list[str]:
+def _compare_outputs(target: VllmTarget, kind: str, params: SamplingParams) -> list[str]:
     size = target.info.vocabulary_size
     own = target.pass_shape.own_drafts
     equal = {"right": 0, "wrong": 0} | ({"vLLM's own": 0} if own else {})
@@ -217,7 +217,17 @@ def generate(
         if guess is not None:
             chain = tuple(guess[done : done + _CHAIN]) if done else ()
         parents = tuple(range(-1, len(chain) - 1))
-        (result,) = target.forward([PassRequest(key, cached, tuple(text[cached:]), chain, parents)])
+        (result,) = target.forward(
+            [
+                PassRequest(
+                    key=key,
+                    cache_length=cached,
+                    feed=tuple(text[cached:]),
+                    tokens=chain,
+                    parents=parents,
+                )
+            ]
+        )
         accepted = accepted_tokens(result.targets, chain)
         cached = len(text) + len(accepted) - 1
         target.keep(key, range(len(accepted) - 1))
@@ -239,17 +249,23 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     adapters, flags = split_adapters(config.engine_flags, name)
     source = resolve_source(config.model, Purpose.TARGET)
     info, weights = source.info, source.fingerprint
-    _quiet(config.log_level)
+    _set_vllm_environment(config.log_level)
     from edgespec.verifier.vllm.core import VllmCore
 
-    core = VllmCore(str(source.folder), config, flags, adapters, info.eos_token_ids)
+    core = VllmCore(
+        model=str(source.folder),
+        settings=config,
+        flags=flags,
+        adapters=adapters,
+        eos_token_ids=info.eos_token_ids,
+    )
     served = ModelInfo(
-        name,
-        info.vocabulary,
-        info.vocabulary_size,
-        core.context_length,
-        info.eos_token_ids,
-        f"{weights}-{core.number_format}",
+        name=name,
+        vocabulary=info.vocabulary,
+        vocabulary_size=info.vocabulary_size,
+        context_length=core.context_length,
+        eos_token_ids=info.eos_token_ids,
+        fingerprint=f"{weights}-{core.number_format}",
     )
     mode = f"vLLM {version}, {core.number_format} (texts may differ where two tokens nearly tie)"
     if core.own_drafts:
@@ -281,7 +297,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     return target
 
 
-def _quiet(log_level: str) -> None:
+def _set_vllm_environment(log_level: str) -> None:
     """Set environment variables that vLLM reads once, when it is imported.
 
     Standard output is reserved for the ready line, and vLLM's usage statistics are off. The first

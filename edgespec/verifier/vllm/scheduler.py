@@ -16,14 +16,14 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from edgespec.verifier.vllm.target import Wanted
+from edgespec.verifier.vllm.target import StepRequest
 
 
 class DraftScheduler(Scheduler):  # type: ignore[misc]
     """The class given to vLLM as ``--scheduler-cls``. It does not support asynchronous
     scheduling."""
 
-    wanted: Mapping[str, Wanted] | None = None
+    wanted: Mapping[str, StepRequest] | None = None
     """Sessions of the next step by request id; None means all, without drafts."""
     draft_steps = 0
     """Tokens that vLLM's own speculator is to propose behind the step."""

@@ -19,7 +19,7 @@ from edgespec.verifier.targets.pass_requests import check_batch, check_opening
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StepRequest:
     """One session's part of a step."""
 
     rows: int
@@ -31,7 +31,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepResult:
     computed: int
     """Tokens with cached keys and values, counted in the text as it was before the step."""
     tokens: tuple[int, ...] = ()
@@ -67,7 +67,9 @@ class StepEngine(Protocol):
     ) -> None:
         """Add a text, with ``adapter`` if one is named. Nothing is computed before a step."""
 
-    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
+    def step(
+        self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
+    ) -> Mapping[str, StepResult]:
         """Run one step of these sessions and no others.
 
         For lack of room a session may be missing in the result, or computed in part; then call
@@ -133,17 +135,17 @@ class KnownText:
         self._guesses: tuple[int, ...] = ()
         """Proposals behind the last of ``tokens``."""
 
-    def take(self, stepped: Stepped) -> None:
-        self.computed = stepped.computed
-        if not stepped.tokens:
+    def record_step(self, step: StepResult) -> None:
+        self.computed = step.computed
+        if not step.tokens:
             return
-        self._rows_from, self._rows = len(self.tokens), stepped.targets
-        self._guesses = stepped.guesses
-        for offset, score in enumerate(stepped.scores[: len(stepped.tokens)]):
+        self._rows_from, self._rows = len(self.tokens), step.targets
+        self._guesses = step.guesses
+        for offset, score in enumerate(step.scores[: len(step.tokens)]):
             self._scores[self._rows_from + offset] = score
-        self.tokens += stepped.tokens
+        self.tokens += step.tokens
 
-    def answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
+    def answer(self, request: ports.PassRequest) -> ports.PassResult | StepRequest:
         """Return the result of ``request``, whose nodes are a chain, or the step that it still
         needs.
 
@@ -154,14 +156,14 @@ class KnownText:
         if not request.sample:
             if self.computed >= end or len(self.tokens) > self._given:
                 return ports.PassResult(request.key, ())
-            return Wanted(len(request.feed))
+            return StepRequest(len(request.feed))
         chain, accepted, known = request.tokens, 0, self.tokens
         while end + accepted < len(known):
             if accepted == len(chain) or chain[accepted] != known[end + accepted]:
                 return self._result(request, end, accepted)
             accepted += 1
         drafts = chain[accepted:]
-        return Wanted(max(len(request.feed), 1) + len(drafts), drafts, request.logprobs)
+        return StepRequest(max(len(request.feed), 1) + len(drafts), drafts, request.logprobs)
 
     def _check(self, request: ports.PassRequest, end: int) -> None:
         key = request.key
@@ -268,7 +270,7 @@ class VllmTarget:
     def forward(self, batch: Sequence[ports.PassRequest]) -> list[ports.PassResult]:
         """Run a pass, as in the port. Tokens that vLLM computed before an error are kept and answer
         the next pass, which may begin from the same ``cache_length``."""
-        check_batch(batch, self._longest, self.info)
+        check_batch(batch, self._known_length, self.info)
         for request in batch:
             sequence = self._sequences[request.key]
             if sequence.known is None:
@@ -278,11 +280,11 @@ class VllmTarget:
         results: dict[str, ports.PassResult] = {}
         idle = 0
         while True:
-            wanted: dict[str, Wanted] = {}
+            wanted: dict[str, StepRequest] = {}
             for request in batch:
                 if request.key not in results:
                     found = self._answer(request)
-                    if isinstance(found, Wanted):
+                    if isinstance(found, StepRequest):
                         wanted[request.key] = found
                     else:
                         results[request.key] = found
@@ -306,7 +308,7 @@ class VllmTarget:
 
     # --- one pass --------------------------------------------------------------------------
 
-    def _longest(self, request: ports.PassRequest) -> int:
+    def _known_length(self, request: ports.PassRequest) -> int:
         if (sequence := self._sequences.get(request.key)) is None:
             raise ValueError(f"sequence {request.key!r} is not open")
         return len(sequence.text if sequence.known is None else sequence.known.tokens)
@@ -317,7 +319,7 @@ class VllmTarget:
         sequence.known, sequence.given = KnownText(text), len(text)
         return sequence.known
 
-    def _answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
+    def _answer(self, request: ports.PassRequest) -> ports.PassResult | StepRequest:
         sequence = self._sequences[request.key]
         assert sequence.known is not None
         if sequence.failure:
@@ -330,7 +332,7 @@ class VllmTarget:
             self._engine.drop(request.key)
             return self._add(request.key, sequence, sequence.text).answer(request)
 
-    def _step(self, wanted: dict[str, Wanted]) -> None:
+    def _step(self, wanted: dict[str, StepRequest]) -> None:
         self.steps += 1
         try:
             found = self._engine.step(wanted, self._draft_steps)
@@ -342,14 +344,14 @@ class VllmTarget:
                     sequence.text, sequence.known = tuple(sequence.known.tokens), None
             self._engine.reset()
             raise
-        for key, stepped in found.items():
+        for key, step_result in found.items():
             sequence = self._sequences[key]
             assert sequence.known is not None
-            if stepped.failure:
-                sequence.failure = stepped.failure
+            if step_result.failure:
+                sequence.failure = step_result.failure
             else:
-                sequence.known.take(stepped)
-                self.proposed += len(stepped.guesses)
+                sequence.known.record_step(step_result)
+                self.proposed += len(step_result.guesses)
 
     def _progress(self, key: str) -> tuple[int, int]:
         known = self._sequences[key].known

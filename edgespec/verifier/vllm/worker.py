@@ -70,11 +70,11 @@ def run_worker(reason: str, *arguments: Any, **named: Any) -> None:
     """
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    WorkerProc.__init__ = leaving_reason(Path(reason), WorkerProc.__init__)
+    WorkerProc.__init__ = recording_reason(Path(reason), WorkerProc.__init__)
     WorkerProc.worker_main(*arguments, **named)
 
 
-def leaving_reason(path: Path, start: Callable[..., None]) -> Callable[..., None]:
+def recording_reason(path: Path, start: Callable[..., None]) -> Callable[..., None]:
     """Return ``start`` wrapped so that its exception is also written to the file ``path``."""
 
     def started(*arguments: Any, **named: Any) -> None:
@@ -113,7 +113,9 @@ class _Text:
         counts.update(self._tokens, known)
         parents = range(-1, len(drafts) - 1)
         before = counts.occurrences_before(drafts, parents)
-        return SampleBlock(name, self.params, positions, before, masks)
+        return SampleBlock(
+            key=name, params=self.params, positions=positions, occurrences=before, masks=masks
+        )
 
     def guess(self, name: str, end: int, chain: Sequence[int], vocabulary_size: int) -> SampleBlock:
         """Return the sampling row behind ``chain``, which continues the tokens of the last
@@ -124,7 +126,9 @@ class _Text:
             return SampleBlock(name, self.params, positions, masks=masks)
         found = self._counts.occurrences_before(chain, range(-1, len(chain) - 1))
         last = replace(found, output_counts=found.output_counts[-1:])
-        return SampleBlock(name, self.params, positions, last, masks)
+        return SampleBlock(
+            key=name, params=self.params, positions=positions, occurrences=last, masks=masks
+        )
 
     def _masks(self, positions: Sequence[int], vocabulary_size: int) -> Sequence[bytes | None]:
         """Return the masks by which ``min_tokens`` excludes end tokens at these positions."""
@@ -240,7 +244,7 @@ class RunnerSampling:
                 name = batch.req_ids[index]
                 drafts[name] = tuple(guesses[guess : guess + count])
                 tokens, end = batch.token_ids_cpu[index], int(batch.num_tokens_no_spec[index])
-                text = self._text(name)
+                text = self._text_of(name)
                 self._chains[name] = _Chain(text, end, [])
                 blocks.append(text.block(name, tokens, end, drafts[name], logits.shape[-1]))
                 rows += range(row, row + 1 + count)
@@ -255,7 +259,7 @@ class RunnerSampling:
             sampled[index, : len(accepted)] = torch.tensor(accepted, dtype=torch.int32)
         return SamplerOutput(sampled.to(logits.device), None)
 
-    def _text(self, name: str) -> _Text:
+    def _text_of(self, name: str) -> _Text:
         requests = self._runner.requests
         if len(self._texts) > 2 * len(requests):
             self._texts = {key: one for key, one in self._texts.items() if key in requests}
