@@ -17,6 +17,7 @@ from edgespec.core.verifier.session import VerifySession
 
 
 def limits_of(credential: Credential, limits: Limits) -> Limits:
+    """Return ``limits`` with the credential's own context length, if that is smaller."""
     own = credential.context_length
     return replace(limits, context_length=own) if 0 < own < limits.context_length else limits
 
@@ -150,6 +151,7 @@ class SessionSlots:
         self._admitted_at: float | None = None
 
     def occupy(self, key: str, peer: str, credential: Credential, now: float) -> None:
+        """Give a new session a slot and measure the interval between admissions."""
         self._peer_of[key], self.credential_of[key] = peer, credential
         self._refused_at.pop(key, None)
         if self._admitted_at is not None:

@@ -15,6 +15,11 @@ from edgespec.core.verifier.run_ahead import ArrivalEstimator, RunAheadView
 
 
 class DraftInbox:
+    """The device's drafts of one session: the tree behind ``prefix``, and when drafts arrive.
+
+    ``vocabulary_size`` is the target's; ``limits`` bounds the nodes that may be outstanding.
+    """
+
     def __init__(self, prefix: CommittedPrefix, vocabulary_size: int, limits: Limits) -> None:
         self.tree = SpeculationTree(prefix)
         self.arrivals = ArrivalEstimator()
@@ -27,6 +32,7 @@ class DraftInbox:
         self._waiting_since: float | None = None
 
     def reset(self, drafting: bool) -> None:
+        """Drop the tree when a device opens a stream; ``drafting`` is whether it will draft."""
         self.tree.clear()
         self.no_draft_coming, self._waiting_since = not drafting, None
 

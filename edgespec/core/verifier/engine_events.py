@@ -20,6 +20,8 @@ from edgespec.core.verifier.server_model import RunDrafts as RunDrafts
 
 @statically_frozen
 class EngineLimits:
+    """Bounds and abilities of one verifier's engine."""
+
     max_sessions: int = 64
     max_rows_per_pass: int = 1024
     """Rows of one packed pass: fed tokens and nodes of all its sessions."""
@@ -59,6 +61,8 @@ class EngineLimits:
 
 @statically_frozen
 class StreamOpened:
+    """A stream opened and sent its first message."""
+
     stream: int
     request: Open
     peer: str = ""
@@ -83,6 +87,8 @@ class StreamLost:
 
 @statically_frozen
 class BatchDone:
+    """A packed pass has ended."""
+
     results: tuple[PassResult, ...]
     """Results in the order of the batch's requests, without requests whose sequence failed before
     the pass."""

@@ -183,10 +183,12 @@ class Fairness:
         return slopes is None or account.allowance_s >= self._session_s(slopes)
 
     def is_over_rate(self, key: str) -> bool:
+        """Return whether the session must wait because its credential exceeded its token rate."""
         account = self._accounts.get(self._credential(key).name)
         return account is not None and account.token_level < -_TOKEN
 
     def charge(self, key: str, rows: int, *, prompt: bool) -> None:
+        """Charge the session's credential for the rows that the session has in the pass."""
         account = self._accounts[self._credential_of.get(key, ANYBODY).name]
         account.token_level -= 1.0
         if prompt:

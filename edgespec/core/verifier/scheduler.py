@@ -50,6 +50,8 @@ from edgespec.core.verifier.session_events import Offer
 
 @statically_frozen
 class Batch:
+    """The pass that runs: when it started, and each session with its request."""
+
     started_at: float
     parts: tuple[tuple[VerifySession, PassRequest], ...]
 
@@ -78,6 +80,7 @@ class FormingPass:
 
 
 def is_decoding(session: VerifySession) -> bool:
+    """Return whether the session has one token to feed, so that its next pass commits tokens."""
     return session.rows_to_feed == 1
 
 

@@ -41,7 +41,7 @@ from edgespec.core.verifier.pass_tree import DraftSource, PassTree
 from edgespec.core.verifier.server_model import Chain, ChainChances, ChainRecord, ChainStart
 
 MAX_OWNERS: Final = 32
-"""Credentials whose tables are kept: those that opened a session most recently."""
+"""Number of credentials whose tables are kept; the least recently used are dropped."""
 MAX_LOOKUP_NODES: Final = 15
 """Most nodes of a lookup tree. With the fed token they fill a tile of 16 rows, which CPUs compute
 in the time of one row (``targets/row_tiles.py``).

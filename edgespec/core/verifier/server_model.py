@@ -311,8 +311,8 @@ class RoundTimes:
     prompt_rows: int
     """Most tokens of prompts that a round may feed."""
     waiting_per_decoding: float = 1.0
-    """As ``RowPriceEstimator.waiting_per_decoding``: prompts that wait for the target wait for the
-    round too."""
+    """Sessions that wait for the pass, for each that decodes (``RowPriceEstimator``): prompts that
+    wait for the target wait for the round too."""
     least_chance: float = 0.0
     """Least probability with which a node is let into the pass."""
     max_steps: int = LONGEST_CHAIN

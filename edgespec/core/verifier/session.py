@@ -179,6 +179,13 @@ def catch_up_commits(
 
 
 class VerifySession:
+    """The pure machine of one generation on the verifier.
+
+    Call ``handle`` for every event and carry out the actions that it returns, in order.
+    ``server_drafts`` are the session's server-side draft sources, if it has any. With ``trees``
+    False its part of a pass is cut to a chain, for a target that verifies no trees.
+    """
+
     def __init__(
         self,
         request: Open,

@@ -55,6 +55,8 @@ class Drafted:
 
 @statically_frozen
 class PassDone:
+    """The session's part of a pass has ended; ``targets`` are the target's tokens."""
+
     targets: tuple[int, ...]
     scores: tuple[TokenScore, ...] = ()
     """Scores of the committed tokens; all fields but ``row_price`` are as in ``PassResult``."""
@@ -148,6 +150,8 @@ READY, PASSING, FINISHED = VerifyState
 
 @statically_frozen
 class RunningPass:
+    """The session's part of the pass that runs."""
+
     request: PassRequest
     started_at: float
     queue_s: float

@@ -349,8 +349,8 @@ def refuse_method(method: str) -> None:
 
 
 def with_draft_bound(settings: Mapping[str, Any], longest_chain: int) -> dict[str, Any]:
-    """Return ``settings`` with a number of tokens that bounds all drafts of a step, those of
-    devices too.
+    """Return ``settings`` with a number of tokens that bounds all drafts of a step,
+    also the drafts of devices.
 
     Each step then sets how many are proposed.
     """

@@ -23,7 +23,7 @@ class StepRequest:
     """One session's part of a step."""
 
     rows: int
-    """Rows of the text to compute, if so many are missing; vLLM may compute fewer."""
+    """Most rows of the text to compute in the step; vLLM may compute fewer."""
     drafts: tuple[int, ...] = ()
     """Chain behind vLLM's text; it is verified once all of the text is computed."""
     logprobs: int = 0
