@@ -185,12 +185,12 @@ def tell_worth(
         )
     share = counters.accepted / counters.committed if counters.committed else 0.0
     parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
-    if stats.lossy:
+    if stats.is_lossy:
         parts.append(loss(stats))
     console = Console(stderr=True, highlight=False)
     console.print(" · ".join(parts), style="dim" if color else "", soft_wrap=True)
     if explain:
-        console.print(legend(stats.lossy), soft_wrap=True)
+        console.print(legend(stats.is_lossy), soft_wrap=True)
 
 
 def summary(progress: Progress, stats: GenerationStats | None) -> str:
@@ -221,9 +221,9 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")
         if c.rested > c.committed // 10:
-            why = f": {stats.resting}" if stats.resting else ""
+            why = f": {stats.rest_reason}" if stats.rest_reason else ""
             lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")
-        if stats.lossy:
+        if stats.is_lossy:
             lines.append(loss(stats))
         if c.draft_failure:
             lines.append(f"drafting stopped: {c.draft_failure}")

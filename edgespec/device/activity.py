@@ -64,14 +64,14 @@ class Activity:
         self._open: dict[st.EventKind, tuple[float, st.TimelineEvent]] = {}
         """The entry of each kind that still absorbs events, and the time at which that ends."""
         self._ended = Counter[str]()
-        self.begun = 0
+        self.generation_count = 0
 
     def start(self, session: DraftSession, route: VerifierRoute, inner: Tracer) -> GenerationNotes:
         """Return the notes of a new generation.
 
         They are the tracer of its driver. Call ``finish`` with them when it has ended."""
         with self.lock:
-            self.begun += 1
+            self.generation_count += 1
             notes = GenerationNotes(self, session, route, inner)
             self.running[notes.number] = self.last = notes
         return notes
@@ -81,7 +81,7 @@ class Activity:
         with self.lock:
             if self.running.pop(notes.number, None) is None:
                 return
-            self._ended.update({**notes.count_totals(), notes.ending: 1})
+            self._ended.update({**notes.count_totals(), notes.outcome: 1})
             if notes.session.counters.tried:
                 self.last_drafted = notes
             idle = not self.running
@@ -96,8 +96,8 @@ class Activity:
             if behind <= 0:
                 return (), 0
             self._open.clear()  # An entry that a reader was given must not change any more.
-            held = tuple(self._events)
-        return held[-behind:], max(0, behind - len(held))
+            kept = tuple(self._events)
+        return kept[-behind:], max(0, behind - len(kept))
 
     def tokens_per_s(self, now: float) -> float:
         """Return the rate of all generations together over the last ``RATE_S`` seconds.
@@ -120,7 +120,7 @@ class Activity:
             running = tuple(self.running.values())
         for notes in running:
             found.update(notes.count_totals())
-        return st.AgentTotals(**{"generations": self.begun, **found})
+        return st.AgentTotals(**{"generations": self.generation_count, **found})
 
     # --- for the notes ---------------------------------------------------------------------
 
@@ -161,12 +161,12 @@ class GenerationNotes:
     def __init__(
         self, activity: Activity, session: DraftSession, route: VerifierRoute, inner: Tracer
     ) -> None:
-        self.number, self.session = activity.begun, session
+        self.number, self.session = activity.generation_count, session
         self.began_at = self.last_token_at = time.monotonic()
         self.first_token_at: float | None = None
         self.first_count = 0
         """Tokens of the first commit."""
-        self.ending = "cancelled"
+        self.outcome = "cancelled"
         self.model = session.request.model
         """Name of the model. It is the verifier's own name for it once `Opened` has arrived."""
         self._activity, self._inner, self._route = activity, inner, route
@@ -214,9 +214,9 @@ class GenerationNotes:
             case ev.Deliver():
                 self._note_tokens(at_s, len(item.tokens))
             case ev.Finish(reason):
-                self.ending = "cancelled" if reason is FinishReason.CANCELLED else "finished"
+                self.outcome = "cancelled" if reason is FinishReason.CANCELLED else "finished"
             case ev.Fail():
-                self.ending = "failed"
+                self.outcome = "failed"
             case _:
                 self._note_link(at_s, item)
 

@@ -79,7 +79,7 @@ class Piece:
 
     text: str
     kind: ev.TokenKind
-    held: int = 0
+    held_chars: int = 0
     """Number of characters before this token's own that were held back when it arrived, because
     they may begin a stop string. The text that the token stands for comes after them."""
 
@@ -143,12 +143,10 @@ class OutputReader:
         for token, kind in zip(event.tokens, event.kinds, strict=True):
             if self.stopped:
                 break
-            held_length, early = (
-                len(self._held),
-                self._position + len(pieces) < self._first_stop_position,
-            )
+            held_chars = len(self._held)
+            early = self._position + len(pieces) < self._first_stop_position
             shown = self._release(self._decoder.push((token,)), early=early)
-            pieces.append(Piece(shown, kind, held_length))
+            pieces.append(Piece(shown, kind, held_chars))
         count, position = len(pieces), self._position
         self._counters.subtract_undelivered(event.kinds[count:])
         self._position += count
@@ -226,11 +224,11 @@ class GenerationStats:
     ``counters.replaced`` tokens are not the target's own, and later tokens depend on them."""
 
     @property
-    def lossy(self) -> bool:
+    def is_lossy(self) -> bool:
         return self.rule != m.EXACT_RULE
 
     @property
-    def resting(self) -> str | None:
+    def rest_reason(self) -> str | None:
         """Why drafting does not pay now. None if it does, or if the policy never rests."""
         return explain_resting(self.policy, self.estimates.price, self.estimates)
 
@@ -376,7 +374,7 @@ class Agent:
         )
         needed_length = len(tokens) + sampling.max_tokens
         route = VerifierRoute(self.transport, conversation_hash, needed_length, model)
-        session = self._session(tokens, sampling, drafter, logprobs, model, rule)
+        session = self._make_session(tokens, sampling, drafter, logprobs, model, rule)
         notes = self.activity.start(session, route, self._tracer)
         lease = None if drafter is None else DrafterLease(self._pool, len(tokens), sampling)
         driver = SessionDriver(session, route.connect, lease, notes)
@@ -393,7 +391,7 @@ class Agent:
         try:
             if started is not None:
                 started(self.stats)
-            async for chunk in self._chunks(driver, tokens, sampling):
+            async for chunk in self._read_chunks(driver, tokens, sampling):
                 committed += chunk.tokens
                 yield chunk
         finally:
@@ -446,7 +444,7 @@ class Agent:
         if constraint is None or read is None or constraint.matcher is not None:
             return sampling
         try:
-            known = await self._grammars.run_for(client, read, constraint)
+            readable = await self._grammars.run_for(client, read, constraint)
         except (PoolBusyError, PoolLateError) as error:
             raise ConstraintBusyError(str(error)) from None
         except ConstraintError:
@@ -454,7 +452,7 @@ class Agent:
         except Exception as error:  # The error may quote the client, so it is not logged.
             why = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
             raise ConstraintError(f"the {constraint.kind.value} cannot be read: {why}") from None
-        return replace(sampling, constraint=known)
+        return replace(sampling, constraint=readable)
 
     async def close(self) -> None:
         """Stop the running generations and free the model."""
@@ -502,7 +500,7 @@ class Agent:
                 self._warned.add(about)
             _log.warning("%s", failure)
 
-    def _session(
+    def _make_session(
         self,
         prompt: tuple[int, ...],
         sampling: SamplingParams,
@@ -538,7 +536,7 @@ class Agent:
             text=self.options.text,
         )
 
-    async def _chunks(
+    async def _read_chunks(
         self, driver: SessionDriver, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> AsyncGenerator[Chunk, None]:
         reader = OutputReader(

@@ -331,11 +331,11 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
         vocabulary=vocabulary,
         draft_caches=config.draft.caches,
         text=text_tables(config),
-        recording=_recording(config),
+        recording=_open_recording(config),
     )
 
 
-def _recording(config: AgentConfig) -> Recording | None:
+def _open_recording(config: AgentConfig) -> Recording | None:
     """Return the recording of ``config``, or None. Raises ``ConfigError``."""
     if not config.record:
         return None

@@ -134,11 +134,11 @@ def open_corpus(names: Sequence[str], vocabulary: str, encode: Encode, say: Say)
         SetupError: The store cannot be written.
     """
     texts = _read_all(names, vocabulary)
-    digest = _digest([vocabulary, *texts])
+    digest = _hash_contents([vocabulary, *texts])
     listed = [str(Path(name).expanduser().absolute()) for name in names]
     folder = cache_folder() / "corpus"
     try:
-        path = folder / _digest([vocabulary, *listed]).hex()[:_DIGEST_BYTES]
+        path = folder / _hash_contents([vocabulary, *listed]).hex()[:_DIGEST_BYTES]
         if (store := _open_store(path, digest)) is None:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, digest + _build_store(texts, encode, say))
@@ -168,7 +168,7 @@ def _delete_old_stores(folder: Path, used: Path) -> None:
             path.unlink()
 
 
-def _digest(parts: Sequence[Content]) -> bytes:
+def _hash_contents(parts: Sequence[Content]) -> bytes:
     digest = hashlib.sha256(f"{_FORMAT} {sys.byteorder} {CORPUS_LENGTH}".encode())
     for part in parts:
         digest.update(hashlib.sha256(_to_bytes(part)).digest())
@@ -181,7 +181,7 @@ def _digest(parts: Sequence[Content]) -> bytes:
 def _read_all(names: Sequence[str], vocabulary: str) -> list[Content]:
     """Return the texts of files and folders, in order. Raises ``ConfigError``."""
     texts, room = list[Content](), MAX_CORPUS_BYTES
-    for path, listed in _files(names):
+    for path, listed in _list_files(names):
         try:
             text = _read(path, room, vocabulary)
         except TooLargeError as error:
@@ -230,7 +230,7 @@ def _read_committed(path: Path, vocabulary: str) -> bytes:
     return b"".join([*parts, end])
 
 
-def _files(names: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+def _list_files(names: Sequence[str]) -> Iterator[tuple[Path, bool]]:
     """Yield each file, and whether it was named itself.
 
     A folder yields all files below it that are not hidden, by name."""

@@ -72,7 +72,7 @@ def load_model_drafter(
             )
         return load_planned_drafter(draft, source, policy.width, say)
     else:
-        folder = _exported_folder(source, draft, say)
+        folder = _prepare_draft_folder(source, draft, say)
         with needs("onnxruntime", "edgespec[cpu]"):
             from edgespec.device.drafters.decoder_graph import EXECUTION
             from edgespec.device.drafters.onnx_drafter import OnnxDrafter
@@ -159,7 +159,7 @@ def describe_graph(source: ModelSource, variant: str) -> str:
     )
 
 
-def _exported_folder(source: ModelSource, draft: DraftSection, say: Say) -> Path:
+def _prepare_draft_folder(source: ModelSource, draft: DraftSection, say: Say) -> Path:
     if source.kind is SourceKind.EXPORT:
         _ = source.info  # This raises if the folder's tokenizer has changed since the export.
         return source.folder
@@ -222,7 +222,7 @@ def read_exported_variant(folder: Path) -> memory.DraftVariant:
         table_bytes=int(table * _BYTES_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
         context_length=manifest.window or manifest.model.context_length,
-        **_sizes(shape),
+        **_shape_sizes(shape),
     )
 
 
@@ -248,11 +248,11 @@ def predict_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.D
         table_bytes=table,
         inline=False,
         context_length=context,
-        **_sizes(shape),
+        **_shape_sizes(shape),
     )
 
 
-def _sizes(shape: DecoderShape) -> dict[str, int]:
+def _shape_sizes(shape: DecoderShape) -> dict[str, int]:
     """Return the sizes in a draft's shape, under the names that its variant uses."""
     return {name: getattr(shape, name) for name in _SIZES}
 

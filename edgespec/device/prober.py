@@ -75,18 +75,18 @@ class VerifierMonitor:
     """Probes all verifiers every ``every_s`` seconds, or every ``away_every_s`` while none is
     ready.
 
-    ``misfit`` returns the reason why a verifier's models are of no use here, or None. Call
+    ``find_misfit`` returns the reason why a verifier's models are of no use here, or None. Call
     ``close`` at the end, which closes the transports too."""
 
     def __init__(
         self,
         transports: Mapping[str, Transport],
-        misfit: Callable[[VerifierInfo], str | None] = lambda info: None,
+        find_misfit: Callable[[VerifierInfo], str | None] = lambda info: None,
         *,
         every_s: float = 15.0,
         away_every_s: float = 2.0,
     ) -> None:
-        self._transports, self._misfit = dict(transports), misfit
+        self._transports, self._find_misfit = dict(transports), find_misfit
         self._every_s, self._away_every_s = every_s, away_every_s
         self.statuses = tuple(map(VerifierStatus, transports))
         """Status of each verifier, in the given order."""
@@ -110,7 +110,9 @@ class VerifierMonitor:
 
     async def refresh(self) -> None:
         answers = await probe_all(self._transports)
-        self.statuses = tuple(self._status(one, answers[one.address]) for one in self.statuses)
+        self.statuses = tuple(
+            self._update_status(one, answers[one.address]) for one in self.statuses
+        )
         self.refreshed_at = time.monotonic()
 
     async def refresh_if_stale(self) -> None:
@@ -150,13 +152,13 @@ class VerifierMonitor:
                 what = "asking the verifiers failed"
                 log_failure(_log, what, error=error, may_quote_client=False)
 
-    def _status(self, before: VerifierStatus, answer: ProbeResult) -> VerifierStatus:
+    def _update_status(self, before: VerifierStatus, answer: ProbeResult) -> VerifierStatus:
         if (info := answer.info) is None:
             refuses = answer.error is not None and not answer.error.retryable
             why = answer.why.removeprefix(f"verifier at {before.address}: ")
             state = VerifierState.REFUSES if refuses else VerifierState.AWAY
             return replace(before, state=state, why=why)
         self.infos[before.address] = info
-        why = self._misfit(info) or ""
+        why = self._find_misfit(info) or ""
         state = VerifierState.MISFIT if why else VerifierState.READY
         return replace(before.with_info(info), state=state, why=why, rtt_s=answer.rtt_s)

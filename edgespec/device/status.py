@@ -66,7 +66,7 @@ class StatusSource:
             uptime_s=now - activity.began_at,
             running=len(running),
             tokens_per_s=activity.tokens_per_s(now),
-            verifiers=self._verifiers(running, now),
+            verifiers=self._verifier_statuses(running, now),
             generations=tuple(
                 self._generation_status(one, now) for one in running[-st.MAX_GENERATIONS :]
             ),
@@ -87,7 +87,7 @@ class StatusSource:
 
     # --- the parts -----------------------------------------------------------------------------
 
-    def _verifiers(
+    def _verifier_statuses(
         self, running: tuple[GenerationNotes, ...], now: float
     ) -> tuple[st.VerifierStatus, ...]:
         pool, watch = self._agent.transport, self._watch
@@ -160,7 +160,7 @@ class StatusSource:
         session, counters = notes.session, notes.session.counters
         first_at, tokens = notes.first_token_at, counters.committed
         later, took_s = tokens - notes.first_count, notes.last_token_at - (first_at or 0.0)
-        known = first_at is not None and later > 0 and took_s > 0.0
+        has_rate = first_at is not None and later > 0 and took_s > 0.0
         return st.GenerationStatus(
             number=notes.number,
             link=session.state.value,
@@ -169,7 +169,7 @@ class StatusSource:
             quiet_s=max(0.0, now - notes.last_token_at),
             prompt_tokens=len(session.request.prompt),
             tokens=tokens,
-            tokens_per_s=later / took_s if known else None,
+            tokens_per_s=later / took_s if has_rate else None,
             acceptance=counters.acceptance,
             drafting=session.drafting,
             accepted=counters.accepted,

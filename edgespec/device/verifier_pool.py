@@ -420,12 +420,12 @@ class VerifierDirectory:
         for verifier in self._verifiers:
             addresses = self._addresses.get(verifier, ())
             if len(addresses) < 2:
-                transports[verifier] = self._transport(verifier, verifier, "")
+                transports[verifier] = self._get_transport(verifier, verifier, "")
             else:
                 host = verifier.rpartition(":")[0]
                 for address in addresses:
                     label = f"{verifier} ({address.rpartition(':')[0]})"
-                    transports[label] = self._transport(label, address, host)
+                    transports[label] = self._get_transport(label, address, host)
         self._close_unused(transports)
         return transports
 
@@ -440,7 +440,7 @@ class VerifierDirectory:
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
-    def _transport(self, label: str, address: str, name: str) -> Transport:
+    def _get_transport(self, label: str, address: str, name: str) -> Transport:
         if label not in self._transports:
             self._transports[label] = self._make(address, server_name=name)
         return self._transports[label]

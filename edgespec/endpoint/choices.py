@@ -138,7 +138,7 @@ class Choice:
         scored: list[ScoredToken] = []
         for place, score in enumerate(chunk.logprobs):
             piece = chunk.pieces[place]
-            offset = len(self.echo) + self._characters + piece.held
+            offset = len(self.echo) + self._characters + piece.held_chars
             scored.append(ScoredToken(chunk.tokens[place], score, offset))
             self._characters += len(piece.text)
         self._characters += sum(len(piece.text) for piece in chunk.pieces[len(scored) :])
@@ -474,7 +474,7 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
             "failovers": sum(one.failovers for one in stats),
             "seed": seed,
             "rule": stats[0].rule if stats else EXACT_RULE,
-            "lossy": any(one.lossy for one in stats),
+            "lossy": any(one.is_lossy for one in stats),
         },
     }
 

@@ -161,7 +161,7 @@ class MarkedText:
         """Return the text of ``piece`` with signs for its marks. ``token`` None: the piece belongs
         to no token."""
         if token is not None and (mark := self._tokens.get(token)) is not None:
-            self._waiting.append((self._length + piece.held, mark))
+            self._waiting.append((self._length + piece.held_chars, mark))
         self._length += len(piece.text)
         self._text += piece.text
         return self._release(is_last=False)

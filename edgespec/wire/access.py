@@ -304,10 +304,8 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
         # OpenSSL would trust these here. Without them, gRPC uses the ones that it brings along.
         roots = _read(Path(system_roots))
     if tls.client_cert:
-        certificate_path, key_path = (
-            checked_path(tls.client_cert),
-            checked_path(tls.client_key, secret=True),
-        )
+        certificate_path = checked_path(tls.client_cert)
+        key_path = checked_path(tls.client_key, secret=True)
         certificate_pem, key_pem = _read(certificate_path), _read(key_path)
         try:
             check.load_cert_chain(certificate_path, key_path, password="")

@@ -246,8 +246,8 @@ class StreamSlots(Generic[_S]):
             if (evicted := self._oldest_idle(set(full))) is None:
                 for owner in full:
                     if bounds[owner] < self.max_streams:
-                        held = f"{self._held[owner]} streams of {owner} are open"
-                        return SlotGrant(f"{held}, the limit is {bounds[owner]}")
+                        why = f"{self._held[owner]} streams of {owner} are open"
+                        return SlotGrant(f"{why}, the limit is {bounds[owner]}")
                 return SlotGrant(f"{len(self)} streams are open, the limit is {self.max_streams}")
             self.release(evicted)
         self._owners[stream], self._idle[stream] = owners, None

@@ -61,8 +61,8 @@ def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> F
     if not 1 <= len(names) <= _MAX_NAMES:
         raise SetupError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
     alternatives = x509.SubjectAlternativeName([_parse_alternative(name) for name in names])
-    shown = names[0][:_MAX_NAME_CHARS]  # The name is for people; TLS checks the alternatives.
-    return _sign(folder, out, shown, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
+    common_name = names[0][:_MAX_NAME_CHARS]  # The name is for people; TLS checks the alternatives.
+    return _sign(folder, out, common_name, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
 
 
 def make_device(folder: Path, name: str) -> Files:

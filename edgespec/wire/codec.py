@@ -120,8 +120,8 @@ def check_member(field: str, members: Mapping[int, _E], number: int) -> _E:
     """Return the enum member with that wire number. Raises ``ProtocolViolation`` for unknown
     numbers."""
     if number not in members:
-        known = ", ".join(f"{n} ({member.name})" for n, member in members.items())
-        raise ProtocolViolation(f"{field} is {number}, but must be one of: {known}")
+        names = ", ".join(f"{n} ({member.name})" for n, member in members.items())
+        raise ProtocolViolation(f"{field} is {number}, but must be one of: {names}")
     return members[number]
 
 
@@ -503,7 +503,7 @@ def _check_field(name: str, value: Any, one: _SharedField) -> None:
 
 def _to_wire(message: Any) -> Any:
     """Return the protobuf message of a core message. Raises ``ProtocolViolation``."""
-    kind, given = _WIRE_TYPES[type(message)], dict[str, Any]()
+    kind, values = _WIRE_TYPES[type(message)], dict[str, Any]()
     for one in _FIELDS[type(message)]:
         value = getattr(message, one.name)
         if value is None or (one.is_optional and value == one.default):
@@ -516,15 +516,15 @@ def _to_wire(message: Any) -> Any:
                 parts = value if one.is_repeated else (value,)
                 wires = [_to_wire(part) for part in parts]
                 value = wires if one.is_repeated else wires[0]
-        given[one.name] = value
-    return kind(**given)
+        values[one.name] = value
+    return kind(**values)
 
 
 def _from_wire(kind: type[_T], wire: Any) -> _T:
     """Return the core message of a protobuf message.
 
     Raises ``ProtocolViolation``, also with the error of a dataclass that refuses a value."""
-    place, given = wire.DESCRIPTOR.name, dict[str, Any]()
+    place, values = wire.DESCRIPTOR.name, dict[str, Any]()
     for one in _FIELDS[kind]:
         if one.is_optional and not wire.HasField(one.name):
             continue
@@ -539,9 +539,9 @@ def _from_wire(kind: type[_T], wire: Any) -> _T:
                 parts = value if one.is_repeated else (value,)
                 found = tuple([_from_wire(one.kind, part) for part in parts])
                 value = found if one.is_repeated else found[0]
-        given[one.name] = value
+        values[one.name] = value
     try:
-        return kind(**given)
+        return kind(**values)
     except ValueError as error:
         raise ProtocolViolation(f"{place}: {error}") from None
 

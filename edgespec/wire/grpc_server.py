@@ -68,10 +68,8 @@ class GrpcVerifierStream:
     ) -> None:
         self._context, self.address, self.credential = context, address, credential
         self.peer = peer = callers.peer_address(address)
-        self.caller, self.payer = (
-            callers.caller_name(peer, credential),
-            callers.payer_name(peer, credential),
-        )
+        self.caller = callers.caller_name(peer, credential)
+        self.payer = callers.payer_name(peer, credential)
         self._server, self._limits = server, server.limits
         self._budget = server.uplink.open(time.monotonic(), self.payer)
         self._count = server.watch.traffic.count
@@ -135,15 +133,15 @@ class GrpcVerifierStream:
         _wake(self._reader_wakeup)
         return self._received.popleft()
 
-    async def feed(self, take: Callable[[m.Uplink], None]) -> NoReturn:
-        """Pass each message to ``take`` as it arrives, until the stream ends.
+    async def feed(self, handle: Callable[[m.Uplink], None]) -> NoReturn:
+        """Pass each message to ``handle`` as it arrives, until the stream ends.
 
-        Then it raises as ``receive`` does, or the error of ``take``. A message costs one iteration
-        of the event loop less than with ``receive``."""
+        Then it raises as ``receive`` does, or the error of ``handle``. A message costs one
+        iteration of the event loop less than with ``receive``."""
         while self._received:
-            take(await self.receive())
+            handle(await self.receive())
         self._raise_if_ended()
-        self._on_message = take
+        self._on_message = handle
         try:
             while True:
                 await self._wait_message()
@@ -500,10 +498,8 @@ class GrpcServer:
         # The peer is read once: grpcio 1.85 reads freed memory if it is read after the call has
         # ended.
         address = str(context.peer())
-        key, credential = (
-            callers.read_key(context),
-            await self._authenticate_call(context, stream=True),
-        )
+        key = callers.read_key(context)
+        credential = await self._authenticate_call(context, stream=True)
         peer = callers.caller_name(callers.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._count_refusal(m.FaultCode.OVERLOADED)

@@ -111,7 +111,7 @@ class Pipe(Generic[_T]):
         while self._reason is None and len(self._items) >= self._depth:
             await self._changed.wait()
         if self._reason is not None:
-            raise self._error()
+            raise self._make_error()
         self._items.append(item)
         self._wake()
 
@@ -119,7 +119,7 @@ class Pipe(Generic[_T]):
         while not self._items and self._reason is None:
             await self._changed.wait()
         if not self._items:
-            raise self._error()
+            raise self._make_error()
         return self._items[0]
 
     async def get(self) -> _T:
@@ -140,7 +140,7 @@ class Pipe(Generic[_T]):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _error(self) -> LinkError:
+    def _make_error(self) -> LinkError:
         assert self._reason is not None
         text, retryable = self._reason
         return LinkError(text, retryable=retryable)
@@ -163,7 +163,8 @@ class ShapedTransport:
         self._inner = inner
         self._pacer = pacer or ThreadPacer()
         self.wait_until, self._origin_s = self._pacer.wait_until, self._pacer.now()
-        self.up, self.down = partial(self._arrival, up), partial(self._arrival, down)
+        self.up = partial(self._compute_arrival, up)
+        self.down = partial(self._compute_arrival, down)
         self.limits, self.meter = limits or WireLimits(), meter
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -192,7 +193,7 @@ class ShapedTransport:
         for arrival in (self.up, self.down):
             await self.wait_until(arrival(_HANDSHAKE_BYTES))
 
-    def _arrival(self, way: LinkModel, size_bytes: int) -> float:
+    def _compute_arrival(self, way: LinkModel, size_bytes: int) -> float:
         """Return the time at which a message that leaves now arrives."""
         return way.arrival(self._pacer.now() - self._origin_s, size_bytes) + self._origin_s
 

@@ -267,7 +267,7 @@ async def test_a_useless_draft_is_told_once_in_a_line(caplog: pytest.LogCaptureF
         drafting = StatusSource(one, ("here",)).snapshot().drafting
         assert (drafting.worth, said in drafting.why) == (False, True)
     assert caplog.text.count(said) == 1
-    assert "\n" not in present(present(one.stats).resting)
+    assert "\n" not in present(present(one.stats).rest_reason)
 
 
 TEXT = ToyTokenizer()

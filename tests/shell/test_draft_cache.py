@@ -127,9 +127,9 @@ def test_a_window_whose_rows_do_not_move_is_a_fresh_draft_of_its_last_tokens(
     for keep, feed in random_steps(5, 50, 1000):
         sliding.step(keep, feed, 2)
         text[keep:] = feed
-        window.place(keep, len(text))
-        window.held = len(text) - window.skipped
-        assert window.held <= 64
+        window.move_to(keep, len(text))
+        window.held_rows = len(text) - window.skipped
+        assert window.held_rows <= 64
         fresh.begin(1, GREEDY)
         fresh.step(0, text[window.skipped :], 2)
         np.testing.assert_allclose(sliding.logits, fresh.logits, atol=2e-2)
@@ -291,29 +291,29 @@ class Rows:
 
     def follow(self, window: DraftWindow, keep_length: int, text: Sequence[int]) -> int:
         """How many tokens were fed."""
-        leaving = window.place(keep_length, len(text))
-        del self.held[window.held + leaving :]
+        leaving = window.move_to(keep_length, len(text))
+        del self.held[window.held_rows + leaving :]
         del self.held[window.sinks : window.sinks + leaving]
-        assert len(self.held) == window.held
+        assert len(self.held) == window.held_rows
         end = len(text) - window.skipped
-        fed = window.tokens(text, window.held, end)
-        for row, token in enumerate(fed, window.held):
+        fed = window.tokens(text, window.held_rows, end)
+        for row, token in enumerate(fed, window.held_rows):
             self.held.append((row + (window.skipped if row >= window.sinks else 0), token))
-        window.held = end
+        window.held_rows = end
         return len(fed)
 
 
 @pytest.mark.parametrize("moving", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 40, 64])
-def test_the_rows_are_the_first_tokens_and_the_last(size: int, moving: bool) -> None:
+def test_the_rows_are_the_first_tokens_and_the_last(size: int, can_move: bool) -> None:
     """Whatever is taken back and fed, and while the window is made shorter and longer."""
     for seed in range(16):
-        window, rows, text = DraftWindow(size, moving=moving), Rows(), list[int]()
+        window, rows, text = DraftWindow(size, can_move=can_move), Rows(), list[int]()
         for number, (keep, feed) in enumerate(steps(seed, 60, 3 * size)):
             text[keep:] = feed
             if seed % 4 == 0 and number % 9 == 8:
                 window.resize(max(1, size // (1 + number % 4)))
-                del rows.held[window.size if window.held else 0 :]
+                del rows.held[window.size if window.held_rows else 0 :]
             rows.follow(window, keep, text)
             positions = [position for position, _ in rows.held]
             assert [token for _, token in rows.held] == [text[position] for position in positions]
@@ -325,22 +325,22 @@ def test_the_rows_are_the_first_tokens_and_the_last(size: int, moving: bool) -> 
 
 @pytest.mark.parametrize("size", [8, 64, 1000])
 def test_a_text_that_grows_computes_each_token_once(size: int) -> None:
-    window, rows, text = DraftWindow(size, moving=True), Rows(), list[int]()
+    window, rows, text = DraftWindow(size, can_move=True), Rows(), list[int]()
     for token in range(5 * size):
         text.append(token)
         assert rows.follow(window, token, text) == 1
-        assert len(rows.held) > min(token, size - window.block)
+        assert len(rows.held) > min(token, size - window.block_rows)
     assert window.sinks == min(SINKS, size // 8)
 
 
 def test_of_a_long_prompt_the_ends_are_fed_and_an_old_correction_feeds_them_again() -> None:
-    window, rows, text = DraftWindow(64, moving=True), Rows(), list(range(5000))
-    assert rows.follow(window, 0, text) == 64 - window.block
+    window, rows, text = DraftWindow(64, can_move=True), Rows(), list(range(5000))
+    assert rows.follow(window, 0, text) == 64 - window.block_rows
     assert [position for position, _ in rows.held[:5]] == [0, 1, 2, 3, 4948]
     text[4960:] = [1] * 3  # within the window
     assert rows.follow(window, 4960, text) == 3
     text[4000:] = [2] * 2
-    assert rows.follow(window, 4000, text) == 64 - window.block - SINKS
+    assert rows.follow(window, 4000, text) == 64 - window.block_rows - SINKS
     text[30:] = [3]  # the whole text fits again
     assert rows.follow(window, 30, text) == 31 - SINKS
 
@@ -405,17 +405,17 @@ def test_logits_are_those_of_a_decoder_that_sees_the_first_and_the_last_tokens(
 ) -> None:
     drafter, oracle, text = OnnxDrafter(folder, window=48), PlainDecoder(), list[int]()
     drafter.begin(10, SamplingParams())
-    window, moved = DraftWindow(48, moving=True), 0
+    window, moved = DraftWindow(48, can_move=True), 0
     for keep, feed in steps(2, 150, 60):
         text[keep:] = feed
         drafter.step(keep, feed, 1)
-        leaving = window.place(keep, len(text))
+        leaving = window.move_to(keep, len(text))
         moved += leaving
-        del oracle.rows[window.held + leaving :]
+        del oracle.rows[window.held_rows + leaving :]
         del oracle.rows[window.sinks : window.sinks + leaving]
         end = len(text) - window.skipped
-        logits = [oracle.feed(token) for token in window.tokens(text, window.held, end)]
-        window.held = end
+        logits = [oracle.feed(token) for token in window.tokens(text, window.held_rows, end)]
+        window.held_rows = end
         np.testing.assert_allclose(drafter.logits, logits[-1], atol=2e-3)
     assert moved > 100
     drafter.close()

@@ -532,7 +532,7 @@ async def test_a_bug_while_a_request_is_answered_leaves_none_either(
     all_lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with over_toy() as live:
-        monkeypatch.setattr(live.endpoint.agent, "_session", _breaks)
+        monkeypatch.setattr(live.endpoint.agent, "_make_session", _breaks)
         monkeypatch.setattr(live.endpoint.tokenizer, "chat_template", _breaks)
         for asked in (ASKED[0], ASKED[9]):
             path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"

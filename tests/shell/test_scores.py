@@ -254,7 +254,7 @@ def test_the_command_line_labels_a_lossy_text() -> None:
             params = edgespec.SamplingParams(max_tokens=6)
             assert len(list(agent.generate(PROMPT, params, rule="dsd:1"))) > 0
             assert agent.stats is not None
-            assert (agent.stats.rule, agent.stats.lossy) == ("dsd:1", True)
+            assert (agent.stats.rule, agent.stats.is_lossy) == ("dsd:1", True)
     *_, last = [json.loads(one) for one in out.splitlines()]
     kinds = [piece["kind"] for one in out.splitlines() for piece in json.loads(one)["pieces"]]
     assert (last["rule"], last["lossy"]) == ("dsd:0", True)

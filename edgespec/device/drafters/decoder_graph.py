@@ -122,7 +122,7 @@ def read_graph(path: Path, session: ort.InferenceSession, hint: HeadHint = (0, 0
     """Return the inputs and outputs of a session's graph.
 
     Raises ``DraftModelError`` naming the file, the input or output and what was expected."""
-    inputs, outputs = _ports(session.get_inputs()), _ports(session.get_outputs())
+    inputs, outputs = _read_ports(session.get_inputs()), _read_ports(session.get_outputs())
     roles: dict[Role, Port] = {}
     pasts: dict[tuple[int, str], Port] = {}
     for port in inputs:
@@ -133,13 +133,13 @@ def read_graph(path: Path, session: ort.InferenceSession, hint: HeadHint = (0, 0
         elif place:
             pasts[place] = port
         else:
-            raise _unknown(path, port)
+            raise _unknown_input(path, port)
     if Role.IDS not in roles:
         raise DraftModelError(
             f"{path}: input 'input_ids' is missing; the graph takes {[p.name for p in inputs]}"
         )
-    caches = _caches(path, pasts, outputs, hint)
-    return DecoderGraph(roles, caches, _logits(path, outputs))
+    caches = _pair_caches(path, pasts, outputs, hint)
+    return DecoderGraph(roles, caches, _find_logits(path, outputs))
 
 
 def _cache_slot(name: str) -> tuple[int, str] | None:
@@ -152,7 +152,7 @@ def _cache_slot(name: str) -> tuple[int, str] | None:
     return int(numbers[0]), parts[0]
 
 
-def _unknown(path: Path, port: Port) -> DraftModelError:
+def _unknown_input(path: Path, port: Port) -> DraftModelError:
     known = ", ".join(role.value for role in Role)
     reason = ""
     if "inputs_embeds" in port.name:
@@ -178,7 +178,7 @@ def _check_input(path: Path, role: Role, port: Port) -> Port:
     return port
 
 
-def _logits(path: Path, outputs: Sequence[Port]) -> Port:
+def _find_logits(path: Path, outputs: Sequence[Port]) -> Port:
     found = next((port for port in outputs if port.name == "logits"), None)
     if found is None:
         raise DraftModelError(
@@ -192,7 +192,7 @@ def _logits(path: Path, outputs: Sequence[Port]) -> Port:
     return found
 
 
-def _caches(
+def _pair_caches(
     path: Path, pasts: dict[tuple[int, str], Port], outputs: Sequence[Port], hint: HeadHint
 ) -> tuple[CacheTensor, ...]:
     presents = {
@@ -214,7 +214,7 @@ def _caches(
     if missing := sorted(expected - set(presents)):
         raise DraftModelError(f"{path}: outputs are missing: present {_list_slots(missing)}")
     return tuple(
-        _cache(path, part, pasts[layer, part], presents[layer, part], hint)
+        _read_cache(path, part, pasts[layer, part], presents[layer, part], hint)
         for layer, part in sorted(expected)
     )
 
@@ -224,7 +224,7 @@ def _list_slots(places: Iterable[tuple[int, str]]) -> str:
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 
 
-def _cache(path: Path, part: str, past: Port, present: Port, hint: HeadHint) -> CacheTensor:
+def _read_cache(path: Path, part: str, past: Port, present: Port, hint: HeadHint) -> CacheTensor:
     what = f"{path}: input {past.name!r} is {past.dtype} {list(past.shape)}"
     if past.dtype not in _CACHED or present.dtype != past.dtype:
         raise DraftModelError(f"{what}, but must be one of {_CACHED}, as must {present.name!r}")
@@ -383,7 +383,7 @@ def read_placement(session: ort.InferenceSession) -> NodePlacement | None:
     return NodePlacement(accelerated, dict(others))
 
 
-def _ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
+def _read_ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
     return tuple(
         Port(node.name, _RUNTIME_TYPES.get(node.type, node.type), tuple(node.shape))
         for node in nodes

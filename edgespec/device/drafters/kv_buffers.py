@@ -65,7 +65,7 @@ class KvBuffers:
         """Length below which rows may be resident."""
         self._bound = False
         try:
-            self._maps = [_mapping(one.row_bytes * self.capacity) for one in tensors]
+            self._maps = [_map_memory(one.row_bytes * self.capacity) for one in tensors]
         except OSError as error:
             raise MemoryError(
                 f"no address space for {len(tensors)} key and value buffers of"
@@ -130,7 +130,7 @@ class KvBuffers:
         self.touched_length = 0
 
 
-def _mapping(size: int) -> mmap.mmap:
+def _map_memory(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size, flags=_PRIVATE) if _PRIVATE else mmap.mmap(-1, size)
     if _SMALL_PAGES is not None:
         try:

@@ -95,10 +95,10 @@ def read_manifest(folder: Path) -> DraftManifest:
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise DraftModelError(f"{path}: format must be {FORMAT}; export the draft again")
     data.pop("kept_count", None)  # Older exports have this key.
-    known = {one.name for one in fields(DraftManifest)}
-    if surplus := sorted(data.keys() - known):
+    keys = {one.name for one in fields(DraftManifest)}
+    if surplus := sorted(data.keys() - keys):
         raise DraftModelError(f"{path}: {surplus[0]} is no key of a manifest; export it again")
-    model = _model(path, data.pop("model", None))
+    model = _read_model(path, data.pop("model", None))
     for name, (low, high) in _NUMBERS.items():
         if name in data or name in _REQUIRED:
             _check(path, name, data.get(name), high, low)
@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> DraftManifest:
     return manifest
 
 
-def _model(path: Path, data: Any) -> ModelInfo:
+def _read_model(path: Path, data: Any) -> ModelInfo:
     """Return the model that a manifest describes. Raises ``DraftModelError``."""
     if not isinstance(data, dict):
         raise DraftModelError(f"{path}: model is {data!r}, but must be an object")

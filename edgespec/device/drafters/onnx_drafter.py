@@ -88,9 +88,9 @@ class GraphDrafter:
         self.weights_bytes = dg.weights_bytes(path)
         """Size of the file and its external data."""
         self._run_options: ort.RunOptions | None = None
-        moving = not any(cache.dtype == "int8" for cache in graph.caches)
+        can_move = not any(cache.dtype == "int8" for cache in graph.caches)
         self._max_candidates = MAX_WIDTH
-        self._window = DraftWindow(window or capacity, moving=moving)
+        self._window = DraftWindow(window or capacity, can_move=can_move)
         self._frequencies: list[kv.Frequencies | None] = []
         """Frequencies of each cache tensor, measured when a sequence first outgrows the window. The
         entry of values is None."""
@@ -100,7 +100,7 @@ class GraphDrafter:
         if self._session is None:
             raise ValueError("the drafter is closed")
         twin = copy(self)
-        twin._window = DraftWindow(self._window.size, moving=self._window.moving)
+        twin._window = DraftWindow(self._window.size, can_move=self._window.can_move)
         twin._bind_buffers()
         return twin
 
@@ -146,8 +146,8 @@ class GraphDrafter:
             return ()
         try:
             window = self._move_window(keep_length, position)
-            first, end = window.held, position - window.skipped
-            while (start := window.held) < end:
+            first, end = window.held_rows, position - window.skipped
+            while (start := window.held_rows) < end:
                 if cancelled():
                     raise ports.StepCancelledError(
                         f"cancelled with {start - first} of {end - first} tokens fed"
@@ -156,14 +156,15 @@ class GraphDrafter:
                 tokens = window.tokens(self._cache.tokens, start, min(start + count, end))
                 self._forward(start, tokens)
         except Exception:
-            self._cache.forget(keep_length)  # Rows behind it may hold anything after a failed run.
+            # Rows behind it may hold anything after a failed run.
+            self._cache.truncate(keep_length)
             raise
         self.logits[self._proposable_count :] = -np.inf
         return self._candidates(position, min(width, self._max_candidates))
 
     def close(self) -> None:
         """Free weights and buffers. Further steps are refused."""
-        self._cache.forget(0)
+        self._cache.truncate(0)
         self._session = self._binding = None
         self._store.close()
         trim_heap()  # Without this, half of the weights would stay resident.
@@ -178,13 +179,13 @@ class GraphDrafter:
     def _move_window(self, keep_length: int, length: int) -> DraftWindow:
         """Move the window to the end of the sequence and return it."""
         window = self._window
-        if window.moving and length > window.size and not self._frequencies:
+        if window.can_move and length > window.size and not self._frequencies:
             self._measure_frequencies()
-        if leaving := window.place(keep_length, length):
-            held, window.held = window.held, 0  # No row is valid while they move.
+        if leaving := window.move_to(keep_length, length):
+            held, window.held_rows = window.held_rows, 0  # No row is valid while they move.
             angles = [None if one is None else leaving * one for one in self._frequencies]
             self._store.remove(window.sinks, leaving, held + leaving, angles)
-            window.held = held
+            window.held_rows = held
         return window
 
     def _measure_frequencies(self) -> None:
@@ -203,7 +204,7 @@ class GraphDrafter:
             ]
         except mf.DraftModelError as error:
             _log.warning("beyond the window, half of its tokens are fed again: %s", error)
-            self._window.moving = False
+            self._window.can_move = False
             self._window.resize(self._window.size)
         finally:
             probe.close()
@@ -265,7 +266,7 @@ class GraphDrafter:
         self._store.bind(self._binding, cached, count)
         self._session.run_with_iobinding(self._binding, self._run_options)
         self._store.advance()
-        self._window.held = length
+        self._window.held_rows = length
         if self._one_row:
             return self.logits
         logits: NDArray[Any] = self._binding.get_outputs()[0].numpy()
@@ -279,7 +280,7 @@ class GraphDrafter:
         Tokens that the constraint forbids lose their ``logits``. If it allows none, there are no
         candidates."""
         cache, logits = self._cache, self.logits
-        mask = cache.mask()
+        mask = cache.allowed_mask()
         if mask is not None:
             bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
             count = min(bits.size, logits.size)
@@ -431,18 +432,18 @@ def check_behaviour(
     decode_rows(0, (a, b))
     decode_rows(2, (c,))
     for way in ("decoding token by token", "decoding after a rollback"):
-        difference = _difference(decode_rows(3, (d,))[-1], whole)
+        difference = _relative_difference(decode_rows(3, (d,))[-1], whole)
         if not difference <= MAX_DIFFERENCE:
             by = f"by {difference:.2f} standard deviations of the logits"
             return Behaviour(reason=f"{way} differs from decoding at once {by}")
-    several = _difference(decode_rows(1, (b, c, d))[-1], whole)
+    several = _relative_difference(decode_rows(1, (b, c, d))[-1], whole)
     alone, rows_of_feed = decode_rows(1, (b,))[-1], decode_rows(1, (b, *later))
     if len(rows_of_feed) > 1:
-        several = max(several, _difference(rows_of_feed[0], alone))
+        several = max(several, _relative_difference(rows_of_feed[0], alone))
     return Behaviour(several <= MAX_DIFFERENCE, all_rows=len(rows) > 1)
 
 
-def _difference(row: Row, reference: Row) -> float:
+def _relative_difference(row: Row, reference: Row) -> float:
     """Return the root mean square of the difference over the reference's standard deviation."""
     return float(np.sqrt(np.mean((row - reference) ** 2))) / max(float(reference.std()), 1e-12)
 

@@ -39,7 +39,7 @@ class SilentDrafter:
         return self._candidates(self._cache.advance(keep_length, feed), width)
 
     def close(self) -> None:
-        self._cache.forget(0)
+        self._cache.truncate(0)
 
     def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         return ()
@@ -62,7 +62,7 @@ class ToyDrafter(SilentDrafter):
 
     def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         cache, params = self._cache, self._cache.sampling
-        logits = masked(self._model.logits(cache.tokens), cache.mask())
+        logits = masked(self._model.logits(cache.tokens), cache.allowed_mask())
         if max(logits) == -math.inf:
             return ()
         prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())

@@ -191,11 +191,15 @@ def _read_layer_types(path: Path, config: dict[str, Any]) -> list[str]:
     if kinds is None:
         return []
     layers = read_whole_number(path, config, "num_hidden_layers")
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+    supported = ("full_attention", "sliding_attention")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(k not in supported for k in kinds)
+    ):
         raise ModelFolderError(
-            f"{path}: layer_types is {kinds!r}, but must have one of {known} for each of {layers}"
-            " layers"
+            f"{path}: layer_types is {kinds!r}, but must have one of {supported} for each of"
+            f" {layers} layers"
         )
     return kinds
 
@@ -324,7 +328,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, shape: DecoderShape) -> None:
-        self._files = _tensor_files(folder)
+        self._files = _list_tensor_files(folder)
         self._folder, self._shape = folder, shape
 
     def __contains__(self, name: str) -> bool:
@@ -340,7 +344,7 @@ class Checkpoint:
             value = self._read_stored(whole, (rows, *shape[1:]))[start : start + shape[0]]
         if len(shape) == 1 and "norm." in name:
             value = value + np.float32(self._shape.norm_offset)
-        factor = self._factor(name)
+        factor = self._find_factor(name)
         return value if factor == 1.0 else value * np.float32(factor)
 
     def _read_stored(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -373,7 +377,7 @@ class Checkpoint:
                 start += rows
         return "", 0, 0
 
-    def _factor(self, name: str) -> float:
+    def _find_factor(self, name: str) -> float:
         shape = self._shape
         if name == "model.norm.weight":
             return 1.0 / shape.logits_divisor
@@ -382,7 +386,7 @@ class Checkpoint:
         return shape.branch_scale / shape.stream_scale if divided else 1.0
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def _list_tensor_files(folder: Path) -> dict[str, Path]:
     import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
     from safetensors import SafetensorError, safe_open
 

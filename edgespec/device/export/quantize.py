@@ -72,8 +72,8 @@ def round_graph(path: Path, bits: int) -> None:
             )
         else:
             nodes.append(node)
-    known = {name for node in nodes for name in node.input}
-    constants = [one for one in graph.initializer if one.name in known]
+    used_names = {name for node in nodes for name in node.input}
+    constants = [one for one in graph.initializer if one.name in used_names]
     del graph.node[:], graph.initializer[:]
     graph.node.extend(nodes)
     graph.initializer.extend(constants)
@@ -126,10 +126,10 @@ def halve_cache(model: onnx.ModelProto) -> None:
         for index, value in enumerate(node.input[:3]):
             if value:
                 node.input[index] = f"{node.name}.half.{index}"
-                nodes.append(_cast(value, node.input[index], TensorProto.FLOAT16))
+                nodes.append(_make_cast(value, node.input[index], TensorProto.FLOAT16))
         output = node.output[0]
         node.output[0] = f"{node.name}.half"
-        nodes += [node, _cast(node.output[0], output, TensorProto.FLOAT)]
+        nodes += [node, _make_cast(node.output[0], output, TensorProto.FLOAT)]
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -163,7 +163,7 @@ def _set_cache_type(graph: onnx.GraphProto, element: int) -> None:
             value.type.tensor_type.elem_type = element
 
 
-def _cast(value: str, output: str, to: int) -> onnx.NodeProto:
+def _make_cast(value: str, output: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [value], [output], name=f"{output}.cast", to=to)
 
 

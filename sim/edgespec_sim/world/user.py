@@ -60,7 +60,7 @@ class WindowedDrafter:
         self.fed = self.kept = 0
         """Of the last step: tokens that it fed, and rows that it found."""
         self._inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
-        self._window, self._width = DraftWindow(window, moving=True), width
+        self._window, self._width = DraftWindow(window, can_move=True), width
         self.info, self.close = inner.info, inner.close
         self.held_tokens = 0
 
@@ -91,11 +91,11 @@ class WindowedDrafter:
             self._window.clear()
             self.fed = self.kept = 0
             return ()
-        self._window.place(keep_length, length)
+        self._window.move_to(keep_length, length)
         rows = length - self._window.skipped
-        self.kept, self.fed = self._window.held, rows - self._window.held
-        self._window.held = rows
-        self.held_tokens = max(self.held_tokens, self._window.held)
+        self.kept, self.fed = self._window.held_rows, rows - self._window.held_rows
+        self._window.held_rows = rows
+        self.held_tokens = max(self.held_tokens, self._window.held_rows)
         return found[: self._width]
 
 
