@@ -265,7 +265,7 @@ class AgentOptions:
     drafts."""
     learned: es.Learned = field(default_factory=es.Learned, compare=False)
     """Estimates that earlier agents on this machine measured with this draft."""
-    text: TextTables | None = field(default=None, compare=False)
+    text_tables: TextTables | None = field(default=None, compare=False)
     """N-gram tables of the user's earlier texts. None if lookup is off."""
     recording: Recording | None = field(default=None, compare=False)
     """Stores the committed tokens of generations. None if they are not recorded."""
@@ -533,7 +533,7 @@ class Agent:
             vocabulary_size=self.options.vocabulary_size,
             verifier=self.verifier,
             learned=learned,
-            text=self.options.text,
+            text=self.options.text_tables,
         )
 
     async def _read_chunks(

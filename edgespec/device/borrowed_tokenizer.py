@@ -293,7 +293,7 @@ class BorrowingAgent(Agent):
             options = replace(self.options, vocabulary=build.vocabulary_of(reference))
             drafter = self.drafter or build.load_drafter(config)
             options = build.with_shared_ids(options, drafter, config, target)
-            build.add_corpus(self.options.text, config, text, None)
+            build.add_corpus(self.options.text_tables, config, text, None)
         except ValueError as error:
             raise SetupError(str(error)) from error
         self.options, self._vocabulary = options, options.vocabulary

@@ -223,7 +223,7 @@ def build_agent(
     if config.draft.memory_budget:
         template_worker().most_bytes = TEMPLATE_BYTES_IN_BUDGET
     options = agent_options(config, vocabulary_of(reference))
-    add_corpus(options.text, config, tokenizer, say)
+    add_corpus(options.text_tables, config, tokenizer, say)
     drafter = load_drafter(config, say=say)
     options = with_shared_ids(options, drafter, config, target)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_grammar_reader(reference)
@@ -330,7 +330,7 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
         rule=config.rule,
         vocabulary=vocabulary,
         draft_caches=config.draft.caches,
-        text=text_tables(config),
+        text_tables=text_tables(config),
         recording=_open_recording(config),
     )
 

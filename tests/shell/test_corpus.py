@@ -281,7 +281,7 @@ async def test_a_lent_tokenizer_reads_the_corpus(tmp_path: Path) -> None:
         agent = BorrowingAgent(AgentConfig(address, draft=draft))
         async with agent:
             await agent._borrow()
-        store = present(present(agent.options.text).corpus)
+        store = present(present(agent.options.text_tables).corpus)
         end, (token,) = ToyTokenizer().encode("two "), ToyTokenizer().encode("t")
         assert store.after(tuple(end)) == (4, [(token, 1.0)])
 

@@ -303,7 +303,7 @@ class Rows:
         return len(fed)
 
 
-@pytest.mark.parametrize("moving", [True, False])
+@pytest.mark.parametrize("can_move", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 40, 64])
 def test_the_rows_are_the_first_tokens_and_the_last(size: int, can_move: bool) -> None:
     """Whatever is taken back and fed, and while the window is made shorter and longer."""
