@@ -290,7 +290,7 @@ def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agen
         run_ahead=dice.choice((RunAhead.AUTO, RunAhead.ALWAYS)),
         reconnect=HASTY,
         draft_caches=MAX_CACHES,
-        text=TextTables(ngrams=True) if dice.random() < 0.5 else None,
+        text_tables=TextTables(ngrams=True) if dice.random() < 0.5 else None,
     )
     read = (
         device_grammar_reader("bundled") if dice.random() < 0.5 else None

@@ -231,7 +231,7 @@ class _Bench:
                 transport = ShapedTransport(build.connect(address), up, down, meter=meter)
                 lent = LentDrafter(drafter) if drafter is not None and arm.drafts else None
                 encode, stream = tokenizer.encode, tokenizer.stream
-                options = replace(options, text=build.text_tables(self.config))
+                options = replace(options, text_tables=build.text_tables(self.config))
                 return Station(Agent(transport, lent, encode, stream, options), meter)
 
             self.runner = runner = BenchRunner(settings, workload, station, progress)

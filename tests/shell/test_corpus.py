@@ -341,7 +341,7 @@ def test_what_is_configured_is_built() -> None:
         config = load_config(AgentConfig, None, {"tokenizer": "toy", **overrides})
         drafter = present(load_drafter(config))
         assert drafter.info.name == name
-        assert (agent_options(config, "").text is not None) == text
+        assert (agent_options(config, "").text_tables is not None) == text
 
 
 # --- recordings -----------------------------------------------------------------------------------
