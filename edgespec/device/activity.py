@@ -116,11 +116,11 @@ class Activity:
     def totals(self) -> st.AgentTotals:
         """Return all counts, including those of running generations so far."""
         with self.lock:
-            found = self._ended.copy()
+            counts = self._ended.copy()
             running = tuple(self.running.values())
         for notes in running:
-            found.update(notes.count_totals())
-        return st.AgentTotals(**{"generations": self.generation_count, **found})
+            counts.update(notes.count_totals())
+        return st.AgentTotals(**{"generations": self.generation_count, **counts})
 
     # --- for the notes ---------------------------------------------------------------------
 
@@ -185,11 +185,11 @@ class GenerationNotes:
     def count_totals(self) -> dict[str, int]:
         """Return this generation's part of ``AgentTotals``."""
         counters, request = self.session.counters, self.session.request
-        found = {name: int(getattr(counters, name)) for name in _COUNTED_FIELDS}
-        found["tokens"] = counters.committed
-        found["prompt_tokens"] = len(request.prompt)
-        found["draft_failures"] = int(bool(counters.draft_failure))
-        return found
+        counts = {name: int(getattr(counters, name)) for name in _COUNTED_FIELDS}
+        counts["tokens"] = counters.committed
+        counts["prompt_tokens"] = len(request.prompt)
+        counts["draft_failures"] = int(bool(counters.draft_failure))
+        return counts
 
     def _note_event(self, at_s: float, item: object) -> None:
         note = self._activity.note

@@ -168,8 +168,8 @@ class OutputReader:
 
         While ``early``, no stop string may end here; one that begins here may end later."""
         old, held = len(self._held), self._held + text
-        found = (held.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops)
-        starts = [at for at in found if at >= 0]
+        places = (held.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops)
+        starts = [at for at in places if at >= 0]
         if starts and not early:
             self.stopped, self._held = True, ""
             return held[: min(starts)]
@@ -427,11 +427,11 @@ class Agent:
         if not infos:
             why = "; ".join(one.why for one in answers) or "no verifier is known"
             raise ConnectError(f"no verifier answers: {why}")
-        found: dict[str, ModelInfo] = {}
+        models: dict[str, ModelInfo] = {}
         for info in infos:
             for model in info.models:
-                found.setdefault(model.name, model)
-        return tuple(found.values())
+                models.setdefault(model.name, model)
+        return tuple(models.values())
 
     async def with_matcher(self, sampling: SamplingParams, client: str = "") -> SamplingParams:
         """Return ``sampling`` with its constraint read, if it has one and this device can read it.

@@ -212,9 +212,9 @@ def _check_texts(folder: Path, info: ModelInfo) -> None:
     except ValueError as error:
         why = str(error).replace(f"{folder}/", "")
         raise LinkError(f"{subject} cannot be used: {why}", retryable=False) from error
-    if (found := tokenizer.vocabulary) != info.vocabulary:
+    if (vocabulary := tokenizer.vocabulary) != info.vocabulary:
         raise LinkError(
-            f"{subject} has the vocabulary {found}, but it serves {info.vocabulary}",
+            f"{subject} has the vocabulary {vocabulary}, but it serves {info.vocabulary}",
             retryable=False,
         )
 

@@ -90,10 +90,10 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     files = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))
     worker = None if reference == BUNDLED else template_worker()
     key = (worker, files)
-    if (found := _tokenizers.get(key)) is None:
-        found = RemoteTokenizer(folder) if is_lent(folder) else TextTokenizer(folder, worker)
-        _tokenizers[key] = found
-    return found
+    if (tokenizer := _tokenizers.get(key)) is None:
+        tokenizer = RemoteTokenizer(folder) if is_lent(folder) else TextTokenizer(folder, worker)
+        _tokenizers[key] = tokenizer
+    return tokenizer
 
 
 def lent_folders() -> tuple[Path, ...]:
@@ -136,8 +136,8 @@ def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingPar
 
     The defaults are in ``generation_config.json`` beside the tokenizer ``reference``. Raises
     ``ValueError`` naming the file, the key and the value."""
-    usual = SamplingParams()
-    if any(getattr(sampling, name) != getattr(usual, name) for name in _MODEL_SAMPLING):
+    neutral = SamplingParams()
+    if any(getattr(sampling, name) != getattr(neutral, name) for name in _MODEL_SAMPLING):
         return sampling
     defaults = resolve_source(reference, Purpose.TEXTS).sampling
     return replace(sampling, **{name: getattr(defaults, name) for name in _MODEL_SAMPLING})
@@ -154,9 +154,9 @@ def vocabulary_of(reference: str) -> str:
 @lru_cache(maxsize=16)
 def _read_lent_vocabulary(reference: str) -> str:
     """Return the fingerprint of a lent tokenizer. Its folder is named after its content."""
-    found = load_tokenizer(reference)
-    assert isinstance(found, RemoteTokenizer)
-    return found.vocabulary
+    tokenizer = load_tokenizer(reference)
+    assert isinstance(tokenizer, RemoteTokenizer)
+    return tokenizer.vocabulary
 
 
 def connect(

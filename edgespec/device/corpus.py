@@ -94,11 +94,11 @@ class StoredCorpus:
         places = self._order[first:behind:step].tolist()
         counts = Counter([self._read(place - 1, _WORD_BYTES) for place in places])
         del counts[bytes(_WORD_BYTES)]  # A zero marks the end of a file.
-        found = [
+        candidates = [
             (int.from_bytes(token, "big") - 1, count / len(places))
             for token, count in counts.most_common(RANKS)
         ]
-        return (length, found) if found else (0, ())
+        return (length, candidates) if candidates else (0, ())
 
     def _find_place(self, bisect: Callable[..., int], wanted: bytes) -> int:
         """Return the index at which ``wanted`` would stand in the order."""

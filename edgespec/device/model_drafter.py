@@ -102,18 +102,18 @@ def load_foreign_drafter(
     from edgespec.device.drafters.decoder_graph import EXECUTION
     from edgespec.device.drafters.onnx_drafter import ForeignDrafter
 
-    found = source.graph_info
+    info = source.graph_info
     first_error: ValueError | None = None
     for variant, path in source.graphs.items():
         try:
             return ForeignDrafter(
                 path,
-                found.model,
-                hint=(found.kv_heads, found.head_size),
+                info.model,
+                hint=(info.kv_heads, info.head_size),
                 threads=draft.threads,
                 context_length=draft.context_length,
                 window=draft.window,
-                token_count=found.token_count,
+                token_count=info.token_count,
                 providers=EXECUTION[draft.provider],
             )
         except ValueError as error:
@@ -334,5 +334,5 @@ def summarise_plan(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:
         f" window {settings.window}, {plan.variant.kv_type.value} keys and values,"
         f" width {settings.width}" + (f", caches {settings.caches}" if settings.caches > 1 else "")
     )
-    found = plan.list_reductions(best)
-    return f"{line} ({'; '.join(found)})" if found else line
+    reductions = plan.list_reductions(best)
+    return f"{line} ({'; '.join(reductions)})" if reductions else line

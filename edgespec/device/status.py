@@ -93,10 +93,10 @@ class StatusSource:
         pool, watch = self._agent.transport, self._watch
         probed = {one.address: one for one in (() if watch is None else watch.statuses)}
         if isinstance(pool, VerifierPool):
-            found = self._pool_verifiers(pool, running, probed)
+            statuses = self._pool_verifiers(pool, running, probed)
         else:
-            found = [self._single_verifier(running, probed)]
-        return tuple(self._add_duration(one, now) for one in found[:_MAX_VERIFIERS])
+            statuses = [self._single_verifier(running, probed)]
+        return tuple(self._add_duration(one, now) for one in statuses[:_MAX_VERIFIERS])
 
     def _single_verifier(
         self, running: tuple[GenerationNotes, ...], probed: Mapping[str, st.VerifierStatus]
@@ -117,7 +117,7 @@ class StatusSource:
         probed: Mapping[str, st.VerifierStatus],
     ) -> list[st.VerifierStatus]:
         serving = {one.verifier for one in running if one.session.state is STREAMING}
-        found = []
+        statuses = []
         for candidate in tuple(pool.failover.candidates.listed.values()):
             address, info = candidate.address, candidate.info
             # One of several addresses behind a name ("NAME (ADDRESS)") is probed by that name.
@@ -132,8 +132,8 @@ class StatusSource:
                 )
             elif candidate.breaker.state is not CLOSED:
                 status = replace(status, state=st.VerifierState.AWAY, why=candidate.error)
-            found.append(status)
-        return found or [probed.get(one, st.VerifierStatus(one)) for one in self._addresses]
+            statuses.append(status)
+        return statuses or [probed.get(one, st.VerifierStatus(one)) for one in self._addresses]
 
     def _add_measurements(
         self, status: st.VerifierStatus, running: tuple[GenerationNotes, ...]
@@ -189,7 +189,7 @@ class StatusSource:
         drafts = [one for one in running if one.session.drafting]
         notes = drafts[-1] if drafts else activity.last_drafted or activity.last
         session = None if notes is None else notes.session
-        found = assess_drafting(
+        status = assess_drafting(
             agent.options.policy,
             agent.verifier.price,
             None if session is None else session.estimates,
@@ -197,13 +197,13 @@ class StatusSource:
         )
         if memory.resting:
             why = "the memory budget leaves nothing to the draft: it rests"
-            return replace(found, worth=False, why=why)
+            return replace(status, worth=False, why=why)
         failed = session is not None and session.counters.draft_failure
         given_up = session is not None and session.has_given_up
         if running and not drafts and session is not None and not failed and not given_up:
             why = "the draft is busy, or the text is longer than its context"
-            return replace(found, worth=False, why=why)
-        return found
+            return replace(status, worth=False, why=why)
+        return status
 
     def _memory_status(self) -> st.MemoryStatus:
         """Return the memory in use, with the current limits of a guarded drafter at any depth."""
@@ -229,7 +229,7 @@ def assess_drafting(
     """Return what the policy makes of the price and of the latest generation's measurements.
 
     ``estimates`` and ``counters`` are None before the first generation."""
-    found = st.DraftingStatus(
+    status = st.DraftingStatus(
         None,
         "nothing was drafted yet",
         acceptance=None if counters is None else counters.acceptance,
@@ -237,20 +237,20 @@ def assess_drafting(
         credit=price.credit,
     )
     if estimates is None or counters is None:
-        return found
-    found = replace(
-        found,
+        return status
+    status = replace(
+        status,
         step_s=estimates.step_s.get(0.0) or None,
         tokens_per_pass=counters.committed / counters.passes if counters.passes else None,
     )
     if counters.draft_failure:
         why = f"the draft model failed: {counters.draft_failure}"
-        return replace(found, worth=False, why=one_line(why)[:_MAX_WHY])
+        return replace(status, worth=False, why=one_line(why)[:_MAX_WHY])
     if (rest_reason := explain_resting(policy, price, estimates)) is not None:
-        return replace(found, worth=False, why=rest_reason)
+        return replace(status, worth=False, why=rest_reason)
     if not counters.tried:
-        return found
-    return replace(found, worth=True, why=_explain_gain(found, price))
+        return status
+    return replace(status, worth=True, why=_explain_gain(status, price))
 
 
 def _explain_gain(found: st.DraftingStatus, price: RowPrice) -> str:

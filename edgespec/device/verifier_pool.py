@@ -381,8 +381,8 @@ LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
 
 async def look_up(host: str, port: int) -> Sequence[str]:
     """Return the addresses that the system's resolver finds, in its order of preference."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in entries]
 
 
 class VerifierDirectory:

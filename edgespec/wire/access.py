@@ -104,12 +104,12 @@ class KeyFile:
     def make_ring(self) -> KeyRing:
         """Return the keys for lookups. Raises ``ValueError`` for too many keys, or for a key with
         two names."""
-        found = {}
+        credentials = {}
         for name, entry in self.keys.items():
             limits = {one.name: getattr(entry, one.name) for one in fields(entry)}
             digest = bytes.fromhex(limits.pop("sha256"))
-            found[name] = (digest, Credential(name, **limits))
-        return KeyRing(found)
+            credentials[name] = (digest, Credential(name, **limits))
+        return KeyRing(credentials)
 
 
 def make_key() -> tuple[str, str]:
@@ -139,9 +139,9 @@ class ReloadResult:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        found = [f"keys {self.keys}"] if self.keys else []
-        found += ["a new certificate or client CA"] if self.certificate else []
-        return "; ".join(found) or "nothing changed"
+        changes = [f"keys {self.keys}"] if self.keys else []
+        changes += ["a new certificate or client CA"] if self.certificate else []
+        return "; ".join(changes) or "nothing changed"
 
 
 class ServerAccess:
@@ -167,14 +167,14 @@ class ServerAccess:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        found = []
+        texts = []
         if self._ring is not None and not len(self._ring):
-            found.append(f"{self._keys} holds no key: every device is refused")
+            texts.append(f"{self._keys} holds no key: every device is refused")
         if self._identity is not None:
             ends = self._identity.expires
             if (days := (ends - datetime.now(UTC)).days) < _EXPIRES_SOON_DAYS:
-                found.append(f"{self._tls.cert} expires in {days} days, on {ends:%Y-%m-%d}")
-        return tuple(found)
+                texts.append(f"{self._tls.cert} expires in {days} days, on {ends:%Y-%m-%d}")
+        return tuple(texts)
 
     def authenticate(self, key: str) -> Credential | None:
         """Return the credential of an API key, as of the last reload. Call it only if keys are
@@ -258,8 +258,8 @@ class DeviceAccess:
         was something else."""
         if not details.startswith("failed to connect to all addresses"):
             return None
-        if found := _NOT_TRUSTED.search(details):
-            why = f": {found[1].strip()}" if found[1] else ""
+        if match := _NOT_TRUSTED.search(details):
+            why = f": {match[1].strip()}" if match[1] else ""
             return f"its certificate is not trusted{why}; name a CA to trust with --ca FILE"
         if "Hostname Verification Check failed" in details:
             why = "--set tls.server_name=NAME names the one it has"
@@ -369,17 +369,17 @@ def read_certificates(path: Path) -> tuple[bytes, Sequence[Certificate]]:
 
     pem, now = _read(path), datetime.now(UTC)
     try:
-        found = x509.load_pem_x509_certificates(pem)
+        certificates = x509.load_pem_x509_certificates(pem)
     except ValueError as error:
         raise ConfigError(f"{path}: holds no PEM certificate that can be read: {error}") from None
-    for one in found:
+    for one in certificates:
         begins, ends = one.not_valid_before_utc, one.not_valid_after_utc
         if now > ends:
             raise ConfigError(f"{path}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC")
         if now < begins:
             why = f"the certificate is not valid before {begins:%Y-%m-%d %H:%M}"
             raise ConfigError(f"{path}: {why}")
-    return pem, found
+    return pem, certificates
 
 
 def read_key(path: Path, certificate_path: Path, certificate: Certificate) -> tuple[bytes, Any]:

@@ -109,11 +109,11 @@ def check_text(field: str, text: str, max_bytes: int) -> str:
 def check_tokens(field: str, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens as a tuple. Raises ``ProtocolViolation`` naming the first one out of
     range."""
-    found = tuple(tokens)
-    if found and not (min(found) >= 0 and max(found) <= MAX_TOKEN):
-        for index, token in enumerate(found):
+    checked = tuple(tokens)
+    if checked and not (min(checked) >= 0 and max(checked) <= MAX_TOKEN):
+        for index, token in enumerate(checked):
             check_number(f"{field}[{index}]", token, 0, MAX_TOKEN)
-    return found
+    return checked
 
 
 def check_member(field: str, members: Mapping[int, _E], number: int) -> _E:
@@ -383,25 +383,25 @@ def _check_replaced(places: Sequence[int], count: int) -> tuple[int, ...]:
 
 def _encode_scores(scores: Sequence[TokenScore], token_count: int) -> list[pb.TokenScore]:
     _check_length("Commit.logprobs", len(scores), "none or one per token", token_count)
-    found = []
+    encoded = []
     for one in scores:
         tokens, logprobs = [token for token, _ in one.top], [logprob for _, logprob in one.top]
         _check_score(tokens, (one.logprob, one.margin, *logprobs))
-        found.append(
+        encoded.append(
             pb.TokenScore(logprob=one.logprob, margin=one.margin, tokens=tokens, logprobs=logprobs)
         )
-    return found
+    return encoded
 
 
 def _decode_scores(wire: Sequence[pb.TokenScore], token_count: int) -> tuple[TokenScore, ...]:
     _check_length("Commit.logprobs", len(wire), "none or one per token", token_count)
-    found = []
+    decoded = []
     for one in wire:
         _check_length("TokenScore.logprobs", len(one.logprobs), "one per token", len(one.tokens))
         _check_score(one.tokens, (one.logprob, one.margin, *one.logprobs))
         top = tuple(zip(one.tokens, one.logprobs, strict=True))
-        found.append(TokenScore(one.logprob, one.margin, top))
-    return tuple(found)
+        decoded.append(TokenScore(one.logprob, one.margin, top))
+    return tuple(decoded)
 
 
 def _check_score(tokens: Sequence[int], numbers: Iterable[float]) -> None:
@@ -464,7 +464,7 @@ class _SharedField:
 def _shared_fields(message: type[Any]) -> tuple[_SharedField, ...]:
     """Return the fields of ``message`` that travel."""
     hints, on_wire = get_type_hints(message), _WIRE_TYPES[message].DESCRIPTOR.fields_by_name
-    found = []
+    shared_fields = []
     for field in fields(message):
         if (wire := on_wire.get(field.name)) is None:
             continue
@@ -479,8 +479,8 @@ def _shared_fields(message: type[Any]) -> tuple[_SharedField, ...]:
             default=field.default,
             largest=_MAX_OF_TYPE.get(wire.type, -1),
         )
-        found.append(shared)
-    return tuple(found)
+        shared_fields.append(shared)
+    return tuple(shared_fields)
 
 
 _FIELDS: Final = {message: _shared_fields(message) for message in _WIRE_TYPES}
@@ -537,8 +537,8 @@ def _from_wire(kind: type[_T], wire: Any) -> _T:
             _check_field(name, value, one)
             if one.kind in _WIRE_TYPES:
                 parts = value if one.is_repeated else (value,)
-                found = tuple([_from_wire(one.kind, part) for part in parts])
-                value = found if one.is_repeated else found[0]
+                decoded = tuple([_from_wire(one.kind, part) for part in parts])
+                value = decoded if one.is_repeated else decoded[0]
         values[one.name] = value
     try:
         return kind(**values)

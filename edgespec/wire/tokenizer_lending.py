@@ -125,12 +125,12 @@ def unpack_texts(archive: bytes, names: Sequence[str] = TEXT_FILES) -> dict[str,
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as file:
             entries = file.infolist()
-            found = [entry.filename for entry in entries]
-            if not set(found) <= set(names):
-                other = next(name for name in found if name not in names)
+            file_names = [entry.filename for entry in entries]
+            if not set(file_names) <= set(names):
+                other = next(name for name in file_names if name not in names)
                 raise ProtocolViolation(f"file {other!r} is none of {', '.join(names)}")
-            if len(set(found)) < len(found) or not needed <= set(found):
-                why = f"the files are {found}, but must be distinct"
+            if len(set(file_names)) < len(file_names) or not needed <= set(file_names):
+                why = f"the files are {file_names}, but must be distinct"
                 raise ProtocolViolation(why + "".join(f", {name} among them" for name in needed))
             check_number("bytes of the files", sum(e.file_size for e in entries), 0, MAX_TEXT_BYTES)
             return {entry.filename: file.read(entry) for entry in entries}

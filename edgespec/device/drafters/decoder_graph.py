@@ -179,17 +179,17 @@ def _check_input(path: Path, role: Role, port: Port) -> Port:
 
 
 def _find_logits(path: Path, outputs: Sequence[Port]) -> Port:
-    found = next((port for port in outputs if port.name == "logits"), None)
-    if found is None:
+    logits = next((port for port in outputs if port.name == "logits"), None)
+    if logits is None:
         raise DraftModelError(
             f"{path}: output 'logits' is missing; the graph gives {[p.name for p in outputs]}"
         )
-    if found.dtype not in _FLOATS or len(found.shape) not in (2, 3):
+    if logits.dtype not in _FLOATS or len(logits.shape) not in (2, 3):
         raise DraftModelError(
-            f"{path}: output 'logits' is {found.dtype} {list(found.shape)}, but must be one of"
+            f"{path}: output 'logits' is {logits.dtype} {list(logits.shape)}, but must be one of"
             f" {_FLOATS}, [1, length, vocabulary] or [rows, vocabulary]"
         )
-    return found
+    return logits
 
 
 def _pair_caches(

@@ -237,12 +237,12 @@ def measure_frequencies(keys: NDArray[Any], name: str) -> Frequencies:
     as far apart determines their number."""
     half = keys.shape[-1] // 2
     points = keys[..., :half].astype(np.float64) + 1j * keys[..., half : 2 * half]
-    found: Frequencies = np.zeros(half)
+    frequencies: Frequencies = np.zeros(half)
     for lag in (one for one in _LAGS if one < keys.shape[1]):
         angle = np.angle((points[:, lag:] * points[:, :-lag].conj()).sum((0, 1)))
-        whole_turns = np.round((lag * found - angle) / math.tau)
-        found = (angle + math.tau * whole_turns) / lag
-    back = points * np.exp(-1j * found * np.arange(keys.shape[1])[:, None])
+        whole_turns = np.round((lag * frequencies - angle) / math.tau)
+        frequencies = (angle + math.tau * whole_turns) / lag
+    back = points * np.exp(-1j * frequencies * np.arange(keys.shape[1])[:, None])
     rest = np.abs(back - back.mean(1, keepdims=True))
     size = float(np.mean(np.abs(points) ** 2))
     residue = math.sqrt(np.mean(rest**2) / size) if size > 0.0 else math.inf
@@ -251,7 +251,7 @@ def measure_frequencies(keys: NDArray[Any], name: str) -> Frequencies:
             f"{name}: cached keys are not turned by their position: a share of {residue:.2g} of"
             f" them is left unexplained, at most {MAX_RESIDUE}"
         )
-    return found
+    return frequencies
 
 
 def turn_back(rows: Buffer, angles: Frequencies | None) -> Buffer:

@@ -147,8 +147,11 @@ def find_damage(folder: Path, manifest: DraftManifest, names: Iterable[str] = ()
     ``names`` are the files to check, by default all that the manifest lists."""
     for name in names or manifest.file_bytes:
         path, size = folder / name, manifest.file_bytes.get(name)
-        if size is not None and (found := path.stat().st_size if path.is_file() else -1) != size:
-            has = "no such file" if found < 0 else f"has {found} bytes"
+        if (
+            size is not None
+            and (actual_size := path.stat().st_size if path.is_file() else -1) != size
+        ):
+            has = "no such file" if actual_size < 0 else f"has {actual_size} bytes"
             return f"{path}: {has}, but was written with {size}"
     return ""
 

@@ -509,14 +509,14 @@ class ForeignDrafter(GraphDrafter):
             self._store_type = kind
             try:
                 self._bind_buffers()
-                found = check_behaviour(self._decode_rows, self.info.vocabulary_size)
+                behaviour = check_behaviour(self._decode_rows, self.info.vocabulary_size)
             # The exceptions of onnxruntime share no base class of their own.
             except Exception as error:
                 reason = f"it does not run: {error}"
                 continue
-            if not (reason := found.reason):
-                self.behaviour = replace(found, in_place=kind is kv.KvBuffers)
-                self._takes_chunks, self._run_options = found.chunks, None
+            if not (reason := behaviour.reason):
+                self.behaviour = replace(behaviour, in_place=kind is kv.KvBuffers)
+                self._takes_chunks, self._run_options = behaviour.chunks, None
                 self._bind_buffers()
                 return
         raise mf.DraftModelError(f"{self._path}: the graph cannot draft: {reason}")

@@ -66,16 +66,16 @@ class ToyDrafter(SilentDrafter):
         if max(logits) == -math.inf:
             return ()
         prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
-        found = rank_candidates(warp(logits, params, prompt, output), params, position, width)
-        if len(found) == width or params.greedy:
-            return found
+        candidates = rank_candidates(warp(logits, params, prompt, output), params, position, width)
+        if len(candidates) == width or params.greedy:
+            return candidates
         open_params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         others = rank_candidates(
             warp(logits, open_params, prompt, output), open_params, position, len(logits)
         )
-        inside = {candidate.token for candidate in found}
+        inside = {candidate.token for candidate in candidates}
         fill = [candidate for candidate in others if candidate.token not in inside]
-        return found + tuple(fill[: width - len(found)])
+        return candidates + tuple(fill[: width - len(candidates)])
 
 
 def rank_candidates(

@@ -256,7 +256,7 @@ def _read_gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, An
         for layer in range(read_whole_number(path, config, "num_hidden_layers"))
     ]
     real = partial(read_number, path, config)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "attention_scale": real("query_pre_attn_scalar", 256.0, above=0.0) ** -0.5,
         "stream_scale": float(hidden) ** 0.5,
         "norm_offset": 1.0,
@@ -268,8 +268,8 @@ def _read_gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, An
         local = read_section(
             path, read_section(path, config, "rope_parameters"), "sliding_attention"
         ) or {"rope_theta": real("rope_local_base_freq", 10_000.0, above=0.0)}
-        found["local_rope"] = _read_rope(path, {"rope_parameters": local})
-    return found
+        fields["local_rope"] = _read_rope(path, {"rope_parameters": local})
+    return fields
 
 
 def _read_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,9 @@ def _find_fault(folder: Path) -> str:
 
 def _source_digest(source: Path, bits: int, kv_type: KvType) -> str:
     digest = hashlib.blake2b(f"{_EXPORT_VERSION} {bits} {kv_type.value}".encode(), digest_size=8)
-    for path in sorted(found for pattern in _HASHED_FILES for found in source.glob(pattern)):
+    for path in sorted(
+        file_path for pattern in _HASHED_FILES for file_path in source.glob(pattern)
+    ):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):

@@ -56,15 +56,15 @@ def rope_tables(
 
 def _frequencies(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    found: NDArray[Any] = 1.0 / np.float32(rope["rope_theta"]) ** exponents
+    frequencies: NDArray[Any] = 1.0 / np.float32(rope["rope_theta"]) ** exponents
     match rope["rope_type"]:
         case "linear":
-            found = found / float(rope["factor"])
+            frequencies = frequencies / float(rope["factor"])
         case "llama3":
-            found = _llama3(rope, found)
+            frequencies = _llama3(rope, frequencies)
         case "yarn":
-            found = _yarn(rope, found, head_dim)
-    return found.astype(np.float32)
+            frequencies = _yarn(rope, frequencies, head_dim)
+    return frequencies.astype(np.float32)
 
 
 def _llama3(rope: Mapping[str, Any], plain: NDArray[Any]) -> NDArray[Any]:

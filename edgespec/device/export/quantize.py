@@ -183,8 +183,8 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
         token = first[0] if index == 0 and first else token
         for position in range(length):
             token = drafter.step(position, [token], 1)[0].token
-        found = [_channel_bounds(one.part, rows) for one, rows in drafter.cached_rows(length)]
-        largest = [np.maximum(a, b) for a, b in zip(largest or found, found, strict=True)]
+        bounds = [_channel_bounds(one.part, rows) for one, rows in drafter.cached_rows(length)]
+        largest = [np.maximum(a, b) for a, b in zip(largest or bounds, bounds, strict=True)]
     scales = [
         np.where(one > 0, one * np.float32(_HEADROOM_FACTOR / 127), 1).astype(np.float32)
         for one in largest
@@ -195,10 +195,10 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
 def _channel_bounds(part: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
     """Return a bound of each channel of ``rows`` [heads, tokens, head dim], as [heads * head
     dim]."""
-    found: NDArray[np.float32] = np.abs(rows.astype(np.float32))
+    magnitudes: NDArray[np.float32] = np.abs(rows.astype(np.float32))
     if part == "key":
-        half = found.shape[-1] // 2
-        norm = np.hypot(found[..., :half], found[..., half:])
-        found = np.concatenate((norm, norm), axis=-1)
-    largest: NDArray[np.float32] = found.max(axis=1).reshape(-1)
+        half = magnitudes.shape[-1] // 2
+        norm = np.hypot(magnitudes[..., :half], magnitudes[..., half:])
+        magnitudes = np.concatenate((norm, norm), axis=-1)
+    largest: NDArray[np.float32] = magnitudes.max(axis=1).reshape(-1)
     return largest
