@@ -57,7 +57,7 @@ class Activity:
         self.last: GenerationNotes | None = None
         """The generation that was started last."""
         self.last_drafted: GenerationNotes | None = None
-        """The generation that ended last among those whose drafts were judged."""
+        """The generation that ended last among the ones whose drafts were judged."""
         self.link = LinkStatus(st.VerifierState.UNKNOWN, self.began_at)
         self.last_event = 0
         self._events: deque[st.TimelineEvent] = deque(maxlen=st.MAX_EVENTS)

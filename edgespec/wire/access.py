@@ -1,7 +1,7 @@
 """Access to a verifier: API keys and TLS of both ends, from files to running parts.
 
 The verifier's side can be read again while it runs (``ServerAccess.reload``). All files are read
-and checked first, and only if all of them are valid does anything change. So a typing error in a
+and checked first, and only if all are valid does anything change. So a typing error in a
 file leaves the verifier as it was.
 
 The device sends its API key only where it cannot be intercepted: over TLS, on this machine, or

@@ -18,7 +18,7 @@ CALL_ENDED_ERRORS: Final = (
     asyncio.InvalidStateError,
     RuntimeError,
 )
-"""Errors of the library on a call that has ended. Which of them it raises depends on timing."""
+"""Errors of the library on a call that has ended. Timing decides which one is raised."""
 
 
 async def abort_call(

@@ -47,11 +47,11 @@ _S = TypeVar("_S", bound=Hashable)
 
 
 class RefusalDelay:
-    """Delays refusals: the more calls of a payer are held, the later each of them is refused.
+    """Delays refusals: the more calls of a payer are held, the later each one is refused.
 
     A refusal costs the event loop about 0.4 ms, so a caller that is refused at once and calls again
     in a loop could fill it. Each refused call is held for half a second, or longer if many of one
-    payer's calls are held, so that at most ``REFUSALS_PER_S`` of them end in a second. Held calls
+    payer's calls are held, so that at most ``REFUSALS_PER_S`` calls end in a second. Held calls
     cost memory only. Beyond ``MAX_DELAYED_CALLS_PER_PAYER`` calls are refused at once again, but
     that takes as many calls open at the same time."""
 

@@ -37,7 +37,7 @@ MAX_UINT64 = (1 << 64) - 1
 WINDOW_BYTES = 1 << 18
 """Unread bytes of one stream that its sender may have under way (HTTP/2 flow control)."""
 MAX_TOKEN: Final = (1 << 24) - 1
-"""Largest token id on the wire, above those of any vocabulary. Each end checks its own
+"""Largest token id on the wire, larger than in any vocabulary. Each end checks its own
 vocabulary."""
 _MAX_DRAFT_NODES: Final = 256
 # Bytes of a token id, and of everything in an Open besides tokens: names, biases, stop ids.
