@@ -36,7 +36,6 @@ from edgespec.core.ports import (
     Drafter,
     TargetModel,
     never_cancelled,
-    pass_shape,
 )
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -242,7 +241,7 @@ async def play(
     target, mood, drafter = models.target, Mood(kind, dice), None
     blocks, server_drafts = dice.choice((64, 128)), dice.random() < 0.5
     if models.draft is None:
-        shape = pass_shape(target)
+        shape = target.pass_shape
         limits = EngineLimits(
             trees=shape.trees, own_drafts=shape.own_drafts, server_drafts=server_drafts
         )

@@ -35,7 +35,7 @@ import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.config import DraftSection
 from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.device.memory import MIB, DraftSettings, KvType, memory_terms, parse_budget
-from edgespec.core.ports import Drafter, ModelInfo, Transport
+from edgespec.core.ports import Drafter, ModelInfo, SimpleTarget, Transport
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
@@ -200,8 +200,10 @@ def be_device(job: dict[str, Any]) -> None:
 # --- the verifier of it ---------------------------------------------------------------------------
 
 
-class RandomText:
+class RandomText(SimpleTarget):
     """A target whose token at each position is a hash of it, whatever came before."""
+
+    mode = "random"
 
     def __init__(self, name: str) -> None:
         size = SHAPES[name][6]

@@ -31,7 +31,7 @@ import psutil
 
 from edgespec.__main__ import main as edgespec
 from edgespec.config import VerifierConfig, dump_config
-from edgespec.core.ports import ModelInfo
+from edgespec.core.ports import ModelInfo, SimpleTarget
 from edgespec.core.protocol.messages import Draft, Message
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
@@ -269,8 +269,10 @@ def look_tokens_up() -> None:
 GREEDY = SamplingParams(ignore_eos=True)
 
 
-class TableTarget:
+class TableTarget(SimpleTarget):
     """The toy target as a table: its greedy choices, without its checks."""
+
+    mode = "table"
 
     def __init__(self, inner: object) -> None:
         self._info: ModelInfo = inner.info  # type: ignore[attr-defined]

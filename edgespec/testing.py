@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from edgespec.api import Agent
 from edgespec.core.ports import DeviceStream, LinkError, ServeStream, VerifierStream
@@ -141,6 +142,10 @@ class LoopbackTransport:
         """The number of streams that are open."""
         return len(self._links)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._links
+
     async def connect(self) -> DeviceStream:
         """Open a stream. Raises ``LinkError`` after ``close`` or ``refuse``."""
         await self.info()
@@ -246,6 +251,13 @@ class _VerifierEnd:
             raise LinkError(str(violation), retryable=False) from None
         self._link.came(message, len(payload))
         return message
+
+    def send_now(self, message: Downlink) -> bool:
+        return False
+
+    async def feed(self, take: Callable[[Uplink], None]) -> NoReturn:
+        while True:
+            take(await self.receive())
 
     async def close(self) -> None:
         self._link.end("the verifier closed the stream")

@@ -31,7 +31,7 @@ from edgespec.cli.main import FAILED
 from edgespec.cli.options import Flag, from_config
 from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
 from edgespec.config.common import SetupError, join_host_port, local_host_of, needs
-from edgespec.core.ports import TargetModel, pass_shape
+from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.folders import BUNDLED
@@ -40,7 +40,7 @@ from edgespec.telemetry import verifier_counts
 from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.metric_table import Table, make_registry
 from edgespec.telemetry.trace import Tracer
-from edgespec.verifier.build import build_verifier, load_server_drafter, load_target, target_mode
+from edgespec.verifier.build import build_verifier, load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import ServerAccess
 
@@ -265,11 +265,11 @@ def next_command(config: VerifierConfig, port: int) -> str:
 def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: VerifierInfo) -> str:
     context, most = info.model.context_length, target.info.context_length
     shorter = f" of {most}: the cache holds no more (limits)" if context < most else ""
-    own = config.draft or ("its speculator" if pass_shape(target).own_drafts else "")
+    own = config.draft or ("its speculator" if target.pass_shape.own_drafts else "")
     draft = f", drafts itself with {own}" if own else ""
     return (
         f"edgespec verifier ready on {join_host_port(config.host, port)}: {info.model.name},"
-        f" {target_mode(target)}{draft}, context {context}{shorter}"
+        f" {target.mode}{draft}, context {context}{shorter}"
     )
 
 

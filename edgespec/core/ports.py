@@ -2,14 +2,13 @@
 
 They are structural protocols and use the standard library and ``core`` only. Each has at least two
 implementations in this project: a real one and a toy, loopback or virtual one. A protocol states
-every member that its callers use. A member with a default here may be left out by an implementation
-that inherits from the protocol.
+every member that its callers use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 from edgespec.core.protocol.messages import Downlink, Uplink, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
@@ -104,9 +103,22 @@ class TargetModel(Protocol):
     def info(self) -> ModelInfo: ...
 
     @property
+    def mode(self) -> str:
+        """How the target computes, in words, for the verifier's ready line."""
+
+    @property
     def cache(self) -> CacheShape | None:
         """Shape of the KV cache, whose blocks the engine assigns (``PassRequest.blocks``); None for
         a target that always has room."""
+
+    @property
+    def pass_shape(self) -> PassShape:
+        """Bounds on what the target can compute in one pass."""
+
+    @property
+    def adapters(self) -> tuple[ModelInfo, ...]:
+        """Models that the target serves beside its own: each is that model with a LoRA adapter,
+        under a name and with a fingerprint of its own."""
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -125,6 +137,14 @@ class TargetModel(Protocol):
         ``ModelOutputError`` for a session that cannot go on. Any call may raise
         ``TargetLostError``; no call may follow that."""
 
+    def use_adapter(self, key: str, name: str) -> None:
+        """Let a sequence that was opened just now use the adapter ``name``. Raises ``ValueError``
+        if the target has no such adapter."""
+
+    def set_draft_steps(self, count: int) -> None:
+        """Set how many tokens the target's own speculator proposes behind the passes that follow,
+        at most ``PassShape.own_drafts``; 0: none. A target without a speculator ignores it."""
+
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         """Record which of the last pass's nodes became committed, as indices from root to leaf.
 
@@ -135,12 +155,18 @@ class TargetModel(Protocol):
         """Free the sequence; unknown keys are ignored."""
 
 
-def pass_shape(target: object) -> PassShape:
-    """Return the bounds of ``target`` on one pass: its ``pass_shape``, or no bounds if it has
-    none."""
-    # Not by ``isinstance``, which from Python 3.12 on does not see what a wrapper passes on.
-    shape: PassShape = getattr(target, "pass_shape", PassShape())
-    return shape
+class SimpleTarget:
+    """Base class of a target that has no adapters, no speculator and no bounds on a pass. It
+    implements these members of ``TargetModel``."""
+
+    pass_shape = PassShape()
+    adapters: tuple[ModelInfo, ...] = ()
+
+    def use_adapter(self, key: str, name: str) -> None:
+        raise ValueError(f"the target has no adapter {name!r}")
+
+    def set_draft_steps(self, count: int) -> None:
+        """Ignore ``count``."""
 
 
 class ServerDrafter(Protocol):
@@ -164,31 +190,6 @@ class ServerDrafter(Protocol):
 
     def close(self, key: str) -> None:
         """Free the sequence; unknown keys are ignored."""
-
-
-def set_draft_steps(target: object, count: int) -> None:
-    """Set how many tokens the target's own speculator proposes behind the passes that follow.
-
-    Calls ``set_draft_steps`` of ``target`` if it speculates (``PassShape.own_drafts``); 0: none."""
-    set_steps = getattr(target, "set_draft_steps", None)
-    if set_steps is not None:
-        set_steps(count)
-
-
-def adapters_of(target: object) -> tuple[ModelInfo, ...]:
-    """Return the models that ``target`` serves beside its own, each that model with a LoRA adapter,
-    under a name and with a fingerprint of its own."""
-    adapters: tuple[ModelInfo, ...] = getattr(target, "adapters", ())
-    return adapters
-
-
-def use_adapter(target: object, key: str, name: str) -> None:
-    """Let a sequence that was opened just now use this adapter. Raises ``ValueError`` if the target
-    has no adapters."""
-    use = getattr(target, "use_adapter", None)
-    if use is None:
-        raise ValueError(f"the target has no adapter {name!r}")
-    use(key, name)
 
 
 class CapacityError(RuntimeError):
@@ -269,13 +270,28 @@ class VerifierStream(Protocol):
 
     async def send(self, message: Downlink) -> None: ...
 
+    def send_now(self, message: Downlink) -> bool:
+        """Send a message if that needs no wait, and return whether it was sent. If not, ``send``
+        must be called. May always return False."""
+
     async def receive(self) -> Uplink: ...
+
+    async def feed(self, take: Callable[[Uplink], None]) -> NoReturn:
+        """Pass each message to ``take`` as it arrives, until the stream ends.
+
+        Then raises as ``receive`` does, or the error of ``take``. It is equivalent to calling
+        ``take`` with the result of ``receive`` for ever, and may be quicker."""
 
     async def close(self) -> None: ...
 
 
 class Transport(Protocol):
     """Opens streams to one verifier."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the transport has no open stream and no pending call, so that it can be closed.
+        May always be False; then it is closed only with its owner."""
 
     async def connect(self) -> DeviceStream:
         """Open a stream. Raises ``LinkError`` with the peer and the reason."""
@@ -284,12 +300,6 @@ class Transport(Protocol):
         """Return what the verifier serves and its load. Raises ``LinkError``."""
 
     async def close(self) -> None: ...
-
-
-def is_idle(transport: object) -> bool:
-    """Return whether ``transport`` has no open stream and no pending call, so that it can be
-    closed. False if it has no ``idle`` member."""
-    return bool(getattr(transport, "idle", False))
 
 
 ServeStream = Callable[[VerifierStream], Awaitable[None]]

@@ -22,7 +22,7 @@ from typing import Any, Final, assert_never
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.known_verifiers import Route
-from edgespec.core.ports import DeviceStream, LinkError, Transport, is_idle
+from edgespec.core.ports import DeviceStream, LinkError, Transport
 from edgespec.core.protocol import messages as m
 from edgespec.device.prober import probe
 from edgespec.device.session_driver import link_down
@@ -435,7 +435,7 @@ class VerifierDirectory:
 
     def _close_unused(self, used: Collection[str]) -> None:
         for name in [name for name in self._transports if name not in used]:
-            if is_idle(self._transports[name]):
+            if self._transports[name].is_idle:
                 task = asyncio.create_task(self._transports.pop(name).close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

@@ -14,7 +14,7 @@ from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError, needs
 from edgespec.config.verifier import VLLM
 from edgespec.core.device.memory import parse_budget
-from edgespec.core.ports import ServerDrafter, TargetModel, pass_shape
+from edgespec.core.ports import ServerDrafter, TargetModel
 from edgespec.core.protocol.messages import EXACT_RULE, Limits
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import SharePrefixes
@@ -66,7 +66,7 @@ def build_verifier(
     access = access or ServerAccess(config)
     target = target or load_target(config)
     drafter = drafter or load_server_drafter(config, target)
-    bounds, shape = config.limits, pass_shape(target)
+    bounds, shape = config.limits, target.pass_shape
     context_length = target.info.context_length
     if target.cache is not None:  # the longest text must fit alone
         context_length = min(context_length, target.cache.tokens)
@@ -107,7 +107,7 @@ def build_verifier(
 
 
 def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool) -> EngineLimits:
-    bounds, shape = config.limits, pass_shape(target)
+    bounds, shape = config.limits, target.pass_shape
     return EngineLimits(
         max_sessions=bounds.max_sessions,
         max_rows_per_pass=min(bounds.max_rows_per_pass, shape.max_rows),
@@ -159,15 +159,6 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
     return PacedModel(
         inner=drafter, base_ms=step_ms, per_row_ms=row_ms, sleep=time.sleep, clock=time.monotonic
     )
-
-
-def target_mode(target: TargetModel) -> str:
-    """Return how the target computes, in words, for the ready line."""
-    inner = getattr(target, "inner", target)
-    words = [str(getattr(inner, "mode", "toy"))]
-    if inner is not target:
-        words.append("emulated pass time")
-    return ", ".join(words)
 
 
 def model_name(config: VerifierConfig) -> str:

@@ -140,7 +140,7 @@ class TargetWorker:
                     missing.add(item.key)
                     loop.call_soon_threadsafe(self._failed, failure)
             batch = [request for request in requests if request.key not in missing]
-            ports.set_draft_steps(self._target, draft_steps)
+            self._target.set_draft_steps(draft_steps)
             began_s = time.perf_counter()
             results = tuple(self._target.forward(batch)) if batch else ()
             return ee.BatchDone(results, time.perf_counter() - began_s)
@@ -191,7 +191,7 @@ class TargetWorker:
                 case ee.OpenSequence(key, prompt_length, sampling, text, adapter):
                     self._target.open(key, prompt_length, sampling, text)
                     if adapter:
-                        ports.use_adapter(self._target, key, adapter)
+                        self._target.use_adapter(key, adapter)
                 case ee.KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case ee.CloseSequence(key):
@@ -282,7 +282,7 @@ class Verifier:
         most = limits.context_length
         model, *adapters = (
             replace(one, context_length=min(one.context_length, most))
-            for one in (target.info, *ports.adapters_of(target))
+            for one in (target.info, *target.adapters)
         )
         self._model, self._adapters = model, tuple(adapters)
         self.engine = VerifyEngine(
@@ -301,7 +301,7 @@ class Verifier:
         self._send_queues: dict[int, SendQueue] = {}
         self._senders: dict[int, Callable[[m.Downlink], bool]] = {}
         """The ``send_now`` of each stream that can send without waiting
-        (``GrpcVerifierStream.send_now``)."""
+        (``VerifierStream.send_now``)."""
         self._blocked: set[int] = set()
         """Streams with a message in their send queue; ``_reported_blocked`` holds those reported to
         the engine."""
@@ -345,7 +345,7 @@ class Verifier:
         number = self._stream_count
         send_queue = SendQueue(_MAX_QUEUED_MESSAGES)
         self._streams[number], self._send_queues[number] = stream, send_queue
-        self._senders[number] = getattr(stream, "send_now", lambda _: False)
+        self._senders[number] = stream.send_now
         self._requests[number] = new_request_id()
         request_id.set(self._requests[number])
         reader = asyncio.create_task(self._read(number, stream))
@@ -391,10 +391,7 @@ class Verifier:
                 self._close(number)
                 return
             self._handle(ee.StreamOpened(number, opening, stream.peer, stream.credential))
-            if (feed := getattr(stream, "feed", None)) is not None:
-                await feed(partial(self._receive, number))
-            while True:
-                self._receive(number, await stream.receive())
+            await stream.feed(partial(self._receive, number))
         except TimeoutError:
             self._refuse(number, f"no Open within {_OPEN_WITHIN_S} s")
         except ports.LinkError as error:

@@ -66,7 +66,7 @@ class GrpcTransport:
         self._closed = False
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not (self._calls or self._streams or self._lingering)
 
     async def connect(self) -> DeviceStream:

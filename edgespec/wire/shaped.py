@@ -168,6 +168,11 @@ class ShapedTransport:
         self.limits, self.meter = limits or WireLimits(), meter
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_idle(self) -> bool:
+        """Always False: messages of a closed stream may still be under way on the link."""
+        return False
+
     async def connect(self) -> DeviceStream:
         """Open a stream, a round trip later. Raises ``LinkError`` as ``inner`` does."""
         await self._round_trip()

@@ -93,6 +93,8 @@ class FaultyStream:
 
 
 class FaultyTransport:
+    is_idle = False
+
     def __init__(self, inner: ports.Transport, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
 

@@ -67,6 +67,8 @@ class Distant(LoopbackTransport):
 class Failing:
     """A transport that does what it is told instead of an answer."""
 
+    is_idle = False
+
     def __init__(self, error: Exception | None) -> None:
         self._error = error
 

@@ -221,6 +221,8 @@ def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
 class Slow:
     """A transport that never connects, and takes its time to let go."""
 
+    is_idle = False
+
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.inner = loopback(streaming([1]))

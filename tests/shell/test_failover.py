@@ -386,7 +386,7 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
 class Made:
     """A transport that only remembers how it was made, and whether it is in use."""
 
-    idle = False
+    is_idle = False
 
     def __init__(self, address: str, server_name: str) -> None:
         self.made_with, self.closed = (address, server_name), False
@@ -473,7 +473,7 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     resolver.names["pool"] = ["10.0.0.2", "10.0.0.3"]
     assert (await find())[0] is second
     assert not first.closed  # a text still comes over it
-    first.idle = second.idle = True
+    first.is_idle = second.is_idle = True
     resolver.now -= LOOKUP_LIFETIME_S  # no other addresses are looked for
     _, third = await find()
     assert [one.closed for one in (first, second, third)] == [True, False, False]
@@ -481,11 +481,11 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     again, _ = await find()
     assert again is not first
     assert not third.closed
-    third.idle = again.idle = True
+    third.is_idle = again.is_idle = True
     for _ in range(50):
         resolver.names["pool"] = [f"10.0.1.{resolver.asked}", "10.0.0.2"]
         for one in await find():
-            one.idle = True
+            one.is_idle = True
     assert len(directory._transports) == 2
     await directory.close()
     assert all(one.closed for one in (second, third, again))

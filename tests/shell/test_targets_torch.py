@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from edgespec.core.ports import CapacityError, PassRequest, PassResult
+from edgespec.core.ports import CapacityError, PassRequest, PassResult, SimpleTarget
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import MODEL_TYPES
 from edgespec.verifier.targets import canonical_mode, linear_layers, row_tiles, torch_target
@@ -499,12 +499,13 @@ def test_where_packed_products_do_not_hold_canonical_mode_keeps_the_bits_of_plai
     assert torch.equal(recorder.reference(text, 20), expected)
 
 
-class Unshared:
+class Unshared(SimpleTarget):
     """``TargetModel`` that takes nothing from another session's blocks: what a request says is
     cached and this session has not computed itself is computed in front of it."""
 
     def __init__(self, target: TorchTarget) -> None:
         self._target, self.info, self.cache = target, target.info, target.cache
+        self.mode = target.mode
         self._texts: dict[str, tuple[int, ...]] = {}
         self._nodes: dict[str, tuple[int, ...]] = {}
         self._computed: dict[str, int] = {}

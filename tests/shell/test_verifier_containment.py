@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -375,6 +375,10 @@ class Changed:
     def __getattr__(self, name: str) -> Any:
         return self._methods.get(name) or getattr(self._inner, name)
 
+    async def feed(self, take: Any) -> None:
+        while True:
+            take(await self.receive())
+
 
 @pytest.mark.parametrize("place", ["receive", "send", "send_now"])
 async def test_a_stream_that_raises_ends_alone(place: str) -> None:
@@ -476,6 +480,13 @@ class Held:
     async def receive(self) -> m.Open:
         self.asked.set()
         return await self._coming.pop(0)
+
+    async def feed(self, take: Callable[[m.Uplink], None]) -> NoReturn:
+        while True:
+            take(await self.receive())
+
+    def send_now(self, message: m.Downlink) -> bool:
+        return False
 
     async def send(self, message: m.Downlink) -> None:
         """It is lost."""

@@ -534,13 +534,13 @@ def test_the_adapters_of_a_verifier_are_bounded() -> None:
 
 def test_a_target_says_which_adapter_it_lacks() -> None:
     target = adapted_toy({"sql": SQL})
-    assert [one.name for one in ports.adapters_of(target)] == ["sql"]
+    assert [one.name for one in target.adapters] == ["sql"]
     target.open("a", 1, GREEDY, (1,))
     with pytest.raises(ValueError, match="'a': unknown adapter 'sequel'; known: sql"):
-        ports.use_adapter(target, "a", "sequel")
-    assert ports.adapters_of(object()) == ()
+        target.use_adapter("a", "sequel")
+    assert ports.SimpleTarget().adapters == ()
     with pytest.raises(ValueError, match="the target has no adapter 'sql'"):
-        ports.use_adapter(object(), "a", "sql")
+        ports.SimpleTarget().use_adapter("a", "sql")
 
 
 @tabled

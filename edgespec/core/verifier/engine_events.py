@@ -209,7 +209,7 @@ class RunBatch:
     """Run one packed pass; answer with ``BatchDone`` or ``BatchFailed``.
 
     An engine speculator proposes ``draft_steps`` tokens behind the pass
-    (``ports.set_draft_steps``).
+    (``ports.TargetModel.set_draft_steps``).
     """
 
     requests: tuple[PassRequest, ...]

@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 
-from edgespec.core.ports import ModelInfo, PassRequest, PassResult, UnsupportedModelError
+from edgespec.core.ports import (
+    ModelInfo,
+    PassRequest,
+    PassResult,
+    SimpleTarget,
+    UnsupportedModelError,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, Candidate, NodeScore
 from edgespec.sampling import tensors
@@ -48,7 +54,7 @@ _PLAIN_TILES = RowTiles(attention_sizes=SIZES[2], attention_batch=16)
 """How attention is laid out in plain mode, where bits may depend on the schedule."""
 
 
-class TorchTarget:
+class TorchTarget(SimpleTarget):
     """``ports.TargetModel`` for checkpoints of the families in ``loading.py``.
 
     ``path`` is a folder with safetensors or a hub id; ``name``, ``vocabulary`` and ``weights``

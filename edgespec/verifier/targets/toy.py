@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from edgespec.core.ports import CapacityError, ModelInfo, ModelOutputError, PassRequest, PassResult
+from edgespec.core.ports import (
+    CapacityError,
+    ModelInfo,
+    ModelOutputError,
+    PassRequest,
+    PassResult,
+    SimpleTarget,
+)
 from edgespec.core.protocol import sampling as laws
 from edgespec.core.protocol import work
 from edgespec.core.toy_model import ToyModel
@@ -121,7 +128,7 @@ def _marks(known: Sequence[int], tokens: Sequence[int]) -> list[int]:
     return marks
 
 
-class ToyTarget:
+class ToyTarget(SimpleTarget):
     """``ports.TargetModel`` over a ``ToyModel``, standard library only. With ``cache`` its cache is
     a real one, whose tables come with the requests; else ``max_cached_tokens`` bounds it."""
 
@@ -137,6 +144,7 @@ class ToyTarget:
         max_cached_tokens: int = 1 << 20,
         cache: work.CacheShape | None = None,
     ) -> None:
+        self.mode = "toy"
         self.model = model or ToyModel()
         self.passes = 0
         self.rows = 0
@@ -327,6 +335,11 @@ class PacedModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    @property
+    def mode(self) -> str:
+        """How the target computes, in words."""
+        return f"{self.inner.mode}, emulated pass time"
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         rows = sum(request.row_count for request in batch)

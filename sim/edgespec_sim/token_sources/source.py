@@ -31,6 +31,7 @@ from edgespec.core.ports import (
     ModelInfo,
     PassRequest,
     PassResult,
+    SimpleTarget,
     TargetModel,
     never_cancelled,
 )
@@ -188,14 +189,14 @@ class _Reading:
         return self.advance(self.length, feed[missing:]) if len(feed) > missing else 0
 
 
-class ScriptedTarget:
+class ScriptedTarget(SimpleTarget):
     """``ports.TargetModel`` that acts scripts out. Raises ``ScriptError``."""
 
     def __init__(self, info: ModelInfo, find: FindScript) -> None:
         self.passes = 0
         """Passes so far, and the rows they had."""
         self.rows = 0
-        self.info, self._find = info, find
+        self.info, self.mode, self._find = info, "scripted", find
         self.cache: CacheShape | None = None
         self._sequences: dict[str, _Reading] = {}
 
