@@ -33,6 +33,7 @@ from edgespec.device import build
 from edgespec.device.agent import Agent
 from edgespec.models.folders import read_generation_sampling
 from edgespec.models.grammar import device_grammar_reader
+from edgespec.models.lent_texts import lent_folders, make_process_folder
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.toy import TOY
@@ -127,7 +128,7 @@ async def _fetch_texts(
     if announced.facts is not None:
         key = hashlib.sha256(announced.tokenizer_sha256 + announced.facts.sha256).digest()
     name = key.hex()[:_NAME_DIGITS]
-    for parent in build.lent_folders():
+    for parent in lent_folders():
         if (parent / name / TOKENIZER_JSON).is_file():
             return parent / name
     texts = await fetch.fetch_facts(announced)
@@ -163,7 +164,7 @@ def _store_texts(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path
     It is in the cache, or in the folder of this process if the cache cannot be written. Raises
     ``LinkError`` for a tokenizer that cannot be used, and ``SetupError`` if nothing can be
     written."""
-    for parent in build.lent_folders():
+    for parent in lent_folders():
         try:
             return _store_texts_in(parent / name, texts, info)
         except LinkError:  # This is a subclass of OSError.
@@ -171,7 +172,7 @@ def _store_texts(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path
         except OSError as error:
             logger.info("the verifier's tokenizer is not kept in %s: %s", parent, error)
     try:
-        return _store_texts_in(build.make_process_folder() / name, texts, info)
+        return _store_texts_in(make_process_folder() / name, texts, info)
     except LinkError:
         raise
     except OSError as error:

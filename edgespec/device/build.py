@@ -8,21 +8,17 @@ line that installs it.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import math
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
 from edgespec.config.common import SetupError, needs
-from edgespec.config.files import temporary_folder
 from edgespec.core.association.failover import Failover
 from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
@@ -33,15 +29,13 @@ from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import ProbeResult, probe_all
-from edgespec.models import folders
+from edgespec.models import model_source
 from edgespec.models.grammar import device_grammar_reader
-from edgespec.models.model_source import Purpose, SourceKind, resolve_source
-from edgespec.models.remote_tokenizer import RemoteTokenizer
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
-from edgespec.models.tokenizer import TextTokenizer
-from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
+from edgespec.models.toy import TOY, TOY_MODEL, toy_info
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, load_device_access
@@ -58,8 +52,7 @@ _MAX_CONTEXT_LENGTH = 1 << 20
 _MAX_LEADERS = 4096
 
 Say = Callable[[str], None]
-PromptTokenizer = TextTokenizer | ToyTokenizer | RemoteTokenizer
-_tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary()
+PromptTokenizer = model_source.PromptTokenizer
 
 
 def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
@@ -78,50 +71,8 @@ _MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 
 def load_tokenizer(reference: str) -> PromptTokenizer:
-    """Return the tokenizer of a model reference.
-
-    It is the same object while it is in use, since a large one takes tens of MiB. A separate
-    process renders the chat templates of all tokenizers but the bundled one, and holds a tokenizer
-    that a verifier lent. Raises ``ValueError`` naming the file."""
-    source = resolve_source(reference, Purpose.TEXTS)
-    if source.kind is SourceKind.TOY:
-        return ToyTokenizer()
-    folder = source.folder
-    files = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))
-    worker = None if reference == BUNDLED else template_worker()
-    key = (worker, files)
-    if (tokenizer := _tokenizers.get(key)) is None:
-        tokenizer = RemoteTokenizer(folder) if is_lent(folder) else TextTokenizer(folder, worker)
-        _tokenizers[key] = tokenizer
-    return tokenizer
-
-
-def lent_folders() -> tuple[Path, ...]:
-    """Return the folders of tokenizers that verifiers lent.
-
-    They are the one in the user's cache, if there is a cache, and the one of this process, if
-    ``make_process_folder`` has made it."""
-    try:
-        kept: tuple[Path, ...] = (folders.cache_folder() / "tokenizers",)
-    except OSError:  # A user without a home has no cache.
-        kept = ()
-    return (*kept, make_process_folder()) if make_process_folder.cache_info().currsize else kept
-
-
-@lru_cache(maxsize=1)
-def make_process_folder() -> Path:
-    """Make and return a folder for files that the cache cannot hold, as with a read-only home.
-
-    It is deleted when this process ends. Raises ``OSError``."""
-    until_the_end = ExitStack()
-    folder = until_the_end.enter_context(temporary_folder(prefix="edgespec-lent-"))
-    atexit.register(until_the_end.close)
-    return folder
-
-
-def is_lent(folder: Path) -> bool:
-    """Return whether a verifier lent the tokenizer in this folder."""
-    return folder.resolve().parent in [one.resolve() for one in lent_folders()]
+    """Return the tokenizer of a model reference (``ModelSource.load_tokenizer``)."""
+    return resolve_source(reference, Purpose.TEXTS).load_tokenizer()
 
 
 def tokenizer_reference(config: AgentConfig) -> str:
@@ -145,18 +96,7 @@ def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingPar
 
 def vocabulary_of(reference: str) -> str:
     """Return the fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
-    source = resolve_source(reference, Purpose.TEXTS)
-    if source.location is not None and is_lent(source.location):
-        return _read_lent_vocabulary(reference)
-    return source.vocabulary
-
-
-@lru_cache(maxsize=16)
-def _read_lent_vocabulary(reference: str) -> str:
-    """Return the fingerprint of a lent tokenizer. Its folder is named after its content."""
-    tokenizer = load_tokenizer(reference)
-    assert isinstance(tokenizer, RemoteTokenizer)
-    return tokenizer.vocabulary
+    return resolve_source(reference, Purpose.TEXTS).vocabulary
 
 
 def connect(

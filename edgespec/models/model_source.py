@@ -26,13 +26,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
+from weakref import WeakValueDictionary
 
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import folders
-from edgespec.models.toy import TOY, TOY_MODEL, toy_info
+from edgespec.models.lent_texts import is_lent
+from edgespec.models.remote_tokenizer import RemoteTokenizer
+from edgespec.models.text_process import template_worker
+from edgespec.models.tokenizer import TextTokenizer
+from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 
 AUTO = "auto"
 VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
@@ -48,6 +54,9 @@ _SPLIT = re.compile(r"(?:onnx/)?decoder_(with_past_)?model(?!_merged)(_[a-z0-9]+
 
 BUNDLED_PARTS = ("target", "draft")
 
+PromptTokenizer = TextTokenizer | ToyTokenizer | RemoteTokenizer
+_tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary()
+
 
 class SourceKind(Enum):
     """What a model is stored as."""
@@ -62,6 +71,8 @@ class SourceKind(Enum):
     """A Hugging Face folder with weights."""
     TEXTS = "texts"
     """A tokenizer, perhaps with a configuration, without weights."""
+    LENT = "lent texts"
+    """A tokenizer that a verifier lent. It is a stranger's, so a child process reads it."""
 
 
 class Purpose(Enum):
@@ -134,6 +145,8 @@ class ModelSource:
         """Fingerprint of the vocabulary. Raises ``ModelFolderError`` naming the file."""
         if self.kind is SourceKind.TOY:
             return toy_info().vocabulary
+        if self.kind is SourceKind.LENT:
+            return _read_lent_vocabulary(self.folder)
         if (self.folder / folders.DRAFT_MANIFEST).is_file():
             return folders.model_info(self.folder).vocabulary
         return folders.vocabulary_fingerprint(self.tokenizer_file)
@@ -143,6 +156,13 @@ class ModelSource:
         a tokenizer alone has one too. Raises ``ModelFolderError`` naming the file."""
         if self.kind is SourceKind.TOY:
             return toy_info()
+        if self.kind is SourceKind.LENT:
+            return ModelInfo(
+                name=self.name,
+                vocabulary=self.vocabulary,
+                vocabulary_size=self.load_tokenizer().id_count,
+                context_length=context_length,
+            )
         return folders.vocabulary_info(self.folder, context_length)
 
     @property
@@ -159,6 +179,24 @@ class ModelSource:
         if self.kind is SourceKind.TOY:
             return SamplingParams()
         return folders.read_generation_sampling(self.folder)
+
+    def load_tokenizer(self) -> PromptTokenizer:
+        """Return the tokenizer.
+
+        It is the same object while it is in use, since a large one takes tens of MiB. A separate
+        process renders the chat templates of all tokenizers but the bundled one, and holds a
+        tokenizer that a verifier lent. Raises ``ValueError`` naming the file."""
+        if self.kind is SourceKind.TOY:
+            return ToyTokenizer()
+        folder = self.tokenizer_file.parent
+        files = sorted(folder.glob("*token*.json"))
+        worker = None if self.reference == folders.BUNDLED else template_worker()
+        key = (worker, tuple((path, path.stat().st_mtime_ns) for path in files))
+        if (tokenizer := _tokenizers.get(key)) is None:
+            is_remote = self.kind is SourceKind.LENT
+            tokenizer = RemoteTokenizer(folder) if is_remote else TextTokenizer(folder, worker)
+            _tokenizers[key] = tokenizer
+        return tokenizer
 
     def with_tokenizer_of(self, other: ModelSource) -> ModelSource:
         """Return this source with the tokenizer of ``other``, if it has none of its own."""
@@ -220,7 +258,21 @@ def _find_folder(reference: str, purpose: Purpose, patterns: Sequence[str]) -> P
     )
 
 
+@lru_cache(maxsize=16)
+def _read_lent_vocabulary(folder: Path) -> str:
+    """Return the fingerprint of a lent tokenizer. Its folder is named after its content, so the
+    result never changes."""
+    source = ModelSource(
+        kind=SourceKind.LENT, reference=str(folder), name=folder.name, location=folder
+    )
+    tokenizer = source.load_tokenizer()
+    assert isinstance(tokenizer, RemoteTokenizer)
+    return tokenizer.vocabulary
+
+
 def _kind_of(folder: Path) -> SourceKind:
+    if is_lent(folder):
+        return SourceKind.LENT
     if (folder / folders.DRAFT_MANIFEST).is_file():
         return SourceKind.EXPORT
     if any(folder.glob("*.safetensors")):

@@ -28,6 +28,8 @@ from edgespec.device import build
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.prober import VerifierMonitor, probe_all
 from edgespec.models import folders as model_folders
+from edgespec.models import model_source
+from edgespec.models.lent_texts import is_lent
 from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.tokenizer import TextTokenizer, render_chat
 from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
@@ -282,14 +284,14 @@ async def test_a_strangers_table_is_compared_in_no_process_of_ours(
 
     real = model_folders.read_vocabulary
     monkeypatch.setattr(model_folders, "read_vocabulary", note)
-    monkeypatch.setattr(build, "TextTokenizer", note_tokenizer)
-    monkeypatch.setattr(build, "_tokenizers", WeakValueDictionary())
+    monkeypatch.setattr(model_source, "TextTokenizer", note_tokenizer)
+    monkeypatch.setattr(model_source, "_tokenizers", WeakValueDictionary())
     async with serving(config=VerifierConfig(model=str(folders["renamed"]), port=0)) as (where, _):
         config, info = await greet(device(where, folders["small"]))
         async with build.build_agent(config, target=info) as agent:
             renamed = TextTokenizer(folders["small"]).special_id("<|user|>")
             assert present(agent.options.shared_ids).differing == {renamed}
-    assert build.is_lent(Path(config.tokenizer))
+    assert is_lent(Path(config.tokenizer))
     assert folders["small"] / "tokenizer.json" in read
     assert Path(config.tokenizer) / "tokenizer.json" not in read
 
