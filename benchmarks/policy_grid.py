@@ -21,7 +21,7 @@ from multiprocessing.pool import Pool as PoolType
 
 from tests.sim.policy_grid import (
     LIMIT,
-    MOST_SEEDS,
+    MAX_SEEDS,
     Played,
     Verdict,
     World,
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Play the grid, print the table and the worst cells."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--most-seeds", type=int, default=MOST_SEEDS, help="seeds of a cell")
+    parser.add_argument("--most-seeds", type=int, default=MAX_SEEDS, help="seeds of a cell")
     parser.add_argument("--ends", choices=("alone", "both"), help="one kind of cells only")
     parser.add_argument("--every", type=int, default=1, help="play one cell in so many")
     parser.add_argument("--out", help="a file for all verdicts, as JSON")
