@@ -25,7 +25,7 @@ from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Sta
 from edgespec.bench.theory import TheoryRecorder, beside_theory, theory_lines, theory_table
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
-from edgespec.cli.running import Interrupted, reported, run
+from edgespec.cli.running import Interrupted, reporting_errors, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection, VerifierConfig
 from edgespec.core.ports import Drafter, ModelInfo
@@ -122,7 +122,7 @@ def bench(
         draft_ms = 0.0 if draft == build.LOOKUP else DEFAULTS.draft_ms
     if server_draft is None:  # what a device drafts with may be a graph without weights
         server_draft = draft if draft in (BUNDLED, TOY) else ""
-    with reported():
+    with reporting_errors():
         try:
             given: dict[str, Any] = {
                 "rtts_ms": rtt_ms and parsed("rtt-ms", rtt_ms, float, "milliseconds"),
@@ -218,7 +218,7 @@ class _Bench:
     ) -> None:
         settings = self.settings
         async with self._verifiers() as (plain, drafting):
-            info = (await told_by(plain)).model
+            info = (await fetch_verifier_info(plain)).model
             workload = self._choose(info, tokenizer)
             name = "" if drafter is None else drafter.info.name
             self.subject = replace(self.subject, target_name=info.name, draft_name=name)
@@ -237,7 +237,7 @@ class _Bench:
             self.runner = runner = BenchRunner(settings, workload, station, progress)
             await runner.run()
             if drafting:
-                self.drafts = (await told_by(drafting)).drafts
+                self.drafts = (await fetch_verifier_info(drafting)).drafts
             if drafter is not None and (self.tape_path is not None or self.recorder):
                 about = report.tape_about(settings.sampling, self.subject.prompts)
                 texts, sampling = runner.references, settings.sampling
@@ -319,7 +319,7 @@ class _Bench:
         self.stderr.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-async def told_by(address: str) -> VerifierInfo:
+async def fetch_verifier_info(address: str) -> VerifierInfo:
     """What the verifier there says of itself."""
     transport = build.connect(address)
     try:

@@ -1,8 +1,9 @@
 """``edgespec chat``: a conversation, turn by turn, in the model's own chat format.
 
-At a terminal it is kept as one JSON file in ``$XDG_STATE_HOME/edgespec/conversations`` (by default
-``~/.local/state``), with mode 0600 in a folder of mode 0700, replaced in one step after each reply,
-so that a file is never half written. Of those files the newest ``MAX_KEPT`` stay.
+At a terminal each conversation is saved as one JSON file in
+``$XDG_STATE_HOME/edgespec/conversations`` (by default ``~/.local/state``), with mode 0600 in a
+folder of mode 0700. The file is replaced in one step after each reply, so it is never half written.
+The newest ``MAX_KEPT`` files stay.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from edgespec import __version__
 from edgespec.cli import chat_terminal as terminal
 from edgespec.cli import device
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, from_config, option
-from edgespec.cli.running import answered_by, say, stoppable, trace_to
+from edgespec.cli.running import say, signals_handled_by, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
 from edgespec.config.files import read_text, replace_file, user_folder
@@ -39,22 +40,23 @@ from edgespec.models.tokenizer import render_chat
 MAX_KEPT: Final = 200
 MAX_BYTES: Final = 16 << 20
 _FORMAT: Final = {"format": "edgespec-conversation", "version": 1}
-_SHOWN: Final = 60
-"""Characters of a message that are quoted."""
-_AGAIN: Final = "an empty line sends your message again"
+_QUOTED_CHARS: Final = 60
+"""Characters of the last message that are quoted when a conversation continues."""
+_RESEND_HINT: Final = "an empty line sends your message again"
 COMMANDS: Final = {
-    "/help": ("", "this list"),
-    "/system": ("[TEXT|-]", "tell the model how to be; alone: show it; -: no more"),
+    "/help": ("", "show this list"),
+    "/system": ("[TEXT|-]", "set the system message; alone: show it; -: remove it"),
     "/save": ("FILE", "write the conversation to a file"),
-    "/load": ("FILE", "go on with a conversation from a file"),
-    "/model": ("[NAME]", "which models talk, and where; NAME: talk with this one"),
-    "/stats": ("", "numbers of the last reply, and of this chat"),
-    "/reset": ("", "forget the conversation and begin another"),
+    "/load": ("FILE", "continue a conversation from a file"),
+    "/model": ("[NAME]", "show target, draft and verifiers; NAME: use this target"),
+    "/stats": ("", "show statistics of the last reply and of this chat"),
+    "/reset": ("", "begin a new conversation"),
     "/quit": ("", "leave, like Ctrl-D"),
 }
+"""Arguments and help of each command."""
 _KEYS: Final = """
-  Enter sends; Alt-Enter, Ctrl-J or a \\ at the end of a line begins another line
-  Ctrl-C ends a reply and keeps what came of it; Ctrl-D leaves
+  Enter sends the message; Alt-Enter, Ctrl-J or a \\ at the end of a line begins another line
+  Ctrl-C stops a reply and keeps what has arrived; Ctrl-D leaves
   Up, Down and Ctrl-R find earlier messages; Tab completes; Ctrl-X Ctrl-E opens $EDITOR
   // at the beginning sends a message that begins with a slash"""
 
@@ -63,12 +65,12 @@ _KEYS: Final = """
 
 
 class ConversationError(ValueError):
-    """A command of the chat cannot be obeyed; the message says why."""
+    """A command of the chat cannot be carried out. The message says why."""
 
 
 @dataclass(slots=True)
 class Record:
-    """A conversation: who said what, oldest first. ``system`` comes before all messages."""
+    """Messages of a conversation, oldest first. The message ``system`` comes before all others."""
 
     model: str = ""
     system: str = ""
@@ -76,13 +78,14 @@ class Record:
     begun: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
-    def asked(self) -> list[dict[str, str]]:
-        """What the model is told: the system's text, if there is one, and the messages."""
+    def prompt_messages(self) -> list[dict[str, str]]:
+        """Messages of the next prompt: the system message, if there is one, and all others."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages]
 
     def write(self, path: Path) -> None:
-        """Replace ``path`` in one step. Raises ``ConversationError``; then it is as it was."""
+        """Replace the file ``path`` in one step. Raises ``ConversationError`` and leaves the file
+        unchanged if it cannot be written."""
         text = json.dumps(_FORMAT | asdict(self), ensure_ascii=False, indent=1) + "\n"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,27 +95,29 @@ class Record:
             raise ConversationError(f"{path}: cannot be written: {why}") from error
 
     @property
-    def described(self) -> str:
-        """What it is, for who goes on with it."""
+    def description(self) -> str:
+        """One line for a user who continues this conversation."""
         count = len(self.messages)
-        about = f"going on with a conversation of {count} message{'' if count == 1 else 's'}"
+        about = f"continuing a conversation of {count} message{'' if count == 1 else 's'}"
         about += f", begun {one_line(self.begun)}" if self.begun else ""
         if self.messages:
             last = one_line(self.messages[-1]["content"])
-            about += f"; the last: {last[:_SHOWN]}{'…' if len(last) > _SHOWN else ''}"
+            cut = "…" if len(last) > _QUOTED_CHARS else ""
+            about += f"; the last one: {last[:_QUOTED_CHARS]}{cut}"
         return about
 
 
 def read_record(path: Path) -> Record:
-    """Raises ``ConversationError`` naming the file and what is wrong with it."""
+    """Return the conversation in the file ``path``. Raises ``ConversationError``, which names the
+    file and what is wrong with it."""
     try:
-        return _record(json.loads(read_text(path, MAX_BYTES)))
+        return _parse_record(json.loads(read_text(path, MAX_BYTES)))
     except (OSError, RecursionError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConversationError(f"{path}: no conversation: {why}") from error
+        raise ConversationError(f"{path}: not a conversation file: {why}") from error
 
 
-def _record(data: Any) -> Record:
+def _parse_record(data: Any) -> Record:
     if not isinstance(data, dict) or any(data.get(key) != value for key, value in _FORMAT.items()):
         raise ValueError(f"its format is not {' '.join(map(str, _FORMAT.values()))}")
     json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could not be written
@@ -134,20 +139,21 @@ def _record(data: Any) -> Record:
 
 
 def state_folder() -> Path:
-    """``$XDG_STATE_HOME/edgespec``, by default ``~/.local/state/edgespec``. Raises ``OSError``
-    where this user has no home."""
+    """Return ``$XDG_STATE_HOME/edgespec``, by default ``~/.local/state/edgespec``. Raises
+    ``OSError`` if this user has no home folder."""
     return user_folder("XDG_STATE_HOME", ".local/state", ", or give --no-history")
 
 
 def kept_conversations() -> list[Path]:
-    """The newest last: their names begin with the time."""
-    return sorted((state_folder() / "conversations").glob("*.json"))
+    """Return the saved conversations, the newest last."""
+    return sorted((state_folder() / "conversations").glob("*.json"))  # a name begins with the time
 
 
 class KeptFile:
-    """Where one chat keeps its conversation, in a file of its own. The one that it goes on with,
-    ``replaces``, is removed when the new one is there: two chats that go on with the same one lose
-    nothing."""
+    """File in which one chat saves its conversation.
+
+    ``replaces`` is the file of the conversation that it continues, which is removed once the new
+    file exists. So two chats that continue the same conversation lose nothing."""
 
     def __init__(self, replaces: Path | None = None) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -156,7 +162,7 @@ class KeptFile:
         self._replaces = replaces
 
     def write(self, record: Record) -> None:
-        """Raises ``ConversationError``."""
+        """Save the conversation. Raises ``ConversationError``."""
         record.write(self.path)
         if self._replaces is not None:
             with contextlib.suppress(OSError):
@@ -165,7 +171,8 @@ class KeptFile:
 
 
 def parse(line: str) -> tuple[str, str]:
-    """A command and what stood behind it. Raises ``ConversationError`` saying what would be one."""
+    """Return the command of a line, and its argument. Raises ``ConversationError``, which says what
+    would be right."""
     word, _, argument = line.strip().partition(" ")
     argument = argument.strip()
     if word not in COMMANDS:
@@ -175,49 +182,51 @@ def parse(line: str) -> tuple[str, str]:
     if COMMANDS[word][0] == "FILE" and not argument:
         raise ConversationError(f"{word} needs the name of a file: {word} FILE")
     if argument and not COMMANDS[word][0]:
-        raise ConversationError(f"{word} takes nothing behind it, but got {argument!r}")
+        raise ConversationError(f"{word} takes no argument, but got {argument!r}")
     return word, argument
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, and the loop that adds to them."""
+    """One chat: its conversation so far, and the loop that continues it."""
 
     agent: Agent
     tokenizer: build.PromptTokenizer
     config: AgentConfig
     runner: asyncio.Runner
     info: ModelInfo
-    """What is served."""
+    """Target in use."""
     status: StatusSource
     record: Record
     kept: KeptFile | None = None
-    """Where the conversation is kept; None: nowhere."""
-    ask: Callable[[], str] = lambda: input(terminal.PROMPT)
-    """The next message. Raises ``EOFError`` at the end, ``KeyboardInterrupt`` for a Ctrl-C."""
+    """File in which the conversation is saved, or None to save nothing."""
+    read_message: Callable[[], str] = lambda: input(terminal.PROMPT)
+    """Function that returns the user's next message. It raises ``EOFError`` at the end of the
+    input, and ``KeyboardInterrupt`` for a Ctrl-C."""
     name: str = ""
-    """Of the model that was asked for in the chat; empty: as the agent is configured."""
-    drawn: bool = False
-    """Replies are drawn as markdown on a terminal; else their text is plain."""
-    last: device.Progress | None = None
+    """Name of the target that the user chose in this chat. Empty keeps the agent's setting."""
+    draws_markdown: bool = False
+    """Replies are drawn as markdown on a terminal. Otherwise they are printed as plain text."""
+    last: device.ReceivedTokens | None = None
+    """Tokens of the last reply."""
     unanswered: str = ""
-    """The message that got no reply; an empty line sends it again."""
+    """Message that got no reply. An empty line sends it again."""
     _ctrl_c: terminal.CtrlC = field(default_factory=terminal.CtrlC)
     _warned: bool = False
     _prompt_length: int = 0
-    """Tokens of the prompt of the reply that is being written."""
+    """Length in tokens of the prompt that is being answered."""
 
     def run(self) -> None:
-        """Until /quit or the end of the input."""
-        with answered_by(self._ctrl_c.pressed, (signal.SIGINT,)):
-            while self._next():
+        """Talk until /quit or the end of the input."""
+        with signals_handled_by(self._ctrl_c.pressed, (signal.SIGINT,)):
+            while self._handle_next_line():
                 pass
 
-    def _next(self) -> bool:
-        """One message or command; whether to go on."""
+    def _handle_next_line(self) -> bool:
+        """Handle one message or command, and return whether the chat continues."""
         try:
             with self._ctrl_c.armed():
-                line = self.ask().strip()
+                line = self.read_message().strip()
         except EOFError:
             say("")
             return False
@@ -225,182 +234,194 @@ class Conversation:
             say("\n(Ctrl-D or /quit leaves)")
             return True
         if not is_unicode(line):
-            say("error: your message is not UTF-8, which it must be; it was not kept")
+            say("error: your message is not UTF-8, so it was not sent; type it again")
             return True
         if line.startswith("/") and not line.startswith("//"):
-            return self._command(line)
+            return self._handle_command(line)
         if line or self.unanswered:
-            self._turn((line[1:] if line.startswith("//") else line) or self.unanswered)
+            self._send((line[1:] if line.startswith("//") else line) or self.unanswered)
         return True
 
-    def _command(self, line: str) -> bool:
-        """Whether to go on."""
+    def _handle_command(self, line: str) -> bool:
+        """Carry out a command, and return whether the chat continues."""
         try:
             with self._ctrl_c.armed():
                 name, argument = parse(line)
                 if name == "/quit":
                     return False
-                say(self._obey(name, argument))
+                say(self._run_command(name, argument))
         except (ConversationError, GenerationError) as error:
             say(f"error: {error}")
         except KeyboardInterrupt:
             say("(stopped)")
         return True
 
-    def _obey(self, name: str, argument: str) -> str:
+    def _run_command(self, name: str, argument: str) -> str:
+        """Carry out one command, and return the text to print."""
         match name:
             case "/system":
-                return self._system(argument)
+                return self._set_system(argument)
             case "/save":
-                path = _file(argument)
+                path = _expand_path(argument)
                 if path.exists():
-                    read_record(path)  # whatever else it is stays as it is
+                    read_record(path)  # it raises an error, and so protects any other kind of file
                 self.record.write(path)
                 return f"{len(self.record.messages)} messages written to {path}"
             case "/load":
-                self._begin_anew(read_record(_file(argument)))
-                return self.record.described
+                self._switch_to(read_record(_expand_path(argument)))
+                return self.record.description
             case "/model":
-                return self._talk_with(argument) if argument else self._model()
+                return self._change_model(argument) if argument else self._describe_models()
             case "/stats":
-                return "nothing yet" if self.last is None else self._stats(self.last)
+                return "no reply yet" if self.last is None else self._describe_stats(self.last)
             case "/reset":
-                self._begin_anew(Record(self.info.name))
-                return "the conversation is forgotten"
+                self._switch_to(Record(self.info.name))
+                return "this is a new conversation"
         lines = [f"  {name + ' ' + more:16}  {about}" for name, (more, about) in COMMANDS.items()]
         return "\n".join(lines) + _KEYS
 
-    def _begin_anew(self, found: Record) -> None:
-        """Go on with ``found``; the conversation before stays in its own file."""
-        self.record = found
+    def _switch_to(self, record: Record) -> None:
+        """Continue with another conversation. The one before stays in its own file."""
+        self.record = record
         if self.kept is not None:
             self.kept = KeptFile()
 
-    def _system(self, text: str) -> str:
+    def _set_system(self, text: str) -> str:
         if not text:
             text = printable(self.record.system)
             return f"system: {text}" if text else "no system message"
         self.record.system = "" if text == "-" else text
-        self._keep()
-        return "the system message counts from the next reply on"
+        self._save()
+        return "the system message applies from the next reply on"
 
-    def _talk_with(self, name: str) -> str:
-        """From the next reply on. Raises ``ConversationError`` for a name that is not served, and
-        ``GenerationError`` where no verifier says what is."""
+    def _change_model(self, name: str) -> str:
+        """Use another target from the next reply on.
+
+        Raises ``ConversationError`` for a name that is not served, and ``GenerationError`` if no
+        verifier answers."""
         served = {one.name: one for one in self.runner.run(self.agent.models())}
-        if (found := served.get(name)) is None:
+        if (chosen := served.get(name)) is None:
             known = ", ".join(map(repr, served))
-            raise ConversationError(f"unknown model {name!r}; there are {known}")
-        if found.vocabulary != self.info.vocabulary:
-            why = f"{name!r} has another vocabulary; begin a chat with --model {name}"
+            raise ConversationError(f"unknown model {name!r}; served are {known}")
+        if chosen.vocabulary != self.info.vocabulary:
+            why = f"{name!r} has another vocabulary; begin a new chat with --model {name}"
             raise ConversationError(why)
-        self.info, self.name, self.record.model = found, name, name
-        self._keep()
+        self.info, self.name, self.record.model = chosen, name, name
+        self._save()
         return f"talking with {name} from the next reply on"
 
-    def _model(self) -> str:
+    def _describe_models(self) -> str:
         drafter = self.agent.drafter
-        served = self.status.snapshot().verifiers
+        verifiers = self.status.snapshot().verifiers
         lines = [
-            f"target  {self.info.name}, context {self.info.context_length} tokens",
-            f"draft   {'none: it only streams' if drafter is None else drafter.info.name}",
-            f"policy  {self.config.policy.name.value}, width {self.config.policy.width}",
-            *(f"served  by {one.address} ({one.state.value})" for one in served),
+            f"target    {self.info.name}, context {self.info.context_length} tokens",
+            f"draft     {'none (stream only)' if drafter is None else drafter.info.name}",
+            f"policy    {self.config.policy.name.value}, width {self.config.policy.width}",
+            *(f"verifier  {one.address} ({one.state.value})" for one in verifiers),
         ]
         return "\n".join(lines)
 
-    def _stats(self, last: device.Progress) -> str:
+    def _describe_stats(self, last: device.ReceivedTokens) -> str:
         status = self.status.snapshot()
         totals, drafting = status.totals, status.drafting
         acceptance = "" if totals.acceptance is None else f", acceptance {totals.acceptance:.0%}"
         replies = "reply" if totals.generations == 1 else "replies"
         verdict = {True: "drafting pays", False: "drafting rests", None: "drafting"}
         return (
-            f"{device.summary(last, self.agent.stats)}\n"
+            f"{device.describe_generation(last, self.agent.stats)}\n"
             f"this chat: {totals.tokens} tokens in {totals.generations} {replies}{acceptance},"
             f" {totals.reconnects} reconnects\n{verdict[drafting.worth]}: {drafting.why}"
         )
 
-    def _turn(self, line: str) -> None:
-        """One message and its reply; a turn that fails leaves the conversation as it was, and keeps
-        the message for an empty line."""
-        message = {"role": "user", "content": line}
-        self.unanswered, progress = line, device.Progress()
+    def _send(self, text: str) -> None:
+        """Send one message and receive its reply.
+
+        If that fails, the conversation stays as it was, and an empty line sends the message again.
+        """
+        message = {"role": "user", "content": text}
+        self.unanswered, received = text, device.ReceivedTokens()
         try:
             with self._ctrl_c.armed():
-                text = render_chat(self.tokenizer, [*self.record.asked, message])
-                prompt = self.tokenizer.encode(text, add_special_tokens=False)
+                rendered = render_chat(self.tokenizer, [*self.record.prompt_messages, message])
+                prompt = self.tokenizer.encode(rendered, add_special_tokens=False)
                 device.check_prompt(prompt, self.info)
-                self.last = progress
-                self.runner.run(self._reply(prompt, progress))
+                self.last = received
+                self.runner.run(self._receive_reply(prompt, received))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            say("(stopped)" if progress.parts else f"(stopped; {_AGAIN})")
-            if not progress.parts:
+            say("(stopped)" if received.parts else f"(stopped; {_RESEND_HINT})")
+            if not received.parts:
                 return
         except (GenerationError, SetupError, ValueError) as error:
             room = "" if isinstance(error, GenerationError) else "/reset makes room; "
-            say(f"error: {error}\n({room}{_AGAIN})")
+            say(f"error: {error}\n({room}{_RESEND_HINT})")
             return
         self.unanswered = ""
         if sys.stdout.isatty() and sys.stderr.isatty():
-            device.tell_worth(progress, self.agent.stats, color=self.drawn, explain=False)
-        self.record.messages += [message, {"role": "assistant", "content": "".join(progress.parts)}]
-        self._keep()
+            device.report_drafting(
+                received, self.agent.stats, color=self.draws_markdown, explain=False
+            )
+        self.record.messages += [message, {"role": "assistant", "content": "".join(received.parts)}]
+        self._save()
 
-    def line(self, width: int) -> str:
-        """The numbers of the moment, in one line."""
+    def status_line(self, width: int) -> str:
+        """Return the current numbers in one line of at most ``width`` columns."""
         last_s = None if self.last is None else self.last.per_token_s
         status = self.status.snapshot(after=1 << 62)  # without events
-        if (stats := self.agent.stats) is not None:  # of this reply, as /stats says it
+        if (stats := self.agent.stats) is not None:  # the current reply's numbers, as in /stats
             counters = stats.counters
             if counters.prompt_read and not counters.committed:
-                return terminal.reading_line(counters.prompt_read, self._prompt_length, width)
+                return terminal.prompt_line(counters.prompt_read, self._prompt_length, width)
             drafting = replace(status.drafting, acceptance=counters.acceptance)
             status = replace(status, drafting=drafting)
         return terminal.status_line(status, width, 1.0 / last_s if last_s else None)
 
-    async def _reply(self, prompt: Sequence[int], progress: device.Progress) -> None:
+    async def _receive_reply(self, prompt: Sequence[int], received: device.ReceivedTokens) -> None:
         self._ctrl_c.task, self._prompt_length = asyncio.current_task(), len(prompt)
-        view = terminal.MarkdownView(self.line) if self.drawn else device.TextView(color=False)
-        ticking = asyncio.create_task(_tick(view))
+        view: device.View = device.TextView(color=False)
+        if self.draws_markdown:
+            view = terminal.MarkdownView(self.status_line)
+        refreshing = asyncio.create_task(_refresh(view))
         generation = self.agent.generate(
             prompt, self.config.sampling, conversation=self.record.begun, model=self.name
         )
         try:
-            await device.stream(generation, view, progress)
+            await device.stream(generation, view, received)
         finally:
-            ticking.cancel()
+            refreshing.cancel()
 
-    def _keep(self) -> None:
-        """Write the conversation down; a disk that is full costs no chat."""
+    def _save(self) -> None:
+        """Save the conversation, if it is to be kept. An error is printed once and ends nothing."""
         if self.kept is None or not self.record.messages:
             return
         try:
             self.kept.write(self.record)
         except ConversationError as error:
             if not self._warned:
-                say(f"this conversation is not kept: {error}")
+                say(f"this conversation cannot be saved: {error}")
             self._warned = True
 
 
-async def _tick(view: device.View) -> None:
-    """The line of numbers goes on while no token comes."""
+async def _refresh(view: device.View) -> None:
+    """Keep the line of numbers current while no token arrives."""
     while isinstance(view, terminal.MarkdownView):
         await asyncio.sleep(2 * terminal.FRAME_S)
-        view.tick()
+        view.refresh()
 
 
-def _file(argument: str) -> Path:
-    """Raises ``ConversationError`` for the home of a user that there is not."""
+def _expand_path(argument: str) -> Path:
+    """Return the path with ``~`` expanded. Raises ``ConversationError`` for the home folder of an
+    unknown user."""
     try:
         return Path(argument).expanduser()
     except RuntimeError as error:
         raise ConversationError(f"{argument}: the system knows no such home folder") from error
 
 
-_CONTINUE = option("Go on with the last one", "--continue", panel="The conversation")
+_CONTINUE = option("Continue the last conversation", "--continue", panel="Conversation")
 _NO_HISTORY = option(
-    "Keep neither this conversation nor what is typed", "--no-history", panel="The conversation"
+    "Save neither this conversation nor the messages you type",
+    "--no-history",
+    panel="Conversation",
 )
 
 
@@ -410,12 +431,14 @@ def chat(
     resume: Annotated[bool, _CONTINUE] = False,
     no_history: Annotated[bool, _NO_HISTORY] = False,
 ) -> None:
-    """Talk with the target model.
+    """Hold a conversation with the target model.
 
-    Enter sends, Alt-Enter begins another line, Ctrl-C ends a reply and keeps what came of it,
-    Ctrl-D leaves. /help lists the commands: /system, /save, /load, /model, /stats, /reset, /quit.
+    Enter sends a message, Alt-Enter begins another line, Ctrl-C stops a reply and keeps what has
+    arrived, Ctrl-D leaves. /help explains the commands /system, /save, /load, /model, /stats,
+    /reset and /quit.
 
-    Conversations at a terminal are kept under $XDG_STATE_HOME/edgespec, readable for you alone.
+    At a terminal, conversations are saved under $XDG_STATE_HOME/edgespec (~/.local/state/edgespec),
+    readable by you alone.
 
     [dim]edgespec chat --continue[/]
 
@@ -426,69 +449,84 @@ def chat(
     if no_history:
         settings = replace(settings, record="")
     if not takes_target_texts(settings):
-        _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
+        _chat_tokenizer(settings)  # an error is reported before the verifier is probed
     with (
-        # Each of them unwinds, so that the terminal is as it was: also one that stays when a shell
-        # or a script ends this process by SIGHUP.
-        answered_by(lambda number, _: sys.exit(128 + number), (signal.SIGTERM, signal.SIGHUP)),
+        # These signals unwind the stack, so that the terminal is restored: it may outlive this
+        # process, which a shell or a script can end by SIGHUP.
+        signals_handled_by(
+            lambda number, _: sys.exit(128 + number), (signal.SIGTERM, signal.SIGHUP)
+        ),
         asyncio.Runner() as runner,
         trace_to(settings.trace, settings.trace_tokens) as tracer,
     ):
-        settings, info = runner.run(device.greet(settings))
-        settings = device.for_trying(settings, info)
-        text = _chat_tokenizer(settings, info.name)
+        settings, info = runner.run(device.choose_verifier(settings))
+        settings = device.with_bundled_sampling(settings, info)
+        tokenizer = _chat_tokenizer(settings, info.name)
         record, kept = Record(info.name), None
         if resume or (sys.stdin.isatty() and not no_history):
-            record, kept = _kept(record, resume)
-        say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
+            record, kept = _open_record(record, resume)
+        say(f"talking with {info.name}; /help explains the commands, /quit or Ctrl-D leaves")
         if record.messages:
-            say(record.described)
+            say(record.description)
             if record.model and record.model != info.name:
-                say(f"(it was with {one_line(record.model)})")
-        with stoppable():
+                say(f"(its earlier replies are by {one_line(record.model)})")
+        with stopping_at_once():
             agent = build.build_agent(settings, tracer=tracer, say=say, target=info)
         try:
             status = StatusSource(
                 agent, tuple(map(build.with_port, settings.verifiers)), __version__
             )
-            talk = Conversation(agent, text, settings, runner, info, status, record, kept)
-            _at_keyboard(talk)
+            conversation = Conversation(
+                agent=agent,
+                tokenizer=tokenizer,
+                config=settings,
+                runner=runner,
+                info=info,
+                status=status,
+                record=record,
+                kept=kept,
+            )
+            _converse(conversation)
         finally:
             runner.run(agent.close())
 
 
-def _at_keyboard(talk: Conversation) -> None:
-    """Talk, with an editor where there is a terminal that can be drawn on."""
+def _converse(conversation: Conversation) -> None:
+    """Run the conversation, with an editor if the terminal can be drawn on."""
     if not terminal.is_drawable():
-        talk.run()
+        conversation.run()
         return
-    talk.drawn = device.use_color()
-    history = state_folder() / "chat_history" if talk.kept is not None else None
-    commands = {name: more == "FILE" for name, (more, _) in COMMANDS.items()}
-    talk.ask = terminal.TerminalEditor(talk.runner, talk.line, history, commands).ask
+    conversation.draws_markdown = device.should_use_color()
+    history = state_folder() / "chat_history" if conversation.kept is not None else None
+    commands = {name: argument == "FILE" for name, (argument, _) in COMMANDS.items()}
+    editor = terminal.TerminalEditor(
+        conversation.runner, conversation.status_line, history, commands
+    )
+    conversation.read_message = editor.read_message
     with terminal.silent_keyboard():
-        talk.run()
+        conversation.run()
 
 
 def _chat_tokenizer(settings: AgentConfig, model: str = "") -> build.PromptTokenizer:
-    """Return the tokenizer of ``settings``, which is that of ``model``, by default of the setting
-    itself. Raises ``SetupError`` for one without a chat template."""
-    text = build.load_tokenizer(reference := build.tokenizer_reference(settings))
-    if text.chat_template() is None:
+    """Return the tokenizer of ``settings``. Raises ``SetupError`` if it has no chat template; the
+    message calls it the tokenizer of ``model``."""
+    tokenizer = build.load_tokenizer(reference := build.tokenizer_reference(settings))
+    if tokenizer.chat_template() is None:
         why = f"the tokenizer of {model or reference!r} has no chat template"
         raise SetupError(f"{why}; use `edgespec generate`")
-    return text
+    return tokenizer
 
 
-def _kept(fresh: Record, resume: bool) -> tuple[Record, KeptFile]:
-    """The conversation to go on with and where it is kept; ``fresh`` if there is none."""
+def _open_record(new: Record, resume: bool) -> tuple[Record, KeptFile]:
+    """Return the conversation of a chat and the file to save it in. With ``resume`` it is the last
+    one saved, if there is one, else ``new``. Old files beyond ``MAX_KEPT`` are deleted."""
     earlier = kept_conversations()
     for path in earlier[:-MAX_KEPT]:
         path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # told of when it is written
+    with contextlib.suppress(OSError):  # the error is reported when the file is written
         (state_folder() / "conversations").mkdir(mode=0o700, parents=True, exist_ok=True)
     if resume and earlier:
         return read_record(earlier[-1]), KeptFile(earlier[-1])
     if resume:
         say("there is no earlier conversation; this is a new one")
-    return fresh, KeptFile()
+    return new, KeptFile()

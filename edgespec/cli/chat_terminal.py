@@ -1,5 +1,7 @@
-"""A chat's terminal: where messages are typed, what a Ctrl-C ends, and how a reply is drawn, as
-markdown that grows above one line of numbers."""
+"""Terminal of a chat: an editor for messages, Ctrl-C, and replies that are drawn as markdown.
+
+A reply grows above one line of numbers.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,21 @@ if TYPE_CHECKING:
 
 PROMPT: Final = "> "
 FRAME_S: Final = 0.1
+"""Shortest time between two drawings of a growing reply."""
 _NUMBERS_EVERY_S: Final = 1.0
-_DRAWN: Final = 8000
-"""Characters of a growing reply that are rendered, ten times a second."""
+_DRAWN_CHARS: Final = 8000
+"""Characters at the end of a growing reply that are rendered for each drawing."""
 
 
 def is_drawable() -> bool:
-    """Whether keyboard and screen are a terminal that knows how to move its cursor."""
-    both = sys.stdin.isatty() and sys.stdout.isatty()
-    return both and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    """Return whether stdin and stdout are a terminal that can move its cursor."""
+    are_terminals = sys.stdin.isatty() and sys.stdout.isatty()
+    return are_terminals and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 class TypedHistory(FileHistory):
-    """What was typed before, readable for its owner alone. No message is lost to a full disk, only
-    its place in the file."""
+    """Messages typed before, in a file that only its owner can read. On a full disk a message is
+    missing from the file, and the chat continues."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -60,10 +63,14 @@ class TypedHistory(FileHistory):
 
 
 class TerminalEditor:
-    """Several lines, a history, completion of ``commands`` (by name, and whether a file stands
-    behind it), and a line of numbers below. It runs in the agent's own event loop, so the link is
-    kept up while somebody types. ``status`` makes the line below for a width in columns;
-    ``history`` None keeps nothing on disk."""
+    """Editor for messages of several lines, with a history, completion, and a line of numbers.
+
+    It runs in the agent's own event loop, so the link is kept up while the user types.
+
+    ``runner``: runs the agent's event loop.
+    ``status``: returns the line of numbers for a width in columns.
+    ``history``: file of earlier messages, or None to keep nothing on disk.
+    ``commands``: commands to complete, by name, and whether each takes a file."""
 
     def __init__(
         self,
@@ -77,7 +84,7 @@ class TerminalEditor:
 
         files = PathCompleter(expanduser=True)
         self._runner = runner
-        self._asking: asyncio.Task[str] | None = None
+        self._reading: asyncio.Task[str] | None = None
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
@@ -94,23 +101,24 @@ class TerminalEditor:
             refresh_interval=_NUMBERS_EVERY_S,
         )
 
-    def ask(self) -> str:
-        """The next message. Raises ``EOFError`` at the end, ``KeyboardInterrupt`` for a Ctrl-C."""
+    def read_message(self) -> str:
+        """Return the next message. Raises ``EOFError`` at the end of the input, and
+        ``KeyboardInterrupt`` for a Ctrl-C."""
         try:
-            return self._runner.run(self._ask())
-        except (SystemExit, KeyboardInterrupt):  # a signal: else it would be set back too late
-            self._runner.run(self._ended())
+            return self._runner.run(self._read())
+        except (SystemExit, KeyboardInterrupt):  # a signal; the terminal must be restored now
+            self._runner.run(self._cancel_read())
             raise
 
-    async def _ask(self) -> str:
-        self._asking = asyncio.current_task()
+    async def _read(self) -> str:
+        self._reading = asyncio.current_task()
         return await self._session.prompt_async()
 
-    async def _ended(self) -> None:
-        """The question that was left open has left the terminal as it found it."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
+    async def _cancel_read(self) -> None:
+        """Cancel a read that a signal has left, and wait until it has restored the terminal."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
 
 
 def _bindings() -> KeyBindings:
@@ -138,13 +146,13 @@ def _bindings() -> KeyBindings:
 
 @contextlib.contextmanager
 def silent_keyboard() -> Iterator[None]:
-    """Keys are not echoed while nobody asks for them: they would stand in the middle of what is
-    drawn. What is typed waits for the next message; Ctrl-C works."""
+    """Turn off the terminal's echo in this block, because keys would appear in the middle of a
+    reply. Typed keys wait for the next message; Ctrl-C still works."""
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
     silent = [*before]
     silent[3] &= ~termios.ECHO
-    silent[0] &= ~termios.ICRNL  # an Enter stays one
+    silent[0] &= ~termios.ICRNL  # the editor needs Enter as a carriage return
     termios.tcsetattr(number, termios.TCSANOW, silent)
     try:
         yield
@@ -154,9 +162,11 @@ def silent_keyboard() -> Iterator[None]:
 
 
 class CtrlC:
-    """A Ctrl-C ends what runs in ``armed``, which stands inside of a ``try``: it cancels the
-    ``task`` that was named since, and raises ``KeyboardInterrupt`` where there is none. Those
-    behind it, of who is impatient, do nothing, so that what it ended can be tidied up."""
+    """Handler of Ctrl-C in a chat.
+
+    In the block ``armed``, which stands inside a ``try``, a Ctrl-C cancels ``task`` if that is set,
+    and raises ``KeyboardInterrupt`` otherwise. Further ones do nothing, so that the work that was
+    stopped can clean up."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -180,9 +190,11 @@ class CtrlC:
 
 
 class MarkdownView:
-    """A ``View`` on a terminal. While a reply grows its end is drawn over and over, as much as the
-    terminal has room for; all of it is printed when it is complete. ``status`` makes the last line
-    for a width in columns."""
+    """``View`` that draws a reply as markdown on a terminal.
+
+    While the reply grows, as much of its end as fits on the screen is drawn again and again. The
+    whole reply is printed when it is complete. ``status`` returns the last line for a width in
+    columns."""
 
     def __init__(self, status: Callable[[int], str]) -> None:
         self._console = Console(force_terminal=True, highlight=False)
@@ -200,10 +212,10 @@ class MarkdownView:
     def show(self, chunk: Chunk) -> None:
         self._finish = chunk.finish
         self._text += printable(chunk.text)
-        self.tick()
+        self.refresh()
 
-    def tick(self) -> None:
-        """Draw the frame anew, if it is time to."""
+    def refresh(self) -> None:
+        """Draw again, if the last drawing is old enough."""
         now = time.monotonic()
         if now - self._frame_at < FRAME_S:
             return
@@ -217,7 +229,7 @@ class MarkdownView:
         if text.strip():
             self._console.print(self._rendered(text))
         if self._finish is FinishReason.CONTEXT:
-            print("the text ends here: the model's context is full", file=sys.stderr)
+            print("the output ends here: the model's context is full", file=sys.stderr)
 
     def _frame(self) -> RenderableType:
         size = self._console.size
@@ -225,30 +237,32 @@ class MarkdownView:
         text = self._text
         if not text.strip():
             return status
-        if len(text) > _DRAWN:  # its end; a block of code that it begins in is opened again
-            start = text.find("\n", len(text) - _DRAWN) + 1
+        if len(text) > _DRAWN_CHARS:  # the cut may fall into a block of code, which is reopened
+            start = text.find("\n", len(text) - _DRAWN_CHARS) + 1
             text = "```\n" * (text.count("```", 0, start) % 2) + text[start:]
         return Group(self._rendered(text, max(1, size.height - 3)), status)
 
-    def _rendered(self, text: str, most: int = 0) -> RenderableType:
-        """The lines of ``text``, the last ``most`` of them (0: all)."""
+    def _rendered(self, text: str, max_lines: int = 0) -> RenderableType:
+        """Return the last ``max_lines`` lines of ``text`` as markdown; 0 returns all."""
         try:
-            shown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
-            lines = self._console.render_lines(shown, pad=False)
-        except Exception:  # a text that a renderer stumbles over is still a text
+            markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+            lines = self._console.render_lines(markdown, pad=False)
+        except Exception:  # the renderer may fail on a strange text, which is then shown plainly
             lines = self._console.render_lines(Text(text.strip("\n"), overflow="fold"), pad=False)
-        return SegmentLines(lines[-most:], new_lines=True)
+        return SegmentLines(lines[-max_lines:], new_lines=True)
 
 
-def reading_line(read: int, prompt_length: int, width: int) -> str:
-    """Return what stands in the line of numbers while the verifier reads a long prompt: how many
-    of its tokens are read, in at most ``width`` columns."""
+def prompt_line(read: int, prompt_length: int, width: int) -> str:
+    """Return the line of numbers while the verifier reads a long prompt: how many of its tokens are
+    read, in at most ``width`` columns."""
     return f"reading the prompt, {read:,} of {prompt_length:,} tokens"[:width]
 
 
 def status_line(status: AgentStatus, width: int, last_per_s: float | None = None) -> str:
-    """At most ``width`` columns, by how much it matters: what does not fit is left out, and no
-    number is cut. ``last_per_s`` is shown while nothing runs."""
+    """Return the line of numbers, in at most ``width`` columns.
+
+    The most important numbers come first. A number that does not fit is left out, and none is cut.
+    ``last_per_s`` is the speed to show while no reply is being received."""
     per_s = status.tokens_per_s if status.running else last_per_s
     verifier, memory, drafting = status.verifier, status.memory, status.drafting
     away = where = rtt = ""

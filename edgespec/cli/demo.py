@@ -1,8 +1,8 @@
-"""``edgespec demo``: a verifier process, a device, a slow link; the same text with and without
-drafts, and what the drafts were worth.
+"""``edgespec demo``: the same outputs with and without drafts, over an emulated slow link.
 
-The machine's own target would be too fast to show anything, so a pass is made to take the time of
-a big one; everything said about speed is said with "emulated".
+A verifier runs in a process of its own, the device in this one. The bundled target alone would be
+too fast to show an effect, so each pass takes the time of a large model's. Every statement about
+speed says "emulated".
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rich.table import Table
 
 from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import Measurement, Row, row_of
-from edgespec.cli.device import TextView, greet, legend, stream, use_color
+from edgespec.cli.device import TextView, choose_verifier, legend, should_use_color, stream
 from edgespec.cli.options import option
-from edgespec.cli.running import reported, run, say, set_up_logging
+from edgespec.cli.running import reporting_errors, run, say, set_up_logging
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, LinkSection
 from edgespec.config.common import SetupError
@@ -28,7 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import NONE, build_agent, load_tokenizer, tokenizer_reference, with_port
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
-# A small model under greedy decoding soon says the same thing again and again.
+# A small model under greedy decoding soon repeats itself.
 REPETITION_PENALTY = 1.15
 ARMS = ("target only", "with drafts")
 PROMPTS = (
@@ -38,30 +38,44 @@ PROMPTS = (
 )
 
 
-_PROMPT = option("A text to go on with, as often as you like", "--prompt")
+_PROMPT = option("Prompt to continue instead of the built-in ones; may be repeated", "--prompt")
+_RTT_MS = option("Milliseconds of round trip of the emulated link", "--rtt-ms", panel="Emulation")
+_MODEL = option(
+    "Target model: a folder, a Hub id or bundled",
+    "--model",
+    metavar="MODEL",
+    envvar="EDGESPEC_MODEL",
+)
+_DRAFT = option(
+    "Draft model: a folder, a Hub id, bundled or lookup",
+    "--draft",
+    metavar="MODEL",
+    envvar="EDGESPEC_DRAFT",
+)
 
 
 def demo(
     prompt: Annotated[list[str] | None, _PROMPT] = None,
-    rtt_ms: Annotated[float, option("Round trip of the link", "--rtt-ms")] = RTT_MS,
-    model: Annotated[str, option("The target", "--model", envvar="EDGESPEC_MODEL")] = "bundled",
-    draft: Annotated[str, option("The draft", "--draft", envvar="EDGESPEC_DRAFT")] = "bundled",
+    rtt_ms: Annotated[float, _RTT_MS] = RTT_MS,
+    model: Annotated[str, _MODEL] = "bundled",
+    draft: Annotated[str, _DRAFT] = "bundled",
 ) -> None:
-    """Watch drafts at work: verifier, device and a slow link, all on this machine.
+    """Show the same outputs with and without drafts, all on this machine.
 
-    Takes under a minute and needs no download. The times of a pass and of a draft step are
-    emulated, so that the machine behaves like a device and a big model; the tokens are real.
+    Starts a verifier and a device with a slow link between them. Takes under a minute and needs no
+    download. The durations of passes and draft steps are emulated, so that this machine behaves
+    like a device with a large model behind a link; the tokens are real.
 
     [dim]edgespec demo --rtt-ms 150[/]
     """
-    with reported():
+    with reporting_errors():
         set_up_logging("error")
         config = AgentConfig(
             draft=DraftSection(model=draft, draft_ms=DRAFT_MS),
             link=LinkSection(rtt_ms=rtt_ms),
             sampling=SamplingParams(repetition_penalty=REPETITION_PENALTY, max_tokens=MAX_TOKENS),
         )
-        styled = use_color()
+        styled = should_use_color()
         console = Console(force_terminal=styled or None, no_color=not styled, highlight=False)
         run(_demo(config, model, prompt or PROMPTS, console, styled))
 
@@ -69,10 +83,10 @@ def demo(
 async def _demo(
     config: AgentConfig, model: str, prompts: Sequence[str], console: Console, color: bool
 ) -> None:
-    load_tokenizer(tokenizer_reference(config))  # a missing model shows before anything starts
+    load_tokenizer(tokenizer_reference(config))  # a missing model is reported before the start
     console.print(
-        f"link {config.link.rtt_ms:g} ms · target pass {PASS_MS:g} ms (emulated pass time) ·"
-        f" draft step {DRAFT_MS:g} ms (emulated)",
+        f"emulated: round trip {config.link.rtt_ms:g} ms · target pass {PASS_MS:g} ms ·"
+        f" draft step {DRAFT_MS:g} ms",
         soft_wrap=True,
     )
     if color:
@@ -82,7 +96,7 @@ async def _demo(
     async with verifier_process(arguments) as (address, serves):
         console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
         config = replace(config, verifier=address)
-        config, _ = await greet(config)
+        config, _ = await choose_verifier(config)
         plain, drafted = list[Measurement](), list[Measurement]()
         plain_config = replace(
             config, draft=DraftSection(model=NONE), tokenizer=tokenizer_reference(config)
@@ -99,14 +113,16 @@ async def _demo(
                     assert agent.stats is not None
                     times_s, counters = tuple(progress.times_s), agent.stats.counters
                     done.append(Measurement(tuple(progress.tokens), times_s, counters))
-    report(console, plain, drafted)
+    print_report(console, plain, drafted)
 
 
-def report(console: Console, plain: Sequence[Measurement], drafted: Sequence[Measurement]) -> None:
-    """Print the numbers, a column an arm so that they fit on 40 columns, and whether the text is
-    the same. Raises ``SetupError`` when it is not."""
+def print_report(
+    console: Console, plain: Sequence[Measurement], drafted: Sequence[Measurement]
+) -> None:
+    """Print the numbers, with one column per arm so that 40 columns suffice, and whether the tokens
+    are the same. Raises ``SetupError`` if they are not."""
     console.rule(style="dim")
-    console.print("the same prompts, the same link, emulated pass time", style="italic")
+    console.print("same prompts, same link, emulated pass time", style="italic")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column("")
     for name in ARMS:
@@ -118,11 +134,12 @@ def report(console: Console, plain: Sequence[Measurement], drafted: Sequence[Mea
     for name, *values in zip(names, _column(base, base), _column(row, base), strict=True):
         table.add_row(name, *values)
     console.print(table)
-    count, same = sum(len(one.tokens) for one in drafted), not row["mismatches"]
-    console.print(f"token for token the same: {'yes' if same else 'NO'} ({count} tokens)")
-    if not same:
+    count, are_same = sum(len(one.tokens) for one in drafted), not row["mismatches"]
+    console.print(f"token for token the same: {'yes' if are_same else 'NO'} ({count} tokens)")
+    if not are_same:
         raise SetupError(
-            "drafts changed the text; that must never happen in canonical mode: please report it"
+            "drafts changed the output, which must never happen in canonical mode; please report"
+            " this as a bug"
         )
 
 

@@ -1,4 +1,4 @@
-"""The device's side of a command: greet the verifier, then stream one generation into a view."""
+"""The device's side of a command: choose a verifier, then stream one generation into a view."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from edgespec.cli.running import say, stoppable
+from edgespec.cli.running import say, stopping_at_once
 from edgespec.config import DEFAULT_PORT, AgentConfig
 from edgespec.config.common import SetupError, host_of
 from edgespec.config.proxies import proxy_of_address
@@ -33,12 +33,12 @@ from edgespec.device.prober import ProbeResult
 from edgespec.models.folders import BUNDLED
 
 _KINDS = {
-    TokenKind.ACCEPTED: ("green", "drafted on the device, confirmed by the target"),
-    TokenKind.REPLACED: ("yellow", "drafted on the device, taken in place of the target's own"),
-    TokenKind.CORRECTED: ("bold red", "the draft said otherwise"),
+    TokenKind.ACCEPTED: ("green", "drafted on the device, accepted by the target"),
+    TokenKind.REPLACED: ("yellow", "drafted on the device, kept in place of the target's own"),
+    TokenKind.CORRECTED: ("bold red", "drafted wrongly, corrected by the target"),
     TokenKind.DECODED: ("", "by the target alone"),
 }
-"""How a token is drawn, and what that means."""
+"""Style of a token on a terminal, and its meaning for the legend."""
 _ENDINGS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length (max_tokens)",
@@ -48,22 +48,23 @@ _ENDINGS = {
 
 
 class View(Protocol):
-    """Where chunks go."""
+    """Output of the chunks of one generation."""
 
     def show(self, chunk: Chunk) -> None:
-        """Show one chunk, at once."""
+        """Show one chunk at once."""
 
     def end(self) -> None:
-        """The text is complete, or broke off: leave the cursor at the start of a line."""
+        """Finish the output, complete or not, and leave the cursor at the start of a line."""
 
 
 @dataclass(slots=True)
 class TextView:
-    """Text on stdout; ``color`` tells tokens apart. A ``terminal`` (by default: if stdout is one)
-    gets printable characters only."""
+    """View that writes text to stdout."""
 
     color: bool
+    """Tokens are coloured by their kind."""
     terminal: bool = field(default_factory=lambda: sys.stdout.isatty())
+    """Control characters are replaced, because stdout is a terminal that they could control."""
     _column_open: bool = False
     _context_full: bool = False
 
@@ -83,14 +84,15 @@ class TextView:
         if self._column_open:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        if self._context_full:  # who sees only the text cannot tell it from a full output
-            print("the text ends here: the model's context is full", file=sys.stderr)
+        if self._context_full:  # the text alone does not show it
+            print("the output ends here: the model's context is full", file=sys.stderr)
         self._column_open = self._context_full = False
 
 
 @dataclass(slots=True)
 class JsonView:
-    """One JSON object a chunk on stdout; the last one says how far a LOSSY ``rule`` went."""
+    """View that writes one JSON object per chunk to stdout. Under a LOSSY ``rule`` the last object
+    counts the tokens that were replaced."""
 
     rule: str = EXACT_RULE
     _replaced: int = 0
@@ -123,15 +125,15 @@ class JsonView:
 
 
 @dataclass(slots=True)
-class Progress:
-    """What was received when."""
+class ReceivedTokens:
+    """Tokens of one generation, with the times of their arrival."""
 
     started_s: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    """When each of them came, since ``started_s``."""
+    """Seconds from ``started_s`` to the arrival of each token."""
     parts: list[str] = field(default_factory=list)
-    """Their text, chunk by chunk."""
+    """Text of each chunk."""
     finish: FinishReason | None = None
 
     def add(self, chunk: Chunk) -> None:
@@ -142,75 +144,76 @@ class Progress:
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean time of a token after those that came first; None with nothing after them."""
+        """Mean seconds per token after the first chunk, or None if there was no further chunk."""
         later = sum(one > self.times_s[0] for one in self.times_s)
         return (self.times_s[-1] - self.times_s[0]) / later if later else None
 
 
-def use_color() -> bool:
-    """On a terminal, unless ``NO_COLOR`` is set (no-color.org); with ``FORCE_COLOR`` everywhere
-    (force-color.org)."""
+def should_use_color() -> bool:
+    """Return whether stdout is a terminal or ``FORCE_COLOR`` is set (force-color.org), and
+    ``NO_COLOR`` is not (no-color.org)."""
     wanted = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
     return wanted and not os.environ.get("NO_COLOR")
 
 
 def legend(lossy: bool = False) -> Text:
-    """What the styles mean, in one line."""
+    """Return one line that explains the styles of tokens. ``lossy`` includes replaced tokens."""
     kinds = [kind for kind in TokenKind if lossy or kind is not TokenKind.REPLACED]
     parts = [Text(f"{kind.value}: {_KINDS[kind][1]}", _KINDS[kind][0]) for kind in kinds]
     return Text("  ·  ").join(parts)
 
 
-def loss(stats: GenerationStats) -> str:
-    """What a relaxed rule did to the text."""
+def describe_loss(stats: GenerationStats) -> str:
+    """Return one clause about the tokens that a relaxed rule replaced."""
     replaced, committed = stats.counters.replaced, stats.counters.committed
     share = replaced / committed if committed else 0.0
     return f"LOSSY ({stats.rule}): {replaced} tokens ({share:.0%}) are not the target's own"
 
 
-def tell_worth(
-    progress: Progress, stats: GenerationStats | None, *, color: bool, explain: bool
+def report_drafting(
+    received: ReceivedTokens, stats: GenerationStats | None, *, color: bool, explain: bool
 ) -> None:
-    """What drafts brought, in one line on stderr; nothing for a text of which too little came to
-    say. ``explain``: and what the colours of the text mean."""
-    per_token_s = progress.per_token_s
+    """Print one line on stderr about the speed, and what drafting contributed to it.
+
+    Nothing is printed for an output that is too short to measure. ``color`` dims the line;
+    ``explain`` adds the legend of the token styles."""
+    per_token_s = received.per_token_s
     if stats is None or not per_token_s:
         return
-    parts = [f"{1 / per_token_s:.1f} tokens a second"]
+    parts = [f"{1 / per_token_s:.1f} tokens per second"]
     counters, pass_s = stats.counters, stats.estimates.pass_s.get(0.0)
     if counters.accepted and pass_s:
         parts.append(
-            f"{pass_s / per_token_s:.2f} times as fast as streaming, one token a pass of"
+            f"{pass_s / per_token_s:.2f} times as fast as one token per pass of"
             f" {pass_s * 1e3:.0f} ms"
         )
     share = counters.accepted / counters.committed if counters.committed else 0.0
     parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
     if stats.is_lossy:
-        parts.append(loss(stats))
+        parts.append(describe_loss(stats))
     console = Console(stderr=True, highlight=False)
     console.print(" · ".join(parts), style="dim" if color else "", soft_wrap=True)
     if explain:
         console.print(legend(stats.is_lossy), soft_wrap=True)
 
 
-def summary(progress: Progress, stats: GenerationStats | None) -> str:
-    """The numbers of one generation, in two lines; of several verifiers, who served in
-    a third; another one if drafting failed."""
-    times_s = progress.times_s
+def describe_generation(received: ReceivedTokens, stats: GenerationStats | None) -> str:
+    """Return the statistics of one generation, in two or more lines, for ``--stats``."""
+    times_s = received.times_s
     lines = [f"{len(times_s)} tokens in {max(times_s, default=0.0):.2f} s"]
     if times_s:
         lines[0] += f", first after {times_s[0] * 1e3:.0f} ms"
-    if (per_token_s := progress.per_token_s) is not None:
-        lines[0] += f", then {per_token_s * 1e3:.1f} ms a token"
-    if progress.finish is not None:
-        lines[0] += f", ended by {_ENDINGS[progress.finish]}"
+    if (per_token_s := received.per_token_s) is not None:
+        lines[0] += f", then {per_token_s * 1e3:.1f} ms per token"
+    if received.finish is not None:
+        lines[0] += f", ended by {_ENDINGS[received.finish]}"
     if stats is not None:
         c = stats.counters
         share = c.passes / c.committed if c.committed else 0.0
         rate = "–" if c.acceptance is None else f"{c.acceptance:.0%}"
         lines.append(
             f"accepted {c.accepted}, corrected {c.corrected}, decoded"
-            f" {c.committed - c.accepted - c.corrected}; {share:.2f} passes a token;"
+            f" {c.committed - c.accepted - c.corrected}; {share:.2f} passes per token;"
             f" acceptance {rate}; sent {c.sent} nodes, wasted {c.wasted};"
             f" reconnects {c.reconnects}; round trip {stats.estimates.rtt_s.get(0.0) * 1e3:.0f} ms"
         )
@@ -224,29 +227,29 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
             why = f": {stats.rest_reason}" if stats.rest_reason else ""
             lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")
         if stats.is_lossy:
-            lines.append(loss(stats))
+            lines.append(describe_loss(stats))
         if c.draft_failure:
             lines.append(f"drafting stopped: {c.draft_failure}")
     return "\n".join(lines)
 
 
 _UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (failed|error)", re.I)
-"""What gRPC says of a host name for which there is no address."""
+"""Messages of gRPC for a host name that cannot be resolved."""
 
 
-async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    """Return ``config`` for the verifiers that are there and fit, and the model that they serve.
+async def choose_verifier(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+    """Return ``config`` for the verifiers that answer and fit, and the model that they serve.
 
-    Of several verifiers the one chosen is named and comes first. The texts of the target come from
-    it (``with_tokenizer``). Raises ``SetupError`` saying what to run; without this a wrong address
-    is only noticed after the attempts to reconnect."""
+    If there are several, the chosen one is printed and comes first. The target's tokenizer and chat
+    template come from it (``with_tokenizer``). A wrong address is noticed here, before the session
+    would try to reconnect for some time. Raises ``SetupError``, which says what to run."""
     if len(config.verifiers) > 1:
         return await _choose(config)
     ((address, answer),) = (await build.probe_verifiers(config)).items()
     if answer.info is None:
-        raise SetupError(no_verifier(address, answer.error or LinkError("")))
-    with stoppable():  # a tokenizer on the Hub is fetched for it
-        why = misfit(config, answer.info, f"the verifier at {address}")
+        raise SetupError(no_verifier_message(address, answer.error or LinkError("")))
+    with stopping_at_once():  # it may download a tokenizer from the Hub
+        why = explain_misfit(config, answer.info, f"the verifier at {address}")
     if why:
         raise SetupError(why)
     info = answer.info.find_model(config.model) or answer.info.model
@@ -254,21 +257,22 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 
 
 async def _with_texts(config: AgentConfig, info: ModelInfo, address: str) -> AgentConfig:
-    """Return ``config`` with the texts of the target ``info``, which have to fit the draft. Raises
-    ``SetupError``."""
+    """Return ``config`` with the tokenizer and chat template of the target ``info``. Raises
+    ``SetupError`` if the draft does not fit them."""
     config = await with_tokenizer(config, info, say, address)
-    with stoppable():
+    with stopping_at_once():
         build.check_draft(config, info)
     return config
 
 
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    """Put the verifiers that fit first, as the association ranks them, then those that did not
-    answer and may come back. All that fit have the vocabulary of the first one."""
+    """Choose among several verifiers. The result lists those that fit, in the order of the
+    association, and then those that did not answer and may come back. All that fit have the
+    vocabulary of the first one."""
     answers = await build.probe_verifiers(config, timed=True)
-    with stoppable():
+    with stopping_at_once():
         whys = {
-            address: one.why if one.info is None else misfit(config, one.info, "it")
+            address: one.why if one.info is None else explain_misfit(config, one.info, "it")
             for address, one in answers.items()
         }
     left_out = {address: why for address, why in whys.items() if why is not None}
@@ -279,21 +283,21 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         try:
             found = await _with_texts(config, model, order[0])
             break
-        except SetupError as error:  # the next one may fit
+        except SetupError as error:  # another verifier may fit
             left_out[order[0]] = str(error)
     for address in order[1:]:
         other = answers[address].info
-        unlike = None if other is None else misfit(found, other, "it")
-        if unlike is not None:
-            left_out[address] = unlike
+        why = None if other is None else explain_misfit(found, other, "it")
+        if why is not None:
+            left_out[address] = why
     order = [address for address in order if address not in left_out]
     if left_out:
-        say("left out: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
-    silent = [address for address in left_out if answers[address].info is None]
-    found = replace(found, verifier=(*order, *silent))
+        say("not used: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
+    unanswered = [address for address in left_out if answers[address].info is None]
+    found = replace(found, verifier=(*order, *unanswered))
     if policy is Association.RENDEZVOUS:
         count = len(found.verifiers)
-        say(f"using {count} replicas ({policy.value}): each conversation has one of its own")
+        say(f"using {count} replicas ({policy.value}): each conversation stays at one of them")
         return found, model
     passes = f", pass {info.pass_us / 1e3:.1f} ms" if info.pass_us else ""
     say(
@@ -306,15 +310,15 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 def _ranked(
     config: AgentConfig, answers: Mapping[str, ProbeResult], left_out: Mapping[str, str]
 ) -> tuple[list[str], VerifierInfo, float]:
-    """The addresses that are not left out, best first, and of the best one what it says of itself
-    and its round trip in seconds. Raises ``SetupError`` where none is left."""
+    """Return the addresses that are not left out, best first, and the description and round trip in
+    seconds of the best one. Raises ``SetupError`` if none is left."""
     fits = {address: one for address, one in answers.items() if address not in left_out}
     if not fits:
         lines = [f"none of {len(left_out)} verifiers can be used"]
         for address, why in left_out.items():
             lines.append(f"  {address}: {why.removeprefix(f'verifier at {address}: ')}")
-        lines += ["  start one:   edgespec verifier"]
-        lines += ["  or say where they are: --verifier HOST:PORT, or EDGESPEC_VERIFIER"]
+        lines += ["  start one:           edgespec verifier"]
+        lines += ["  or name another one: --verifier HOST:PORT, or EDGESPEC_VERIFIER"]
         raise SetupError("\n".join(lines))
     known = [
         (address, one.info, None if one.info is None else one.info.sessions, one.rtt_s)
@@ -326,12 +330,14 @@ def _ranked(
     return order, best.info, best.rtt_s or 0.0
 
 
-def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
-    """Say why ``config`` cannot use what this verifier serves; None: it can, or that shows when its
-    texts are taken."""
+def explain_misfit(config: AgentConfig, verifier: VerifierInfo, subject: str) -> str | None:
+    """Return why ``config`` cannot use this verifier, or None.
+
+    None does not mean that it can, if the target's tokenizer is still to be fetched: then the check
+    follows. ``subject`` is what the message calls the verifier."""
     if (info := verifier.find_model(config.model)) is None:
         known = ", ".join(repr(one.name) for one in verifier.models)
-        return f"unknown model {config.model!r}: {who} serves {known}"
+        return f"unknown model {config.model!r}: {subject} serves {known}"
     if takes_target_texts(config):
         return None
     reference = build.tokenizer_reference(config)
@@ -339,19 +345,21 @@ def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
     if own != info.vocabulary:
         return (
             f"the tokenizer of {reference!r} (vocabulary {own}) is not that of the"
-            f" verifier's {info.name!r} ({info.vocabulary}); give --draft one that"
-            " shares it, or name its tokenizer: --set tokenizer=FOLDER"
+            f" verifier's {info.name!r} (vocabulary {info.vocabulary}); choose a --draft that"
+            " shares it, or give the target's tokenizer: --set tokenizer=FOLDER"
         )
     return None
 
 
-def for_trying(config: AgentConfig, info: ModelInfo) -> AgentConfig:
-    """Return ``config``, for the bundled pair with its own sampling where none was chosen: greedy,
-    it says the same thing again and again. A user at a terminal is told what the pair is."""
+def with_bundled_sampling(config: AgentConfig, info: ModelInfo) -> AgentConfig:
+    """Return ``config``, for the bundled target with that model's own sampling defaults.
+
+    The bundled target is so small that greedy decoding repeats itself. Parameters that the user
+    chose stay. On a terminal a line explains what the bundled pair is."""
     if info.name != BUNDLED:
         return config
     if sys.stderr.isatty():
-        say("bundled is a toy pair made for trying: see how it works, not what it says")
+        say("bundled is a tiny pair of models for trying edgespec out; its text makes little sense")
     return replace(
         config,
         sampling=build.with_model_sampling(config.sampling, build.tokenizer_reference(config)),
@@ -359,40 +367,45 @@ def for_trying(config: AgentConfig, info: ModelInfo) -> AgentConfig:
 
 
 def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:
-    """Raises ``SetupError`` for a prompt that leaves no room for output."""
+    """Raise ``SetupError`` if a prompt fills the context, so that no output is possible."""
     if len(tokens) >= info.context_length:
         raise SetupError(
             f"the prompt has {len(tokens)} tokens, which leaves no room for output in the context"
-            f" of {info.context_length} tokens of {info.name!r}"
+            f" of {info.context_length} tokens of {info.name!r}; shorten it"
         )
 
 
-def no_verifier(address: str, error: LinkError) -> str:
-    """The message for a verifier that is not there, or that does not let us in."""
+def no_verifier_message(address: str, error: LinkError) -> str:
+    """Return the error message for a verifier that does not answer or refuses this device."""
     if isinstance(error, UntrustedPeerError) or not error.retryable:
         return str(error)
     host, _, port = build.with_port(address).rpartition(":")
     option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
-    what = f"no verifier answers at {build.with_port(address)}"
+    message = f"no verifier answers at {build.with_port(address)}"
     if (proxy := proxy_of_address(build.with_port(address))) is not None:
-        return f"{what} {proxy.explain(host_of(build.with_port(address)))}\n  ({error})"
-    what += f"\n  start one:   edgespec verifier{option}"
+        return f"{message} {proxy.explain(host_of(build.with_port(address)))}\n  ({error})"
     if _UNRESOLVED.search(str(error)):
-        what = f"no machine is known by the name {host!r}"
-    return f"{what}\n  or say where it is: --verifier HOST:PORT, or EDGESPEC_VERIFIER\n  ({error})"
+        message = f"the host name {host!r} cannot be resolved"
+        advice = "correct the address:"
+    else:
+        message += f"\n  start one:           edgespec verifier{option}"
+        advice = "or name another one:"
+    return f"{message}\n  {advice} --verifier HOST:PORT, or EDGESPEC_VERIFIER\n  ({error})"
 
 
 async def stream(
-    generation: AsyncGenerator[Chunk, None], view: View, progress: Progress | None = None
-) -> Progress:
-    """Run a generation into ``view``; ``view.end`` is called whatever happens. A ``progress``
-    handed in also tells of one that was cut short."""
-    progress = progress or Progress()
+    generation: AsyncGenerator[Chunk, None], view: View, received: ReceivedTokens | None = None
+) -> ReceivedTokens:
+    """Run a generation, show its chunks in ``view``, and return the tokens received.
+
+    ``view.end`` is called whatever happens. A caller that passes ``received`` finds there the
+    tokens of a generation that was cut short, too."""
+    received = received or ReceivedTokens()
     try:
         async with aclosing(generation) as chunks:
             async for chunk in chunks:
-                progress.add(chunk)
+                received.add(chunk)
                 view.show(chunk)
     finally:
         view.end()
-    return progress
+    return received

@@ -17,9 +17,16 @@ import typer
 from rich.console import Console
 
 from edgespec.bench.runner import BenchProgress
-from edgespec.cli.export import DEFAULT_BITS, check_free, placed
+from edgespec.cli.export import DEFAULT_BITS, check_is_empty, output_folder
 from edgespec.cli.options import option
-from edgespec.cli.running import Interrupted, Stopping, answered_by, fail, reported, say
+from edgespec.cli.running import (
+    Interrupted,
+    StopRequest,
+    fail,
+    reporting_errors,
+    say,
+    signals_handled_by,
+)
 from edgespec.config import ConfigError
 from edgespec.config.common import needs
 from edgespec.core.device.memory import AUTO, MachineMemory, MemoryBudget, parse_budget
@@ -115,7 +122,7 @@ def distill(
     [dim]edgespec distill --online ./recording --out ./mine[/]
     """
     began_s = time.monotonic()
-    with reported():
+    with reporting_errors():
         if sum(map(bool, (prompts, texts, online))) != 1:
             raise ConfigError("give either --prompts or --texts or --online")
         files = prompts or texts or online or []
@@ -134,7 +141,7 @@ def distill(
         if online:
             draft = _in_use(out, draft)
         else:
-            check_free(out)
+            check_is_empty(out)
         models = (
             resolve_source(target, Purpose.TARGET).folder,
             resolve_source(draft, Purpose.DRAFT_WEIGHTS).folder,
@@ -248,7 +255,7 @@ class _Job:
         spent_s: float = kept.get("spent_s", 0.0)
         reserve_s = 0.0
         held_ready: bool = kept.get("held_ready", False)
-        stopping = Stopping()
+        stopping = StopRequest()
         job: training.Distillation | None = None
 
         def left_s() -> float:
@@ -259,7 +266,7 @@ class _Job:
             return 60.0 * budget.minutes - used_s - reserve_s
 
         def check_time() -> None:
-            stopping.check()
+            stopping.raise_if_requested()
             if left_s() <= 0.0:
                 raise training.TimeUpError
 
@@ -274,7 +281,7 @@ class _Job:
             training.save_state(self._kept, content)
 
         count = len(parts.choosing) + len(parts.judging)
-        with answered_by(stopping.ask), _shown() as shown:
+        with signals_handled_by(stopping.request), _shown() as shown:
             say(f"{len(parts.training)} texts to learn from; {count} are held back and prepared")
             try:
                 enough_s = (1.0 - _HELD_BACK_SHARE) * 60.0 * budget.minutes
@@ -299,7 +306,7 @@ class _Job:
                 looked_s = time.monotonic()
                 before = judging.acceptance(draft)
                 reserve_s = _SLACK * (time.monotonic() - looked_s) + _WRITING_S
-                given = (parts.training, choosing, self.settings, stopping.check)
+                given = (parts.training, choosing, self.settings, stopping.raise_if_requested)
                 job = training.Distillation(
                     target, draft, *given, memory.texts_at_once, memory.written_at_once
                 )
@@ -367,7 +374,7 @@ class _Job:
             )
         if verdict.gain.interval[0] <= 0:
             say("warning: not better beyond its interval; more texts or minutes would tell")
-        with placed(self.out, _before(self.out) if self.online else None) as work:
+        with output_folder(self.out, _before(self.out) if self.online else None) as work:
             write_checkpoint(draft, self.draft, work, self.settings.length - 1)
         self._kept.unlink(missing_ok=True)
         if self.online:

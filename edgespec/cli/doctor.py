@@ -1,4 +1,4 @@
-"""``edgespec doctor``: is this installation in order, and if not, what to run."""
+"""``edgespec doctor``: check this installation and its verifier, and say what to run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edgespec.models.model_source import Purpose
 from edgespec.wire.access import load_tls_access
 
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
-"""Distributions of onnxruntime, which write the same files: one of them is installed."""
+"""Distributions of onnxruntime. They write the same files, so only one of them may be installed."""
 LIBRARIES = ("grpcio", "numpy", "protobuf", "tokenizers")
 _MAX_PROBE_S = 600.0
 
@@ -40,38 +40,39 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, what was found, and a line to run where it is not right. No check
-    raises; one that cannot tell says so."""
+    """Result of one check. A check raises nothing; its finding says what it could not find out."""
 
     name: str
     state: State
     finding: str
     advice: str = ""
+    """Command that mends the finding, or empty."""
 
 
-def libraries() -> Check:
+def check_libraries() -> Check:
     found = (f"{name} {installed_version(name) or 'missing'}" for name in LIBRARIES)
     where = f"{platform.python_version()} on {platform.machine()}"
     return Check("python", State.GOOD, f"{where}; {', '.join(found)}")
 
 
-def one_onnxruntime() -> Check:
-    """All its distributions write the same files, so with two installed neither is whole."""
+def check_onnxruntime() -> Check:
+    """Check that one distribution of onnxruntime is installed. Two overwrite each other's files."""
     found = [name for name in RUNTIMES if installed_version(name) is not None]
     if len(found) == 1:
         return Check("onnxruntime", State.GOOD, f"{found[0]} {installed_version(found[0])}")
-    finding, advice = "not installed: nothing can be drafted here", "pip install 'edgespec[cpu]'"
+    finding = "not installed: this device cannot run a draft model"
+    advice = "pip install 'edgespec[cpu]'"
     if found:
         finding = f"{' and '.join(found)} are installed together and overwrite each other"
         advice = f"pip uninstall -y {' '.join(found)} && {advice}"
     return Check("onnxruntime", State.BAD, finding, advice)
 
 
-def draft_step() -> Check:
-    """One step of the bundled model."""
+def check_draft_step() -> Check:
+    """Run one draft step of the bundled model."""
     name = "draft step"
     if importlib.util.find_spec("onnxruntime") is None:
-        return Check(name, State.NOTE, "not tried: no onnxruntime")
+        return Check(name, State.NOTE, "not tried, because onnxruntime is not installed")
     try:
         from edgespec.device.build import load_drafter
 
@@ -80,18 +81,20 @@ def draft_step() -> Check:
         drafter.begin(1, SamplingParams())
         (best,) = drafter.step(0, (0,), 1)
         drafter.close()
-    except Exception as error:  # whatever a broken installation raises is the finding
+    except Exception as error:  # a broken installation may raise anything
         advice = "pip install --force-reinstall 'edgespec[cpu]'"
         return Check(name, State.BAD, f"{type(error).__name__}: {error}", advice)
     return Check(name, State.GOOD, f"works (token {best.token} after token 0)")
 
 
-def exactness() -> Check:
-    """What a verifier here needs; a device does without. And whether one on this CPU gives the same
-    text whatever is drafted, and how."""
+def check_target() -> Check:
+    """Check that this machine could run a verifier, and in which mode, which says how its outputs
+    are kept independent of drafts."""
     name = "verifier here"
     if installed_version("torch") is None or installed_version("transformers") is None:
-        finding = "torch or transformers is not installed: devices need neither, a verifier both"
+        finding = (
+            "torch or transformers is not installed: a verifier needs both, a device needs neither"
+        )
         return Check(name, State.NOTE, finding, "pip install 'edgespec[server]'")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -108,7 +111,7 @@ def exactness() -> Check:
             folder, name="bundled", vocabulary="", device="cpu", max_cached_tokens=1024
         )
         torch.set_num_threads(threads)
-    except Exception as error:  # whatever a broken installation raises is the finding
+    except Exception as error:  # a broken installation may raise anything
         advice = "pip install --force-reinstall 'edgespec[server]'"
         return Check(name, State.BAD, f"{type(error).__name__}: {error}", advice)
     state = State.GOOD if target.canonical else State.NOTE
@@ -117,24 +120,25 @@ def exactness() -> Check:
     return Check(name, state, f"torch {torch.__version__}, {where}; {runs}")
 
 
-async def verifier(address: str, config: AgentConfig) -> Check:
+async def check_verifier(address: str, config: AgentConfig) -> Check:
+    """Connect to a verifier and ask for its description."""
     name = f"verifier at {with_port(address)}"
     (answer,) = (await probe_verifiers(replace(config, verifier=address))).values()
     if (served := answer.info) is None:
         error = answer.error
         port = with_port(address).rpartition(":")[2]
-        untrusted = isinstance(error, UntrustedPeerError)
-        refused = untrusted or (error is not None and not error.retryable)
-        advice = "" if refused else f"edgespec verifier --port {port}"
-        # Nobody asked for the one that would be at the usual place.
-        state = State.NOTE if not refused and address == DEFAULT_ADDRESS else State.BAD
+        is_untrusted = isinstance(error, UntrustedPeerError)
+        is_refused = is_untrusted or (error is not None and not error.retryable)
+        advice = "" if is_refused else f"edgespec verifier --port {port}"
+        # The user may not need a verifier at the default address.
+        state = State.NOTE if not is_refused and address == DEFAULT_ADDRESS else State.BAD
         return Check(name, state, answer.why.removeprefix(f"{name}: "), advice)
     model, limits = served.model, served.limits
     finding = f"serves {model.name}, context {model.context_length}, vocabulary {model.vocabulary}"
     if served.max_sessions:
         finding += (
             f"; {served.sessions} of {served.max_sessions} sessions, each with up to"
-            f" {limits.max_nodes_outstanding} nodes ({limits.max_nodes_per_pass} a pass)"
+            f" {limits.max_nodes_outstanding} draft nodes ({limits.max_nodes_per_pass} per pass)"
             f" and a lease of {limits.lease_s:g} s"
         )
     if served.pass_us:
@@ -143,7 +147,9 @@ async def verifier(address: str, config: AgentConfig) -> Check:
 
 
 _PROBE = option(
-    "Only ask whether the verifier serves, and wait at most so long", "--probe", metavar="SECONDS"
+    "Only check whether the verifier serves, for a health check; wait at most this long",
+    *("--probe",),
+    metavar="SECONDS",
 )
 
 
@@ -151,9 +157,9 @@ _PROBE = option(
 def doctor(settings: AgentConfig, probe_s: Annotated[float | None, _PROBE] = None) -> None:
     """Check this installation and its verifier, and say what to run.
 
-    Exit code 1 if something a device needs is broken; notes are about what is optional. With
-    --probe, a verifier's health service is asked, which needs no key: 0 if it serves, 1 if not. It
-    says no from the moment a verifier begins to drain.
+    The exit code is 1 if something that a device needs is broken; notes are about optional parts.
+    With --probe, only the verifier's health service is checked, which needs no API key: the exit
+    code is 0 if it serves, and 1 if it does not or has begun to drain.
 
     [dim]edgespec doctor --verifier gpu-box:7420 --ca ca.pem[/]
     """
@@ -161,8 +167,8 @@ def doctor(settings: AgentConfig, probe_s: Annotated[float | None, _PROBE] = Non
         for address in settings.verifiers:
             _probe(address, settings, probe_s)
         return
-    found = [libraries(), one_onnxruntime(), draft_step(), exactness()]
-    found += [run(verifier(address, settings)) for address in settings.verifiers]
+    found = [check_libraries(), check_onnxruntime(), check_draft_step(), check_target()]
+    found += [run(check_verifier(address, settings)) for address in settings.verifiers]
     console = Console(highlight=False, soft_wrap=True)
     for check in found:
         console.print(f"{check.state.value} {escape(check.name)}: {escape(check.finding)}")
@@ -173,7 +179,7 @@ def doctor(settings: AgentConfig, probe_s: Annotated[float | None, _PROBE] = Non
 
 
 def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
-    """Ends the command with exit code 1 unless the verifier says that it serves."""
+    """End the command with exit code 1 unless the verifier's health service answers SERVING."""
     if not 0.0 < within_s <= _MAX_PROBE_S:
         raise ConfigError(f"--probe is {within_s:g}, but must be in (0, {_MAX_PROBE_S:g}]")
     with needs("grpc", "edgespec"):
@@ -181,4 +187,4 @@ def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
     answer = asyncio.run(check_health(with_port(address), load_tls_access(settings.tls), within_s))
     typer.echo(answer)
     if answer != SERVING:
-        fail(f"the verifier at {with_port(address)} says {answer}")
+        fail(f"the verifier at {with_port(address)} is not serving: {answer}")

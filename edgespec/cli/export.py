@@ -1,4 +1,4 @@
-"""``edgespec export``: a Hugging Face checkpoint to a draft folder for devices."""
+"""``edgespec export``: make a draft folder for devices of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from edgespec.cli.options import option
-from edgespec.cli.running import fail, reported, run, say
+from edgespec.cli.running import fail, reporting_errors, run, say
 from edgespec.config import ConfigError
 from edgespec.config.common import SetupError, needs
 from edgespec.core.device.memory import KvType
@@ -29,26 +29,33 @@ from edgespec.models.model_source import Purpose, SourceKind, resolve_source
 DEFAULT_BITS = 4
 
 
-_OUT = typer.Argument(help="Folder to write; must not hold anything yet")
-_CONTEXT = option("0: the model's own, at most 16384", "--context-length")
+_SOURCE = typer.Argument(metavar="SOURCE", help="Checkpoint: a Hugging Face folder or a Hub id")
+_OUT = typer.Argument(metavar="OUT", help="Folder to write, which must be empty or not exist")
+_BITS = option("Bits of each weight: 4 (smallest and fastest), 8 or 32", "--bits")
+_CONTEXT = option(
+    "Longest context in tokens; 0 takes the model's own, at most 16384", "--context-length"
+)
+_KV_TYPE = option("Type of cached keys and values; the smaller ones need less memory", "--kv-type")
 _OPTIMUM = option(
-    "Let Optimum export a family that edgespec does not know, by a Python that has it",
+    "Python with Optimum installed, to export a model family that edgespec does not know",
     "--optimum",
     metavar="PYTHON",
 )
-_INSPECT = option("Write nothing, say what SOURCE is and how it would draft", "--inspect")
+_INSPECT = option("Only report what SOURCE is and how it would draft; write nothing", "--inspect")
 
 
 def export(
-    source: Annotated[str, typer.Argument(help="Hugging Face folder or Hub id")],
+    source: Annotated[str, _SOURCE],
     out: Annotated[Path | None, _OUT] = None,
-    bits: Annotated[int, option("Of the weights: 4, 8 or 32", "--bits")] = DEFAULT_BITS,
+    bits: Annotated[int, _BITS] = DEFAULT_BITS,
     context_length: Annotated[int, _CONTEXT] = 0,
-    kv_type: Annotated[KvType, option("Of cached keys and values", "--kv-type")] = KvType.FLOAT32,
+    kv_type: Annotated[KvType, _KV_TYPE] = KvType.FLOAT32,
     optimum: Annotated[Path | None, _OPTIMUM] = None,
     inspect: Annotated[bool, _INSPECT] = False,
 ) -> None:
-    """Write the ONNX draft model of a checkpoint, with its tokenizer.
+    """Export a checkpoint as an ONNX draft model, with its tokenizer.
+
+    `--draft` also takes a checkpoint, and exports it on first use; this command does it beforehand.
 
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
 
@@ -56,17 +63,20 @@ def export(
 
     [dim]edgespec export --inspect ./Qwen3-0.6B-ONNX[/]
     """
-    with reported():
+    with reporting_errors():
         if inspect:
             _inspect(source)
             return
         if out is None:
             raise ConfigError("OUT, the folder to write, is missing (only --inspect needs none)")
-        check_free(out)
+        check_is_empty(out)
         if optimum is None:
             _export(source, out, bits, context_length, kv_type)
         elif (context_length, kv_type) != (0, KvType.FLOAT32):
-            raise ConfigError("--optimum takes no --context-length and no --kv-type")
+            raise ConfigError(
+                "--optimum is given with --context-length or --kv-type, which Optimum does not"
+                " take: leave them out"
+            )
         else:
             _export_by_optimum(optimum, source, out, bits)
 
@@ -76,7 +86,7 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
         folder = resolve_source(source, Purpose.TARGET).folder
         folders.check_checkpoint(folder)
         layers = Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True))
-        with placed(out) as work, layers:
+        with output_folder(out) as work, layers:
             bar = layers.add_task("layers", total=None)
             manifest = export_draft(
                 folder,
@@ -93,12 +103,12 @@ def _say_written(out: Path, how: str, bits: int, vocabulary: str) -> None:
     size = sum(file.stat().st_size for file in out.rglob("*.onnx*"))
     typer.echo(
         f"{out}: {how}, {bits} bits, {size / 1e6:.1f} MB, vocabulary {vocabulary}"
-        f"\nuse it: edgespec generate ... --draft {out}"
+        f"\nuse it: edgespec generate PROMPT --draft {out}"
     )
 
 
 def _inspect(reference: str) -> None:
-    """What is behind a draft reference; each graph of others is loaded and tried."""
+    """Print what a draft reference is. Each graph that others exported is loaded and tried."""
     from edgespec.device.model_drafter import describe_graph
 
     source = resolve_source(reference, Purpose.DRAFT)
@@ -123,25 +133,27 @@ def _inspect(reference: str) -> None:
         raise failed
 
 
-def check_free(out: Path) -> None:
-    """Leaves with a word where ``out`` holds something already."""
+def check_is_empty(out: Path) -> None:
+    """End the command with an error if ``out`` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fail(f"{out} is not an empty folder; choose another")
 
 
 @contextmanager
-def placed(out: Path, before: Path | None = None) -> Iterator[Path]:
-    """A folder to write to, which becomes ``out`` only if all went well. What is there becomes
-    ``before``, and what was ``before`` goes."""
+def output_folder(out: Path, before: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary folder to write to, which becomes ``out`` only if the block succeeds.
+
+    If ``before`` is given, the folder that was ``out`` is kept under that name, in place of an
+    older one."""
     with work_folder(out.parent) as work:
-        work.chmod(0o755)  # as a folder made by anybody, not as a secret one
+        work.chmod(0o755)  # the usual mode of a folder; a temporary one is private
         yield work
         if before is not None and out.is_dir() and any(out.iterdir()):
             if before.exists():
                 shutil.rmtree(before)
             out.rename(before)
         elif out.is_dir():
-            out.rmdir()  # it is empty
+            out.rmdir()  # an empty folder
         work.rename(out)
 
 
@@ -149,21 +161,24 @@ INSTALL: Final = (
     "python -m venv optimum-env && optimum-env/bin/pip install optimum==2.1.0 optimum-onnx==0.1.0"
     " transformers==4.57.6 torch onnx onnxruntime"
 )
-"""What makes the Python that is asked for; versions as they were tried."""
+"""Command that makes a Python environment with Optimum, in the versions that were tried."""
 
 
 def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
-    """Optimum needs transformers 4, so it runs with a Python of its own. It writes float32, which
-    is rounded here; then the graph is tried as any of others. Raises ``SetupError``, with the line
-    that installs it, or ``ValueError``, naming the file or the value."""
+    """Export a model by Optimum, in a child process.
+
+    Optimum needs transformers 4, so it runs in a Python environment of its own. It writes float32,
+    which is rounded here; then the graph is tried like any graph that others exported. Raises
+    ``SetupError`` with the command that installs Optimum, or ``ValueError`` that names the file or
+    the value."""
     folder = resolve_source(source, Purpose.TARGET).folder
     config = folders.read_config(folder)
     if "rope_parameters" in config and "rope_theta" not in config:
         raise folders.ModelFolderError(
             f"{folder / 'config.json'}: has rope_parameters without rope_theta: transformers 4"
-            " would rotate by base 10,000; write rope_theta and rope_scaling there, too"
+            " would rotate by base 10,000; add rope_theta and rope_scaling to the file"
         )
-    with needs("onnx and onnxruntime", "edgespec[export,cpu]"), placed(out) as work:
+    with needs("onnx and onnxruntime", "edgespec[export,cpu]"), output_folder(out) as work:
         from edgespec.device.export.export_graph import BITS
         from edgespec.device.export.quantize import round_graph
         from edgespec.device.model_drafter import load_foreign_drafter
@@ -171,7 +186,7 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
         if bits not in BITS:
             raise ValueError(f"bits is {bits}, but must be one of {BITS}")
         run(_optimum(python, folder, work, *([] if bits == 32 else ["--no-post-process"])))
-        for name in COPIED_FILES:  # its tokenizer may have tokens that the model's own has not
+        for name in COPIED_FILES:  # the tokenizer that Optimum saves may have additional tokens
             if (folder / name).is_file() and "token" in name:
                 shutil.copyfile(folder / name, work / name)
         if bits != 32:
@@ -182,13 +197,13 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
 
 
 async def _optimum(python: Path, source: Path, target: Path, *options: str) -> None:
-    """Its words go to stderr. Whoever is cancelled meanwhile (Ctrl-C, SIGTERM) ends it first, with
-    all that it has started. Raises ``SetupError``."""
-    words = ["-E", "-m", "optimum.exporters.onnx", "--task", "text-generation-with-past"]
-    words += [*options, "--model", str(source), str(target)]
+    """Run Optimum, whose output goes to stderr. A cancellation (Ctrl-C, SIGTERM) ends it first,
+    with all processes that it has started. Raises ``SetupError``."""
+    arguments = ["-E", "-m", "optimum.exporters.onnx", "--task", "text-generation-with-past"]
+    arguments += [*options, "--model", str(source), str(target)]
     try:
         process = await asyncio.create_subprocess_exec(
-            python, *words, stdin=asyncio.subprocess.DEVNULL, stdout=2, start_new_session=True
+            python, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=2, start_new_session=True
         )
     except OSError as error:
         raise SetupError(f"{python}: {error.strerror}") from error
@@ -200,6 +215,6 @@ async def _optimum(python: Path, source: Path, target: Path, *options: str) -> N
         await process.wait()
     if code or not (target / MODEL_FILE).is_file():
         raise SetupError(
-            f"Optimum wrote no {MODEL_FILE} (exit code {code}); its words are above. Where it is"
-            f" missing,\n  run: {INSTALL}\n  and give --optimum optimum-env/bin/python"
+            f"Optimum wrote no {MODEL_FILE} (exit code {code}); its messages are above. If it is"
+            f" not installed,\n  run: {INSTALL}\n  and give --optimum optimum-env/bin/python"
         )

@@ -1,4 +1,4 @@
-"""``edgespec generate``: one prompt in, the target's text out, as it comes."""
+"""``edgespec generate``: stream the target's continuation of one prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from edgespec.cli import device
 from edgespec.cli import options as opts
-from edgespec.cli.running import run, say, stoppable, trace_to
+from edgespec.cli.running import run, say, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.files import read_text
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
@@ -21,16 +21,24 @@ from edgespec.device.build import build_agent, load_tokenizer, tokenizer_referen
 
 MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
-    str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
+    str | None, typer.Argument(metavar="PROMPT|-", help="Prompt to continue; - reads it from stdin")
 ]
 _generation = partial(opts.option, panel=opts.GENERATION)
 _output = partial(opts.option, panel=opts.OUTPUT)
-_SCHEMA = _generation("Write JSON that fits this schema", "--json-schema", metavar="FILE")
-_GRAMMAR = _generation("Write by this grammar (Lark or llama.cpp)", "--grammar", metavar="FILE")
-_STATS = _output("Print numbers at the end, on stderr", "--stats")
-_JSON = _output("Print JSON, one object a chunk", "--json")
+_SCHEMA = _generation(
+    "Restrict the output to JSON that fits the schema in this file",
+    "--json-schema",
+    metavar="FILE",
+)
+_GRAMMAR = _generation(
+    "Restrict the output to the grammar in this file (Lark or llama.cpp)",
+    "--grammar",
+    metavar="FILE",
+)
+_STATS = _output("Print statistics on stderr at the end", "--stats")
+_JSON = _output("Print one JSON object per chunk, for programs", "--json")
 _LOGPROBS = _output(
-    "Print JSON, with the N likeliest of each token",
+    "Print JSON with the log-probabilities of the N likeliest tokens at each position",
     "--logprobs",
     metavar="N",
     min=0,
@@ -65,16 +73,17 @@ def generate(
             settings = replace(settings, sampling=replace(settings.sampling, constraint=constraint))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    view: device.View = device.TextView(device.use_color())
+    view: device.View = device.TextView(device.should_use_color())
     if json_lines or logprobs:
         view = device.JsonView(settings.rule)
     run(_generate(settings, _prompt(prompt), view, stats, logprobs))
 
 
 def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
-    """What the options ask for; None: nothing. Raises ``ConfigError``."""
+    """Return the constraint that the options ask for, or None. Raises ``ConfigError`` if both are
+    given or the file cannot be used."""
     if json_schema is not None and grammar is not None:
-        raise ConfigError("--json-schema and --grammar are both given, but a text is held to one")
+        raise ConfigError("--json-schema and --grammar are both given, but only one can apply")
     option, path, kind = "--json-schema", json_schema, ConstraintKind.JSON_SCHEMA
     if path is None:
         option, path, kind = "--grammar", grammar, ConstraintKind.GRAMMAR
@@ -94,24 +103,24 @@ def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint 
 async def _generate(
     config: AgentConfig, prompt: str, view: device.View, stats: bool, logprobs: int
 ) -> None:
-    config, info = await device.greet(config)
-    config = device.for_trying(config, info)
+    config, info = await device.choose_verifier(config)
+    config = device.with_bundled_sampling(config, info)
     tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
     device.check_prompt(tokens, info)
     with trace_to(config.trace, config.trace_tokens) as tracer:
-        with stoppable():
+        with stopping_at_once():
             loaded = build_agent(config, tracer=tracer, say=say, target=info)
         async with loaded as agent:
             generation = agent.generate(tokens, config.sampling, logprobs=logprobs)
             progress = await device.stream(generation, view)
             if stats:
-                say(device.summary(progress, agent.stats))
+                say(device.describe_generation(progress, agent.stats))
             elif sys.stdout.isatty() and sys.stderr.isatty() and isinstance(view, device.TextView):
-                device.tell_worth(progress, agent.stats, color=view.color, explain=view.color)
+                device.report_drafting(progress, agent.stats, color=view.color, explain=view.color)
 
 
 def _prompt(prompt: str | None) -> str:
-    """The prompt, or what stdin holds. Raises ``ConfigError``."""
+    """Return the prompt, read from stdin if it is "-". Raises ``ConfigError``."""
     if prompt is None:
         raise ConfigError("give a PROMPT, or - to read it from stdin")
     text = _stdin() if prompt == "-" else prompt
@@ -121,12 +130,14 @@ def _prompt(prompt: str | None) -> str:
 
 
 def _stdin() -> str:
-    """Return the text on stdin, whatever encoding the locale has. Raises ``ConfigError`` for one
-    that is not UTF-8, and for more than is read: half a prompt is another prompt."""
+    """Return the UTF-8 text on stdin, whatever encoding the locale has.
+
+    Raises ``ConfigError`` if it is not UTF-8 or longer than ``MAX_PROMPT_BYTES``; a prompt is never
+    cut, because a part of it would be another prompt."""
     raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     if len(raw) > MAX_PROMPT_BYTES:
         raise ConfigError(
-            f"stdin: more than {MAX_PROMPT_BYTES} bytes, but so many are read at most"
+            f"stdin: more than {MAX_PROMPT_BYTES} bytes, which is the limit of a prompt; shorten it"
         )
     try:
         text = raw.decode("utf-8-sig")

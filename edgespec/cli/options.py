@@ -26,7 +26,7 @@ import typer
 import yaml
 from rich.markup import escape
 
-from edgespec.cli.running import reported, set_up_logging
+from edgespec.cli.running import reporting_errors, set_up_logging
 from edgespec.config import AgentConfig, ConfigError, VerifierConfig, load_config
 from edgespec.config.file_permissions import check_file_permissions
 from edgespec.config.groups import HEADINGS, Group, group_of
@@ -155,7 +155,7 @@ def from_config(
     The function's first argument is a configuration of this ``kind``, which is read from a file,
     the environment and the options ``flags``. The function's other parameters become options of
     their own, as typer reads them. Errors of the configuration and of the command are reported by
-    ``running.reported``, and the log is set up as the configuration says."""
+    ``running.reporting_errors``, and the log is set up as the configuration says."""
     keys = documented_keys(kind)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -163,7 +163,7 @@ def from_config(
         own = list(signature.parameters.values())[1:]
 
         def called(**given: Any) -> None:
-            with reported():
+            with reporting_errors():
                 settings = _configured(kind, flags, given)
                 set_up_logging(settings.log_level, settings.log_format)
                 command(settings, **{one.name: given[one.name] for one in own})

@@ -1,4 +1,4 @@
-"""What every command needs to run well: errors as one clear line, signals, logging, traces."""
+"""Services that every command uses: errors as one clear line, signals, sockets, logs and traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class Interrupted(BaseException):
-    """A signal ended the work; ``number`` says which."""
+    """A signal ended the work. ``number`` is the signal's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -39,11 +39,12 @@ class Interrupted(BaseException):
 
 
 def say(text: str) -> None:
-    """Print one line for the user on stderr, beside the output proper. Where it cannot be written,
-    on a full disk or behind a reader that is gone, it is lost: what it tells of, the drain of a
-    verifier, say, goes on."""
+    """Print one line for the user on stderr, so that stdout holds the output alone.
+
+    A line that cannot be written, because the disk is full or the reader has gone, is lost without
+    an error: the work that it reports, such as a drain, must go on."""
     for handler in logging.root.handlers:
-        if isinstance(handler.formatter, JsonFormatter):  # then all of stderr is for machines
+        if isinstance(handler.formatter, JsonFormatter):  # all of stderr has to be JSON
             record = logging.LogRecord(__name__, logging.INFO, "", 0, text, None, None)
             text = handler.formatter.format(record)
             break
@@ -52,9 +53,9 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Errors that users can cause become one clear message and an exit code in this block. At log
-    level debug the traceback is shown as well."""
+def reporting_errors() -> Iterator[None]:
+    """Turn errors that users can cause in this block into one clear message and an exit code. At
+    log level debug the traceback is logged as well."""
     try:
         yield
     except Interrupted as stopped:
@@ -62,7 +63,7 @@ def reported() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
     except BrokenPipeError:
-        raise  # The reader of our output has gone (`| head`): not an error to tell anybody about.
+        raise  # The reader of our output has gone (`| head`), which is no error to report.
     except ConfigError as error:
         fail(error, USAGE)
     except (GenerationError, SetupError, ValueError, OSError) as error:
@@ -71,44 +72,47 @@ def reported() -> Iterator[None]:
 
 @contextmanager
 def listen(host: str, port: int) -> Iterator[tuple[socket.socket, ...]]:
-    """Yield sockets that listen there; port 0 is a free one. What listens at 127.0.0.1, or at
-    localhost, also listens at ::1 where there is IPv6, since ``localhost`` may mean either. Raises
-    ``SetupError``."""
+    """Yield sockets that listen at ``host`` and ``port``; port 0 takes a free one.
+
+    A server for 127.0.0.1 or localhost also listens at ::1 where there is IPv6, because clients
+    resolve ``localhost`` to either address. Raises ``SetupError``."""
     with ExitStack() as opened:
-        own = host_names(host)
-        first = opened.enter_context(_listening(own[0], port))
-        found = [first]
-        for other in own[1:]:
+        addresses = host_names(host)
+        first = opened.enter_context(_open_listener(addresses[0], port))
+        listeners = [first]
+        for other in addresses[1:]:
             try:
-                found.append(opened.enter_context(_listening(other, first.getsockname()[1])))
+                listener = _open_listener(other, first.getsockname()[1])
+                listeners.append(opened.enter_context(listener))
             except SetupError:
                 if port:
                     raise
-        yield tuple(found)
+        yield tuple(listeners)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _open_listener(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
     except OSError as error:
-        found.close()
+        listener.close()
         raise cannot_listen(join_host_port(host, port), error, "--port") from error
-    return found
+    return listener
 
 
-def cannot_listen(where: str, error: OSError, option: str, do: str = "listen") -> SetupError:
-    """Why a port cannot be had, with the ``option`` that takes another."""
+def cannot_listen(address: str, error: OSError, option: str, do: str = "listen") -> SetupError:
+    """Return an error that says why a port cannot be used, and which ``option`` chooses another.
+    ``do`` is what the port was for."""
     hint = f"; choose another with {option}" if error.errno == errno.EADDRINUSE else ""
-    return SetupError(f"cannot {do} on {where}: {error.strerror or error}{hint}")
+    return SetupError(f"cannot {do} on {address}: {error.strerror or error}{hint}")
 
 
 def fail(error: Exception | str, code: int = FAILED) -> NoReturn:
-    """Say what is wrong and leave."""
+    """Print an error message and exit with ``code``."""
     if isinstance(error, Exception):
-        # The words are those of the person who reads this.
+        # The error may quote a prompt, but only the person who typed it reads this log.
         log = logging.getLogger(__name__)
         what, level = "the error in full", logging.DEBUG
         log_failure(log, what, error=error, may_quote_client=False, level=level)
@@ -120,20 +124,20 @@ def fail(error: Exception | str, code: int = FAILED) -> NoReturn:
 
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run to the end. The first stopping signal cancels ``work``, which tidies up; the second
-    ends the process at once. Raises ``Interrupted``."""
+    """Run ``work`` to its end and return its result. The first stopping signal cancels it, so that
+    it can clean up; the second ends the process at once. Raises ``Interrupted``."""
     return asyncio.run(_supervised(work))
 
 
 async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.ensure_future(work)
-    stopping = Stopping(task.cancel)
+    stopping = StopRequest(task.cancel)
     before = {int(number): signal.getsignal(number) for number in _STOPPING_SIGNALS}
-    numbers = on_stopping_signals(stopping.ask)
+    numbers = on_stopping_signals(stopping.request)
     try:
         return await task
     except asyncio.CancelledError:
-        stopping.check()
+        stopping.raise_if_requested()
         raise
     finally:
         for number in numbers:
@@ -144,17 +148,19 @@ async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
 def on_stopping_signals(
     stop: Callable[[int], None], numbers: Sequence[int] = _STOPPING_SIGNALS
 ) -> list[int]:
-    """From now on the running loop calls ``stop`` with the number of each signal that asks this
-    process to end. Signals that are ignored, as under ``nohup``, stay so. Returns the others."""
-    heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    """Make the running event loop call ``stop`` with the number of each stopping signal.
+
+    Signals that are ignored, as under ``nohup``, stay ignored. Returns the numbers of the others.
+    """
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     loop = asyncio.get_running_loop()
-    for number in heeded:
+    for number in handled:
         loop.add_signal_handler(number, stop, number)
-    return list(heeded)
+    return handled
 
 
-async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these is over, and forget the others."""
+async def wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of ``waits`` has ended, and cancel the others."""
     tasks = [asyncio.create_task(one) for one in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -163,65 +169,72 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
             task.cancel()
 
 
-class Stopping:
-    """The first request to stop is obeyed in order, by ``then`` and by who waits or looks for it,
-    the second at once; so is the first while not ``in_order``, because nobody has to be told
-    yet."""
+class StopRequest:
+    """Whether a signal has asked this process to end.
 
-    def __init__(self, then: Callable[[], object] = lambda: None, *, in_order: bool = True) -> None:
-        self.asked = asyncio.Event()
-        self.in_order = in_order
-        self._then, self._number = then, 0
+    The first signal sets ``requested`` and calls ``on_request``, so that the process can shut down
+    gracefully; the second signal ends it at once. While ``is_graceful`` is false, as in a process
+    that serves nobody yet, the first signal ends it at once too."""
+
+    def __init__(
+        self, on_request: Callable[[], object] = lambda: None, *, is_graceful: bool = True
+    ) -> None:
+        self.requested = asyncio.Event()
+        self.is_graceful = is_graceful
+        self._on_request, self._number = on_request, 0
 
     @property
-    def hurried(self) -> bool:
-        """Nobody waits: the terminal has gone."""
+    def terminal_closed(self) -> bool:
+        """Whether the terminal has closed, so that no user waits for this process."""
         return self._number == signal.SIGHUP
 
-    def ask(self, number: int, frame: FrameType | None = None) -> None:
-        """A signal of this ``number`` came."""
-        if self.asked.is_set() or not self.in_order:
+    def request(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal of this ``number``."""
+        if self.requested.is_set() or not self.is_graceful:
             remove_temporary_folders()
             os._exit(128 + number)
         self._number = number
-        self.asked.set()
-        self._then()
+        self.requested.set()
+        self._on_request()
 
-    def check(self) -> None:
-        """Raises ``Interrupted`` once a signal has come. Long work without an event loop calls this
-        where a stop loses nothing."""
+    def raise_if_requested(self) -> None:
+        """Raise ``Interrupted`` if a signal has come. Long work without an event loop calls this at
+        points where it can stop without a loss."""
         if self._number:
             raise Interrupted(self._number) from None
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """What loads or fetches for long holds up the event loop, which then hears no signal. In this
-    block, in which nothing is awaited, a stopping signal ends the process at once, as it ends any
-    other program; a half-written folder is taken away by the next start. The first process of a
-    container gets no signal that it does not handle."""
-    first = os.getpid() == 1
-    with answered_by((lambda number, _: os._exit(128 + number)) if first else signal.SIG_DFL):
+def stopping_at_once() -> Iterator[None]:
+    """Let a stopping signal end the process at once in this block, in which nothing is awaited.
+
+    Loading and downloading block the event loop, so its signal handlers would not run. A folder
+    that is half written is removed by the next start. The first process of a container needs a
+    handler of its own, because the kernel gives it no default one."""
+    is_first = os.getpid() == 1
+    with signals_handled_by(
+        (lambda number, _: os._exit(128 + number)) if is_first else signal.SIG_DFL
+    ):
         yield
 
 
 @contextmanager
-def answered_by(handler: Any, numbers: Sequence[int] = _STOPPING_SIGNALS) -> Iterator[None]:
-    """``handler`` answers these signals in this block, but for those that are ignored."""
+def signals_handled_by(handler: Any, numbers: Sequence[int] = _STOPPING_SIGNALS) -> Iterator[None]:
+    """Install ``handler`` for these signals in this block, except for those that are ignored."""
     before = {number: signal.getsignal(number) for number in numbers}
-    heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
-    for number in heeded:
+    handled = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
+    for number in handled:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, one in heeded.items():
+        for number, one in handled.items():
             signal.signal(number, one)
 
 
 def set_up_logging(level: str, log_format: str = TEXT) -> None:
-    """Log to stderr from this level on, as ``text`` or ``json``."""
-    if level != "debug":  # gRPC's own log repeats, in C++ terms, what is reported anyway
+    """Log to stderr messages of this level and above, as ``text`` or ``json``."""
+    if level != "debug":  # gRPC's own log repeats errors that are reported anyway, in C++ terms
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == JSON else TextFormatter())
@@ -231,8 +244,8 @@ def set_up_logging(level: str, log_format: str = TEXT) -> None:
 
 @contextmanager
 def trace_to(path: str, tokens: str = HASHED) -> Iterator[Tracer]:
-    """A tracer that writes to ``path``; empty: none. ``tokens`` says how it shows them. Raises
-    ``OSError``."""
+    """Yield a tracer that writes to ``path``, or one that writes nothing if ``path`` is empty.
+    ``tokens`` is the form of tokens, ``hashed`` or ``plain``. Raises ``OSError``."""
     if not path:
         yield NoTrace()
         return

@@ -1,9 +1,9 @@
-"""``edgespec verifier``: load, listen, reload, drain, stop; and a verifier as a child process.
+"""``edgespec verifier``: load, listen, reload, drain and stop; and a verifier as a child process.
 
-A request to stop begins a *drain*: health says NOT_SERVING, new streams are refused, and running
-ones may end. A verifier that another process started (``--with-parent``) and one whose terminal was
-closed do not drain: nobody is there to wait. What comes of a reload is logged as a warning, so that
-it shows at the usual log level.
+A request to stop begins a *drain*: the health service answers NOT_SERVING, new streams are refused,
+and running ones may end. A verifier that another process started (``--with-parent``) and one whose
+terminal was closed do not drain, because no user waits for them. The result of a reload is logged
+as a warning, so that it shows at the default log level.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _STREAMS_END_WITHIN_S = 3.0
-# The target's thread takes its next pass while the event loop still sends the last one's commits:
-# it waits for the interpreter for so long, and at Python's own 5 ms a pass of 25 ms began late.
+# The target's thread begins its next pass while the event loop still sends the commits of the last
+# one. It waits this long for the interpreter; at Python's own 5 ms, a pass of 25 ms began late.
 _SWITCH_S = 5e-4
 
 
-_SERVICE = "Whom it serves"
+_SERVICE = "Service"
 _FLAGS = (
     Flag("engine_flags", ("--engine-flags",), metavar="[-- FLAGS]", is_argument=True),
     Flag("model"),
@@ -77,7 +77,7 @@ _FLAGS = (
 )
 
 WITH_PARENT = "--with-parent"
-"""Ends the verifier with the process that holds the other end of its standard input."""
+"""Option that ends the verifier with the process that holds the other end of its stdin."""
 
 WithParent = Annotated[
     bool, typer.Option(WITH_PARENT, hidden=True, help="Stop when standard input ends")
@@ -88,10 +88,10 @@ WithParent = Annotated[
 def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
     """Serve a target model to devices, until Ctrl-C or SIGTERM.
 
-    Prints one line when it is ready. To stop, it takes no new streams, lets the running ones go on
-    for drain_s seconds and tells the rest to reconnect: their texts go on later. A second Ctrl-C
-    ends at once. SIGHUP reads keys and certificates again. Without TLS it listens on this machine
-    alone.
+    Prints one line when it is ready. Ctrl-C begins a drain: new streams are refused, running
+    generations continue for up to drain_s seconds (30), and devices resume the others elsewhere. A
+    second Ctrl-C ends the verifier at once. SIGHUP makes it read keys and certificates again.
+    Without TLS only this machine can connect.
 
     [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
 
@@ -107,16 +107,18 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
     if failure is not None:
         running.say(f"error: the verifier failed: {failure}")
         logging.shutdown()
-        os._exit(FAILED)  # no thread is waited for that may hang in the target
+        os._exit(FAILED)  # a thread may hang in the target, so none is waited for
 
 
 async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> str | None:
-    """Until somebody asks for the end, or the verifier fails: then why. Raises ``ConfigError`` for
-    keys and certificates that cannot be used, ``SetupError``, ``OSError``."""
-    if not sys.stderr.isatty():  # a log file wants no progress bars
+    """Serve until a signal asks this process to stop, or the verifier fails.
+
+    Returns None after a signal, or the reason of the failure. Raises ``ConfigError`` for keys and
+    certificates that cannot be used, ``SetupError`` and ``OSError``."""
+    if not sys.stderr.isatty():  # progress bars would fill a log file
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    end, reload = running.Stopping(in_order=False), asyncio.Event()
-    running.on_stopping_signals(end.ask, (signal.SIGINT, signal.SIGTERM))
+    end, reload = running.StopRequest(is_graceful=False), asyncio.Event()
+    running.on_stopping_signals(end.request, (signal.SIGINT, signal.SIGTERM))
     _on_hangup(end, reload)
     if with_parent:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
@@ -124,37 +126,37 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
     for warning in access.warnings:
         _LOG.warning("%s", warning)
     with running.listen(config.host, config.port):
-        pass  # a port that cannot be had is reported before a model is loaded
-    with contextlib.closing(Watching(config)) as watching:
+        pass  # a port that cannot be used is reported before a model is loaded
+    with contextlib.closing(MetricsServer(config)) as metrics:
         running.say(f"loading {config.model} ...")
         target = await asyncio.to_thread(load_target, config)
         verifier, server = build_verifier(
             config,
             target=target,
-            # Held by the verifier alone, which gives it back when it fails.
+            # The verifier alone holds the drafter, so that it can free it after a failure.
             drafter=await asyncio.to_thread(load_server_drafter, config, target),
             tracer=tracer,
             access=access,
-            watch=watching.watch,
+            watch=metrics.watch,
         )
-        if config.model != TOY:  # whose few words are no work
+        if config.model != TOY:  # the toy has nothing to warm up
             await asyncio.to_thread(verifier.warm_up)
         await server.start()
         _collect_less_often()
         sys.setswitchinterval(_SWITCH_S)
-        watching.start(verifier)
-        end.in_order = True
+        metrics.start(verifier)
+        end.is_graceful = True
         typer.echo(line := ready_line(config, server.port, target, verifier.info))
-        running.say(f"  try: {next_command(config, server.port)}")
+        running.say(f"  try it: {next_command(config, server.port)}")
         manager = ServiceManager()
         manager.ready(line)
         alive = asyncio.create_task(manager.keep_alive())
         reloading = asyncio.create_task(_reload_whenever(reload, access, verifier, manager, line))
-        await running.first_of(end.asked.wait(), verifier.broken.wait())
-        manager.stopping(f"stopping: {verifier.why_broken or 'asked to'}")
+        await running.wait_for_first(end.requested.wait(), verifier.broken.wait())
+        manager.stopping(f"stopping: {verifier.why_broken or 'on request'}")
         if not verifier.broken.is_set():
-            nobody_waits = with_parent or end.hurried
-            await _drain(verifier, server, 0.0 if nobody_waits else config.drain_s)
+            is_unattended = with_parent or end.terminal_closed
+            await _drain(verifier, server, 0.0 if is_unattended else config.drain_s)
         reloading.cancel()
         if not verifier.broken.is_set():
             await verifier.stop()
@@ -164,55 +166,59 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
 
 
 def _collect_less_often() -> None:
-    """What is loaded by now stays to the end, and what streams leave behind is mostly freed without
-    the garbage collector, which at Python's thresholds took 7 % of a busy event loop
-    (``benchmarks/daemon_load.py``). It still looks, every 20,000 new objects."""
+    """Let the garbage collector run less often, every 20,000 new objects.
+
+    Objects that exist now stay to the end, and most objects of streams are freed without the
+    collector. At Python's own thresholds it took 7 % of a busy event loop
+    (``benchmarks/daemon_load.py``)."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 async def _drain(verifier: Verifier, server: GrpcServer, drain_s: float) -> None:
-    """Take no new streams, and wait for those that run as long as they may."""
+    """Refuse new streams, and wait at most ``drain_s`` for the running ones to end."""
     count = server.stream_count
     if not (count and drain_s):
-        running.say("stopping; the devices are told")
+        running.say("stopping")
         await server.drain()
         return
-    streams = f"{count} stream" + ("s" if count > 1 else "")
+    streams = f"{count} running stream" + ("s" if count > 1 else "")
     running.say(
-        f"stopping: {streams} may go on for {drain_s:g} s; a second request ends them at once"
+        f"stopping: waiting up to {drain_s:g} s for {streams}; a second Ctrl-C stops at once"
     )
     await server.drain()
     try:
         async with asyncio.timeout(drain_s):
-            await running.first_of(server.drained(), verifier.broken.wait())
+            await running.wait_for_first(server.drained(), verifier.broken.wait())
     except TimeoutError:
-        running.say(f"stopping: {server.stream_count} of them are told to resume elsewhere")
+        running.say(f"stopping: ending {server.stream_count} streams, which can resume elsewhere")
 
 
 async def _reload_whenever(
-    asked: asyncio.Event,
+    requested: asyncio.Event,
     access: ServerAccess,
     verifier: Verifier,
     manager: ServiceManager,
     status: str,
 ) -> None:
-    """Until cancelled. What is asked while a reload runs is done once more behind it; one that
-    fails is not the last."""
+    """Read keys and certificates again at each request, until cancelled.
+
+    A request during a reload causes another one after it. A reload that fails changes nothing, and
+    the next one may succeed."""
     while True:
-        await asked.wait()
-        asked.clear()
+        await requested.wait()
+        requested.clear()
         manager.reloading()
         try:
-            # The new keys hold from here on, so no stream that comes now is missed below.
+            # The new keys are in force from here on, so ``revoke`` misses no later stream.
             done = await asyncio.to_thread(access.reload)
             ended = verifier.revoke(done.keys.revoked) if done.keys.revoked else 0
         except ConfigError as error:
-            _LOG.error("reload: nothing has changed, because of %s", error)
+            _LOG.error("reload failed, and nothing has changed: %s", error)
         except Exception as error:
-            what = "reload: it failed, and streams of revoked keys may go on"
-            log_failure(_LOG, what, error=error, may_quote_client=True)
+            message = "reload failed; streams of revoked keys may continue"
+            log_failure(_LOG, message, error=error, may_quote_client=True)
         else:
             _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
             for warning in done.warnings:
@@ -220,19 +226,20 @@ async def _reload_whenever(
         manager.ready(status)
 
 
-def _on_hangup(end: running.Stopping, reload: asyncio.Event) -> None:
-    """SIGHUP has two meanings: an operator's "read your files again" and, for a process that was
-    started on a terminal, the end of that terminal. ``nohup`` wants to outlive it."""
-    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    had_terminal = _has_terminal() and not outlives
+def _on_hangup(end: running.StopRequest, reload: asyncio.Event) -> None:
+    """Handle SIGHUP, which has two meanings: an operator's request to read files again and, for a
+    process that was started on a terminal, the end of that terminal. A process under ``nohup``
+    outlives its terminal."""
+    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    had_terminal = _has_terminal() and not outlives_terminal
 
-    def heed() -> None:
+    def handle() -> None:
         if had_terminal and not _has_terminal():
-            end.ask(signal.SIGHUP)
+            end.request(signal.SIGHUP)
         else:
             reload.set()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, heed)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, handle)
 
 
 def _has_terminal() -> bool:
@@ -243,28 +250,29 @@ def _has_terminal() -> bool:
     return True
 
 
-def _read_stdin(end: running.Stopping) -> None:
-    """What comes means nothing; the end of it is the end of the process that started this one,
-    even where that was killed and could not say so."""
+def _read_stdin(end: running.StopRequest) -> None:
+    """Read stdin, whose content means nothing. Its end shows that the process that started this one
+    has ended, even if that was killed."""
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        end.ask(signal.SIGHUP)
+        end.request(signal.SIGHUP)
 
 
 def next_command(config: VerifierConfig, port: int) -> str:
-    """What to type on a device, in another terminal."""
+    """Return a command that tries this verifier from another terminal."""
     where = join_host_port(local_host_of(config.host), port)
     options = "" if where == DEFAULT_ADDRESS else f" --verifier {where}"
     if config.tls.used:
         options += " --ca ca.pem"
-    if config.model != BUNDLED:  # guesses from the text itself need no draft model
+    if config.model != BUNDLED:  # lookup needs no draft model
         options += f" --draft {TOY if config.model == TOY else 'lookup'}"
     return f'edgespec generate "def fibonacci(n):"{options}'
 
 
 def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: VerifierInfo) -> str:
+    """Return the line that says what this verifier serves, where, and how."""
     context, most = info.model.context_length, target.info.context_length
-    shorter = f" of {most}: the cache holds no more (limits)" if context < most else ""
+    shorter = f" of {most} (limited by the KV cache)" if context < most else ""
     own = config.draft or ("its speculator" if target.pass_shape.own_drafts else "")
     draft = f", drafts itself with {own}" if own else ""
     return (
@@ -273,43 +281,45 @@ def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: Ver
     )
 
 
-# --- what a service manager is told, and what an operator watches --------------------------------
+# --- service manager and metrics -----------------------------------------------------------------
 
 
 class ServiceManager:
-    """The manager that started this process, if the ``environment`` names one: ready, reloading,
-    stopping, alive, as systemd's ``sd_notify`` says it, in datagrams of ``NAME=value`` lines. A
-    manager that cannot be told is no reason to end: the error is logged once."""
+    """Messages to the service manager that started this process, if the ``environment`` names one.
+
+    They follow systemd's ``sd_notify``: datagrams of ``NAME=value`` lines. An error is logged once
+    and otherwise ignored, because the verifier can serve without a manager."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         address = environment.get("NOTIFY_SOCKET", "")
-        # A leading @ stands for the zero byte of an abstract address.
+        # A leading @ means the zero byte of an abstract address.
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._failed = self._stops = False
+        self._has_failed = self._is_stopping = False
         microseconds = environment.get("WATCHDOG_USEC", "")
-        ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self.watchdog_s = int(microseconds) / 1e6 if ours and microseconds.isdecimal() else 0.0
-        """Longest time between two signs of life that the manager accepts; 0: it asks for none."""
+        is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(microseconds) / 1e6 if is_ours and microseconds.isdecimal() else 0.0
+        """Longest time between two signs of life that the manager accepts. 0 requires none."""
 
     def ready(self, status: str) -> None:
-        """The process serves from now on, or serves again after ``reloading``; not after
-        ``stopping``: files are read anew during a drain, too."""
-        if not self._stops:
+        """Report that the process serves, for the first time or again after ``reloading``.
+
+        Nothing is sent after ``stopping``, because files may be read again during a drain."""
+        if not self._is_stopping:
             self._send("READY=1", f"STATUS={one_line(status)}")
 
     def reloading(self) -> None:
-        """The process reads its configuration anew; ``ready`` follows."""
-        if not self._stops:
+        """Report that the process reads its configuration again. ``ready`` must follow."""
+        if not self._is_stopping:
             self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, status: str) -> None:
-        """The process has begun to end."""
-        self._stops = True
+        """Report that the process has begun to end."""
+        self._is_stopping = True
         self._send("STOPPING=1", f"STATUS={one_line(status)}")
 
     async def keep_alive(self) -> None:
-        """Say twice in ``watchdog_s`` that the event loop turns, until cancelled; returns at once
-        where nobody wants to know."""
+        """Report twice in each ``watchdog_s`` that the event loop runs, until cancelled. Return at
+        once if the manager requires no such reports."""
         while self._address and self.watchdog_s:
             self._send("WATCHDOG=1")
             await asyncio.sleep(self.watchdog_s / 2)
@@ -319,21 +329,23 @@ class ServiceManager:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as end:
-                end.setblocking(False)  # a manager that does not read must not hold this up
+                end.setblocking(False)  # a manager that does not read must not block the loop
                 end.connect(self._address)
                 end.send("\n".join(lines).encode())
         except OSError as error:
-            if not self._failed:
-                _LOG.warning("cannot tell the service manager at %r: %s", self._address, error)
-            self._failed = True
+            if not self._has_failed:
+                _LOG.warning("cannot notify the service manager at %r: %s", self._address, error)
+            self._has_failed = True
 
 
-class Watching:
-    """``watch`` is for ``build_verifier``; None when nothing is to be counted. Takes the port of
-    the metrics at once, before a model is loaded. Raises ``SetupError``.
+class MetricsServer:
+    """HTTP server of the Prometheus metrics, if the configuration asks for one.
 
-    The client library's server has a thread of its own and reads plain counts, so a fetch neither
-    waits for the event loop nor holds it up, and works when the loop is stuck."""
+    It binds its port at once, before a model is loaded, and raises ``SetupError`` if it cannot.
+    ``watch`` is for ``build_verifier``; it is None if nothing is to be counted.
+
+    The client library's server runs in a thread of its own and reads plain counters. So a fetch
+    neither waits for the event loop nor blocks it, and works even if the loop is stuck."""
 
     def __init__(self, config: VerifierConfig) -> None:
         self._metrics: Any = None
@@ -362,7 +374,7 @@ class Watching:
         return None if self._metrics is None else int(self._metrics.server_port)
 
     def start(self, verifier: Verifier) -> None:
-        """The verifier serves from now on; call on its event loop."""
+        """Begin to serve the metrics of ``verifier``. Call this on its event loop."""
         if self._metrics is None or (watch := self.watch) is None:
             return
         watch.lag.start(asyncio.get_running_loop())
@@ -376,7 +388,7 @@ class Watching:
         self._registry.register(make_registry(table))
 
     def close(self) -> None:
-        """Let go of the port."""
+        """Stop the server and release its port."""
         if self.watch is not None:
             self.watch.lag.stop()
         if self._metrics is not None:
@@ -386,31 +398,32 @@ class Watching:
 
 # --- a verifier in a process of its own ----------------------------------------------------------
 
-# Loading torch and a model on a slow machine.
 READY_WITHIN_S = 60.0
+"""Longest start of a child verifier. A slow machine needs a while to load torch and a model."""
 PLAIN_STREAMING = "--set=server_drafts=false"
-"""For what compares with plain streaming, or measures it: a pass without a draft commits one
-token."""
+"""Option of a verifier with which plain streaming is measured: a pass without a device's draft
+commits one token."""
 
 _STOPS_WITHIN_S = 5.0
-_LAST_WORDS_BYTES = 4000
+_MESSAGES_BYTES = 4000
 _READY = re.compile(r"ready on (\S+):(\d+): (.*)")
 
 
 @contextlib.asynccontextmanager
 async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, str]]:
-    """Start ``edgespec verifier`` on a free port; yields its address and what it says it serves.
-    The process is ended with the block, whatever ends that, and with this process, even if that is
-    killed: it reads a pipe that only this process holds open. Raises ``SetupError`` with the
-    child's own words when it does not come up."""
+    """Run ``edgespec verifier`` on a free port, and yield its address and its description.
+
+    The child ends with the block, whatever ends that, and with this process, even if it is killed:
+    the child reads a pipe that only this process holds open. Raises ``SetupError`` with the child's
+    messages if it does not start."""
     command = [sys.executable, "-m", "edgespec", "verifier", WITH_PARENT, "--port", "0", *options]
-    with tempfile.TemporaryFile() as words:
+    with tempfile.TemporaryFile() as messages:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=words,
-            # A Ctrl-C in the terminal is ours to pass on.
+            stderr=messages,
+            # A Ctrl-C in the terminal must reach the child through this process only.
             start_new_session=True,
         )
         try:
@@ -422,9 +435,9 @@ async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, s
                 line = b""
             found = _READY.search(line.decode(errors="replace"))
             if found is None:
-                words.seek(0)
-                said = words.read(_LAST_WORDS_BYTES).decode(errors="replace").strip()
-                raise SetupError(f"the verifier did not start\n{said or 'it said nothing'}")
+                messages.seek(0)
+                printed = messages.read(_MESSAGES_BYTES).decode(errors="replace").strip()
+                raise SetupError(f"the verifier did not start\n{printed or 'it printed nothing'}")
             yield f"{found[1]}:{found[2]}", found[3]
         finally:
             await _stop(process)

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.bench.measurement import measure
-from edgespec.cli.device import Progress, summary
+from edgespec.cli.device import ReceivedTokens, describe_generation
 from edgespec.core import ports
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
@@ -246,7 +246,9 @@ async def test_a_failed_draft_is_told_once_in_words(
             assert await told(one) == TOKENS
             assert one.stats is not None
             assert "head_size" in one.stats.counters.draft_failure
-            assert "drafting stopped: RuntimeError: head_size" in summary(Progress(), one.stats)
+            assert "drafting stopped: RuntimeError: head_size" in describe_generation(
+                ReceivedTokens(), one.stats
+            )
         with pytest.raises(GenerationError, match="draft model failed: RuntimeError: head_size"):
             await measure(one, PROMPT, SamplingParams(max_tokens=len(TOKENS)), ())
     assert caplog.text.count("the generation went on without drafts") == 1
@@ -265,7 +267,7 @@ async def test_a_useless_draft_is_told_once_in_a_line(caplog: pytest.LogCaptureF
             assert await told(one) == TOKENS
             stats = present(one.stats)
             assert (stats.counters.steps, stats.counters.rested) == (0, len(TOKENS))
-            assert said in summary(Progress(), stats)
+            assert said in describe_generation(ReceivedTokens(), stats)
         drafting = StatusSource(one, ("here",)).snapshot().drafting
         assert (drafting.worth, said in drafting.why) == (False, True)
     assert caplog.text.count(said) == 1

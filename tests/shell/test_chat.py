@@ -204,8 +204,8 @@ def test_the_line_of_numbers_says_how_much_of_a_long_prompt_is_read(
     text: Any = Text()
     one = chat.Conversation(agent, text, AgentConfig(), runner, INFO, status, Record())
     one._prompt_length = 6_500
-    assert one.line(80) == "reading the prompt, 2,048 of 6,500 tokens"
-    assert one.line(18) == "reading the prompt"
+    assert one.status_line(80) == "reading the prompt, 2,048 of 6,500 tokens"
+    assert one.status_line(18) == "reading the prompt"
 
 
 def test_whoever_presses_on_ends_one_reply_and_keeps_it(
@@ -220,7 +220,7 @@ def test_whoever_presses_on_ends_one_reply_and_keeps_it(
     monkeypatch.setattr(chat, "say", say)
     agent = SlowAgent(while_stopping=press)
     assert talk(runner, agent, "one", "two", "/help x") == ["one", "word", "two", "word"]
-    refused = "error: /help takes nothing behind it, but got 'x'"
+    refused = "error: /help takes no argument, but got 'x'"
     assert said == ["(stopped)", "(stopped)", refused, ""]
     assert agent.stopped == 2
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -268,7 +268,7 @@ def test_a_conversation_reads_back_and_is_for_its_owner_alone(home: Path) -> Non
     assert stat.S_IMODE(kept.path.parent.stat().st_mode) == 0o700
     assert os.listdir(kept.path.parent) == [kept.path.name]
     assert kept.path.is_relative_to(home)
-    assert TALK.asked == [{"role": "system", "content": "be brief"}, *TALK.messages]
+    assert TALK.prompt_messages == [{"role": "system", "content": "be brief"}, *TALK.messages]
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(
@@ -291,9 +291,9 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
 def test_two_chats_that_go_on_with_one_conversation_lose_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert chat._kept(TALK, resume=True)[0] is TALK, "there is no earlier one"
+    assert chat._open_record(TALK, resume=True)[0] is TALK, "there is no earlier one"
     KeptFile().write(TALK)
-    (record, one), (_, other) = (chat._kept(Record(), resume=True) for _ in range(2))
+    (record, one), (_, other) = (chat._open_record(Record(), resume=True) for _ in range(2))
     assert record == TALK
     one.write(replace(TALK, system="one"))
     other.write(replace(TALK, system="other"))
@@ -303,7 +303,7 @@ def test_two_chats_that_go_on_with_one_conversation_lose_nothing(
     assert read_record(other.path).system == "other"
     monkeypatch.setattr(chat, "MAX_KEPT", 1)
     last = chat.kept_conversations()[-1]
-    chat._kept(Record(), resume=False)
+    chat._open_record(Record(), resume=False)
     assert chat.kept_conversations() == [last]
 
 
@@ -317,7 +317,7 @@ GOOD = {"format": "edgespec-conversation", "version": 1, "messages": []}
         (json.dumps(GOOD | {"messages": [{"role": "root", "content": ""}]}), r"\[0\] must have a"),
         (json.dumps(GOOD | {"messages": [{"role": "user"}]}), "and text as content"),
         (json.dumps(GOOD | {"system": "\ud800"}), "surrogates not allowed"),
-        ("[" * 100_000, "no conversation"),
+        ("[" * 100_000, "not a conversation file"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, said: str, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
     with on_terminal(
         *chatting(address, tmp_path, *again), XDG_STATE_HOME=str(tmp_path)
     ) as terminal:
-        terminal.until("going on with a conversation of 2 messages")
+        terminal.until("continuing a conversation of 2 messages")
         terminal.until(address)
         terminal.type("more\r")
         terminal.until(expected(f"hello\nworld {first} more "))

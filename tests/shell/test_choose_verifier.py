@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from edgespec.cli.device import greet
+from edgespec.cli.device import choose_verifier
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LimitsSection, VerifierConfig
 from edgespec.core.association.known_verifiers import make_views
 from edgespec.core.association.policies import Association, rank_verifiers
@@ -138,7 +138,7 @@ async def test_a_full_verifier_is_passed_over() -> None:
             chunks = agent.generate(PROMPT, SamplingParams(max_tokens=400))
             await anext(chunks)
             given = AgentConfig((full, free), draft=DraftSection("toy"), tokenizer="toy")
-            config, _ = await greet(given)
+            config, _ = await choose_verifier(given)
             gated.gate.set()
             await chunks.aclose()
     assert config.verifiers == (free, full)
@@ -158,7 +158,7 @@ def test_a_dead_verifier_is_named_and_the_other_one_used(address: str, dead: str
     result = generate("--verifier", dead, "--verifier", address, "--stats")
     assert (result.exit_code, result.stdout) == (0, text())
     lines = result.stderr.splitlines()
-    assert lines[0].startswith(f"left out: {dead} (")
+    assert lines[0].startswith(f"not used: {dead} (")
     assert lines[1].startswith(f"using {address} (lowest-delay): round trip ")
     assert lines[1].endswith("of 64 sessions")
     assert f"served by {address}; 0 failovers" in result.stderr
@@ -184,7 +184,7 @@ def test_none_there_says_so_for_each_and_how_to_start_one(dead: str) -> None:
     result = generate("--verifier", dead, "--verifier", other)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "error: none of 2 verifiers can be used" in result.stderr
-    for words in (f"  {dead}: ", f"  {other}: ", "start one:   edgespec verifier"):
+    for words in (f"  {dead}: ", f"  {other}: ", "start one:           edgespec verifier"):
         assert words in result.stderr
 
 
@@ -199,7 +199,7 @@ async def test_a_command_keeps_the_others_for_when_the_chosen_one_fails() -> Non
     async with serving() as (one, _), serving() as (two, _), serving(config=other) as (wrong, _):
         dead = "127.0.0.1:1"
         given = AgentConfig((dead, wrong, one, two), model="toy", draft=DraftSection("toy"))
-        config, info = await greet(given)
+        config, info = await choose_verifier(given)
     assert (info.name, config.association) == ("toy", Association.LISTED)
     assert set(config.verifiers[:2]) == {one, two}
     assert config.verifiers[2:] == (dead,)

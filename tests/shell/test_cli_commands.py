@@ -21,8 +21,14 @@ from typer.testing import CliRunner, Result
 from edgespec.bench.measurement import Measurement
 from edgespec.cli import doctor as checks
 from edgespec.cli import generate as generate_command
-from edgespec.cli.demo import report
-from edgespec.cli.device import JsonView, Progress, TextView, for_trying, summary
+from edgespec.cli.demo import print_report
+from edgespec.cli.device import (
+    JsonView,
+    ReceivedTokens,
+    TextView,
+    describe_generation,
+    with_bundled_sampling,
+)
 from edgespec.cli.doctor import Check, State
 from edgespec.cli.main import app
 from edgespec.cli.options import documented_keys
@@ -137,9 +143,9 @@ def test_no_verifier_there_says_how_to_start_one(dead: str) -> None:
     assert f"edgespec verifier --port {dead.rpartition(':')[2]}" in result.stderr
 
 
-def test_a_name_that_is_no_machines_is_no_reason_to_start_a_verifier() -> None:
+def test_a_name_without_an_address_is_no_reason_to_start_a_verifier() -> None:
     told = generate("nosuch.invalid:7420", PROMPT).stderr
-    assert told.startswith("error: no machine is known by the name 'nosuch.invalid'\n")
+    assert told.startswith("error: the host name 'nosuch.invalid' cannot be resolved\n")
     assert "edgespec verifier" not in told
 
 
@@ -228,7 +234,7 @@ def test_chat_keeps_the_conversation(address: str) -> None:
     assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
     assert "unknown command '/foo'" in result.stderr
     assert f"{COUNT} tokens in" in result.stderr
-    assert "the conversation is forgotten" in result.stderr
+    assert "this is a new conversation" in result.stderr
 
 
 def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:
@@ -239,9 +245,9 @@ def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> No
     first = expected("be brief hello ")
     second = expected(f"be brief hello {first} again ")
     assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
-    assert "going on with a conversation of 2 messages" in result.stderr
+    assert "continuing a conversation of 2 messages" in result.stderr
     assert "error: ~nobody-here/talk: the system knows no such home folder" in result.stderr
-    assert f"served  by {address}" in result.stderr
+    assert f"verifier  {address}" in result.stderr
     assert json.loads(saved.read_text())["system"] == "be brief"
     refused = call("chat", "--verifier", address, "--continue", "--no-history")
     assert refused.exit_code == 2
@@ -261,7 +267,7 @@ def test_chat_records_unless_no_history_is_kept(address: str, tmp_path: Path) ->
 
 def test_chat_talks_with_the_model_it_is_told(address: str) -> None:
     result = chat(address, "/model nobody", "/model toy", "hello", "/model")
-    assert "error: unknown model 'nobody'; there are 'toy'" in result.stderr
+    assert "error: unknown model 'nobody'; served are 'toy'" in result.stderr
     assert "talking with toy from the next reply on" in result.stderr
     assert expected("hello ") in result.stdout
 
@@ -278,7 +284,7 @@ def test_the_doctor_sees_two_onnxruntimes(
     installed: dict[str, str], state: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "installed_version", installed.get)
-    found = checks.one_onnxruntime()
+    found = checks.check_onnxruntime()
     assert found.state is State[state]
     assert found.advice.startswith(advice)
 
@@ -286,20 +292,22 @@ def test_the_doctor_sees_two_onnxruntimes(
 def test_the_doctor_asks_the_verifier(
     address: str, dead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for slow in ("draft_step", "exactness"):
+    for slow in ("check_draft_step", "check_target"):
         monkeypatch.setattr(checks, slow, lambda: Check("fine", State.GOOD, ""))
     no_session, output, deadline_s = "0 of 64 sessions", "", time.monotonic() + WITHIN_S
     while no_session not in output and time.monotonic() < deadline_s:  # earlier texts end late
         output = " ".join(call("doctor", "--verifier", address).stdout.split())
     assert f"verifier at {address}: serves toy" in output
-    assert f"{no_session}, each with up to 128 nodes (64 a pass) and a lease of 30 s" in output
+    assert (
+        f"{no_session}, each with up to 128 draft nodes (64 per pass) and a lease of 30 s" in output
+    )
     result = call("doctor", "--verifier", dead)
     assert result.exit_code == 1
     assert f"edgespec verifier --port {dead.rpartition(':')[2]}" in result.stdout
 
 
 def test_the_doctor_says_whether_texts_are_exact_here() -> None:
-    found = checks.exactness()
+    found = checks.check_target()
     assert found.state is State.GOOD
     assert "the bundled target runs in float32 as canonical (row tiles of " in found.finding
 
@@ -338,17 +346,17 @@ def test_a_full_context_is_said_beside_the_text(
     out, err = capsys.readouterr()
     assert out == "text\n"
     assert ("context is full" in err) == (finish is FinishReason.CONTEXT)
-    progress = Progress()
+    progress = ReceivedTokens()
     progress.add(chunk("text", finish))
-    assert f"ended by {finish.value}" in summary(progress, None)
+    assert f"ended by {finish.value}" in describe_generation(progress, None)
     JsonView().show(chunk("text", finish))
     assert f'"finish": "{finish.value}"' in capsys.readouterr().out
 
 
 def test_another_text_is_an_error() -> None:
     plain, other = (Measurement((1, token), (0.1, 0.2), DraftCounters()) for token in (2, 3))
-    with pytest.raises(SetupError, match="drafts changed the text"):
-        report(Console(file=io.StringIO()), [plain], [other])
+    with pytest.raises(SetupError, match="drafts changed the output"):
+        print_report(Console(file=io.StringIO()), [plain], [other])
 
 
 def served(name: str) -> ModelInfo:
@@ -357,10 +365,10 @@ def served(name: str) -> ModelInfo:
 
 def test_the_bundled_pair_does_not_loop_unless_it_is_told_how_to_sample() -> None:
     usual = AgentConfig()
-    assert for_trying(usual, served("bundled")).sampling.repetition_penalty == 1.15
-    assert for_trying(usual, served("other")) == usual
+    assert with_bundled_sampling(usual, served("bundled")).sampling.repetition_penalty == 1.15
+    assert with_bundled_sampling(usual, served("other")) == usual
     chosen = AgentConfig(sampling=SamplingParams(temperature=0.5))
-    assert for_trying(chosen, served("bundled")) == chosen
+    assert with_bundled_sampling(chosen, served("bundled")) == chosen
 
 
 @tabled

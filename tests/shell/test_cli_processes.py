@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from edgespec.cli.demo import REPETITION_PENALTY
-from edgespec.cli.running import Stopping, stoppable
+from edgespec.cli.running import StopRequest, stopping_at_once
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.present import present
@@ -121,7 +121,7 @@ import ctypes
 from edgespec.cli import running
 
 async def load():
-    with running.stoppable():
+    with running.stopping_at_once():
         lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
         lock(mutex)
         print("loading", flush=True)
@@ -146,7 +146,7 @@ def test_loading_is_stopped_at_once(number: signal.Signals) -> None:
         output, errors = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, output, errors) == (-number, "", "")
     before = signal.getsignal(number)
-    with stoppable():
+    with stopping_at_once():
         assert signal.getsignal(number) is signal.SIG_DFL
     assert signal.getsignal(number) is before
 
@@ -183,7 +183,7 @@ import os, signal
 from edgespec.cli import running
 
 own, os.getpid = os.getpid(), lambda: 1
-with running.stoppable():
+with running.stopping_at_once():
     os.kill(own, signal.SIGTERM)
     print("heard nothing")
 """
@@ -228,16 +228,16 @@ def test_a_verifier_stops_in_order_once_and_at_once_before_and_after_that(
         raise SystemExit(code)
 
     monkeypatch.setattr("os._exit", leave)
-    end = Stopping(in_order=False)
+    end = StopRequest(is_graceful=False)
     with pytest.raises(SystemExit) as left:
-        end.ask(signal.SIGTERM)  # the model is still being loaded
+        end.request(signal.SIGTERM)  # the model is still being loaded
     assert left.value.code == 143
-    assert not end.asked.is_set()
-    end.in_order = True
-    end.ask(signal.SIGTERM)
-    assert end.asked.is_set()
+    assert not end.requested.is_set()
+    end.is_graceful = True
+    end.request(signal.SIGTERM)
+    assert end.requested.is_set()
     with pytest.raises(SystemExit) as left:
-        end.ask(signal.SIGINT)
+        end.request(signal.SIGINT)
     assert left.value.code == 130
 
 

@@ -34,7 +34,7 @@ from typer.testing import Result
 
 from edgespec.cli import credentials as keys_command
 from edgespec.cli import doctor as checks
-from edgespec.cli.device import greet
+from edgespec.cli.device import choose_verifier
 from edgespec.config import AgentConfig, ConfigError, PacingSection, load_config
 from edgespec.config.api_keys import load_api_key
 from edgespec.config.common import (
@@ -391,7 +391,7 @@ async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
         monkeypatch.delenv("EDGESPEC_API_KEY")
         (tmp_path / "key").write_text(keys["two"] + "\n")
         config = replace(guarded.device_config(address), api_key_file=str(tmp_path / "key"))
-        assert (await greet(config))[1].name == "toy"
+        assert (await choose_verifier(config))[1].name == "toy"
         check = await checks.verifier(address, config)
         assert (check.state, check.finding[:10]) == (checks.State.GOOD, "serves toy")
         async with build_agent(config) as agent:
@@ -420,7 +420,7 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
             assert caught.value.code is FaultCode.UNAUTHENTICATED
             assert present(agent.stats).counters.reconnects == 0  # not tried again
         with pytest.raises(SetupError, match=rf"UNAUTHENTICATED: .*{why}.*EDGESPEC_API_KEY"):
-            await greet(config)
+            await choose_verifier(config)
         check = await checks.verifier(address, config)
         assert check.state is checks.State.BAD
         assert "UNAUTHENTICATED: " in check.finding
@@ -510,7 +510,7 @@ async def test_a_handshake_that_fails_is_explained(
             assert "failed to connect" not in text
         await transport.close()
         with pytest.raises(SetupError, match=said):
-            await greet(config)
+            await choose_verifier(config)
         async with build_agent(config) as agent:
             with pytest.raises(GenerationError, match=said):
                 await guarded.collect(agent)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgespec.cli.verifier import Watching, ready_line
+from edgespec.cli.verifier import MetricsServer, ready_line
 from edgespec.config import PacingSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
@@ -98,7 +98,7 @@ async def watched(
     """A toy verifier over real gRPC, with metrics on a free port; it guesses nothing by itself,
     unless ``config`` says so."""
     config = replace(config or QUIET, port=0, metrics_port=0)
-    with contextlib.closing(Watching(config)) as found:
+    with contextlib.closing(MetricsServer(config)) as found:
         verifier, server = build_verifier(config, target=target, watch=found.watch)
         await server.start()
         found.start(verifier)
@@ -252,7 +252,7 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         port = taken.getsockname()[1]
         text = f"cannot serve metrics on 127.0.0.1:{port}: .*choose another with --metrics-port"
         with pytest.raises(SetupError, match=text):
-            Watching(VerifierConfig(metrics_port=port))
+            MetricsServer(VerifierConfig(metrics_port=port))
 
 
 OPENED = (1, 2, 3)
@@ -418,7 +418,7 @@ def test_all_that_a_daemon_and_a_device_say_is_json() -> None:
         verifier.send_signal(signal.SIGTERM)
         _, said = verifier.communicate(timeout=WITHIN_S)
     lines = [json.loads(line) for line in said.splitlines()]
-    assert {"loading toy ...", "stopping; the devices are told"} <= {x["message"] for x in lines}
+    assert {"loading toy ...", "stopping"} <= {x["message"] for x in lines}
     (stream,) = [line for line in lines if line.get("event") == "stream"]
     assert (stream["tokens"], stream["reason"]) == (8, "length")
     assert "8 tokens in" in json.loads(told.splitlines()[-1])["message"]

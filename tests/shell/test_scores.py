@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.cli.device import Progress, summary
+from edgespec.cli.device import ReceivedTokens, describe_generation
 from edgespec.config import PolicyName, VerifierConfig
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import PassRequest
@@ -228,10 +228,12 @@ async def test_only_drafts_replace_and_each_is_told(params: SamplingParams) -> N
                 *("dsd:0.05", 1),
                 200,
             )
-            assert f"LOSSY (dsd:0.05): {replaced} tokens (" in summary(Progress(), stats)
+            assert f"LOSSY (dsd:0.05): {replaced} tokens (" in describe_generation(
+                ReceivedTokens(), stats
+            )
             exact = [one async for one in agent.generate(PROMPT, params, rule="exact")]
             assert held_against_the_target(exact, params) == 0
-            assert "LOSSY" not in summary(Progress(), agent.stats)
+            assert "LOSSY" not in describe_generation(ReceivedTokens(), agent.stats)
         assert verifier.engine.draft_counts.device.accepted > 0
 
 

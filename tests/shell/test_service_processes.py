@@ -110,7 +110,7 @@ async def test_sighup_reads_keys_and_certificates_again(
             process.send_signal(signal.SIGHUP)
             words = await said(process, "reload")
             assert "ERROR" in words
-            assert "nothing has changed, because of" in words
+            assert "reload failed, and nothing has changed:" in words
             assert "keys.bad.sha256 is 5, but must be text" in words
             await anext(theirs)
             path.write_text(saved)
@@ -141,7 +141,7 @@ async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> Non
         assert isinstance(first, Commit)
         process.send_signal(signal.SIGTERM)
         words = await said(process, "stopping")
-        assert "1 stream may go on for 200 s; a second request ends" in words
+        assert "waiting up to 200 s for 1 running stream; a second Ctrl-C stops" in words
         fault = await (await late.connect()).receive()
         assert isinstance(fault, Fault)
         assert fault.code is FaultCode.SHUTTING_DOWN
@@ -361,10 +361,10 @@ def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
     with daemon() as (address, _), endpoint("--verifier", address) as (url, process):
         lines = [present(process.stderr).readline() for _ in range(7)]
         words = [line.split()[0] for line in lines]
-        assert words == ["draft", "verifier", "memory", "clients", "pages", "see:", "try:"]
+        assert words == ["draft", "verifier", "memory", "clients", "web", "status:", "try"]
         assert f"{address}: serves toy, context 4096" in lines[1]
         done = subprocess.run(
-            ["bash", "-c", lines[6].partition("try: ")[2].replace("curl ", "curl -s ")],
+            ["bash", "-c", lines[6].partition("try it: ")[2].replace("curl ", "curl -s ")],
             capture_output=True,
             text=True,
             check=True,
@@ -397,7 +397,7 @@ def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
             assert '"code":"shutting_down"' in rest.splitlines()[-2]
             assert process.wait(SOON_S) == 0
             said = present(process.stderr).read()
-            assert "stopping: 1 requests may go on for 0.2 s" in said
+            assert "stopping: waiting up to 0.2 s for 1 requests" in said
             assert "Traceback" not in said
 
 

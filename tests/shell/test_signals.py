@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from edgespec.cli.running import Stopping
+from edgespec.cli.running import StopRequest
 from edgespec.config.files import temporary_folder
 from tests.present import present
 from tests.shell.live_verifier import environment
@@ -94,11 +94,11 @@ def test_a_second_signal_takes_the_folders_too(
     """It ends the process where it stands."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    stopping = Stopping()
+    stopping = StopRequest()
     with temporary_folder(tmp_path):
-        stopping.ask(signal.SIGTERM)
+        stopping.request(signal.SIGTERM)
         assert list(tmp_path.iterdir())
-        stopping.ask(signal.SIGTERM)
+        stopping.request(signal.SIGTERM)
         assert list(tmp_path.iterdir()) == []
     assert codes == [128 + signal.SIGTERM]
 

@@ -19,7 +19,7 @@ import pytest
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer
 
-from edgespec.cli.device import greet
+from edgespec.cli.device import choose_verifier
 from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.goodput_policy import PolicyName
@@ -104,7 +104,7 @@ def device(address: str, draft: object) -> AgentConfig:
 @asynccontextmanager
 async def endpoint(config: AgentConfig) -> AsyncIterator[tuple[AsyncOpenAI, Any]]:
     """As ``edgespec serve`` has it over the verifier of ``config``."""
-    config, info = await greet(config)
+    config, info = await choose_verifier(config)
     reference = build.tokenizer_reference(config)
     text, watch = build.load_tokenizer(reference), VerifierMonitor({})
     sampling = build.with_model_sampling(config.sampling, reference)
@@ -163,7 +163,7 @@ async def test_tokens_beyond_the_drafts_table_are_streamed_and_drafted_on(
     async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
         said, sent = dict[str, list[int]](), 0
         for draft in ("none", folders["small"]):
-            config, info = await greet(device(where, draft))
+            config, info = await choose_verifier(device(where, draft))
             params = replace(config.sampling, temperature=1.5, max_tokens=60, ignore_eos=True)
             async with build.build_agent(config, target=info) as agent:
                 prompt = [350, 7, 9]
@@ -185,7 +185,7 @@ async def test_tokens_beyond_the_drafts_table_are_streamed_and_drafted_on(
 async def test_a_draft_of_another_family_is_refused_in_numbers(folders: dict[str, Path]) -> None:
     async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
         with pytest.raises(SetupError, match=r"bundled' has another tokenizer .* ids differ.* id"):
-            await greet(device(where, "bundled"))
+            await choose_verifier(device(where, "bundled"))
         async with BorrowingAgent(device(where, "bundled")) as agent:
             with pytest.raises(Exception, match=r"ids differ, but at most \d+ may; the first is"):
                 await anext(agent.generate("the"))
@@ -219,7 +219,7 @@ async def test_an_older_verifier_is_met_with_the_drafts_texts_and_told_once(
 async def test_only_what_the_draft_has_not_is_fetched(folders: dict[str, Path]) -> None:
     said: list[str] = []
     async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
-        config, info = await greet(device(where, folders["small"]))
+        config, info = await choose_verifier(device(where, folders["small"]))
         assert not said
         taken = Path(config.tokenizer)
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -287,7 +287,7 @@ async def test_a_strangers_table_is_compared_in_no_process_of_ours(
     monkeypatch.setattr(model_source, "TextTokenizer", note_tokenizer)
     monkeypatch.setattr(model_source, "_tokenizers", WeakValueDictionary())
     async with serving(config=VerifierConfig(model=str(folders["renamed"]), port=0)) as (where, _):
-        config, info = await greet(device(where, folders["small"]))
+        config, info = await choose_verifier(device(where, folders["small"]))
         async with build.build_agent(config, target=info) as agent:
             renamed = TextTokenizer(folders["small"]).special_id("<|user|>")
             assert present(agent.options.shared_ids).differing == {renamed}

@@ -414,7 +414,7 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.wire.grpc_client.check_health", not_serving)
     result = call("gpu-box")
     assert (result.exit_code, result.stdout) == (1, "NOT_SERVING\n")
-    assert result.stderr == "error: the verifier at gpu-box:7420 says NOT_SERVING\n"
+    assert result.stderr == "error: the verifier at gpu-box:7420 is not serving: NOT_SERVING\n"
 
 
 async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ async def test_a_context_that_the_cache_makes_shorter_is_announced_as_it_is_serv
     info, target = verifier.info, load_target(settings)
     assert (info.model.context_length, info.limits.context_length) == (256, 256)
     line, most = ready_line(settings, 7420, target, info), target.info.context_length
-    assert line.endswith(f"context 256 of {most}: the cache holds no more (limits)")
+    assert line.endswith(f"context 256 of {most} (limited by the KV cache)")
     await verifier.stop()
 
 

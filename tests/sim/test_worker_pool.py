@@ -149,11 +149,11 @@ def test_it_ends_whatever_its_processes_are_at(pool: Pool, tmp_path: Path) -> No
 
 MAIN = """
 import sys
-from edgespec.cli.running import reported
+from edgespec.cli.running import reporting_errors
 from edgespec_sim.commands import play
 from edgespec_sim.commands.worker_pool import Progress, WorkerPool
 from tests.sim.test_worker_pool import work
-with reported():
+with reporting_errors():
     with play.Workers(2, quiet=True) as workers:
         workers._pool = WorkerPool(2, work)
         begun = set()

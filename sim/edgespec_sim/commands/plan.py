@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.main import lazy_app
-from edgespec.cli.running import reported
+from edgespec.cli.running import reporting_errors
 from edgespec.config import ConfigError, DraftSection
 from edgespec.core.device.memory import AUTO, MIB
 from edgespec.core.device.policy import DEFAULT_WIDTH
@@ -73,7 +73,7 @@ def memory(
     [dim]edgespec plan memory --memory-budget 600MiB[/]
 
     [dim]edgespec plan memory ./draft-small ./draft-large --memory-budget 25%[/]"""
-    with reported():
+    with reporting_errors():
         references = drafts or [BUNDLED]
         try:
             section = DraftSection(model=references[0], memory_budget=memory_budget)

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import option, read_settings
-from edgespec.cli.running import reported, say
+from edgespec.cli.running import reporting_errors, say
 from edgespec_sim.commands.play import Task, Workers, default_processes, named_as_typed
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import LOSSY
@@ -556,7 +556,7 @@ def capacity(
     To use pass times that `edgespec profile` measured, add --set
     verifiers.h200.pass_time.profile=FILE. If no number of verifiers meets an objective, the answer
     names the times that prevent it."""
-    with reported():
+    with reporting_errors():
         began_s = time.monotonic()
         with named_as_typed(_OPTIONS):
             model, named = parse_model_and_gpu(gpu)

@@ -19,7 +19,7 @@ import typer
 
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import option
-from edgespec.cli.running import reported
+from edgespec.cli.running import reporting_errors
 from edgespec_sim.commands import play
 from edgespec_sim.replication import TpotTotal, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
@@ -238,7 +238,7 @@ def link(
     `edgespec-sim run`.
 
     [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]"""
-    with reported():
+    with reporting_errors():
         settings = link_settings(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
         with play.named_as_typed(_OPTIONS):
             scenario = load_scenario(SCENARIO, settings)

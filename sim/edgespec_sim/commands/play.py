@@ -32,7 +32,7 @@ from rich.table import Table
 from edgespec import __version__
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import option
-from edgespec.cli.running import Interrupted, answered_by, say
+from edgespec.cli.running import Interrupted, say, signals_handled_by
 from edgespec.config import ConfigError
 from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
@@ -416,7 +416,7 @@ class Workers:
 
     def __enter__(self) -> Workers:
         self._exit_stack.enter_context(self._bar)
-        self._exit_stack.enter_context(answered_by(_raise_interrupted))
+        self._exit_stack.enter_context(signals_handled_by(_raise_interrupted))
         self._overall = self._bar.add_task("simulated", total=0.0)
         return self
 

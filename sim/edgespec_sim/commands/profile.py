@@ -31,9 +31,9 @@ from edgespec.bench import report
 from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.prompts import DEFAULT_PROMPTS
 from edgespec.bench.runner import BenchProgress
-from edgespec.cli.bench import told_by
+from edgespec.cli.bench import fetch_verifier_info
 from edgespec.cli.options import option
-from edgespec.cli.running import reported, run
+from edgespec.cli.running import reporting_errors, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.config.files import temporary_folder, write_output
@@ -452,7 +452,7 @@ def profile(
 
     Runs the real models over a real connection on this machine, in less than a minute for the
     bundled pair. The simulator replays a profile on any number of devices, links and verifiers."""
-    with reported():
+    with reporting_errors():
         if out.is_dir():
             raise ConfigError(f"--out is {str(out)!r}, which is a folder, but must be a file")
         stderr = Console(stderr=True)
@@ -489,7 +489,7 @@ async def _measure_costs(
                 encode, stream = tokenizer.encode, tokenizer.stream
                 return Agent(transport, lent, encode, stream, options, tracer=tracer)
 
-            context_length = (await told_by(address)).model.context_length
+            context_length = (await fetch_verifier_info(address)).model.context_length
             fits = min(context_length, drafter.info.context_length)
             await run_workloads(plan, text, fits, open_agent, progress)
 

@@ -17,7 +17,7 @@ import yaml
 from rich.table import Column, Table
 
 from edgespec.cli.options import option, read_settings
-from edgespec.cli.running import reported, say
+from edgespec.cli.running import reporting_errors, say
 from edgespec.config.files import write_output
 from edgespec.config.loading import ConfigError, dump_config
 from edgespec_sim.commands import play
@@ -69,7 +69,7 @@ def run(
     edgespec-sim run replay --set links.network.trace=ride.ping.txt --set tokens.tape=mine.jsonl
 
     edgespec-sim run single-device --set links.internet.rtt_ms=100 --set tokens.acceptance=0.6"""
-    with reported():
+    with reporting_errors():
         path = scenario_path(scenario)
         loaded = load_scenario(scenario, read_settings(settings or ()))
         if out is not None:
@@ -93,7 +93,7 @@ def run(
 
 def list_scenarios() -> None:
     """List the scenarios that come with the simulator."""
-    with reported():
+    with reporting_errors():
         table = Table("scenario", "devices", "verifiers", "about")
         for name, path in bundled_scenarios().items():
             scenario = load_scenario(str(path))
@@ -114,7 +114,7 @@ def scenario(
     traces, tapes, profiles and policies included.
 
     edgespec-sim scenario household > mine.yaml"""
-    with reported():
+    with reporting_errors():
         loaded = load_scenario(name, read_settings(settings or ()))
         check(loaded, scenario_path(name).parent)
         typer.echo(dump_config(loaded), nl=False)
@@ -142,7 +142,7 @@ def report(
     [dim]edgespec-sim report runs/household[/]
 
     [dim]edgespec-sim report device.jsonl verifier.jsonl --out report[/]"""
-    with reported():
+    with reporting_errors():
         for path in report_on(runs, out):
             size = path.stat().st_size
             say(f"wrote {path} (" + (f"{size / 1e6:.1f} MB)" if size >= 1e6 else f"{size} B)"))
@@ -180,7 +180,7 @@ def trace(
     edgespec-sim trace drive.tsv --columns time_s=frame.time_epoch,rtt_s=2 --out drive.csv
 
     edgespec-sim trace generate:starlink"""
-    with reported():
+    with reporting_errors():
         found = _load_trace(file, columns)
         console = play.make_console()
         console.print(_statistics_table(found))
@@ -288,7 +288,7 @@ def sweep(
     the limit for each point.
 
     edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt"""
-    with reported():
+    with reporting_errors():
         folder = scenario_path(scenario).parent
         seed_plan = play.SeedPlan.from_options(None, seeds, max_seconds)
         grid = _make_grid(scenario, vary, read_settings(settings or ()), out)
