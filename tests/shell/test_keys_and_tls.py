@@ -392,7 +392,7 @@ async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
         (tmp_path / "key").write_text(keys["two"] + "\n")
         config = replace(guarded.device_config(address), api_key_file=str(tmp_path / "key"))
         assert (await choose_verifier(config))[1].name == "toy"
-        check = await checks.verifier(address, config)
+        check = await checks.check_verifier(address, config)
         assert (check.state, check.finding[:10]) == (checks.State.GOOD, "serves toy")
         async with build_agent(config) as agent:
             assert await guarded.collect(agent) == guarded.EXPECTED
@@ -421,7 +421,7 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
             assert present(agent.stats).counters.reconnects == 0  # not tried again
         with pytest.raises(SetupError, match=rf"UNAUTHENTICATED: .*{why}.*EDGESPEC_API_KEY"):
             await choose_verifier(config)
-        check = await checks.verifier(address, config)
+        check = await checks.check_verifier(address, config)
         assert check.state is checks.State.BAD
         assert "UNAUTHENTICATED: " in check.finding
         assert check.advice == ""
