@@ -138,7 +138,7 @@ class Admission:
         if self._has_room(client):
             return
         of_client = sum(one.client == client for one in self._queue)
-        held, most = sum(one.tokens for one in self._queue), self._max_waiting_tokens
+        waiting_tokens = sum(one.tokens for one in self._queue)
         if self.waiting >= self._max_waiting:
             raise _queue_full(
                 f"{self._describe_load}, of at most {self.capacity} and {self._max_waiting}"
@@ -146,9 +146,11 @@ class Admission:
         if of_client >= self._max_waiting_of_client:
             share = f"{of_client} of them this client's, of at most {self._max_waiting_of_client}"
             raise _queue_full(f"{self._describe_load}, {share}")
-        if self.waiting and held + tokens > most:
-            why = f"prompts of {held} tokens wait, and {tokens} more are above the limit of {most}"
-            raise _queue_full(f"{why} (endpoint.max_queue_tokens)")
+        if self.waiting and waiting_tokens + tokens > self._max_waiting_tokens:
+            raise _queue_full(
+                f"prompts of {waiting_tokens} tokens wait, and {tokens} more are above the limit of"
+                f" {self._max_waiting_tokens} (endpoint.max_queue_tokens)"
+            )
 
     def _has_room(self, client: str) -> bool:
         """Return whether a generation of this client may run at once."""

@@ -233,24 +233,24 @@ class Fields:
         value = self._typed(field, str, "text")
         return None if value is None else encodable(self.name(field), value)
 
-    def flag(self, field: str, absent: bool = False) -> bool:
+    def boolean(self, field: str, absent: bool = False) -> bool:
         value = self._typed(field, bool, "true or false")
         return absent if value is None else bool(value)
 
     def number(self, field: str, low: float, high: float) -> float | None:
         value = self._typed(field, int | float, "a number")
         if value is not None and not low <= value <= high:
-            raise self.wrong(field, value, f"in [{low:g}, {high:g}]")
+            raise self.wrong_value(field, value, f"in [{low:g}, {high:g}]")
         return None if value is None else float(value)
 
-    def whole(self, field: str, low: int, high: int) -> int | None:
+    def integer(self, field: str, low: int, high: int) -> int | None:
         value = self._typed(field, int | float, "a whole number")
         if value is None:
             return None
         if isinstance(value, float) and not value.is_integer():
-            raise self.wrong(field, value, "a whole number")
+            raise self.wrong_value(field, value, "a whole number")
         if not low <= value <= high:
-            raise self.wrong(field, int(value), f"in [{low}, {high}]")
+            raise self.wrong_value(field, int(value), f"in [{low}, {high}]")
         return int(value)
 
     def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...]:
@@ -267,13 +267,13 @@ class Fields:
         if isinstance(texts, list) and len(texts) > most:
             raise self.error(field, f"holds {len(texts)} texts, but at most {most}")
         if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
-            raise self.wrong(field, value, "text, or a list of texts")
+            raise self.wrong_value(field, value, "text, or a list of texts")
         return tuple(encodable(self.name(field), one) for one in texts)
 
     def token_ids(self, field: str, most: int) -> tuple[int, ...]:
         value = self.data.get(field)
         if not isinstance(value, list | tuple) or len(value) > most:
-            raise self.wrong(field, value, f"a list of at most {most} token ids")
+            raise self.wrong_value(field, value, f"a list of at most {most} token ids")
         for one in value:
             if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_TOKEN_ID:
                 why = f"holds {shown_value(one)}, but token ids are in [0, {MAX_TOKEN_ID}]"
@@ -284,7 +284,7 @@ class Fields:
         value = self.data.get(field)
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if value is not None and not fits:
-            raise self.wrong(field, value, wanted)
+            raise self.wrong_value(field, value, wanted)
         return value
 
     def section(self, field: str) -> Fields:
@@ -292,7 +292,7 @@ class Fields:
         value = self.data.get(field)
         return self._section(field, {} if value is None else value)
 
-    def wrong(self, field: str, value: object, wanted: str) -> ApiError:
+    def wrong_value(self, field: str, value: object, wanted: str) -> ApiError:
         return self.error(field, f"is {shown_value(value)}, but must be {wanted}")
 
     def error(self, field: str, why: str, code: str | None = None) -> ApiError:
@@ -302,7 +302,7 @@ class Fields:
 
     def _section(self, field: str, value: object) -> Fields:
         if not isinstance(value, dict):
-            raise self.wrong(field, value, "an object")
+            raise self.wrong_value(field, value, "an object")
         return Fields(value, f"{self.place}{field}.")
 
 

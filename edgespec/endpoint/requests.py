@@ -197,7 +197,7 @@ def _schema_format(name: str, value: Any) -> dict[str, Any]:
 
 
 def _object_format(name: str, value: Any) -> dict[str, Any] | None:
-    return {"type": "json_object"} if Fields({name: value}).flag(name) else None
+    return {"type": "json_object"} if Fields({name: value}).boolean(name) else None
 
 
 def _choice_regex(name: str, value: Any) -> str:
@@ -331,8 +331,8 @@ def _chat_request(
     data: Mapping[str, Any], defaults: SamplingParams, max_tools: int
 ) -> GenerationRequest:
     fields, request = _read_common(data, CHAT, defaults)
-    wants_scores = fields.flag("logprobs")
-    top_count = fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
+    wants_scores = fields.boolean("logprobs")
+    top_count = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     if top_count and not wants_scores:
         raise fields.error("top_logprobs", f"is {top_count}, but logprobs is not true")
     tools = read_tools(fields, max_tools)
@@ -352,7 +352,7 @@ def _chat_request(
     for name in TEMPLATE_VARIABLES:
         if (value := fields.raw(name)) is not None:
             variables.setdefault(name, value)
-    allows_parallel_calls = fields.flag("parallel_tool_calls", absent=True)
+    allows_parallel_calls = fields.boolean("parallel_tool_calls", absent=True)
     continues, generation_prompt = _read_ending(fields, messages)
     request = replace(
         request,
@@ -368,7 +368,7 @@ def _chat_request(
         or not allows_parallel_calls,
         forces_call=is_forced,
         variables=variables,
-        adds_special_tokens=fields.flag("add_special_tokens"),
+        adds_special_tokens=fields.boolean("add_special_tokens"),
         continues_last_message=continues,
         has_generation_prompt=generation_prompt,
     )
@@ -379,8 +379,8 @@ def _read_ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple
     """Return whether the output continues the last message of a chat, and whether the prompt ends
     with the beginning of an assistant's message. By default a last message of an assistant is
     continued, as in llama.cpp's server. Raises ``ApiError``."""
-    is_requested, last = fields.flag("continue_final_message"), messages[-1]
-    has_generation_prompt = fields.flag("add_generation_prompt", absent=not is_requested)
+    is_requested, last = fields.boolean("continue_final_message"), messages[-1]
+    has_generation_prompt = fields.boolean("add_generation_prompt", absent=not is_requested)
     if is_requested and has_generation_prompt:
         why = "and add_generation_prompt are both true, but a message is continued or begun"
         raise fields.error("continue_final_message", why)
@@ -402,7 +402,7 @@ def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Gen
 
 def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
     fields, request = _read_common(data, COMPLETION, defaults)
-    logprobs, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
+    logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.boolean("echo")
     if echo and logprobs is not None:
         why = "and logprobs are both given, but prompts are not scored here"
         raise fields.error("echo", why, "unsupported_parameter")
@@ -411,7 +411,7 @@ def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Ge
         prompts=_read_prompts(fields, request.n),
         echo=echo,
         logprobs=logprobs,
-        adds_special_tokens=fields.flag("add_special_tokens", absent=True),
+        adds_special_tokens=fields.boolean("add_special_tokens", absent=True),
     )
     return _check_lengths(fields, request)
 
@@ -431,7 +431,7 @@ def _read_common(
     """Return a request with the fields that all kinds share, and the ``Fields`` to read the others
     from."""
     fields, ignored = known_fields(data, known)
-    options, stream = fields.section("stream_options"), fields.flag("stream")
+    options, stream = fields.section("stream_options"), fields.boolean("stream")
     key = fields.text("prompt_cache_key")
     try:
         rule = full_rule_name(text) if (text := fields.text("rule")) else ""
@@ -441,9 +441,9 @@ def _read_common(
         model=fields.text("model") or "",
         sampling=_read_sampling(fields, defaults),
         max_tokens=_read_length(fields, "max_tokens"),
-        n=fields.whole("n", 1, MAX_CHOICES) or 1,
+        n=fields.integer("n", 1, MAX_CHOICES) or 1,
         stream=stream,
-        include_usage=options.flag("include_usage"),
+        include_usage=options.boolean("include_usage"),
         conversation=hash_conversation_name(json.dumps(["key", key])) if key else "",
         ignored_fields=ignored,
         rule=rule,
@@ -478,7 +478,7 @@ def _read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
 def _read_length(fields: Fields, name: str) -> int | None:
     """Return the limit on generated tokens, or None if it is left open. As in llama.cpp, -1 means
     as many as the context has room for; so does a number above any context length."""
-    length = fields.whole(name, -1, _LARGEST_INTEGER)
+    length = fields.integer(name, -1, _LARGEST_INTEGER)
     if length == 0:
         raise fields.error(name, "is 0, but a text has at least 1 token (-1: as many as fit)")
     return None if length is None else MAX_TOKENS if length < 0 else min(length, MAX_TOKENS)
@@ -489,7 +489,7 @@ _LENGTH_FIELDS: Final = ("max_completion_tokens", "max_tokens")
 
 def _check_lengths(fields: Fields, request: GenerationRequest) -> GenerationRequest:
     """Return ``request``. Raises ``ApiError`` if ``min_tokens`` exceeds ``max_tokens``."""
-    min_tokens, max_tokens = fields.whole("min_tokens", 0, MAX_TOKENS), request.max_tokens
+    min_tokens, max_tokens = fields.integer("min_tokens", 0, MAX_TOKENS), request.max_tokens
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
         name = next(one for one in _LENGTH_FIELDS if fields.raw(one) is not None)
         more = f"is {min_tokens}, but {fields.name(name)} is {max_tokens}: a text cannot be both"
@@ -502,12 +502,12 @@ def _read_number(fields: Fields, name: str) -> float | None:
 
 
 def _read_top_k(fields: Fields, name: str) -> int:
-    return max(0, fields.whole(name, -1, 1 << 24) or 0)  # elsewhere -1 keeps all
+    return max(0, fields.integer(name, -1, 1 << 24) or 0)  # elsewhere -1 keeps all
 
 
 def _read_seed(fields: Fields, name: str) -> int | None:
     """Return the seed, or None for -1, which requests a random one, as in llama.cpp."""
-    seed = fields.whole(name, -(1 << 63), _LARGEST_INTEGER) or 0
+    seed = fields.integer(name, -(1 << 63), _LARGEST_INTEGER) or 0
     return None if seed == -1 else seed % (1 << 64)
 
 
@@ -545,8 +545,8 @@ _SAMPLING_READERS: Final[Mapping[str, Callable[[Fields, str], Any]]] = {
     "stop": _read_stops,
     "stop_token_ids": lambda fields, name: fields.token_ids(name, MAX_STOP_IDS),
     "logit_bias": _read_biases,
-    "ignore_eos": Fields.flag,
-    "min_tokens": lambda fields, name: fields.whole(name, 0, MAX_TOKENS),
+    "ignore_eos": Fields.boolean,
+    "min_tokens": lambda fields, name: fields.integer(name, 0, MAX_TOKENS),
 }
 """Reader of each sampling parameter; it returns None for a value that means the default."""
 
@@ -625,7 +625,7 @@ def _read_prompts(fields: Fields, n: int) -> tuple[Prompt, ...]:
 def _read_prompt(fields: Fields, name: str) -> Prompt:
     value = fields.raw(name)
     if not isinstance(value, str | list) or not value:
-        raise fields.wrong(name, value, "text or token ids, and not empty")
+        raise fields.wrong_value(name, value, "text or token ids, and not empty")
     if isinstance(value, list):
         return fields.token_ids(name, MAX_TOKENS)
     return encodable(fields.name(name), value)
@@ -634,7 +634,7 @@ def _read_prompt(fields: Fields, name: str) -> Prompt:
 def _read_message(fields: Fields) -> dict[str, Any]:
     role = fields.text("role")
     if role is None or role not in _KNOWN_ROLES:
-        raise fields.wrong("role", role, f"one of {', '.join(_KNOWN_ROLES)}")
+        raise fields.wrong_value("role", role, f"one of {', '.join(_KNOWN_ROLES)}")
     calls = fields.sections("tool_calls")
     if calls and role != "assistant":
         why = f"stands in a message of {role}, but only assistants call tools"
@@ -721,7 +721,7 @@ def read_tools(fields: Fields, max_tools: int = MAX_TOOLS) -> RequestTools:
             function = one.section("function")
             name = _read_tool_name(function)
             function.section("parameters")  # raises if it is not an object
-            if function.flag("strict"):
+            if function.boolean("strict"):
                 tools.strict.add(name)
             description = {key: value for key, value in function.data.items() if key != "strict"}
         elif kind == "custom":
@@ -733,7 +733,7 @@ def read_tools(fields: Fields, max_tools: int = MAX_TOOLS) -> RequestTools:
             tools.left_out += (f"tools.{kind}",)
             continue
         else:
-            raise one.wrong("type", kind, "'function' or 'custom'")
+            raise one.wrong_value("type", kind, "'function' or 'custom'")
         tools.functions.append({"type": "function", "function": description})
     return tools
 
@@ -764,7 +764,7 @@ def _read_tool_name(fields: Fields) -> str:
     name = fields.text("name")
     if not name or len(name) > _MAX_TOOL_NAME or not name.isprintable():
         wanted = f"1 to {_MAX_TOOL_NAME} characters without line breaks"
-        raise fields.wrong("name", name, wanted)
+        raise fields.wrong_value("name", name, wanted)
     return name
 
 
@@ -778,7 +778,7 @@ def _choose_tools(fields: Fields, tools: RequestTools) -> tuple[str, list[dict[s
     elif isinstance(value, dict):
         mode, names = _read_tool_choice(fields.section("tool_choice"))
     else:
-        raise fields.wrong("tool_choice", value, "'auto', 'none', 'required' or a function")
+        raise fields.wrong_value("tool_choice", value, "'auto', 'none', 'required' or a function")
     callable_tools = [
         one for one in tools.functions if names is None or one["function"]["name"] in names
     ]
@@ -794,7 +794,7 @@ def _read_tool_choice(choice: Fields) -> tuple[str, set[str | None]]:
     allowed = choice.section("allowed_tools")
     mode = allowed.text("mode")
     if mode not in ("auto", "required"):
-        raise allowed.wrong("mode", mode, "'auto' or 'required'")
+        raise allowed.wrong_value("mode", mode, "'auto' or 'required'")
     return mode, {_chosen_name(one) for one in allowed.sections("tools", MAX_TOOLS)}
 
 

@@ -108,7 +108,7 @@ def _add_tool(conversion: ChatConversion, tool: Fields, namespace: str) -> None:
     kind = tool.raw("type")
     if kind not in ("function", "custom"):
         if not isinstance(kind, str) or not kind:
-            raise tool.wrong("type", kind, "'function', 'custom' or 'namespace'")
+            raise tool.wrong_value("type", kind, "'function', 'custom' or 'namespace'")
         conversion.left_out.append(f"tools.{kind}")
         return
     tools = conversion.chat["tools"]

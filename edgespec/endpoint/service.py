@@ -627,7 +627,7 @@ class Endpoint:
             with errors_with_sent_names(request.sent_names):
                 return (await self._chat_prompt(request, context)).tokens, context
         text = fields.text("prompt") or fields.text("content") or ""
-        special = fields.flag("add_special_tokens", absent=True)
+        special = fields.boolean("add_special_tokens", absent=True)
         return await self._encode(text, context, "prompt", special), context
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:

@@ -270,10 +270,10 @@ class _QuoteState:
                 self._end_line()
 
     def _end_line(self) -> None:
-        found, self._line = self._FENCE.match(self._line), ""
-        if found is None:
+        match, self._line = self._FENCE.match(self._line), ""
+        if match is None:
             return
-        run, rest = found[1], found[2]
+        run, rest = match[1], match[2]
         if not self._fence:
             self._fence = "" if "`" in rest and run[0] == "`" else run
         elif run.startswith(self._fence) and not rest.strip():

@@ -223,15 +223,15 @@ def read_generation_sampling(folder: Path) -> SamplingParams:
         "min_p": read_number(path, data, "min_p", 0.0),
         "repetition_penalty": read_number(path, data, "repetition_penalty", 1.0),
     }
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, number in numbers.items():
         try:
             SamplingParams(**{name: number})  # type: ignore[arg-type]
         except ValueError as error:
             raise ModelFolderError(f"{path}: {error}") from error
         if name == "repetition_penalty" or read_flag(path, data, "do_sample"):
-            found[name] = number
-    return SamplingParams(**found)
+            values[name] = number
+    return SamplingParams(**values)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -277,10 +277,10 @@ def _call_hub(reference: str, call: Callable[..., Any]) -> Any:
 def _read_draft_manifest(path: Path) -> ModelInfo:
     model = manifest_info(path, read_json(path))
     tokenizer = path.parent / "tokenizer.json"
-    found = vocabulary_fingerprint(tokenizer)
-    if found != model.vocabulary:
+    vocabulary = vocabulary_fingerprint(tokenizer)
+    if vocabulary != model.vocabulary:
         raise ModelFolderError(
-            f"{tokenizer}: its vocabulary is {found}, but the draft was exported with"
+            f"{tokenizer}: its vocabulary is {vocabulary}, but the draft was exported with"
             f" {model.vocabulary}; export it again"
         )
     return model

@@ -284,16 +284,16 @@ def find_graphs(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
     """Return the decoder graphs among the paths of a repository or folder, by variant, in the order
     of ``VARIANTS``. Merged decoders take precedence over plain ones, and ``onnx/`` over the top
     folder."""
-    found: dict[str, str] = {}
-    listed = sorted(files, key=lambda name: (name.startswith("onnx/"), "merged" in name))
-    for name in listed:
+    graphs: dict[str, str] = {}
+    ordered = sorted(files, key=lambda name: (name.startswith("onnx/"), "merged" in name))
+    for name in ordered:
         match = _GRAPH.fullmatch(name)
         if name == genai_file:
-            found["genai"] = name
+            graphs["genai"] = name
         elif match and not _SPLIT.fullmatch(name):
-            found[match["variant"] or "fp32"] = name
+            graphs[match["variant"] or "fp32"] = name
     ranks = {variant: rank for rank, variant in enumerate(VARIANTS)}
-    return dict(sorted(found.items(), key=lambda item: (ranks.get(item[0], 99), item[0])))
+    return dict(sorted(graphs.items(), key=lambda item: (ranks.get(item[0], 99), item[0])))
 
 
 def _resolve_graph(reference: str, path: Path) -> ModelSource:
@@ -358,9 +358,9 @@ def _choose_draft(
         return source
     if variant != AUTO:
         if variant not in graphs:
-            there = ", ".join(f"{key} ({file})" for key, file in graphs.items()) or "none"
+            known = ", ".join(f"{key} ({file})" for key, file in graphs.items()) or "none"
             raise folders.ModelFolderError(
-                f"draft {reference!r} has no variant {variant!r}; there are: {there}"
+                f"draft {reference!r} has no variant {variant!r}; there are: {known}"
             )
         graphs = {variant: graphs[variant]}
     paths = {key: folder / file for key, file in graphs.items()}
@@ -389,8 +389,8 @@ def read_genai_sections(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sections ``model`` and ``model.decoder`` of ``genai_config.json``, the second of
     which names the graph's file. Both are empty without the file."""
     path = folder / GENAI_CONFIG
-    found = folders.read_json(path).get("model") if path.is_file() else None
-    model = found if isinstance(found, dict) else {}
+    section = folders.read_json(path).get("model") if path.is_file() else None
+    model = section if isinstance(section, dict) else {}
     decoder = model.get("decoder")
     return model, decoder if isinstance(decoder, dict) else {}
 
@@ -450,7 +450,9 @@ def read_graph_info(folder: Path, name: str, tokenizer: Path | None = None) -> G
     genai, decoder = read_genai_sections(folder)
     if not config and not genai:
         raise folders.ModelFolderError(f"{folder}: there is neither config.json nor {GENAI_CONFIG}")
-    texts = folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
+    tokenizer_folder = (
+        folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
+    )
 
     def size(*names: str) -> int:
         """Return the first of these sizes that is given, else 0."""
@@ -467,11 +469,15 @@ def read_graph_info(folder: Path, name: str, tokenizer: Path | None = None) -> G
             f"{folder}: neither config.json ({', '.join(_CONTEXT)}) nor {GENAI_CONFIG}"
             " (context_length) says what the context length is"
         )
-    ends, said = folders.eos_token_ids(folder), genai.get("eos_token_id")
-    if not ends and said is not None:
-        ends = folders.parse_eos_ids(folder / GENAI_CONFIG, said)
-    known, heads, hidden = folders.token_count(texts), size(*_HEADS), size(*_HIDDEN)
-    vocabulary = folders.vocabulary_fingerprint(texts / "tokenizer.json")
-    model = ModelInfo(name, vocabulary, size("vocab_size") or known, context, ends)
+    eos_ids, genai_eos = folders.eos_token_ids(folder), genai.get("eos_token_id")
+    if not eos_ids and genai_eos is not None:
+        eos_ids = folders.parse_eos_ids(folder / GENAI_CONFIG, genai_eos)
+    token_count, heads, hidden = (
+        folders.token_count(tokenizer_folder),
+        size(*_HEADS),
+        size(*_HIDDEN),
+    )
+    vocabulary = folders.vocabulary_fingerprint(tokenizer_folder / "tokenizer.json")
+    model = ModelInfo(name, vocabulary, size("vocab_size") or token_count, context, eos_ids)
     head_size = size("head_dim", "head_size") or (hidden // heads if heads else 0)
-    return GraphInfo(model, known, size("num_key_value_heads") or heads, head_size)
+    return GraphInfo(model, token_count, size("num_key_value_heads") or heads, head_size)

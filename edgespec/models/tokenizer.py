@@ -425,11 +425,11 @@ class TextTokenizer:
             for number, one in self._tokenizer.get_added_tokens_decoder().items()
         }
         try:
-            found = added_tokens.read_added_tokens(files, known, self._folder)
+            beside = added_tokens.read_added_tokens(files, known, self._folder)
         except added_tokens.AddedTokensError as error:
             raise TokenizerError(str(error)) from error
-        self._tokenizer.add_tokens([AddedToken(**asdict(one)) for one in found.added])
-        return found.named
+        self._tokenizer.add_tokens([AddedToken(**asdict(one)) for one in beside.added])
+        return beside.named
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``. Special tokens written out in it are recognised."""
