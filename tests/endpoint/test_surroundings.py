@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.cli import running
-from edgespec.cli.serve import _waiting
+from edgespec.cli.serve import _answering_waiting
 from edgespec.config import AgentConfig, EndpointSection
 from edgespec.config.common import SetupError, host_names
 from edgespec.core.ports import LinkError
@@ -166,7 +166,7 @@ async def test_an_endpoint_that_waits_for_a_tokenizer_says_so() -> None:
         live = Live(None, None, None)  # type: ignore[arg-type] # only asked
         port = listeners[0].getsockname()[1]
         live.server = type("Port", (), {"port": port})  # type: ignore[assignment]
-        async with _waiting(config, "sesame", listeners):
+        async with _answering_waiting(config, "sesame", listeners):
             health = await ask(live, "/health")
             assert (health.status, health.json) == (200, {"status": "waiting"})
             assert (await ask(live, PATH, HELLO)).status == 401
