@@ -1,4 +1,5 @@
-"""One generation's stream in virtual time: a path each way, delivered in order, breakable."""
+"""Sessions in virtual time: a stream, the interpreters of a device's and of a verifier's session,
+and the sizes of messages."""
 
 from __future__ import annotations
 
@@ -25,24 +26,23 @@ from edgespec_sim.scenario.sections import FRAMING_BYTES
 from edgespec_sim.scenario.verifiers import RadioMeter
 from edgespec_sim.world.conservation import StreamWatch
 
-# How many bytes a message takes on the wire, without encoding it.
-#
-# The simulator sends millions of messages and needs only their sizes. The rules are those of
-# ``protos/edgespec/v1/speculation.proto`` (protobuf's varints and tags); a test holds them against
-# the codec's own bytes: exact for what travels all the time, within 2 % and 32 bytes for ``Open``,
-# ``Opened`` and ``Fault``, which travel once.
+# The size of a message on the wire is computed without encoding it, because the simulator sends
+# millions of messages and needs only their sizes. The rules are those of
+# ``protos/edgespec/v1/speculation.proto`` (protobuf's varints and tags). A test compares them with
+# the codec's own bytes: they are exact for frequent messages, and within 2 % and 32 bytes for
+# ``Open``, ``Opened`` and ``Fault``, which are sent once.
 
 
 _FIXED32 = 5  # a tag and four bytes
 _SAMPLING_BYTES = 24
 _LIMITS_BYTES = 28
 
-# Bytes of a varint by its number of bits: seven each, and one for 0.
+# Bytes of a varint by its number of bits: seven bits per byte, and one byte for 0.
 _VARINT = tuple(max(1, (bits + 6) // 7) for bits in range(65))
 
 
 def message_bytes(message: m.Message) -> int:
-    """Payload of one message, before any framing."""
+    """Return the payload bytes of one message, without any framing."""
     match message:
         case m.Draft():
             return _wrapped(_draft_bytes(message))
@@ -72,7 +72,8 @@ def message_bytes(message: m.Message) -> int:
 
 def _draft_bytes(draft: m.Draft) -> int:
     size = _number(draft.first_node_id) + _packed(draft.tokens)
-    # A parent travels as the distance back to it, 0 for the root; those of a chain are left out.
+    # A parent is sent as the distance back to it, or 0 for the root. A plain chain sends no
+    # parents.
     numbered = enumerate(draft.parents, draft.first_node_id)
     distances = [node_id - parent if parent else 0 for node_id, parent in numbered]
     if distances.count(1) < len(distances):
@@ -100,7 +101,7 @@ def _commit_bytes(commit: m.Commit) -> int:
         if number:
             size += 1 + _VARINT[number.bit_length()]
     for optional in (commit.row_price, commit.credit):
-        if optional is not None:  # 0 travels too
+        if optional is not None:  # 0 is sent too.
             size += 1 + _VARINT[optional.bit_length()]
     for score in commit.logprobs:
         inner = _score_bytes(score)
@@ -116,7 +117,7 @@ def _score_bytes(score: TokenScore) -> int:
 
 
 def _wrapped(size: int) -> int:
-    """A message inside the ``oneof`` of its direction: tag and length."""
+    """Return the size of a message inside the ``oneof`` of its direction, with tag and length."""
     return 1 + _VARINT[size.bit_length()] + size
 
 
@@ -128,16 +129,17 @@ def _packed(values: Iterable[int]) -> int:
 
 
 def _number(value: int) -> int:
-    """A field with a tag of one byte; 0 is left out."""
+    """Return the size of a field with a tag of one byte; 0 is left out."""
     return 1 + _VARINT[value.bit_length()] if value else 0
 
 
 class Stream:
-    """One generation's stream, with its counts and, in watched worlds, its ``StreamWatch``.
+    """One generation's stream, with its byte counts and, in checked worlds, its ``StreamWatch``.
 
-    ``to_verifier`` and ``to_device`` are called as messages arrive; both ends hear of a cut.
-    Payload bytes are those of drafts, acknowledgements and commits; the request with its prompt,
-    which any system has to send, stands apart. A radio's meter hears of every packet, both ways."""
+    ``to_verifier`` and ``to_device`` are called when messages arrive. A cut calls
+    ``lost_at_verifier`` and ``lost_at_device``. Payload bytes are those of drafts, acknowledgements
+    and commits. The request with its prompt, which any system must send, is not counted. A radio's
+    meter records every packet, both ways."""
 
     __slots__ = (
         *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "up_bytes"),
@@ -195,14 +197,16 @@ class Stream:
             self.to_device(message)
 
     def cut(self, device_notice_s: float, verifier_notice_s: float, why: str = "link cut") -> None:
-        """The link breaks now: what is under way is lost, and each end notices in its own time."""
+        """Break the link now: messages in transit are lost, and each end notices after its own
+        delay."""
         if self.open:
             self.open = False
             self._queue.after(verifier_notice_s, lambda: self.lost_at_verifier())
             self._queue.after(device_notice_s, lambda: self.lost_at_device(why))
 
     def close_from_device(self) -> None:
-        """The device lets go: what it sent before still arrives, then the verifier hears of it."""
+        """Close the stream from the device. Messages sent before still arrive, then the verifier's
+        end closes."""
         self.to_device = lambda message: None
         self.lost_at_device = lambda why: None
         self._up.send(0, lambda: self._end(self.lost_at_verifier))
@@ -220,12 +224,12 @@ class Stream:
 
 
 StepTime = Callable[[int, int], float]
-"""Seconds of a draft step that keeps so many tokens in the cache and feeds so many."""
+"""Returns the seconds of a draft step from the cached tokens it keeps and the tokens it feeds."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """What the user of the device saw."""
+    """The output as the user of the device saw it."""
 
     tokens: list[int] = field(default_factory=list)
     kinds: list[ev.TokenKind] = field(default_factory=list)
@@ -236,9 +240,9 @@ class Delivery:
 class SimulatedDevice:
     """Interprets a ``DraftSession``'s actions on an event queue.
 
-    ``connect`` opens a stream (None: the verifier cannot be reached) that is usable after its
-    set-up time. ``on_end`` hears when the session is over. A session draws with a drafter that
-    nothing else uses meanwhile."""
+    ``connect`` opens a stream that is usable after its set-up time, or returns None if the verifier
+    cannot be reached. ``on_end`` is called when the session has ended. Nothing else may use the
+    drafter during the session."""
 
     def __init__(
         self,
@@ -253,7 +257,7 @@ class SimulatedDevice:
         self.session, self.delivery = session, Delivery()
         self.stream: Stream | None = None
         self.drafting_s = 0.0
-        """Time the drafter was at work."""
+        """Seconds of draft steps."""
         self._tracer, self._on_end = tracer, on_end
         self._tick_at_s = math.inf
         self._queue, self._drafter, self._step_s, self._connect = queue, drafter, step_s, connect
@@ -296,7 +300,7 @@ class SimulatedDevice:
                 tracer.record(now, "device", key, "event", self.session.counters)
 
     def _do(self, action: ev.DraftAction) -> None:
-        match action:  # without names for its fields, which would take thrice as long
+        match action:  # Class patterns with fields would take three times as long.
             case ev.Transmit():
                 if self.stream is not None:
                     self.stream.send_up(action.message)
@@ -351,18 +355,19 @@ _LOG = logging.getLogger(__name__)
 
 
 class Compute(Protocol):
-    """What a pass runs on."""
+    """The machine that runs passes and draft steps."""
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
-        """Call ``done`` when a pass over these requests that starts now is over."""
+        """Start a pass over these requests, and call ``done`` at its end."""
 
     def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
-        """Call ``done`` when draft steps of so many seconds for them, which start now, are over."""
+        """Start draft steps of ``seconds`` in all for these sessions, and call ``done`` at their
+        end."""
 
 
 class DraftedSequence:
-    """One session's cache in a verifier's own draft model. Prompt chunks, after which no guess is
-    wanted, are handed to the drafter with the step that wants one."""
+    """One session's cache in a verifier's own draft model. Prompt chunks for which no candidate is
+    requested are fed with the next step that requests one."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -388,8 +393,8 @@ class DraftedSequence:
 
 
 class DraftModel:
-    """A verifier's own draft model, of which each session has a cache: ``ServerDrafter`` on any
-    drafter of a device. A step takes ``step_s`` of its rows."""
+    """A verifier's own draft model with a cache for each session. It implements ``ServerDrafter``
+    with any drafter of a device. ``step_s`` returns the seconds of a step from its rows."""
 
     def __init__(self, make: Callable[[], Drafter], step_s: Callable[[int], float]) -> None:
         self._make, self.step_s = make, step_s
@@ -428,7 +433,8 @@ class SimulatedVerifier:
         name: str = "",
         drafter: DraftModel | None = None,
     ) -> None:
-        """``drafter``: where ``EngineLimits.drafter`` says that there is one."""
+        """``drafter`` is the verifier's own draft model, to be given if ``EngineLimits.drafter`` is
+        True."""
         self.engine, self.name = engine, name
         self._drafter = drafter
         self._queue, self._target, self._compute = queue, target, compute
@@ -438,9 +444,9 @@ class SimulatedVerifier:
         self._poll_at_s = math.inf
         self._stopped = False
         self._failed: set[str] = set()
-        """Keys of sequences that miss the next pass."""
+        """Keys of sequences that are left out of the next pass."""
         self.gave_up: str | None = None
-        """Why the engine ended everything, if it has."""
+        """The reason why the engine ended everything, if it has."""
 
     def accept(self, stream: Stream, credential: Credential = ANYBODY) -> None:
         self._count += 1
@@ -457,13 +463,13 @@ class SimulatedVerifier:
         stream.lost_at_verifier = lambda: self._handle(ee.StreamLost(number))
 
     def stop(self, device_notice_s: float = 0.0) -> None:
-        """The process is gone: every stream breaks, nothing more is committed."""
+        """End the process: every stream breaks, and nothing more is committed."""
         for stream in tuple(self._streams.values()):
             stream.cut(device_notice_s, 0.0, "the verifier is gone")
         self.halt()
 
     def halt(self) -> None:
-        """The process is gone, and its streams are somebody else's to break."""
+        """End the process without breaking its streams, which the caller does."""
         self._streams.clear()
         self._stopped = True
 
@@ -499,7 +505,7 @@ class SimulatedVerifier:
             tracer.record(self._queue.now, "verifier", self.name, "action", action)
 
     def _do(self, action: ee.EngineAction) -> None:
-        match action:  # as a device's
+        match action:  # Most cases have no field patterns, as in ``SimulatedDevice._do``.
             case ee.SendTo():
                 self._streams[action.stream].send_down(action.message)
             case ee.KeepNodes():
@@ -536,7 +542,8 @@ class SimulatedVerifier:
                 assert_never(action)
 
     def _attempt(self, key: str, work: Callable[[], None]) -> None:
-        """Sequence work; what fails is told to the engine, and misses the next pass."""
+        """Do work on a sequence. A failure is reported to the engine, and the sequence misses the
+        next pass."""
         try:
             work()
         except Exception as error:

@@ -1,1 +1,1 @@
-"""Links and paths in virtual time: from traces, over several hops, loaded and handed over."""
+"""Links and paths in virtual time, from settings or traces, over several hops."""

@@ -1,4 +1,4 @@
-"""Tables of numbers over time: the plain format, and any other table by its columns."""
+"""Tables of numbers over time: the plain format, and any other table with named columns."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from edgespec_sim.links.network_trace import (
 from edgespec_sim.links.trace_text import TraceText, outages_of, stamp_s, table, usual_step_s
 
 # --- the plain format --------------------------------------------------------------------------
-# ``time_s[,rtt_ms,loss,up_mbps,down_mbps]``, read and written.
-# The header names the columns: a delay or a capacity, and any of the others; times begin at 0 and
-# increase. A
-# row holds until the next one. A ``loss`` of 1 is an outage until the next row below 1; its other
-# values stand all the same. ``# duration_s=...`` before the header says how long the last row
-# holds, otherwise it does for as long as the one before it. Other lines with ``#`` are comments.
-# An empty cell of an optional column is as in the row before.
-# A last line without a line end may be cut and is then left out.
+# The format ``time_s[,rtt_ms,loss,up_mbps,down_mbps]`` is read and written. The header names the
+# columns: a delay or a capacity, and any of the others. Times begin at 0 and increase. A row holds
+# until the next one. A ``loss`` of 1 is an outage until the next row below 1; its other values
+# still count. ``# duration_s=...`` before the header gives the end of the last row; without it,
+# that row lasts as long as the one before. Other lines with ``#`` are comments. An empty cell of an
+# optional column has the value of the row before. A last line without a line end may be incomplete
+# and is then left out.
 
 _KNOWN: Final = ("time_s", "rtt_ms", "loss", "up_mbps", "down_mbps")
 _MEASURED: Final = {"rtt_ms", "up_mbps", "down_mbps"}
@@ -52,8 +51,8 @@ def read_plain(text: TraceText) -> NetworkTrace:
     if len({*columns} & {*_KNOWN}) != len(columns) or not _MEASURED & {*columns}:
         raise text.error(
             header,
-            "the header time_s,rtt_ms[,loss,up_mbps,down_mbps], or without rtt_ms where the"
-            " capacity alone was measured; a table with other columns is read with --columns"
+            "the header time_s,rtt_ms[,loss,up_mbps,down_mbps], or without rtt_ms if only the"
+            " capacity was measured; a table with other columns is read with --columns"
             " time_s=NAME,rtt_ms=NAME",
         )
     required = [name for name in ("time_s", "rtt_ms") if name in columns]
@@ -64,7 +63,8 @@ def read_plain(text: TraceText) -> NetworkTrace:
         raise text.no_rows()
 
     def column(name: str, scale: float) -> tuple[float, ...] | None:
-        """A cell that says nothing is that of the row before, or the first one that says it."""
+        """Return a column. A missing cell has the value of the row before, or else the first
+        value."""
         first = next((row[name] for row in rows if name in row), None)
         return None if first is None else tuple(row.get(name, first) * scale for row in rows)
 
@@ -107,8 +107,8 @@ def _plain_row(
 
 
 def write_plain(trace: NetworkTrace) -> str:
-    """Return the trace as text that ``read_trace`` turns into one that behaves the same: rows are
-    added where an outage begins and ends within a row. Reading and writing that one again changes
+    """Return the trace as text that ``read_trace`` turns into an equivalent trace. Rows are added
+    where an outage begins or ends within a row. Reading and writing the result again changes
     nothing."""
     edges_s = {edge_s for outage_s in trace.outages_s for edge_s in outage_s}
     times_s = sorted({*trace.time_s, *(edge_s for edge_s in edges_s if edge_s < trace.duration_s)})
@@ -136,13 +136,13 @@ def write_plain(trace: NetworkTrace) -> str:
 
 
 # --- any table, by its columns -----------------------------------------------------------------
-# ``--columns QUANTITY=COLUMN,...`` says which column is what, and in which unit. A COLUMN is a name
-# of the header, or the number of the column from 1 on, with a header or without one. Columns are
-# separated by commas, semicolons, tabs or blanks. Times may begin anywhere and increase; of rows of
-# the same time the last one holds. An empty cell, or one that is no number (``-``, ``nan``, ``*``),
-# is as in the row before; rows that measured nothing are left out. A loss of 1 is an outage, as in
-# the plain format. A few names of columns mean one thing only, wherever they stand (``KNOWN``):
-# such tables need no ``--columns``.
+# ``--columns QUANTITY=COLUMN,...`` gives the meaning and the unit of columns. A COLUMN is a name of
+# the header, or the number of the column from 1, with a header or without one. Columns are
+# separated by commas, semicolons, tabs or blanks. Times may begin anywhere and increase; among rows
+# of the same time the last one counts. An empty cell, or one that is no number (``-``, ``nan``,
+# ``*``), has the value of the row before; rows without any measurement are left out. A loss of 1 is
+# an outage, as in the plain format. A few column names have only one meaning (``_KNOWN_COLUMNS``),
+# and tables with these need no ``--columns``.
 
 _UNITS: Final[Mapping[str, tuple[str, float]]] = {
     "time_s": ("time", 1.0),
@@ -163,8 +163,8 @@ _UNITS: Final[Mapping[str, tuple[str, float]]] = {
     "down_kbps": ("down", 1e3),
     "down_mbps": ("down", 1e6),
 }
-"""By quantity: what it is of, and its unit in seconds, shares or bits a second. ``time`` is a date
-and a time of day (ISO 8601)."""
+"""For each quantity, what it measures and its unit in seconds, shares or bits per second. ``time``
+is a date and a time of day (ISO 8601)."""
 _KNOWN_COLUMNS: Final[Mapping[str, str]] = {
     **{name: name for name in _UNITS if name not in ("time", "loss_percent")},
     # Wireshark's fields, as `tshark -T fields -E header=y` names them.
@@ -180,13 +180,14 @@ _WORD: Final = re.compile(r"[^\s]+")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which column of a table is what: quantities, such as ``rtt_ms``, and names or numbers."""
+    """The meaning of a table's columns: quantities, such as ``rtt_ms``, with names or numbers."""
 
     columns: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, text: str) -> Columns:
-        """Read ``QUANTITY=COLUMN,...``. Raises ``ValueError`` that names what is possible."""
+        """Parse ``QUANTITY=COLUMN,...``. Raises ``ValueError`` that lists the possible
+        quantities."""
         pairs: list[tuple[str, str]] = []
         for item in text.split(","):
             quantity, _, column = item.partition("=")
@@ -211,8 +212,8 @@ class Columns:
 
 
 def known_columns(line: str) -> Columns | None:
-    """Return the columns of a header that names a time and a delay or a capacity in words that mean
-    one thing only; None otherwise."""
+    """Return the columns of a header that names a time and a delay or a capacity unambiguously.
+    None otherwise."""
     cells = _cells(line, _delimiter(line))
     found = dict[str, tuple[str, str]]()
     for cell in cells:
@@ -228,19 +229,20 @@ def is_known_table(head: str) -> bool:
 
 
 def read_known_table(text: TraceText) -> NetworkTrace:
-    """Read a table whose header says what its columns are. Raises ``TraceError``."""
+    """Read a table whose header identifies its columns. Raises ``TraceError``."""
     columns = known_columns(_first_line(text.lines)[1])
     assert columns is not None, "as the header says"
     return read_columns(text, columns)
 
 
 def what_is_wanted(lines: Sequence[str]) -> str:
-    """Say how a file of no known format can be read as a table, with the columns that it has."""
+    """Describe how a file of unknown format can be read as a table, with the columns that it
+    has."""
     _, line = _first_line(lines)
     cells = _cells(line, _delimiter(line))
     wanted = (
-        "a table is read if you say which columns are time and delay, loss or capacity, by name or"
-        " number"
+        "a table can be read if you name its columns of time and of delay, loss or capacity, by"
+        " name or number"
     )
     if len(cells) < 2:
         return f"{wanted}: edgespec-sim trace FILE {_EXAMPLE}"
@@ -289,7 +291,7 @@ def read_columns(text: TraceText, columns: Columns) -> NetworkTrace:
             rows.pop()
         rows.append((time_s, dict(values)))
         if len(rows) > MAX_ROWS:
-            raise TraceError(f"{text.path}: more than the {MAX_ROWS} rows that go")
+            raise TraceError(f"{text.path}: more than {MAX_ROWS} rows, which is the limit")
     if not rows:
         raise text.no_rows()
     times_s = [time_s - rows[0][0] for time_s, _ in rows]
@@ -327,11 +329,11 @@ def _place(text: TraceText, header: int, names: Sequence[str], column: str) -> i
     if column.isdigit() and 1 <= int(column) <= len(names):
         return int(column) - 1
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    raise text.error(header, f"a column {column!r} as --columns says, among {shown}")
+    raise text.error(header, f"a column {column!r}, which --columns names, among {shown}")
 
 
 def _first_line(lines: Sequence[str]) -> tuple[int, str]:
-    """Return the number and the text of the first line that is no comment."""
+    """Return the number and the text of the first line that is neither empty nor a comment."""
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.startswith("#"):
             return number, line
@@ -339,7 +341,7 @@ def _first_line(lines: Sequence[str]) -> tuple[int, str]:
 
 
 def _delimiter(line: str) -> str:
-    """Return what separates the cells of a line; a blank stands for any number of them."""
+    """Return the separator of a line's cells. A blank stands for any amount of white space."""
     return next((one for one in "\t;," if one in line), " ")
 
 
@@ -353,8 +355,8 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 
 def _rows(text: TraceText, first: int, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the cells of each line from ``first`` on; comments and empty lines are
-    left out, and so is a header that stands there again."""
+    """Yield the number and the cells of each line from ``first`` on, without comments, empty lines
+    and repetitions of the header."""
     header = text.lines[first - 2] if first > 1 else None
     for number, line in enumerate(text.lines[first - 1 :], start=first):
         if line.strip() and not line.startswith("#") and line != header:

@@ -1,8 +1,9 @@
-"""Reading a trace of any known format into a ``NetworkTrace``.
+"""Reads a trace of any known format into a ``NetworkTrace``.
 
-The format is told by the content; a file's name says only which way a packet-delivery file goes.
-Every error is a ``TraceError`` that names the file, the line, what was expected there and the
-format that the file was taken for. What a trace does not need may be missing: columns, and cells.
+The format is recognised by the content. A file's name matters only for the direction of a
+packet-delivery file. Every error is a ``TraceError`` that names the file, the line, what was
+expected there, and the format as which the file was read. Columns and cells that a trace does not
+need may be missing.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ from edgespec_sim.links.trace_text import (
 )
 
 # --- CSV of round-trip times, ``epoch,values`` -------------------------------------------------
-# epoch in seconds, RTT in ms (Jitterbug's format).
-# Several samples may share an epoch: they are spread evenly over the usual step between epochs,
-# or up to the next epoch where that comes sooner, in their order. Lost probes have no row, so
-# there is no loss column. A last line without a line end may be cut and is then left out.
+# The epoch is in seconds, the RTT in ms (Jitterbug's format). Several samples may share an epoch:
+# they are spread evenly over the usual step between epochs, or up to the next epoch if that is
+# earlier, in their order. Lost probes have no row, so there is no loss column. A last line without
+# a line end may be incomplete and is then left out.
 
 _HEADER: Final = "epoch,values"
 
@@ -97,15 +98,15 @@ def read_rtt_csv(text: TraceText) -> NetworkTrace:
 
 
 # --- CSV of a Starlink dish: FjordLink's, and that of starlink-grpc-tools -----------------------
-# a row a second (or a poll) with the state that the dish reports.
-# Read are the time and the ping latency to the point of presence and, where they are there, the
-# state and the share of pings dropped. The throughput columns are what was carried, not what could
-# be, so there is no capacity. A second counts as lost when all its pings were, when it has no
-# latency or when the dish was not ``CONNECTED``: a run of such seconds is an outage. The dish
-# reports ``OBSTRUCTED`` while some pings still pass; such a second keeps its latency.
+# There is a row per second (or per poll) with the state that the dish reports. The reader uses the
+# time, the ping latency to the point of presence and, if present, the state and the share of pings
+# dropped. The throughput columns contain the traffic carried, not what could be carried, so there
+# is no capacity. A second counts as lost if all its pings were lost, if it has no latency, or if
+# the dish was not ``CONNECTED``; a run of such seconds is an outage. The dish reports
+# ``OBSTRUCTED`` while some pings still pass; such a second keeps its latency.
 
 _DISH_TIMES: Final = {"@timestamp": "dish_status.", "datetimestamp_utc": ""}
-"""The column of time, and what the names of the dish's own columns begin with."""
+"""The column of time, and the prefix of the names of the dish's own columns."""
 _CARRYING: Final = ("CONNECTED", "OBSTRUCTED")
 
 
@@ -127,7 +128,7 @@ def read_starlink(text: TraceText) -> NetworkTrace:
         drops |= drop_column in cells
         time_s = stamp_s(text, number, cells.get(time_column, ""), "a time in ISO 8601")
         if times_s and time_s <= times_s[-1]:
-            raise text.error(number, "a time after that of the row before")
+            raise text.error(number, "a time later than in the row before")
         latency = cells.get(latency_column, "")
         loss = text.number(number, cells.get(drop_column) or "0", "the share of pings dropped")
         rtt_s = text.number(number, latency or "0", "the latency in ms") / 1000.0
@@ -152,17 +153,17 @@ def read_starlink(text: TraceText) -> NetworkTrace:
 
 
 # --- CICV5G's logs -----------------------------------------------------------------------------
-# one application message a row, from a car to a server and back.
-# Columns are separated by a space each and told by position, because the header's spelling varies
-# between files: time published and time received (ms since the epoch), delay (ms), then pose and
-# radio, which are not read and need not be there. The delay includes in-order delivery. Lost
-# messages have no row; a gap of at least ``OUTAGE_S`` in the times published is an outage, shorter
-# ones are the publisher's own pauses.
+# A row is one application message from a car to a server and back. Columns are separated by one
+# space each and identified by position, because the header's spelling varies between files: time
+# published and time received (ms since the epoch), delay (ms), then pose and radio, which are
+# ignored and may be missing. The delay includes in-order delivery. Lost messages have no row. A gap
+# of at least ``OUTAGE_S`` in the times published is an outage; shorter gaps are the publisher's own
+# pauses.
 
 
 def read_cicv5g(text: TraceText) -> NetworkTrace:
     rows: list[tuple[float, float]] = []
-    separator = None if "  " in text.lines[0].strip() else " "  # a table that was aligned
+    separator = None if "  " in text.lines[0].strip() else " "  # None for an aligned table
     for number, line in enumerate(text.lines[1:], start=2):
         if text.may_be_cut(number):
             break
@@ -178,7 +179,7 @@ def read_cicv5g(text: TraceText) -> NetworkTrace:
     probes: list[Probe] = []
     for published_ms, delay_ms in rows:
         sent_s = (published_ms - rows[0][0]) / 1000.0
-        # The lost message of an outage is the one due a step after the last that came.
+        # The lost message of an outage is the one due a step after the last that arrived.
         if probes and sent_s - probes[-1].sent_s >= OUTAGE_S + step_s:
             probes.append(Probe(probes[-1].sent_s + step_s, None))
         probes.append(Probe(sent_s, delay_ms / 1000.0))
@@ -186,16 +187,16 @@ def read_cicv5g(text: TraceText) -> NetworkTrace:
 
 
 # --- Mahimahi's packet-delivery files ----------------------------------------------------------
-# a line is a time in ms at which 1500 bytes may leave. Theory of operation (Netravali et al.,
-# USENIX ATC 2015). Times do not decrease, repeat when several packets may leave, and the file
-# starts over at its last time. Opportunities are counted in windows of ``CAPACITY_WINDOW_S``, which
-# gives capacity in steps. Windows without any are joined to the next one that has some, so the
-# bytes are conserved; ``OUTAGE_S`` or more of them are an outage. A file knows no delay and
-# one direction, which its name says with a word (``lte.down``, ``uplink-3.txt``, ``cell_dl``).
-# Where it says none the file holds for both, with a warning. ``NAME.up`` and ``NAME.down`` side by
-# side are one trace, whichever is named, as long as the shorter one; where one way is out both are,
-# as no answer passes. A last line without a line end counts, as Mahimahi's own reader has
-# it.
+# A line is a time in ms at which 1500 bytes may leave (Netravali et al., USENIX ATC 2015). Times do
+# not decrease, repeat if several packets may leave, and the file starts again at its last time.
+# Opportunities are counted in windows of ``CAPACITY_WINDOW_S``, which gives capacity in steps.
+# Windows without any are joined to the next one that has some, so that bytes are conserved;
+# ``OUTAGE_S`` or more of them are an outage. A file has no delay and describes one direction, which
+# its name gives in a word (``lte.down``, ``uplink-3.txt``, ``cell_dl``). If the name has no such
+# word, the file applies to both directions, with a warning. ``NAME.up`` and ``NAME.down`` side by
+# side are one trace, given by either name, of the length of the shorter one. An outage of one
+# direction is an outage of both, as no answer passes. A last line without a line end counts, as in
+# Mahimahi's own reader.
 
 PACKET_BITS: Final = 1500 * 8
 CAPACITY_WINDOW_S: Final = 0.1
@@ -208,7 +209,8 @@ _DOWN_WORDS: Final = {"down", "downlink", "download", "dl"}
 
 
 def is_mahimahi(head: str) -> bool:
-    """Round trips in whole ms are a column of numbers too, but go down again."""
+    """Return whether the lines are whole ms that do not decrease. Round trips in whole ms do
+    decrease."""
     lines = head.split("\n")
     if not lines[0] or not all(_WHOLE_MS.fullmatch(line) or not line for line in lines):
         return False
@@ -217,7 +219,7 @@ def is_mahimahi(head: str) -> bool:
 
 
 def _named_ways(name: str) -> tuple[bool, bool]:
-    """Return whether a file's name has a word for up, and one for down."""
+    """Return whether a file's name has a word for up, and whether it has one for down."""
     words = set(re.findall(r"[a-z]+", name.lower()))
     return bool(words & _UP_WORDS), bool(words & _DOWN_WORDS)
 
@@ -229,7 +231,7 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
         return one
     other = _opened(partner)
     if other.source != text.source:
-        raise other.error(1, f"a packet-delivery file as {text.name} is")
+        raise other.error(1, f"a packet-delivery file like {text.name}")
     way = _one_way(other)
     return _both_ways(one, way) if one.up_bits_per_s else _both_ways(way, one)
 
@@ -262,7 +264,7 @@ def _one_way(text: TraceText) -> NetworkTrace:
         if time_ms < previous_ms:
             raise text.error(number, f"a time not before {previous_ms} ms")
         previous_ms = time_ms
-        # What leaves at the very end of a window leaves in it: the last time ends the last one.
+        # A packet at the very end of a window belongs to it, so the last time ends the last window.
         counts[max(math.ceil(time_ms / (CAPACITY_WINDOW_S * 1000.0)) - 1, 0)] += 1
     if previous_ms == 0:
         raise TraceError(f"{text.path}: lasts 0 ms, but must last longer")
@@ -280,13 +282,13 @@ def _one_way(text: TraceText) -> NetworkTrace:
         rates.append(count * PACKET_BITS / (end_s - free_s))
         free_s = end_s
     if len(times_s) > MAX_ROWS:
-        raise TraceError(f"{text.path}: {len(times_s)} windows, but at most {MAX_ROWS} go")
+        raise TraceError(f"{text.path}: {len(times_s)} windows, but the limit is {MAX_ROWS}")
     times_s[0] = 0.0
     is_up, is_down = _named_ways(text.name)
     known = is_up is not is_down
     warning = (
-        f"the name {text.name} does not say whether its packets go up or down, so both ways have"
-        " this capacity; name it NAME.up or NAME.down, both files side by side for both ways"
+        f"the name {text.name} does not give the direction of its packets, so both directions have"
+        " this capacity; name it NAME.up or NAME.down, both files side by side for both"
     )
     return NetworkTrace(
         text.name,
@@ -315,13 +317,13 @@ FORMATS: Final[dict[str, tuple[Callable[[str], bool], Callable[[TraceText], Netw
     "table": (is_known_table, read_known_table),
 }
 
-# What is looked at to tell the format: so many lines, so much of each.
+# Part of a file that is examined to recognise its format: number of lines, characters of each.
 _HEAD_LINES, _HEAD_CHARACTERS = 200, 4096
 
 
 def read_trace(path: Path, columns: Columns | None = None) -> NetworkTrace:
-    """Read the trace in a file. Its content tells the format, unless ``columns`` says that it is a
-    table and which of its columns are what. Raises ``TraceError``."""
+    """Read the trace in a file. Its format is recognised by its content, unless ``columns``
+    describes it as a table with these columns. Raises ``TraceError``."""
     text = _opened(path, columns)
     if columns is not None:
         trace = read_columns(text, columns)
@@ -330,13 +332,14 @@ def read_trace(path: Path, columns: Columns | None = None) -> NetworkTrace:
     else:
         known = f"the beginning of a known format ({', '.join(FORMATS)})"
         if re.fullmatch(r"[0-9.]+", text.lines[0]):
-            known += ": round trips need their times beside them, time_s,rtt_ms"
+            known += ": round trips need a time in each row, time_s,rtt_ms"
         raise TraceError(f"{text.error(1, known)}; {what_is_wanted(text.lines)}")
     return replace(trace, warnings=(*trace.warnings, *improbable(trace)))
 
 
 def _opened(path: Path, columns: Columns | None = None) -> TraceText:
-    """Its ``source`` is empty where no format begins like that. Raises ``TraceError``."""
+    """Read a file's lines. ``source`` is empty if no known format begins like that. Raises
+    ``TraceError``."""
     lines, ends_cut = read_lines(path)
     if not any(lines):
         raise TraceText(path, "", lines, ends_cut).no_rows()

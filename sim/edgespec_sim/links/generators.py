@@ -1,13 +1,14 @@
-"""Traces drawn from the laws of real networks: same seed, same trace.
+"""Traces drawn from the laws of real networks: the same seed gives the same trace.
 
-Theory of operation (a Gaussian copula). A process z(t) with standard normal values says how good
-the moment is; the law's quantiles turn it into a round-trip time, so the distribution is the
-published one whatever the dependence. z is the root-weighted sum of independent parts: slow and
-fast ones with exponential correlation, one value an epoch, the hour of the day, and noise a row. A
-stretch of bad moments is thus a burst of delays, as in recordings, not a coin a row.
+Theory of operation (a Gaussian copula). A process z(t) with standard normal values describes how
+good each moment is. The law's quantiles turn it into a round-trip time, so the distribution is the
+published one with any dependence in time. z is the root-weighted sum of independent parts: slow and
+fast ones with exponential correlation, one value per epoch, the hour of the day, and noise in each
+row. So a stretch of bad moments is a burst of delays, as in recordings, and not a coin flip per
+row.
 
-A trace shorter than a day holds a whole day's congestion in miniature. Long traces get wider rows,
-at most ``MAX_GENERATED_ROWS`` of them.
+A trace shorter than a day contains a whole day's congestion, compressed. Long traces get wider
+rows, so that there are at most ``MAX_GENERATED_ROWS``.
 """
 
 from __future__ import annotations
@@ -21,39 +22,40 @@ import numpy as np
 
 from edgespec_sim.links.network_trace import Array, NetworkTrace, TraceError
 
-# --- the numbers behind the generators, each with the data it was fitted to, or called assumed ---
-# A law says how round-trip times are distributed (quantiles), how they depend on one another in
-# time (shares of a Gaussian process, see above), and how often packets and whole
-# seconds are lost. Delay statistics were taken over the recorded traces of the class:
+# --- parameters of the generators, each with the data that it was fitted to, or marked as assumed
+# ---
+# A law gives the distribution of round-trip times (quantiles), their dependence in time (shares of
+# a Gaussian process, see above), and how often packets and whole seconds are lost. Delay statistics
+# were taken over the recorded traces of the class:
 # lte        PAM 2025 multi-carrier driving study (NUWiNS, CC0-1.0): ping at 5 Hz on US highways,
 #            three operators, two days; LTE and 5G mixed. 11 runs of losses in 9880 s: 7 of 1 to
 #            2.8 s and 4 of at least 30 s, where the recordings end.
 # 5g         CICV5G (CC-BY-4.0): application echo over public n78 and private n8, urban and arterial
-#            runs of a car, to a server near the track. Nothing was out for a second in 1473 s.
+#            runs of a car, to a server near the track. No outage of a second in 1473 s.
 # starlink   FjordLink (CC-BY-4.0): a dish on a ship, dish to point of presence, 1 Hz. No second was
-#            lost whole in 6 h. Satellites are reassigned every 15 s (arXiv 2310.09242).
+#            lost entirely in 6 h. Satellites are reassigned every 15 s (arXiv 2310.09242).
 # wan        Jitterbug (MIT): one interdomain path over 10 days, congested from 13 to 19 h UTC.
 # wifi       No permissive recording: steps of 1 ms, Poisson(1); for a share x of the packets
 #            Poisson(12) steps of 7.5 ms more; released in order; x = (jitter - 1 ms) / 90 ms.
-# broadband  No recording. Assumed: cable with an idle RTT of about 20 ms and a tail from others in
-#            the household. The FCC's Measuring Broadband America reports take a loss below 0.4 %
-#            as their best class; 0.1 % is assumed.
-# What the recordings cannot say is assumed, and said here. Outages of 5g (1 an hour) and starlink
-# (0.5 an hour, the upper end that 6 h without any leave open by the rule of three) with their
-# lengths. Median capacities: starlink 117 Mbit/s down and 18 up (Ookla Speedtest, Maine, end of
-# 2024), 5g 160 down (Ookla, Poland, first quarter of 2025); the others, and every spread and
-# correlation of a capacity over time, are round figures. wifi and wan have none.
+# broadband  No recording. Assumed: cable with an idle RTT of about 20 ms and a tail from other
+#            traffic of the household. The FCC's Measuring Broadband America reports have a loss
+#            below 0.4 % as their best class; 0.1 % is assumed.
+# Values that the recordings cannot provide are assumed and listed here. Outages of 5g (1 per hour)
+# and starlink (0.5 per hour, the upper limit that 6 h without any allow by the rule of three) with
+# their lengths. Median capacities: starlink 117 Mbit/s down and 18 up (Ookla Speedtest, Maine, end
+# of 2024), 5g 160 down (Ookla, Poland, first quarter of 2025). The others, and every spread and
+# correlation of a capacity over time, are round figures. wifi and wan have no capacity.
 
 
 @dataclass(frozen=True, slots=True)
 class OutageLaw:
-    """Outages that start as a Poisson process, lengths log-normal."""
+    """Outages that start as a Poisson process, with log-normal lengths."""
 
     per_hour: float
     median_s: float
     log_spread: float
     least_s: float = 1.0
-    """Shorter ones are drawn again: below a second it is loss, not an outage."""
+    """Shorter outages are drawn again, because less than a second counts as loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +69,24 @@ class CapacityLaw:
 
 @dataclass(frozen=True, slots=True)
 class LossLaw:
-    """Windows with losses and windows without."""
+    """Windows of time with losses and windows without."""
 
     window_s: float
     share: float
-    """Of the windows that have losses."""
+    """Share of the windows that have losses."""
     loss: float
-    """Share of packets lost in these."""
+    """Share of packets lost in such a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkLaw:
-    """``quantiles_ms``: (probability, RTT), increasing; between them the logarithm is linear in the
-    normal quantile. ``parts``: (share of the variance, correlation time in s), exponential.
-    ``epoch_share`` has one value an epoch, blended into the next; ``daily_share`` follows the hour;
-    what the shares leave is independent from row to row."""
+    """The law of one kind of network.
+
+    ``quantiles_ms`` holds pairs of (probability, RTT), increasing; between them the logarithm is
+    linear in the normal quantile. ``parts`` holds pairs of (share of the variance, correlation time
+    in s) of exponential processes. ``epoch_share`` is the share of a process with one value per
+    epoch, blended into the next. ``daily_share`` is the share that follows the hour. The remaining
+    share is independent from row to row."""
 
     step_s: float
     quantiles_ms: tuple[tuple[float, float], ...]
@@ -168,7 +173,7 @@ _DAY_S: Final = 86_400.0
 
 
 def generate(kind: str, seed: int, duration_s: float) -> NetworkTrace:
-    """A trace of one of ``KINDS``; raises ``TraceError`` for another."""
+    """Return a trace of one of ``KINDS``. Raises ``TraceError`` for another kind."""
     if kind not in KINDS:
         raise TraceError(f"no generator {kind!r}; known are {', '.join(KINDS)}")
     chance = np.random.default_rng((KINDS.index(kind), seed))
@@ -176,7 +181,7 @@ def generate(kind: str, seed: int, duration_s: float) -> NetworkTrace:
     if kind == "wifi":
         return _wifi(chance, source, duration_s)
     law = LAWS[kind]
-    # Each column has a stream of its own, so that changing one leaves the others alone.
+    # Each column has its own random stream, so that a change of one does not affect the others.
     delays, losses, gaps, up, down = chance.spawn(5)
     step_s = max(law.step_s, duration_s / MAX_GENERATED_ROWS)
     times_s = _rows(step_s, duration_s)
@@ -222,7 +227,8 @@ def _rtt_s(
 
 
 def _correlated(chance: np.random.Generator, count: int, step: float) -> Array:
-    """Standard normal, correlation exp(-distance); ``step`` is the distance from row to row."""
+    """Return standard normal values with correlation exp(-distance). ``step`` is the distance
+    between rows."""
     keep = math.exp(-step)
     fresh = math.sqrt(1.0 - keep * keep)
     noise = chance.standard_normal(count)
@@ -234,8 +240,8 @@ def _correlated(chance: np.random.Generator, count: int, step: float) -> Array:
 
 
 def _epochs(chance: np.random.Generator, times_s: Array, epoch_s: float) -> Array:
-    """A value an epoch, from one to the next on a line: a dish reports means over as long as an
-    epoch. Scaled back to variance 1 everywhere."""
+    """Return one value per epoch, interpolated linearly to the next, since a dish reports means
+    over the length of an epoch. The result is scaled to variance 1 everywhere."""
     place = times_s / epoch_s + chance.random()
     epoch = place.astype(np.int64)
     share = place - epoch
@@ -245,7 +251,7 @@ def _epochs(chance: np.random.Generator, times_s: Array, epoch_s: float) -> Arra
 
 
 def _daily(times_s: Array, day_s: float, law: NetworkLaw) -> Array:
-    """Standard normal over a day, highest at the peak hour."""
+    """Return standard normal values over a day, highest at the peak hour."""
     normal = NormalDist()
     table = np.array([normal.inv_cdf((rank + 0.5) / 1000) for rank in range(1000)])
     hours = (times_s % day_s) / day_s * 24.0
@@ -257,7 +263,7 @@ def _daily(times_s: Array, day_s: float, law: NetworkLaw) -> Array:
 def _loss(chance: np.random.Generator, law: LossLaw, times_s: Array) -> Array:
     window = (times_s / law.window_s).astype(np.int64)
     lossy = chance.random(int(window[-1]) + 1) < law.share
-    # Spread over a factor of 3 with the law's mean: losses come few or many at a time.
+    # The amount is spread over a factor of 3 around the law's mean, since losses vary in density.
     amount = law.loss * chance.uniform(0.5, 1.5, size=len(lossy))
     return np.asarray(np.where(lossy, amount, 0.0)[window])
 
@@ -299,7 +305,7 @@ def _wifi(chance: np.random.Generator, source: str, duration_s: float) -> Networ
     share = (WIFI_JITTER_S - 0.001) / 0.090
     stalled = chance.random(count) < share
     late_s += np.where(stalled, 0.0075 * chance.poisson(12.0, count), 0.0)
-    # In order: nothing arrives before what was sent earlier.
+    # Packets stay in order: none arrives before one that was sent earlier.
     arrival_s = np.maximum.accumulate(times_s + late_s)
     rtt_s = WIFI_BASE_S + arrival_s - times_s
     return NetworkTrace("wifi", source, _floats(times_s), _floats(rtt_s), duration_s)

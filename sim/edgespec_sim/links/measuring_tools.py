@@ -1,8 +1,8 @@
-"""What other tools that measure networks write: irtt, and iperf3 as JSON and as text.
+"""Output of other tools that measure networks: irtt, and iperf3 as JSON and as text.
 
 irtt sends small packets at a steady pace, so its file is a trace of delays. iperf3 fills the link,
-so its file is a trace of capacity: what it carried. The round trips that it notes are those of
-packets behind a full queue; a trace's delay is that of a lone packet, so they are left out.
+so its file is a trace of capacity, which is the rate it carried. The round trips in it are those of
+packets behind a full queue. They are left out, since a trace's delay is that of a single packet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_json(head: str) -> bool:
 
 
 def read_json(text: TraceText) -> NetworkTrace:
-    """Read what ``irtt client -o FILE``, ``iperf3 -J`` or ``iperf3 --json-stream`` writes. Raises
+    """Read the output of ``irtt client -o FILE``, ``iperf3 -J`` or ``iperf3 --json-stream``. Raises
     ``TraceError``."""
     data = _parsed(text)
     try:
@@ -33,7 +33,7 @@ def read_json(text: TraceText) -> NetworkTrace:
         if isinstance(error, TraceError):
             raise
         raise TraceError(
-            f"{text.path}: does not hold what its format has: {type(error).__name__}: {error}"
+            f"{text.path}: lacks a field of its format: {type(error).__name__}: {error}"
         ) from None
     raise text.error(1, "JSON of irtt (round_trips) or of iperf3 (intervals)")
 
@@ -54,8 +54,8 @@ def _parsed(text: TraceText) -> dict[str, Any]:
 
 
 def _streamed(text: TraceText) -> dict[str, Any] | None:
-    """Return the events of ``--json-stream``, a line each, as one report; None: it is no such
-    stream."""
+    """Return the events of ``--json-stream``, one per line, as one report. None if the file is no
+    such stream."""
     found: dict[str, Any] = {"start": {}, "intervals": []}
     for number, line in enumerate(text.lines, start=1):
         if not line.strip():
@@ -80,7 +80,8 @@ def _is_event(event: Mapping[str, Any], name: str) -> bool:
 
 
 def _irtt(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
-    """Times are nanoseconds, of the monotonic clock where it was noted and else of the wall's."""
+    """Read a report of irtt. Times are in nanoseconds, of the monotonic clock if it has them, else
+    of the wall clock."""
     interval_s = float(data["config"]["params"]["interval"]) / 1e9
     clock = "monotonic" if _sent(data["round_trips"][:1], "monotonic") else "wall"
     probes: list[Probe] = []
@@ -106,11 +107,12 @@ def _nothing(text: TraceText) -> NetworkTrace:
 
 
 Rates = list[tuple[float, float, float]]
-"""Begin and end of an interval in seconds, and bits a second."""
+"""Start and end of each interval in seconds, and its bits per second."""
 
 
 def _iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
-    """``sum`` goes up unless the test is reversed; ``sum_bidir_reverse`` goes down."""
+    """Read a report of iperf3. ``sum`` is the direction up unless the test is reversed;
+    ``sum_bidir_reverse`` is down."""
     test = data["start"].get("test_start", {})
     is_down = bool(test.get("reverse"))
     up: Rates = []
@@ -125,8 +127,8 @@ def _iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
         rate = float(test.get("target_bitrate") or 0.0)
         at = f" ({rate / 1e6:g} Mbit/s)" if rate else ""
         warnings = (
-            f"iperf3 sent UDP at a rate of its own{at}: what it carried may be that rate and not"
-            " the capacity",
+            f"iperf3 sent UDP at a rate of its own{at}: its result may be that rate and not the"
+            " capacity",
         )
     return _carried(text, up, down, warnings)
 
@@ -134,8 +136,8 @@ def _iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
 def _carried(
     text: TraceText, up: Rates, down: Rates, warnings: tuple[str, ...] = ()
 ) -> NetworkTrace:
-    """Make a trace of what was carried. Intervals in which nothing was are joined to the next one,
-    so that bytes are conserved; ``OUTAGE_S`` or more of them are an outage."""
+    """Make a trace of the rates carried. Intervals without any are joined to the next one, so that
+    bytes are conserved; ``OUTAGE_S`` or more of them are an outage."""
     ways = [way for way in (_steps(text, up), _steps(text, down)) if way is not None]
     if not ways:
         raise text.no_rows()
@@ -153,7 +155,7 @@ def _carried(
         down_bits_per_s=_held(down_way, times_s),
         outages_s=_merged(outages_s, end_s),
         remarks=(
-            "iperf3 measures what a full link carries; its round trips are those of a full"
+            "iperf3 measures the rate of a full link; its round trips are those of a full"
             " queue and were left out",
         ),
         warnings=warnings,
@@ -161,7 +163,7 @@ def _carried(
 
 
 _Way = tuple[list[float], list[float], list[tuple[float, float]], float]
-"""Times, rates, outages and the end."""
+"""Times, rates, outages and the end of one direction."""
 
 
 def _steps(text: TraceText, rates: Rates) -> _Way | None:
@@ -192,7 +194,7 @@ def _steps(text: TraceText, rates: Rates) -> _Way | None:
 
 
 def _held(way: _Way | None, times_s: Sequence[float]) -> tuple[float, ...] | None:
-    """Return the rate in force at each of these times."""
+    """Return the rate that holds at each of these times."""
     if way is None:
         return None
     known, values = way[0], way[1]
@@ -207,8 +209,8 @@ def _held(way: _Way | None, times_s: Sequence[float]) -> tuple[float, ...] | Non
 def _merged(
     outages_s: Sequence[tuple[float, float]], end_s: float
 ) -> tuple[tuple[float, float], ...]:
-    """Return outages of both ways as one list: where one way is out both are, as no answer
-    passes."""
+    """Merge the outages of both directions into one list. An outage of one direction is an outage
+    of both, as no answer passes."""
     found: list[tuple[float, float]] = []
     for start_s, stop_s in outages_s:
         stop_s = min(stop_s, end_s)
@@ -220,8 +222,9 @@ def _merged(
 
 
 # --- iperf3's text -----------------------------------------------------------------------------
-# `[  5]   0.00-1.00   sec  1.25 MBytes  10.5 Mbits/sec    0    173 KBytes`; of several streams a
-# line `[SUM]` stands behind them, and `[TX-C]` or `[RX-C]` says the way of a bidirectional test.
+# A line is `[  5]   0.00-1.00   sec  1.25 MBytes  10.5 Mbits/sec    0    173 KBytes`. With several
+# streams, a line `[SUM]` follows theirs. `[TX-C]` or `[RX-C]` gives the direction in a
+# bidirectional test.
 
 _LINE: Final = re.compile(
     r"^\[ *(?P<stream>\d+|SUM)\](?:\[(?P<way>[TR]X)-[CS]\])? +(?P<start>[0-9.]+)- *(?P<end>[0-9.]+)"
@@ -236,7 +239,7 @@ def is_iperf3_text(head: str) -> bool:
 
 
 def read_iperf3_text(text: TraceText) -> NetworkTrace:
-    """Read what iperf3 prints. Raises ``TraceError``."""
+    """Read the text that iperf3 prints. Raises ``TraceError``."""
     found: dict[tuple[bool, bool], Rates] = {}
     is_reversed = any(line.startswith("Reverse mode") for line in text.lines)
     for number, line in enumerate(text.lines, start=1):

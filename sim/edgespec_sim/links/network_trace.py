@@ -1,10 +1,10 @@
-"""What a recorded or generated network did over time, whatever format it came in.
+"""The behaviour of a recorded or generated network over time, independent of the file's format.
 
-Theory of operation. A trace is a table over time, from 0 on: each row holds until the next one.
+Theory of operation. A trace is a table over time, starting at 0; each row holds until the next one.
 Delay, loss and capacity are separate columns, because they act at separate stages of a link
-(``edgespec/core/link_model.py``): the round-trip time is the delay of a lone small packet, capacity
-is what serialisation takes its time from, loss makes packets late, and an outage holds everything
-back. A column that was not measured is None, never a guess.
+(``edgespec/core/link_model.py``): the round-trip time is the delay of a single small packet,
+capacity determines the time of serialisation, loss makes packets late, and an outage holds
+everything back. A column that was not measured is None, never a guess.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_ROWS: Final = 1_000_000
 
 
 class TraceError(ValueError):
-    """A trace cannot be used; the message names the file, the line or row, and what is wrong."""
+    """A trace cannot be used. The message names the file, the line or row, and what is wrong."""
 
 
 def file_named(name: str, folder: Path) -> Path:
-    """Beside the scenario, or where the command was called."""
+    """Return the path of a file beside the scenario, or else relative to the working directory."""
     beside = folder / name
     return beside if beside.is_file() else Path(name)
 
@@ -37,29 +37,29 @@ class NetworkTrace:
 
     name: str
     source: str
-    """The format it was read from, or the generator and its seed."""
+    """The format of the file, or the generator and its seed."""
     time_s: tuple[float, ...]
     rtt_s: tuple[float, ...] | None
     """Round-trip time of a small packet; finite, at least 0. None: not measured."""
     duration_s: float
-    """The last row holds until then; a replay starts over there."""
+    """End of the last row, where a replay starts again."""
     loss: tuple[float, ...] | None = None
-    """Share of packets lost, in [0, 1); those of outages are not counted here."""
+    """Share of packets lost, in [0, 1), without those lost in outages."""
     up_bits_per_s: tuple[float, ...] | None = None
-    """Capacity, above 0 (an outage says that there is none); None: not measured."""
+    """Capacity, above 0 (no capacity is an outage). None: not measured."""
     down_bits_per_s: tuple[float, ...] | None = None
     outages_s: tuple[tuple[float, float], ...] = ()
-    """Intervals [start, end) in which nothing passes; in order, apart from one another."""
+    """Intervals [start, end) in which nothing passes, in order and separate from one another."""
     remarks: tuple[str, ...] = ()
-    """What a reader has to know of how the file was read."""
+    """Remarks for the reader on how the file was read."""
     warnings: tuple[str, ...] = ()
-    """What was guessed, or is hardly meant."""
+    """Guesses, and values that are probably not intended."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.time_s) <= MAX_ROWS:
-            raise TraceError(f"{self.name}: {len(self.time_s)} rows, but 1 to {MAX_ROWS} go")
+            raise TraceError(f"{self.name}: {len(self.time_s)} rows, but must have 1 to {MAX_ROWS}")
         if self.time_s[0] != 0.0:
-            raise TraceError(f"{self.name}: begins at {self.time_s[0]} s, but must at 0")
+            raise TraceError(f"{self.name}: begins at {self.time_s[0]} s, but must begin at 0")
         for row, (earlier, later) in enumerate(itertools.pairwise(self.time_s), start=1):
             if not earlier < later:
                 raise TraceError(f"{self.name}: row {row}: time {later} s is not after {earlier} s")
@@ -95,11 +95,11 @@ class NetworkTrace:
                 )
 
 
-# --- what a trace is like, in a few numbers that can be compared between traces ----------------
-# Statistics are over time, not over rows: the trace is read on an even grid, so that a burst of
-# rows counts for as long as it lasted. Times in an outage have no delay and are left out. The
-# autocorrelation is that of the logarithm of the RTT, because a few spikes would decide it
-# otherwise; pairs that span an outage count too.
+# --- a summary of a trace in a few numbers, for comparisons -------------------------------------
+# Statistics are over time, not over rows: the trace is sampled on an even grid, so a burst of rows
+# counts for its duration. Times in an outage have no delay and are left out. The autocorrelation is
+# that of the logarithm of the RTT, because a few spikes would dominate it otherwise. Pairs that
+# span an outage are included.
 
 _GRID_S: Final = 0.1
 _MAX_GRID_POINTS: Final = 1_000_000
@@ -115,15 +115,16 @@ class TraceStatistics:
     rtt_p95_s: float
     rtt_p99_s: float
     autocorrelation: float
-    """Of log RTT, a second apart; 0 when it does not vary or the trace is too short."""
+    """Autocorrelation of log RTT at a lag of one second. 0 if it does not vary or the trace is too
+    short."""
     loss: float
-    """Mean share of packets lost outside outages; 0 when it was not measured."""
+    """Mean share of packets lost outside outages. 0 if it was not measured."""
     outage_max_s: float
-    """0 when there is none."""
+    """Length of the longest outage. 0 if there is none."""
 
     @classmethod
     def of(cls, trace: NetworkTrace) -> TraceStatistics:
-        """Return those of a trace. Raises ``TraceError`` where no delay was measured."""
+        """Return the statistics of a trace. Raises ``TraceError`` if it has no delay."""
         if trace.rtt_s is None:
             raise TraceError(f"{trace.name}: has no delay")
         times_s, step_s = even_times(trace)
@@ -143,7 +144,7 @@ class TraceStatistics:
 
 
 def mean_loss(trace: NetworkTrace) -> float:
-    """Return the mean share of packets lost outside outages; 0 where it was not measured."""
+    """Return the mean share of packets lost outside outages. 0 if it was not measured."""
     times_s, _ = even_times(trace)
     up = ~in_outage(trace, times_s)
     if trace.loss is None or not up.any():
@@ -152,21 +153,21 @@ def mean_loss(trace: NetworkTrace) -> float:
 
 
 def longest_outage_s(trace: NetworkTrace) -> float:
-    """Return how long the longest outage is; 0 where there is none."""
+    """Return the length of the longest outage. 0 if there is none."""
     return max((end_s - start_s for start_s, end_s in trace.outages_s), default=0.0)
 
 
 def median_capacity(trace: NetworkTrace, column: tuple[float, ...]) -> float:
-    """Return the median over time of a capacity column, outages left out, in bits a second."""
+    """Return the median of a capacity column over time, in bits per second, without outages."""
     times_s, _ = even_times(trace)
     up = ~in_outage(trace, times_s)
     values = values_at(trace, column, times_s)
     return float(np.median(values[up] if up.any() else values))
 
 
-# --- values that are hardly meant ---------------------------------------------------------------
-# A unit that was taken for another one is off by a factor of 1,000; these bounds lie beyond what
-# networks do and within that factor. Nothing is refused: a trace of a strange network is one too.
+# --- values that are probably not intended ------------------------------------------------------
+# A confusion of units changes values by a factor of 1,000. These bounds lie beyond what networks do
+# and within that factor. Nothing is refused, because an unusual network is also a valid trace.
 
 _PROBABLE_RTT_S: Final = (50e-6, 10.0)
 _PROBABLE_BITS_PER_S: Final = (10e3, 1e12)
@@ -175,7 +176,7 @@ _PROBABLE_LOSS: Final = 0.5
 
 
 def improbable(trace: NetworkTrace) -> tuple[str, ...]:
-    """Say in sentences which values of a trace are hardly meant, with the likely reason."""
+    """Describe the values of a trace that are probably not intended, with the likely reason."""
     found: list[str] = []
     if trace.rtt_s is not None:
         median_s = TraceStatistics.of(trace).rtt_median_s
@@ -198,15 +199,13 @@ def improbable(trace: NetworkTrace) -> tuple[str, ...]:
         if not low <= median <= high:
             than = f"less than {low:g}" if median < low else f"more than {high:g}"
             found.append(
-                f"the median capacity {way} is {median:g} bit/s, {than}: is the unit another one?"
+                f"the median capacity {way} is {median:g} bit/s, {than}: is it in another unit?"
             )
     if len(trace.time_s) > 1:
         step_s = (trace.time_s[-1] - trace.time_s[0]) / (len(trace.time_s) - 1)
         low_s, high_s = _PROBABLE_STEP_S
         if not low_s <= step_s <= high_s:
-            found.append(
-                f"rows are {step_s:g} s apart in the mean: is the unit of time another one?"
-            )
+            found.append(f"rows are {step_s:g} s apart on average: is the time in another unit?")
     if (loss := mean_loss(trace)) > _PROBABLE_LOSS:
         found.append(f"{loss:.0%} of the packets are lost outside outages")
     out_s = sum(end_s - start_s for start_s, end_s in trace.outages_s)
@@ -216,19 +215,19 @@ def improbable(trace: NetworkTrace) -> tuple[str, ...]:
 
 
 def even_times(trace: NetworkTrace) -> tuple[Array, float]:
-    """A grid over the trace, from 0 on, and its step in seconds."""
+    """Return an even grid over the trace, starting at 0, and its step in seconds."""
     step_s = max(_GRID_S, trace.duration_s / _MAX_GRID_POINTS)
     count = max(int(trace.duration_s / step_s), 1)
     return np.arange(count, dtype=np.float64) * np.float64(step_s), step_s
 
 
 def values_at(trace: NetworkTrace, column: tuple[float, ...], times_s: Array) -> Array:
-    """The column's values in force at these times."""
+    """Return the column's values that hold at these times."""
     return np.array(column)[np.searchsorted(np.array(trace.time_s), times_s, side="right") - 1]
 
 
 def in_outage(trace: NetworkTrace, times_s: Array) -> npt.NDArray[np.bool_]:
-    """Whether each of these times lies in an outage."""
+    """Return whether each of these times lies in an outage."""
     if not trace.outages_s:
         return np.zeros(len(times_s), dtype=np.bool_)
     edges_s = np.array(trace.outages_s).ravel()
@@ -247,15 +246,15 @@ def _autocorrelation(rtt_s: Array, up: npt.NDArray[np.bool_], lag: int) -> float
 
 
 _FLAT: Final = 1e-3
-"""A spread of logarithms below this is drawn as a level line."""
+"""Spread of logarithms below which the line is drawn level."""
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _OUT: Final = "×"
 
 
 def rtt_line(trace: NetworkTrace, *, width: int = 60) -> str:
-    """Draw the greatest RTT of each of ``width`` stretches as blocks, logarithmic, no spike lost.
-    Of a trace without delays it is the greatest capacity. Stretches that lie in an outage
-    altogether are crossed out."""
+    """Draw the greatest RTT of each of ``width`` stretches as a block, on a logarithmic scale, so
+    that every spike shows. A trace without delays shows its greatest capacity. Stretches that lie
+    entirely in an outage are crossed out."""
     edges_s = np.linspace(0.0, trace.duration_s, width + 1)
     column = trace.rtt_s or trace.down_bits_per_s or trace.up_bits_per_s or (0.0,)
     rtt_s = np.maximum(np.array(column), _LEAST_RTT_S)

@@ -1,8 +1,8 @@
-"""Ways for a message from one end to the other, as events: over no hop, one or several.
+"""Paths of messages from one end to the other, as events: over no hop, one or several.
 
 Theory of operation. A path takes messages and delivers each once, in order. Over several hops each
-arrival is an event, at which the message is handed to the next link: so a queue that paths share
-sees messages in the order in which they reach it, not in that in which they set out.
+arrival is an event, at which the message is handed to the next link. So a queue that paths share
+receives messages in the order in which they reach it, not in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from edgespec_sim.links.network_trace import NetworkTrace
 
 class Link(Protocol):
     def arrival(self, now_s: float, size_bytes: int, /) -> float:
-        """When a message handed over now arrives; never before an earlier one."""
+        """Return the arrival time of a message that is handed over now. It is never before an
+        earlier message's."""
 
 
 class Path(Protocol):
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        """Call ``deliver`` when a message sent now has arrived: once, and in order of sending."""
+        """Call ``deliver`` when a message sent now has arrived: once, and in the order of
+        sending."""
 
 
 class Hops:
-    """A path over links one after the other, or over none, and ``fixed_s`` behind the last."""
+    """A path over links in sequence, or over none, with a delay of ``fixed_s`` after the last."""
 
     def __init__(self, queue: EventQueue, links: Sequence[Link] = (), fixed_s: float = 0.0) -> None:
         self._queue, self._links, self._fixed_s = queue, tuple(links), fixed_s
@@ -49,15 +51,15 @@ class Hops:
 
 
 # --- a path whose attachment changes -----------------------------------------------------------
-# Each attachment is a path of its own, in force until the next change. For ``gap_s`` from a
-# change on nothing is handed over; what is sent then waits and goes to the attachment in force
-# when the gap ends, in order. What an old one had accepted still arrives: the cells forward it. A
-# message that a new attachment delivers sooner waits for those sent before it, so order holds
-# across the change.
+# Each attachment is a path of its own, in force until the next change. For ``gap_s`` after a change
+# no message is handed over. Messages sent in that time wait, and go in order to the attachment in
+# force when the gap ends. Messages that an old attachment had accepted still arrive, since the
+# cells forward them. A message that a new attachment delivers sooner waits for those sent before
+# it, so the order holds across the change.
 
 
 class Handover:
-    """A path that begins as ``path``; ``change`` attaches it to another."""
+    """A path that begins as ``path``; ``change`` attaches it to another one."""
 
     def __init__(self, queue: EventQueue, path: Path, gap_s: float) -> None:
         self._queue, self._path, self._gap_s = queue, path, gap_s
@@ -66,11 +68,11 @@ class Handover:
         self._order: deque[list[Callable[[], None] | None]] = deque()
 
     def change(self, path: Path) -> None:
-        """From now on ``path`` is in force, and passes messages when the gap is over."""
+        """Put ``path`` in force now. It passes messages when the gap has ended."""
         self._path, self._up_from_s = path, self._queue.now + self._gap_s
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        # A cell of the order: empty until its message has arrived.
+        # The message's place in the order, which is empty until the message has arrived.
         cell: list[Callable[[], None] | None] = [None]
         self._order.append(cell)
 
@@ -89,7 +91,7 @@ class Handover:
         self._path.send(size_bytes, arrive)
 
     def _flush(self) -> None:
-        if self._up_from_s > self._queue.now:  # another change came within the gap
+        if self._up_from_s > self._queue.now:  # Another change came within the gap.
             self._queue.at(self._up_from_s, self._flush)
             return
         waiting, self._waiting = self._waiting, deque()
@@ -97,21 +99,21 @@ class Handover:
             self._path.send(size_bytes, arrive)
 
 
-# --- a shared queue that others load too -------------------------------------------------------
-# Packets of cross traffic matter only to the messages behind them, so they are put into the queue
-# when one of ours asks for a slot: all that came before that moment, in order, which is exactly
-# what an event a packet would have done. After a long pause only the last stretch is played, from
-# an empty queue: its length is ``_MEMORY`` / (1 - share)^2 packets' time, several times the
-# relaxation time of such a queue (M/D/1), so what lay before it has no say any more. A message's
-# cost is so bounded whatever the pause, and a queue nobody uses costs nothing.
-# Every asker's ``now_s`` has to be non-decreasing, as for any shared queue.
+# --- a shared queue with other traffic ---------------------------------------------------------
+# Packets of cross traffic matter only to the messages behind them. So they are put into the queue
+# when one of our messages requests a slot: all packets that arrived before that moment, in order,
+# which is exactly what one event per packet would do. After a long pause only the last part is
+# simulated, from an empty queue. Its length is ``_MEMORY`` / (1 - share)^2 packet times, several
+# times the relaxation time of such a queue (M/D/1), so the state before it no longer matters. The
+# cost of a message is thus bounded after any pause, and an unused queue costs nothing. As for any
+# shared queue, the ``now_s`` of all calls must not decrease.
 
 PACKET_BYTES: Final = 1400
 _MEMORY: Final = 20.0
 
 
 class LoadedQueue(lm.SharedQueue):
-    """A ``SharedQueue`` of which cross traffic takes ``share`` of the capacity, in the mean."""
+    """A ``SharedQueue`` in which cross traffic uses ``share`` of the capacity on average."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class LoadedQueue(lm.SharedQueue):
         packet_s = self.serialisation_s(until_s, self._packet_bytes)
         memory_s = _MEMORY * packet_s / (1.0 - self._share) ** 2
         if until_s - self._next_s > memory_s:
-            # Poisson arrivals have no memory: the next after any moment is one gap away.
+            # Poisson arrivals have no memory: the next one after any moment is one gap away.
             start_s = until_s - memory_s
             self._next_s = start_s + self._gap_s(start_s)
         while self._next_s <= until_s:
@@ -152,16 +154,16 @@ class LoadedQueue(lm.SharedQueue):
         return self._chance.expovariate(packets_per_s)
 
 
-# --- both directions of a link that does what a trace did, over and over -----------------------
-# A trace's columns become the schedules of ``edgespec/core/link_model.py``, each at its own stage:
-# RTT is split evenly between the directions, capacity is the queue's, outages hold both directions
-# back. A probe is lost when it or its answer is, so of a measured loss p each direction gets 1 -
-# sqrt(1 - p). Schedules are made once a trace (``TraceLinks``) and shared by all the links made
-# from them, each of which starts at its own offset: a thousand devices on one trace cost little
-# more than one and do not stall together.
+# --- both directions of a link that replays a trace repeatedly ----------------------------------
+# The columns of a trace become the schedules of ``edgespec/core/link_model.py``, each at its own
+# stage: the RTT is split evenly between the directions, capacity applies to the queue, and outages
+# hold back both directions. A probe is lost if either it or its answer is lost, so with a measured
+# loss p each direction gets 1 - sqrt(1 - p). Schedules are made once per trace (``TraceLinks``) and
+# shared by all links made from them, each of which starts at its own offset. So a thousand devices
+# on one trace cost little more than one, and do not stall together.
 
 Queues = tuple[lm.SharedQueue, lm.SharedQueue]
-"""Up and down."""
+"""Queues up and down."""
 _PLAIN: Final = lm.LinkSettings()
 
 
@@ -170,7 +172,8 @@ class TraceLinks:
     """The schedules of a trace; ``pair`` makes links from them."""
 
     delay: lm.StepSchedule | None
-    """One way, half of the round trip; None: the trace has none, and the links' settings say."""
+    """One-way delay, half of the round trip. None if the trace has none; the links' settings then
+    apply."""
     loss: lm.StepSchedule | None
     outages: lm.OutageSchedule | None
     up_capacity: lm.CapacitySchedule | None
@@ -194,7 +197,8 @@ class TraceLinks:
         )
 
     def queues(self, offset_s: float = 0.0, others: Queues | None = None) -> Queues:
-        """Of the trace's capacity, or ``others`` (None: without limit)."""
+        """Return queues with the trace's capacity. Where it has none, ``others`` are used (None: no
+        limit)."""
         others = others or (lm.SharedQueue(), lm.SharedQueue())
         up, down = (
             other if capacity is None else lm.SharedQueue(capacity, offset_s=offset_s)
@@ -210,9 +214,10 @@ class TraceLinks:
         queues: Queues | None = None,
         beside: lm.LinkSettings = _PLAIN,
     ) -> tuple[lm.LinkModel, lm.LinkModel]:
-        """Up and down; at time 0 they are ``offset_s`` into the trace. ``queues`` None: queues of
-        their own with the trace's capacity; else those, which others may share. Outages of
-        ``beside`` come on top of the trace's, once, on the links' clock."""
+        """Return the links up and down, which are ``offset_s`` into the trace at time 0. With
+        ``queues`` None they have their own queues with the trace's capacity, otherwise these, which
+        others may share. Outages of ``beside`` are added to the trace's, once, on the links'
+        clock."""
         settings = replace(
             beside,
             schedule=self.delay,
@@ -226,7 +231,7 @@ class TraceLinks:
 def both_ways(
     settings: lm.LinkSettings, seed: int, queues: Queues
 ) -> tuple[lm.LinkModel, lm.LinkModel]:
-    """Up and down, with dice of their own."""
+    """Return links up and down with separate random numbers."""
     up, down = (replace(settings, seed=one) for one in (2 * seed, 2 * seed + 1))
     return lm.LinkModel(up, queues[0]), lm.LinkModel(down, queues[1])
 
@@ -234,7 +239,7 @@ def both_ways(
 def _steps(
     trace: NetworkTrace, column: tuple[float, ...], scale: float = 1.0
 ) -> tuple[tuple[float, float], ...]:
-    # A trace may end with its last row; a period has to be longer than its steps.
+    # The last row of a trace may be at its very end, but a period must be longer than its steps.
     rows = zip(trace.time_s, column, strict=True)
     return tuple((time_s, value * scale) for time_s, value in rows if time_s < trace.duration_s)
 

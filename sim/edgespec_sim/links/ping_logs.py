@@ -1,17 +1,18 @@
-"""Logs of ping in its dialects, one run or many of them one after the other.
+"""Logs of ping in its dialects, with one run or several runs one after another.
 
-Read are ``ping`` and ``ping -D`` of Linux (iputils), BusyBox, macOS and the BSDs with ``ping6``,
-GNU inetutils, ``fping -l`` and ``-c``, and Windows, in any language.
+The readers support ``ping`` and ``ping -D`` of Linux (iputils), BusyBox, macOS and the BSDs with
+``ping6``, GNU inetutils, ``fping -l`` and ``-c``, and Windows, in any language.
 
-Except on Windows a run numbers its probes. Probes leave at a steady pace, so a probe's time is its
-number times the pace: the median of arrival minus round-trip time from number to number when
-arrivals are stamped (``[epoch]``, ``[local time]``, or a time before the line), else the one that
-the run's summary implies, else 1 s, the default of every ping. Numbers that never appear are lost
-probes; those after the last answer are known from the summary, and from lines that name a lost
-probe. A run begins with a line ``PING`` (or ``Start time:``, as operators' logs have it), and then
-its first number is the dialect's; a log without such a line was cut, and begins where it begins.
-Duplicates (``DUP!``) are ignored. Runs are joined end to end: the pauses between them were not
-measured. A last line without a line end may be cut anywhere.
+Except on Windows, a run numbers its probes. Probes are sent at a steady pace, so a probe's time is
+its number times the pace. If arrivals have time stamps (``[epoch]``, ``[local time]``, or a time
+before the line), the pace is the median difference of arrival minus round-trip time between
+numbers. Otherwise it is the pace that the run's summary implies, or else 1 s, the default of every
+ping. Numbers that never appear are lost probes; those after the last answer are known from the
+summary, and from lines that name a lost probe. A run begins with a line ``PING`` (or ``Start
+time:``, in operators' logs), and its first number is then the dialect's. A log without such a line
+was cut, and begins with its first number. Duplicates (``DUP!``) are ignored. Runs are joined end to
+end, since the pauses between them were not measured. A last line without a line end may be
+incomplete.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _REPLY: Final = re.compile(
     + _RTT
     + r"(?P<dup>.*DUP!.*)?.*$"
 )
-# A probe that the log names as sent and not answered: by `ping -O`, by macOS, by a router.
+# A probe that the log reports as unanswered: by `ping -O`, by macOS, by a router.
 _LOST: Final = re.compile(
     _STAMP
     + r"(?:no answer yet for icmp_seq=|Request timeout for icmp_seq |[Ff]rom .*\bicmp_seq=)"
@@ -55,7 +56,7 @@ _SUMMARY: Final = re.compile(
 )
 _EPOCH: Final = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?")
 
-# Lines that say nothing of their own.
+# Lines without information of their own.
 _OTHER: Final = re.compile(
     _STAMP
     + r"(|--- .*|rtt .*|round-trip .*|(Start|End) time: \d+|\^C.*|[Ff]rom .*|, pipe \d+"
@@ -73,22 +74,23 @@ _FPING_SUMMARY: Final = re.compile(
 
 
 class _Run:
-    """One run's replies: number of the probe -> (time of the reply or None, round-trip time)."""
+    """The replies of one run: probe number -> (time of the reply or None, round-trip time)."""
 
     def __init__(self, first: int | None = None) -> None:
         self.replies: dict[int, tuple[float | None, float]] = {}
         self.first = first
-        """The number of its first probe; None: the log does not show its beginning."""
+        """Number of the first probe. None: the log does not contain the beginning of the run."""
         self.lost: set[int] = set()
-        """Numbers that the log names as not answered."""
+        """Numbers that the log reports as unanswered."""
         self.sent = 0
         self.sent_from = 1
-        """The number from which the summary counts."""
+        """Number at which the summary's count begins."""
         self.took_s: float | None = None
         self.latest = 0
 
     def unwrapped(self, sequence: int) -> int:
-        """Numbers have 16 bits: one far below the latest has begun anew."""
+        """Return the full probe number. Numbers have 16 bits, so one far below the latest has
+        wrapped around."""
         wraps, low = divmod(self.latest, _SEQUENCE_NUMBERS)
         if sequence < low - _SEQUENCE_NUMBERS // 2:
             wraps += 1
@@ -97,13 +99,14 @@ class _Run:
         return wraps * _SEQUENCE_NUMBERS + sequence
 
     def step_s(self) -> float | None:
-        """Return the pace of the probes; None where nothing says it."""
+        """Return the pace of the probes. None if it cannot be determined."""
         times = [
             (number, at_s - rtt_s)
             for number, (at_s, rtt_s) in sorted(self.replies.items())
             if at_s is not None
         ]
-        # Between neighbours, as pauses are few; stamps in whole seconds need long stretches.
+        # The median of neighbours ignores the few pauses. Stamps in whole seconds need long
+        # distances.
         whole = all(at_s is None or at_s.is_integer() for at_s, _ in self.replies.values())
         apart = max(1, len(times) // 2) if whole else 1
         steps = [
@@ -122,12 +125,12 @@ class _Run:
         first = min(named, default=self.sent_from)
         if self.first is not None:
             first = min(first, self.first)
-        # The summary counts from the first probe of all; a wrong count never drops a reply.
+        # The summary counts from the first probe of all. A wrong count must never drop a reply.
         counted_from = self.first if self.first is not None else self.sent_from
         last = max((counted_from + self.sent - 1, *named))
         if last - first >= MAX_ROWS:
             count = last - first + 1
-            raise TraceError(f"{text.path}: a run of {count} probes, but at most {MAX_ROWS} go")
+            raise TraceError(f"{text.path}: a run of {count} probes, but the limit is {MAX_ROWS}")
         found = []
         for number in range(first, last + 1):
             reply = self.replies.get(number)
@@ -153,8 +156,8 @@ _LONGEST_LINE: Final = 1000
 
 
 def _bounded(text: TraceText) -> Iterator[tuple[int, str]]:
-    """Yield the number of each line and its beginning: no line of ping's is that long, and the
-    expressions here take the square of a line's length at worst."""
+    """Yield the number and the beginning of each line. No line of ping is longer, and the regular
+    expressions here take quadratic time at worst."""
     for number, line in enumerate(text.lines, start=1):
         yield number, line[:_LONGEST_LINE]
 
@@ -173,17 +176,17 @@ def _joined(text: TraceText, runs: list[_Run], strange: list[int]) -> NetworkTra
     remarks = []
     if unpaced:
         remarks.append(
-            "nothing in the log says how far apart the probes were: they are taken to be"
-            f" {_DEFAULT_STEP_S:g} s apart, ping's default (ping -D stamps them)"
+            "the log does not contain the pace of the probes: they are assumed to be"
+            f" {_DEFAULT_STEP_S:g} s apart, ping's default (ping -D adds time stamps)"
         )
     if strange:
         where = ", ".join(map(str, strange[:3])) + (", ..." if len(strange) > 3 else "")
-        remarks.append(f"{len(strange)} lines are not ping's and were left out: {where}")
+        remarks.append(f"{len(strange)} lines are not from ping and were left out: {where}")
     return from_probes(text, probes, last_step_s, remarks=tuple(remarks))
 
 
 def _runs(text: TraceText) -> tuple[list[_Run], list[int]]:
-    """Return the runs, and the numbers of lines that are not ping's. Raises ``TraceError``."""
+    """Return the runs, and the numbers of lines that are not from ping. Raises ``TraceError``."""
     runs, strange = [_Run()], []
     for number, line in _bounded(text):
         if reply := _REPLY.match(line):
@@ -191,7 +194,9 @@ def _runs(text: TraceText) -> tuple[list[_Run], list[int]]:
                 continue
             run = runs[-1]
             sequence = run.unwrapped(int(reply["seq"]))
-            if sequence in run.replies:  # Duplicates are marked, so this is another run's.
+            if (
+                sequence in run.replies
+            ):  # Duplicates are marked, so this reply belongs to another run.
                 runs.append(run := _Run())
                 sequence = int(reply["seq"])
             run.latest = max(run.latest, sequence)
@@ -208,26 +213,26 @@ def _runs(text: TraceText) -> tuple[list[_Run], list[int]]:
             runs.append(_Run(first))
         elif not _OTHER.match(line) and not text.may_be_cut(number):
             strange.append(number)
-    # A run that was cut before its first answer or summary says nothing; one of which the summary
-    # says that nothing came back is an outage.
+    # A run that was cut before its first answer or summary has no information. A run whose summary
+    # shows that no answer came is an outage.
     return [run for run in runs if run.replies or run.sent], strange
 
 
-# `PING h (192.0.2.1): 56 data bytes` and PING6 number from 0, `... 56(84) bytes of data` from 1.
+# `PING h (192.0.2.1): 56 data bytes` and PING6 count from 0, `... 56(84) bytes of data` from 1.
 _HEADER: Final = re.compile(_STAMP + r"PING6?[ (]")
 _HEADER_FROM_0: Final = re.compile(_STAMP + r"(?:PING6\(|PING .*\): \d+ data bytes)")
 
 
 def _first_number(line: str) -> int | None:
-    """Return the number of the first probe of the run that begins here; None: none does."""
+    """Return the number of the first probe if a run begins in this line, else None."""
     if not _HEADER.match(line):
         return None
     return 0 if _HEADER_FROM_0.match(line) else 1
 
 
 def _stamped_s(text: TraceText, number: int, found: re.Match[str]) -> float | None:
-    """Return the time that the line is stamped with, in seconds; None: it has no stamp. A time of
-    day counts from midnight. Raises ``TraceError``."""
+    """Return the time stamp of a line in seconds, or None if it has none. A time of day counts from
+    midnight. Raises ``TraceError``."""
     if (stamp := found["stamp"]) is not None:
         if _EPOCH.fullmatch(stamp):
             return float(stamp)
@@ -250,7 +255,7 @@ def is_fping(head: str) -> bool:
 
 
 def read_fping(text: TraceText) -> NetworkTrace:
-    """Read what ``fping -l`` or ``fping -c`` prints of one host. Raises ``TraceError``."""
+    """Read the output of ``fping -l`` or ``fping -c`` for one host. Raises ``TraceError``."""
     run, hosts, strange = _Run(), dict[str, int](), list[int]()
     for number, line in _bounded(text):
         if probe := _FPING.match(line):
@@ -267,16 +272,17 @@ def read_fping(text: TraceText) -> NetworkTrace:
         elif line.strip() and not line.startswith("ICMP ") and not text.may_be_cut(number):
             strange.append(number)
         if len(hosts) > 1:
-            raise text.error(number, f"answers of one host, as up to here ({next(iter(hosts))})")
+            raise text.error(number, f"answers of only one host ({next(iter(hosts))})")
     return _joined(text, [run], strange)
 
 
 # --- Windows -----------------------------------------------------------------------------------
-# A line a probe, in order, without numbers and times: answers end with their time in whole ms and
-# the TTL, which no language translates, or, of IPv6, follow an address with two colons or more.
-# Every other line between the first one, which ends with a colon, and the statistics, which begin
-# so as well, is a probe without an answer. The next probe leaves a second after the one before, or
-# when its answer has come, or after 4 s without one (the default of `-w`).
+# There is one line per probe, in order, without numbers and times. An answer ends with its time in
+# whole ms and the TTL, which no language translates; with IPv6 it follows an address with two
+# colons or more. Every other line between the first one, which ends with a colon, and the
+# statistics, which begin with such a line too, is a probe without an answer. The next probe is sent
+# a second after the one before, or when its answer has arrived, or after 4 s without one (the
+# default of `-w`).
 
 _WINDOWS_REPLY: Final = re.compile(
     r"^(?:.*[=<] ?(?P<v4>\d+) ?(?:ms|мс) TTL=\d+"
@@ -295,7 +301,7 @@ def is_windows_ping(head: str) -> bool:
 
 
 def read_windows_ping(text: TraceText) -> NetworkTrace:
-    """Read what ping prints on Windows. Raises ``TraceError``."""
+    """Read the output of ping on Windows. Raises ``TraceError``."""
     probes: list[Probe] = []
     at_s, below, is_inside = 0.0, 0, True
     for number, line in _bounded(text):
@@ -308,15 +314,17 @@ def read_windows_ping(text: TraceText) -> NetworkTrace:
             probes.append(Probe(at_s, rtt_s))
             at_s += max(_WINDOWS_STEP_S, rtt_s)
         elif _WINDOWS_BEGINNING.match(line):
-            # It begins a run, or the statistics behind one.
+            # This line begins a run, or the statistics after one.
             is_inside = not is_inside if probes else True
         elif is_inside and not _OTHER_WINDOWS.match(line) and not text.may_be_cut(number):
             probes.append(Probe(at_s, None))
             at_s += _WINDOWS_TIMEOUT_S
     if not probes:
         raise text.no_rows()
-    remarks = ["Windows writes whole milliseconds and no times; lost probes count for 4 s each"]
+    remarks = [
+        "Windows writes whole milliseconds and no times; a lost probe is assumed to take 4 s"
+    ]
     if below:
-        remarks.append(f"{below} answers in less than 1 ms are taken for 0.5 ms")
+        remarks.append(f"{below} answers in less than 1 ms are assumed to take 0.5 ms")
     step_s = max(_WINDOWS_STEP_S, probes[-1].rtt_s or _WINDOWS_TIMEOUT_S)
     return from_probes(text, probes, step_s, remarks=tuple(remarks))

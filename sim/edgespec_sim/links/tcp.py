@@ -1,10 +1,11 @@
-"""A TCP connection in virtual time: packets both ways over links that lose some, messages in order.
+"""A TCP connection in virtual time: packets both ways over lossy links, and messages in order.
 
-Theory of operation. Each end has a sender and a receiver; packets of one end carry bytes of its
-stream and the receiver's answer about the other one. Messages are stretches of the stream, and are
-delivered when all before them has arrived: what is lost holds up everything behind it, of whichever
-session, as on the one HTTP/2 connection of a device. Each message is a packet of its own, as gRPC
-was seen to do (1.1 a message, of 16 sessions in one pass), unless the window makes them wait.
+Theory of operation. Each end has a sender and a receiver. A packet of one end carries bytes of its
+stream and the receiver's acknowledgement of the other stream. A message is a range of the stream,
+delivered when all bytes before it have arrived. So a loss delays everything behind it, of any
+session, like on the one HTTP/2 connection of a device. Each message is its own packet, as measured
+with gRPC (1.1 packets per message, with 16 sessions in one pass), unless the window makes messages
+wait.
 """
 
 from __future__ import annotations
@@ -18,59 +19,59 @@ from typing import Final, Protocol
 
 from edgespec_sim.event_queue import EventQueue
 
-# --- what one end of a TCP connection has sent and not yet heard of, and the constants of Linux ---
+# --- unacknowledged packets of one end of a TCP connection, and the constants of Linux ------------
 
 SEGMENT_BYTES: Final = 1448
-"""Of a packet of 1500 bytes with IPv4 and TCP's timestamps (RFC 7323)."""
+"""Payload of a packet of 1500 bytes with IPv4 and TCP's timestamps (RFC 7323)."""
 FIRST_WINDOW: Final = 10
-"""Packets (RFC 6928)."""
+"""Initial window in packets (RFC 6928)."""
 MIN_TIMEOUT_S: Final = 0.2
-"""TCP_RTO_MIN; RFC 6298 asks for a second."""
+"""TCP_RTO_MIN of Linux; RFC 6298 requires a second."""
 MOST_TIMEOUT_S: Final = 120.0
 FIRST_TIMEOUT_S: Final = 1.0
 DUPLICATES: Final = 3
-"""As many packets that arrived behind a missing one end the wait for reordering (RFC 5681)."""
+"""Packets behind a missing one whose arrival ends the wait for reordering (RFC 5681)."""
 _TICK_S: Final = 0.004
-"""Timers run on jiffies, 250 a second as most distributions build it."""
+"""Granularity of timers, which run on jiffies: 250 per second in most distributions."""
 SLACK_S: Final = 0.002
-"""TCP_TIMEOUT_MIN_US: on top of what a loss timer has to wait."""
+"""TCP_TIMEOUT_MIN_US, which is added to the wait of a loss timer."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """Bytes [start, end) of the stream, as they went in one packet."""
+    """Bytes [start, end) of the stream that were sent in one packet."""
 
     start: int
     end: int
     sent_s: float
-    """The last time."""
+    """Time of the last sending."""
     order: int
-    """Of that sending, among all: packets may leave at one and the same time."""
+    """Number of the last sending among all sendings, since packets may leave at the same time."""
     retransmitted: bool = False
     sacked: bool = False
     lost: bool = False
-    """Called lost, and not sent again since."""
+    """Whether the packet is considered lost and was not sent again since."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """What a packet says of the other direction (RFC 2018, 2883)."""
+    """Acknowledgement that a packet carries for the other direction (RFC 2018, 2883)."""
 
     upto: int
     """All bytes before this one have arrived."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """What arrived behind a gap."""
+    """Ranges of bytes that arrived after a gap."""
     duplicate: bool = False
-    """What it answers had arrived before."""
+    """Whether the acknowledged packet had arrived before."""
 
 
 def ticks_s(wait_s: float) -> float:
-    """When a timer set to ``wait_s`` runs, on the average over the phase of the clock."""
+    """Return when a timer set to ``wait_s`` runs, averaged over the phase of the clock."""
     return (math.ceil(max(wait_s, 1e-6) / _TICK_S) - 0.5) * _TICK_S
 
 
 class RoundTrips:
-    """Smoothed round trip and timeout as Linux computes them (RFC 6298, tcp_rtt_estimator)."""
+    """Smoothed round trip and timeout as computed by Linux (RFC 6298, tcp_rtt_estimator)."""
 
     def __init__(self) -> None:
         self.smoothed_s = self.least_s = math.inf
@@ -85,39 +86,40 @@ class RoundTrips:
             error_s = rtt_s - self.smoothed_s
             self.smoothed_s += error_s / 8.0
             self._deviation_s += (abs(error_s) - self._deviation_s) / 4.0
-        # The deviation's share, and not the whole, is bounded from below.
+        # The deviation's share is bounded from below, not the whole timeout.
         self.timeout_s = self.smoothed_s + max(4.0 * self._deviation_s, MIN_TIMEOUT_S)
 
 
-# --- the receiving half of a TCP connection, as Linux does it ----------------------------------
-# A packet that arrives behind a gap, fills one or came before is answered at once. Any other one
-# is answered as soon as the application has read it, unless this end is in a conversation (it
-# sent data shortly after it had got some): then the answer waits for data to ride on, or for a
-# second packet, for 40 ms at most.
+# --- the receiving half of a TCP connection, as in Linux ----------------------------------------
+# A packet that arrives behind a gap, fills one or arrived before is acknowledged at once. Any other
+# one is acknowledged as soon as the application has read it, unless this end is in a conversation
+# (it sent data shortly after it had received some). In that case the acknowledgement waits for data
+# to be sent with it, or for a second packet, for at most 40 ms.
 
 _DELAY_S: Final = 0.040
 """TCP_DELACK_MIN and TCP_ATO_MIN."""
 _REPORTED: Final = 3
-"""Ranges that fit beside the timestamps."""
+"""Number of ranges that fit into a header beside the timestamps."""
 
 
 class TcpReceiver:
-    """``arrived`` says whether to answer now; ``timer_s`` when to answer without being asked."""
+    """Receives packets. ``arrived`` returns whether to acknowledge now; ``timer_s`` is when to
+    acknowledge at the latest."""
 
     def __init__(self) -> None:
         self.timer_s = math.inf
         self.upto = 0
-        """All bytes before this one may be read."""
+        """All bytes before this one can be read."""
         self._behind: list[tuple[int, int]] = []
         self._last: tuple[int, int] | None = None
         self._duplicate = False
         self.conversing = False
         self._last_data_s = -math.inf
         self._waiting = 0
-        """Packets not yet answered."""
+        """Packets that are not yet acknowledged."""
 
     def arrived(self, now_s: float, start: int, end: int) -> bool:
-        """A packet with these bytes."""
+        """Receive a packet with these bytes. Returns whether it must be acknowledged now."""
         self._last_data_s = now_s
         if end <= self.upto:
             self._duplicate = True
@@ -145,11 +147,11 @@ class TcpReceiver:
             self.conversing = True
 
     def answer(self) -> Acknowledgement:
-        """For a packet that leaves now."""
+        """Return the acknowledgement for a packet that leaves now."""
         duplicate, self._duplicate = self._duplicate, False
         self.timer_s, self._waiting = math.inf, 0
         ranges = list(self._behind)
-        if self._last in ranges:  # the latest comes first
+        if self._last in ranges:  # The latest range comes first.
             ranges.remove(self._last)
             ranges.insert(0, self._last)
         return Acknowledgement(self.upto, tuple(ranges[:_REPORTED]), duplicate)
@@ -166,22 +168,22 @@ class TcpReceiver:
         self._behind = sorted(joined)
 
 
-# --- how many packets TCP lets be under way ----------------------------------------------------
-# Slow start and a friendly CUBIC (RFC 9438, 4.3: its region for small products of bandwidth and
-# delay, where it grows as Reno would), the reduction in proportion to what arrives (RFC 6937),
-# and what Linux does to a window that is not used: it does not grow, decays when a window's worth
-# is not sent for a timeout, and is halved for each timeout of silence (RFC 2861). CUBIC's convex
-# growth of long fast transfers is not here.
+# --- the number of packets that TCP allows in flight ---------------------------------------------
+# This is slow start and a friendly CUBIC (RFC 9438, 4.3: its region for small products of bandwidth
+# and delay, where it grows as Reno would), with a reduction in proportion to arrivals (RFC 6937). A
+# window that is not used behaves as in Linux: it does not grow, decays if a full window is not sent
+# for a timeout, and is halved for each timeout of silence (RFC 2861). CUBIC's convex growth in long
+# fast transfers is not modelled.
 
 _KEPT: Final = 717 / 1024
-"""Share of the window after a loss (CUBIC's beta)."""
+"""Share of the window that remains after a loss (CUBIC's beta)."""
 _ACKED_PER_GROWTH: Final = 1.875
-"""Windows that have to arrive for one packet more (bictcp_update's friendly region)."""
+"""Windows that must arrive for growth by one packet (bictcp_update's friendly region)."""
 _LEAST: Final = 2
 
 
 class CongestionWindow:
-    """In packets; the sender says what happened."""
+    """The congestion window in packets, driven by the sender's calls."""
 
     def __init__(self) -> None:
         self.packets = FIRST_WINDOW
@@ -199,7 +201,7 @@ class CongestionWindow:
         return self.packets < self._threshold
 
     def sent(self, now_s: float, in_flight: int, timeout_s: float, *, reducing: bool) -> None:
-        """A packet left; ``in_flight`` with it."""
+        """Record a packet that left; ``in_flight`` includes it."""
         if reducing:
             self._sent += 1
         self._limited = in_flight >= self.packets
@@ -214,7 +216,7 @@ class CongestionWindow:
             self._most_used, self._used_since_s = 0, now_s
 
     def idle(self, for_s: float, timeout_s: float) -> None:
-        """Something is to leave after ``for_s`` of silence."""
+        """Decay the window before a packet that leaves after ``for_s`` of silence."""
         if for_s <= timeout_s:
             return
         self._remember()
@@ -226,7 +228,7 @@ class CongestionWindow:
         self.packets = max(self.packets, least)
 
     def acknowledged(self, count: int) -> None:
-        """So many arrived while nothing was missing."""
+        """Record that ``count`` packets arrived while none was missing."""
         if not self._limited and not (self.slow_start and self.packets < 2 * self._most_used):
             return
         if self.slow_start:
@@ -243,7 +245,7 @@ class CongestionWindow:
         self._delivered = self._sent = 0
 
     def reduce(self, in_flight: int, delivered: int, *, advanced: bool) -> None:
-        """In a reduction: ``delivered`` packets arrived."""
+        """Record, during a reduction, that ``delivered`` packets arrived."""
         if not delivered:
             return
         self._delivered += delivered
@@ -259,7 +261,7 @@ class CongestionWindow:
         self.packets = int(self._threshold)
 
     def collapse(self, in_flight: int, *, again: bool) -> None:
-        """A timeout; ``again``: one after another."""
+        """Shrink the window after a timeout. ``again`` means that it follows another timeout."""
         if not again:
             self.begin_reduction()
         self.packets = in_flight + 1
@@ -269,15 +271,15 @@ class CongestionWindow:
             self._threshold = max(self._threshold, 3 * self.packets // 4)
 
 
-# --- the sending half of a TCP connection, as Linux does it ------------------------------------
-# Bytes are cut into packets when the congestion window lets them leave; Nagle is off, as gRPC has
-# it. A packet is lost once one that was sent after it has arrived and a quarter of a round trip
-# has passed (RACK, RFC 8985) or three have; that wait is on a timer. When the tail is silent a
-# probe sends the last packet again after two round trips, so that its answer shows the losses
-# before it; a lone packet waits as long as a timeout, since its answer may be delayed. The
-# timeout (RFC 6298, from 200 ms beyond the round trip on) calls the first packet lost, and
-# doubles.
-# Not here: undoing a reduction that was for nothing (F-RTO, Eifel), and pacing.
+# --- the sending half of a TCP connection, as in Linux ------------------------------------------
+# Bytes are cut into packets when the congestion window lets them leave; Nagle's algorithm is off,
+# as in gRPC. A packet is lost once a packet sent after it has arrived and a quarter of a round trip
+# has passed (RACK, RFC 8985), or once three have arrived; that wait has a timer. If the tail is not
+# acknowledged, a probe sends the last packet again after two round trips, so that its
+# acknowledgement shows the losses before it. A single packet waits as long as a timeout, since its
+# acknowledgement may be delayed. The timeout (RFC 6298, at least 200 ms above the round trip)
+# declares the first packet lost, and doubles.
+# Not modelled: undoing an unnecessary reduction (F-RTO, Eifel), and pacing.
 
 
 class _State(Enum):
@@ -293,8 +295,8 @@ class _Timer(Enum):
 
 
 class TcpSender:
-    """``write``, ``acknowledged`` and ``timer_ran`` return the packets that leave, as ranges of
-    bytes; ``timer_s`` is when ``timer_ran`` wants to be called."""
+    """Sends a stream. ``write``, ``acknowledged`` and ``timer_ran`` return the packets that leave,
+    as ranges of bytes; ``timer_ran`` must be called at ``timer_s``."""
 
     def __init__(self) -> None:
         self.timer_s = math.inf
@@ -306,16 +308,16 @@ class TcpSender:
         self._segments: deque[Segment] = deque()
         self._written = self._next = 0
         self._recover_at = 0
-        """Recovery ends when everything before this byte has arrived."""
+        """Recovery ends when all bytes before this one have arrived."""
         self._backoff = 1.0
         self._last_sent_s = -math.inf
-        # RACK: the latest-sent packet that has arrived.
+        # RACK: the packet with the latest sending time that has arrived.
         self._sent, self._rack_order, self._rack_rtt_s = 0, 0, 0.0
         self._probe_end: int | None = None
         self._probe_repeats = False
         self._outgoing: list[tuple[int, int]] = []
 
-    # --- what happens ----------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------
 
     def write(self, now_s: float, size_bytes: int) -> list[tuple[int, int]]:
         self._written += size_bytes
@@ -364,7 +366,7 @@ class TcpSender:
 
     @property
     def in_flight(self) -> int:
-        """Packets sent that have neither arrived nor been called lost."""
+        """Packets that were sent and have neither arrived nor been declared lost."""
         return sum(not segment.sacked and not segment.lost for segment in self._segments)
 
     # --- acknowledgements ------------------------------------------------------------------
@@ -374,7 +376,8 @@ class TcpSender:
         return self._segments[0].start if self._segments else self._next
 
     def _take_in(self, now_s: float, ack: Acknowledgement) -> tuple[bool, int]:
-        """Whether the first missing byte moved, and how many packets are known to have arrived."""
+        """Process an acknowledgement. Returns whether the first missing byte moved, and how many
+        packets are now known to have arrived."""
         advanced, found = False, list[Segment]()
         while self._segments and self._segments[0].end <= ack.upto:
             segment = self._segments.popleft()
@@ -396,12 +399,13 @@ class TcpSender:
     def _arrived(self, now_s: float, segment: Segment) -> None:
         rtt_s = now_s - segment.sent_s
         if segment.retransmitted and rtt_s < self.round_trips.least_s:
-            return  # it was the first copy that arrived
+            return  # The first copy arrived, so its round trip is unknown.
         if segment.order > self._rack_order:
             self._rack_order, self._rack_rtt_s = segment.order, rtt_s
 
     def _find_losses(self, now_s: float) -> bool:
-        """Call lost what RACK says; sets the timer for what it is not sure of yet."""
+        """Mark packets as lost by RACK, and set the timer for those that may only be late. Returns
+        whether any packet was marked."""
         trips, found, wait_s = self.round_trips, False, 0.0
         sacked = sum(segment.sacked for segment in self._segments)
         patience_s = 0.0
@@ -427,7 +431,7 @@ class TcpSender:
     # --- timers ----------------------------------------------------------------------------
 
     def _set_timer(self, now_s: float) -> None:
-        """The probe where one may be sent, and else the timeout."""
+        """Set the timer of a probe if one may be sent, else the timeout."""
         if not self._segments:
             self.timer_s = math.inf
             return
@@ -461,7 +465,8 @@ class TcpSender:
         self._set_timeout(now_s)
 
     def _end_probe(self, ack: Acknowledgement, *, advanced: bool) -> None:
-        """A probe that repaired a loss costs window, or losses of the tail would be free."""
+        """End a probe. A probe that repaired a loss reduces the window; otherwise tail losses would
+        be free."""
         if self._probe_end is None or ack.upto < self._probe_end:
             return
         if ack.duplicate or not self._probe_repeats:
@@ -535,17 +540,17 @@ class TcpSender:
 
 
 MESSAGE_BYTES: Final = 14
-"""HTTP/2's frame header and gRPC's prefix; the rest of the framing is a packet's."""
+"""HTTP/2's frame header and gRPC's prefix. The rest of the framing is per packet."""
 
 
 class PacketLink(Protocol):
     def packet(self, now_s: float, size_bytes: int, /) -> float | None:
-        """When a packet handed over now arrives; None: it is lost."""
+        """Return the arrival time of a packet that is handed over now. None: it is lost."""
 
 
 class TcpConnection:
-    """``up`` and ``down`` are its paths. ``delay_s``: what packets take besides their links, each
-    way; ``message_s``: what a message takes at its ends besides."""
+    """A connection with its paths ``up`` and ``down``. ``delay_s`` is the one-way delay of packets
+    besides their links, ``message_s`` the time of a message at its ends."""
 
     def __init__(
         self,
@@ -561,7 +566,7 @@ class TcpConnection:
 
 
 class _End:
-    """One end, and the ``Path`` from it over ``links`` to its peer."""
+    """One end of a connection, and the ``Path`` from it over ``links`` to its peer."""
 
     peer: _End
 
@@ -574,7 +579,7 @@ class _End:
         self._message_s = message_s
         self._written = 0
         self._messages: deque[tuple[int, Callable[[], None]]] = deque()
-        """Under way from here: the byte behind each, and what delivers it."""
+        """Messages in transit from here: the byte after each, and its ``deliver``."""
         self._wake_s = math.inf
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
@@ -593,7 +598,7 @@ class _End:
         self._over(0, end - start, lambda: self.peer.arrive(start, end, ack))
 
     def _over(self, hop: int, size_bytes: int, arrive: Callable[[], None]) -> None:
-        """Over the link of that number and those behind it."""
+        """Send a packet over the link number ``hop`` and those after it."""
         if hop == len(self._links):
             self._queue.after(self._delay_s, arrive)
             return
@@ -606,7 +611,7 @@ class _End:
             self._queue.at(arrival_s, lambda: self._over(hop + 1, size_bytes, arrive))
 
     def arrive(self, start: int, end: int, ack: Acknowledgement) -> None:
-        """A packet of the peer; an empty one if ``start`` is ``end``."""
+        """Process a packet of the peer. It carries no data if ``start`` equals ``end``."""
         now_s = self._queue.now
         outgoing = self.sender.acknowledged(now_s, ack)
         answer = False
@@ -619,7 +624,7 @@ class _End:
         self._set_timer()
 
     def deliver(self, upto: int) -> None:
-        """Everything before byte ``upto`` of this end's stream has arrived."""
+        """Deliver the messages of this end that end at or before byte ``upto``."""
         while self._messages and self._messages[0][0] <= upto:
             self._queue.after(self._message_s, self._messages.popleft()[1])
 
@@ -632,7 +637,7 @@ class _End:
     def _wake(self) -> None:
         now_s = self._queue.now
         if now_s != self._wake_s:
-            return  # an earlier one was wanted meanwhile
+            return  # An earlier timer was set meanwhile.
         self._wake_s = math.inf
         if self.receiver.timer_s <= now_s:
             self.receiver.conversing = False

@@ -1,6 +1,6 @@
-"""A trace file as bounded lines, errors that say where in it, and probes that become a trace.
+"""Trace files as lines, with errors that give the line, and conversion of probes to a trace.
 
-Every reader of a format gets a ``TraceText`` and makes a ``NetworkTrace`` of it.
+Every reader of a format gets a ``TraceText`` and returns a ``NetworkTrace``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Final
 from edgespec.config.files import TooLargeError, read_bytes
 from edgespec_sim.links.network_trace import MAX_ROWS, NetworkTrace, TraceError
 
-# --- a trace file as bounded lines, and errors that say where in it ----------------------------
+# --- a trace file as lines, and errors that give the line ---------------------------------------
 
 MAX_FILE_BYTES: Final = 2**28
-"""Of the file, and of what is packed in it."""
+"""Largest size of a file, and of its unpacked content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,11 @@ class TraceText:
 
     path: Path
     source: str
-    """The format that they are read as; empty where no format begins like that."""
+    """The format as which the lines are read. Empty if no known format begins like that."""
     lines: tuple[str, ...]
     ends_cut: bool
-    """The last line has no line end, so it may be half a line: a recording that was killed."""
+    """Whether the last line has no line end, so that it may be incomplete, as after a killed
+    recording."""
 
     @property
     def name(self) -> str:
@@ -79,7 +80,7 @@ _WIDE: Final = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-"""How a redirection of PowerShell writes a log."""
+"""Encodings by their byte order marks. PowerShell's redirection writes logs in UTF-16."""
 
 
 def read_lines(path: Path) -> tuple[tuple[str, ...], bool]:
@@ -105,7 +106,7 @@ def read_lines(path: Path) -> tuple[tuple[str, ...], bool]:
             raise TraceError(
                 f"{path}:{line}: expected UTF-8 text, found byte {error.start}"
             ) from None
-        # Windows' ping in the code page of its console: only words are in doubt.
+        # This is Windows' ping in the code page of its console; only words are affected.
         content = data.decode("latin-1")
     lines = tuple(line.rstrip("\r") for line in content.split("\n"))
     ends_cut = lines[-1] != ""
@@ -122,17 +123,17 @@ def _unpacked(path: Path, data: bytes) -> bytes:
     except zlib.error as error:
         raise TraceError(f"{path}: cannot be unpacked: {error}") from None
     if len(found) > MAX_FILE_BYTES:
-        raise TraceError(f"{path}: unpacks to more than the {MAX_FILE_BYTES} bytes that go")
+        raise TraceError(f"{path}: unpacks to more than {MAX_FILE_BYTES} bytes, which is the limit")
     return found
 
 
 def table(
     text: TraceText, header: int = 1, delimiter: str = ","
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of each line behind line ``header``, and its cells by column.
+    """Yield the number of each line after line ``header``, and its cells by column.
 
-    A row may end early, but not go on beyond the header. Left out are empty lines, comments
-    (``#``), repetitions of the header and a last line that may be cut. Raises ``TraceError``."""
+    A row may be shorter than the header, but not longer. Empty lines, comments (``#``), repetitions
+    of the header and an incomplete last line are left out. Raises ``TraceError``."""
     lines = csv.reader(text.lines[header - 1 :], delimiter=delimiter)
     columns: list[str] = []
     try:
@@ -153,14 +154,15 @@ def table(
 
 
 def usual_step_s(times_s: Sequence[float]) -> float:
-    """The median step, and a second of a single time."""
+    """Return the median step. A single time has a step of one second."""
     return statistics.median([b - a for a, b in itertools.pairwise(times_s)] or [1.0])
 
 
 def outages_of(
     times_s: Sequence[float], end_s: float, lost: Iterable[bool]
 ) -> tuple[tuple[float, float], ...]:
-    """Rows that were lost last until the next one; neighbours are one outage."""
+    """Return the outages of rows that were lost. A row lasts until the next one, and neighbours are
+    one outage."""
     found: list[tuple[float, float]] = []
     for time_s, until_s, is_lost in zip(times_s, (*times_s[1:], end_s), lost, strict=True):
         if is_lost and found and found[-1][1] == time_s:
@@ -178,24 +180,23 @@ def stamp_s(text: TraceText, number: int, stamp: str, expected: str) -> float:
         raise text.error(number, expected) from None
 
 
-# --- from probes that were answered or not to a trace ------------------------------------------
-# A probe is sent at a time and has a round-trip time, or None when no answer came. A run of lost
+# --- conversion of probes to a trace ------------------------------------------------------------
+# A probe has a sending time and a round-trip time, which is None if no answer came. A run of lost
 # probes that lasts at least ``OUTAGE_S`` is an outage, from the first lost probe to the next
-# answered one: a link that drops everything for a second is gone, and what is sent then waits.
-# All other lost probes are loss, as the share of the probes in the window of ``LOSS_WINDOW_S``
-# they fall into (those of outages left out), because single losses say little about their
-# neighbours.
+# answered one: a link that drops everything for a second is down, and messages wait. All other lost
+# probes are loss. They count as the share of the probes in their window of ``LOSS_WINDOW_S``,
+# without those of outages, because single losses carry little information about their neighbours.
 
 OUTAGE_S: Final = 1.0
 LOSS_WINDOW_S: Final = 5.0
 _PACE_ERROR_S: Final = 0.02
-"""A pace of a second comes out a little shorter or longer where stamps tell it, and must not decide
-whether one lost probe is an outage."""
+"""Tolerance for a pace of a second that time stamps make slightly shorter or longer. It must not
+decide whether one lost probe is an outage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """``rtt_s`` None: no answer came."""
+    """One probe. ``rtt_s`` is None if no answer came."""
 
     sent_s: float
     rtt_s: float | None
@@ -211,10 +212,10 @@ def from_probes(
 ) -> NetworkTrace:
     """Make a trace of ``probes`` in order of sending, the first of them at 0.
 
-    The last one counts for ``step_s``. Without ``counts_loss`` the format does not say what was
-    lost, so there is no loss column. Raises ``TraceError`` where none was answered."""
+    The last one lasts for ``step_s``. Without ``counts_loss`` there is no loss column, because the
+    format does not record losses. Raises ``TraceError`` if no probe was answered."""
     if len(probes) > MAX_ROWS:
-        raise TraceError(f"{text.path}: {len(probes)} probes, but at most {MAX_ROWS} go")
+        raise TraceError(f"{text.path}: {len(probes)} probes, but the limit is {MAX_ROWS}")
     end_s = probes[-1].sent_s + step_s
     outages_s: list[tuple[float, float]] = []
     lost: list[float] = []
@@ -232,7 +233,7 @@ def from_probes(
     if not answered:
         raise text.no_rows()
     times_s = [time_s for time_s, _ in answered]
-    times_s[0] = 0.0  # What was lost before the first answer has no delay of its own.
+    times_s[0] = 0.0  # Probes lost before the first answer have no delay of their own.
     return NetworkTrace(
         name=text.name,
         source=text.source,
@@ -247,7 +248,7 @@ def from_probes(
 
 def _probes_loss(answered_s: Sequence[float], lost_s: Sequence[float]) -> tuple[float, ...]:
     answered_in, lost_in = _per_window(answered_s), _per_window(lost_s)
-    # A window in which nothing was answered has no row; its losses are the next window's.
+    # A window without an answer has no row; its losses count in the next window.
     for window in sorted(lost_in.keys() - answered_in.keys(), reverse=True):
         later = [other for other in answered_in if other > window]
         lost_in[min(later) if later else max(answered_in)] += lost_in.pop(window)

@@ -1,1 +1,1 @@
-"""Where the tokens of a simulated world come from: recorded, drawn, or the toy model's."""
+"""The sources of a simulated world's tokens: recorded, drawn, or from the toy model."""

@@ -1,22 +1,24 @@
-"""How drafts succeed and fail in real text: a level for each text, and stretches within it.
+"""A model of how drafts succeed and fail in real text: an easiness of each text, and stretches in
+it.
 
-Theory of operation. Acceptance is no constant coin. Some texts are easy and some hard; within a
-text hits come in runs (a quotation, a list or a loop is guessed to its end); and a draft that has
-just been wrong, or has only seen the prompt, is less sure of the next token. The law has two
-states, *easy* and *hard*, each with its own chances of the ranks, and a third set of chances for
-the first position and those right after a miss. At every position the state stays with chance
-``persistence``; else it is drawn anew, easy with the text's own *share*, which is itself drawn
-from a Beta distribution for each text. A coin with the same mean makes long drafts look better
-than they are: its misses never come together.
+Theory of operation. Acceptance is not a coin with a constant chance. Some texts are easy and some
+are hard. Within a text, hits come in runs, because a quotation, a list or a loop is predicted to
+its end. After a miss, or after only the prompt, a draft is less certain of the next token. The law
+has two states, *easy* and *hard*, each with its own chances of the ranks, and a third set of
+chances for the first position and those right after a miss. At every position the state stays with
+chance ``persistence``; otherwise it is drawn again, and is easy with the text's own *share*. The
+share of each text is drawn from a Beta distribution. A coin with the same mean makes long drafts
+look better than they are, because its misses never cluster.
 
-What the draft thinks of its first two choices is drawn for each position from those of the tape at
-places of the same kind: the same state (or right after a miss), and the first choice right, the
-second, or neither. So a law moved to another mean keeps how well confidences tell right from wrong,
-and how often a guess of some confidence is right follows by Bayes' rule.
+The draft's log-probabilities of its first two candidates are drawn, for each position, from those
+of the tape at places of the same kind: the same state (or right after a miss), and the same outcome
+(the first candidate right, the second, or neither). So a law that is moved to another mean keeps
+how well confidences separate right from wrong. How often a candidate of some confidence is right
+then follows from Bayes' rule.
 
-``fit`` finds the law of a tape by expectation maximisation (a hidden Markov model with shared
-emissions: Rabiner 1989; the chance to stay is split from the chance to be drawn into the same
-state, as usual for such mixtures), from fixed starting values: equal tapes give equal laws.
+``fit`` finds the law of a tape by expectation maximisation: a hidden Markov model with shared
+emissions (Rabiner 1989), where the chance to stay is separated from the chance to be drawn into the
+same state, as usual for such mixtures. Starting values are fixed, so equal tapes give equal laws.
 """
 
 from __future__ import annotations
@@ -32,53 +34,55 @@ from edgespec_sim.token_sources.match_tape import MISS, Agreement, MatchTape
 
 _ROUNDS = 80
 _LEAST_CHANCE = 1e-4
-# A Beta this concentrated is a constant for all purposes; wider than uniform is not believed.
+# A Beta distribution at the upper limit is practically constant; the lower limit keeps it from
+# being wider than plausible.
 _LEAST_CONCENTRATION, _MOST_CONCENTRATION = 0.5, 200.0
 Floats = NDArray[np.float64]
 Thought = tuple[float, float]
-"""Log-probabilities of a draft's first and second choice."""
+"""Log-probabilities of a draft's first and second candidate."""
 _AFTER_MISS: Final = 2
 _OUTCOMES: Final = 3
-"""The first choice was right, the second, or neither."""
+"""The first candidate was right, the second, or neither."""
 _THOUGHTS: Final = 200
-"""That a law keeps of each kind of place: so many quantiles."""
+"""Number of quantiles of log-probabilities that a law keeps for each kind of place."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceLaw:
-    """Chances of each rank in easy and hard stretches, and at the start or after a rank other than
-    0 (what is missing to 1 is a miss), and how the stretches come."""
+    """Chances of each rank in easy and hard stretches, and after a rank other than 0 or at the
+    start. The rest of each set to 1 is the chance of a miss. The other fields describe the
+    stretches."""
 
     easy: tuple[float, ...]
     hard: tuple[float, ...]
     after_miss: tuple[float, ...]
     share_alpha: float
-    """Of the Beta distribution of a text's share of easy stretches."""
+    """Parameters of the Beta distribution of a text's share of easy stretches."""
     share_beta: float
     persistence: float
-    """Chance that a state stays without being drawn anew; 0: independent positions."""
+    """Chance that a state stays without being drawn again; 0: independent positions."""
     origin: str
-    """What it was fitted to or made from, for reports."""
+    """The law's origin, for reports: the tape it was fitted to, or how it was made."""
     thoughts: tuple[tuple[Thought, ...], ...] = ()
-    """``_THOUGHTS`` for each kind of place: easy, hard and after a miss, each by ``_OUTCOMES``.
-    None: the draft says nothing of its choices."""
+    """``_THOUGHTS`` pairs for each kind of place: easy, hard and after a miss, each by
+    ``_OUTCOMES``. Empty: the draft has no log-probabilities."""
 
     def __post_init__(self) -> None:
         assert len(self.easy) == len(self.hard) == len(self.after_miss)
 
     @property
     def width(self) -> int:
-        """Ranks it knows: guesses beyond them are never right."""
+        """Number of known ranks. Candidates beyond them are never right."""
         return len(self.easy)
 
     def acceptance(self, rank: int = 0) -> float:
-        """Mean share of positions whose token has this rank, in long texts."""
+        """Return the mean share of positions whose token has this rank, in long texts."""
         share, weight = _beta_grid(self.share_alpha, self.share_beta)
         states = np.stack([share, 1 - share])
         own = np.array([[self.easy[0]], [self.hard[0]]])
         after, fresh = self.after_miss[0], 1 - self.persistence
-        # Balance of the share of positions that are hits in a state: behind a hit the state's own
-        # chance counts, behind a miss (the rest) that of ``after_miss``.
+        # The balance of the share of positions that are hits in a state: after a hit the state's
+        # own chance applies, after a miss (the rest) that of ``after_miss``.
         gain = own - after
         damped = states / (1 - self.persistence * gain)
         hits = (damped * after).sum(0) / (1 - (damped * fresh * gain).sum(0))
@@ -89,8 +93,8 @@ class AcceptanceLaw:
         return float((chance.sum(0) * weight).sum())
 
     def at(self, acceptance: float) -> AcceptanceLaw:
-        """The same stretches, with the odds of the first rank scaled alike everywhere until
-        the mean is ``acceptance``; other ranks keep their shares of what the first leaves."""
+        """Return a law with the same stretches and a mean of ``acceptance``. The odds of the first
+        rank are scaled by one factor everywhere; other ranks keep their shares of the remainder."""
         low, high = -40.0, 40.0
         for _ in range(100):
             middle = (low + high) / 2
@@ -101,8 +105,9 @@ class AcceptanceLaw:
     def text(
         self, count: int, dice: np.random.Generator, thinking: np.random.Generator
     ) -> Agreement:
-        """The first ``count`` ranks of one text, and from dice of its own what the draft thinks at
-        each place; a longer draw from equal dice begins alike."""
+        """Draw the first ``count`` ranks of one text from ``dice``, and the draft's
+        log-probabilities from ``thinking``. A longer draw from equal generators begins with the
+        same values."""
         ranks, kinds = self._ranks_and_kinds(count, dice)
         if not self.thoughts:
             return Agreement(tuple(ranks), (), ())
@@ -119,7 +124,7 @@ class AcceptanceLaw:
         fresh = draws[:, 0] >= self.persistence
         if count:
             fresh[0] = True
-        # The state of each position is the one drawn at the last fresh position up to it.
+        # The state of each position is the one drawn at the last fresh position before or at it.
         last = np.maximum.accumulate(np.where(fresh, np.arange(count), 0))
         easy = (draws[:, 1] < share)[last]
         usual = np.where(easy, _rank_at(self.easy, draws[:, 2]), _rank_at(self.hard, draws[:, 2]))
@@ -141,7 +146,7 @@ class AcceptanceLaw:
 
 
 def fit(tape: MatchTape) -> AcceptanceLaw:
-    """The law of a tape's texts; its ``width`` is the tape's."""
+    """Fit the law of a tape's texts. Its ``width`` is that of the tape."""
     ranks = [np.asarray(generation.ranks) for generation in tape.generations]
     hidden = _Hidden([np.where(one == MISS, tape.width, one) for one in ranks], tape.width + 1)
     for _ in range(_ROUNDS):
@@ -158,13 +163,14 @@ def fit(tape: MatchTape) -> AcceptanceLaw:
         origin=f"fitted to {tape.draft} drafting for {tape.target}",
         thoughts=_thoughts(tape, hidden.places),
     )
-    # The mean of the law is that of the tape, whatever the moments of the shares left over.
+    # Shift the mean to that of the tape, which the moments of the shares meet only roughly.
     return replace(law.at(min(max(tape.acceptance(), 0.001), 0.999)), origin=law.origin)
 
 
 def _thoughts(tape: MatchTape, places: Floats) -> tuple[tuple[Thought, ...], ...]:
-    """Of each kind of place, by quantiles of the first choice's; none where the tape has none
-    somewhere. ``places``: how far each position is easy, hard and after a miss."""
+    """Return the log-probabilities of each kind of place, as quantiles over the first candidate's.
+    Empty if the tape lacks them in any text. ``places`` holds how far each position is easy, hard
+    and after a miss."""
     texts = tape.generations
     if not all(text.logprobs and text.second_logprobs for text in texts):
         return ()
@@ -179,7 +185,7 @@ def _thoughts(tape: MatchTape, places: Floats) -> tuple[tuple[Thought, ...], ...
     kinds = []
     for place in places[order].T:
         for outcome in range(_OUTCOMES):
-            # What a tape never has of a kind, it takes from wherever the outcome was the same.
+            # A kind that the tape lacks takes the values of any place with the same outcome.
             weights = (outcomes == outcome) * (place + 1e-6) + 1e-12
             reached = np.cumsum(weights) / weights.sum()
             picked = [found[order[at]] for at in np.searchsorted(reached, quantiles)]
@@ -188,7 +194,7 @@ def _thoughts(tape: MatchTape, places: Floats) -> tuple[tuple[Thought, ...], ...
 
 
 class _Hidden:
-    """The hidden Markov model being fitted; row 0 of ``chances`` is the easy state."""
+    """The hidden Markov model during the fit; row 0 of ``chances`` is the easy state."""
 
     def __init__(self, texts: Sequence[NDArray[np.int64]], symbol_count: int) -> None:
         self._symbol_count = symbol_count
@@ -202,7 +208,7 @@ class _Hidden:
         missed[1:] = self._live[1:] & (self._symbols[:-1] != 0)
         counts = np.bincount(self._symbols[missed], minlength=symbol_count) + 0.5
         self.after_miss: Floats = counts / counts.sum()
-        # What stands behind a miss says nothing of the state.
+        # A rank right after a miss carries no information about the state.
         self._telling = self._live & ~missed
         everything = np.bincount(self._symbols[self._telling], minlength=symbol_count) + 0.5
         tilt = np.ones(symbol_count)
@@ -215,7 +221,7 @@ class _Hidden:
         """How far each position, text after text, is easy, hard and after a miss."""
 
     def improve(self) -> None:
-        """One round of expectation and maximisation."""
+        """Do one round of expectation and maximisation."""
         starts = np.stack([self.shares, 1 - self.shares])
         stay = self.persistence * np.eye(2)[:, :, None]
         moves = stay + (1 - self.persistence) * starts[None, :, :]  # from, to, text
@@ -262,12 +268,12 @@ class _Hidden:
             self.chances[state] = np.maximum(counts / max(counts.sum(), 1e-9), _LEAST_CHANCE)
         self.chances /= self.chances.sum(axis=1, keepdims=True)
         self.persistence = float(np.clip(stayed[0] / max(stayed[1], 1e-9), 0.0, 0.99))
-        # Half an observation each way: a text of one stretch still leaves some doubt.
+        # Half an observation is added each way, so a text of one stretch still leaves some doubt.
         self.shares = (fresh[0] + 0.5) / (fresh.sum(axis=0) + 1.0)
 
 
 def _beta(shares: Floats) -> tuple[float, float]:
-    """Alpha and beta by the method of moments."""
+    """Return alpha and beta by the method of moments."""
     mean = float(np.clip(shares.mean(), 0.01, 0.99))
     variance = max(float(shares.var()), 1e-9)
     total = float(
@@ -277,7 +283,7 @@ def _beta(shares: Floats) -> tuple[float, float]:
 
 
 def _beta_grid(alpha: float, beta: float) -> tuple[Floats, Floats]:
-    """Values and weights of a Beta distribution, its mean exact."""
+    """Return values and weights of a Beta distribution, with an exact mean."""
     at = (np.arange(400) + 0.5) / 400
     log_weight = (alpha - 1) * np.log(at) + (beta - 1) * np.log1p(-at)
     weight = np.exp(log_weight - log_weight.max())

@@ -1,13 +1,13 @@
-"""Match tapes: how well a draft model agreed with the target, token by token, on real text.
+"""Match tapes: the agreement of a draft model with the target, token by token, on real text.
 
-Theory of operation. For every position of a generation the tape holds the target's token and the
-rank it had among the draft's best ``width`` guesses *on the committed prefix* (-1: it was not among
-them). A policy that looks at ranks and never at values off the path cannot tell a tape from the
-models, so a replay commits, accepts and rejects exactly what the models would have.
+Theory of operation. For every position of a generation the tape holds the target's token and its
+rank among the draft's best ``width`` candidates *after the committed prefix* (-1: it was not among
+them). A policy that uses ranks, and no values off the path, cannot distinguish a tape from the
+models, so a replay commits, accepts and rejects exactly like the models.
 
-A tape may also hold what the draft thought of its first choice at each position. A policy that goes
-by confidences replays exactly as long as its nodes are right; what it would have thought behind a
-wrong one is not on any tape.
+A tape may also hold the draft's log-probability of its first candidate at each position. A policy
+that uses confidences replays exactly as long as its nodes are right. The confidences after a wrong
+node are on no tape.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ MISS: Final = -1
 
 
 class TapeError(ValueError):
-    """A tape cannot be used; the message names the file, the line and what is wrong."""
+    """A tape cannot be used. The message names the file, the line and what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class TapedGeneration:
-    """One text. ``ranks`` is as long as ``tokens``. Raises ``TapeError``."""
+    """One generation. ``ranks`` is as long as ``tokens``. Raises ``TapeError``."""
 
     name: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """The target's, from the first one after the prompt on; the last may be an end token."""
+    """The target's tokens, from the first one after the prompt; the last may be an end token."""
     ranks: tuple[int, ...]
-    """Of ``tokens[i]`` among the draft's guesses there, 0 is its first choice, ``MISS`` none."""
+    """Rank of ``tokens[i]`` among the draft's candidates there: 0 is its first one, ``MISS``
+    none."""
     logprobs: tuple[float, ...] = ()
-    """Of the draft's first choice at ``tokens[i]``, under its own distribution; none: not taken."""
+    """The draft's log-probability of its first candidate at ``tokens[i]``. Empty: not recorded."""
     second_logprobs: tuple[float, ...] = ()
-    """The same of its second choice."""
+    """The draft's log-probability of its second candidate. Empty: not recorded."""
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.tokens:
@@ -65,11 +66,11 @@ class MatchTape:
     target: str
     draft: str
     width: int
-    """Guesses the draft was asked for at each position; ranks are below it."""
+    """Candidates recorded at each position; ranks are below it."""
     generations: tuple[TapedGeneration, ...]
     eos_token_ids: tuple[int, ...] = ()
     about: dict[str, str] = field(default_factory=dict)
-    """Sampling, machine, versions, command, date."""
+    """Sampling, machine, versions, command and date."""
 
     def __post_init__(self) -> None:
         if not self.generations:
@@ -79,13 +80,13 @@ class MatchTape:
                 raise TapeError(f"{generation.name}: a rank is not in [{MISS}, {self.width})")
 
     def acceptance(self, rank: int = 0) -> float:
-        """Share of positions whose token had this rank."""
+        """Return the share of positions whose token had this rank."""
         ranks = [r for generation in self.generations for r in generation.ranks]
         return sum(r == rank for r in ranks) / len(ranks)
 
 
 class Agreement(NamedTuple):
-    """Of a draft with a text, position by position, as in ``TapedGeneration``."""
+    """The agreement of a draft with a text, position by position, as in ``TapedGeneration``."""
 
     ranks: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -98,10 +99,11 @@ def walk_along(
     tokens: Sequence[int],
     width: int,
 ) -> Agreement:
-    """The rank of each of ``tokens`` among the ``width`` guesses of a drafter that walks along
-    them behind ``prompt``, one token a step, and the log-probabilities of first and second choices
-    to a thousandth; none where the drafter had no such guess somewhere. ``step`` is that of a
-    drafter which has begun."""
+    """Run a drafter along ``tokens`` after ``prompt``, one token per step.
+
+    Returns the rank of each token among the ``width`` candidates, and the log-probabilities of the
+    first and second candidates, rounded to a thousandth. These are empty if a candidate was missing
+    anywhere. ``step`` is that of a drafter which has begun."""
     ranks: list[int] = []
     logprobs: tuple[list[float], list[float]] = ([], [])
     keep, feed = 0, tuple(prompt)
@@ -120,7 +122,7 @@ def walk_along(
 
 
 def write_tape(tape: MatchTape, path: Path) -> None:
-    """One JSON object a line: a head, then one line a generation."""
+    """Write one JSON object per line: a head, then one line for each generation."""
     head = {"format": FORMAT, "version": VERSION, **plain(tape)}
     del head["generations"]
     texts = [{k: v for k, v in plain(one).items() if v != []} for one in tape.generations]
@@ -129,7 +131,7 @@ def write_tape(tape: MatchTape, path: Path) -> None:
 
 
 def read_tape(path: Path) -> MatchTape:
-    """Raises ``TapeError``."""
+    """Read a tape from a file. Raises ``TapeError``."""
     try:
         lines = read_text(path, MAX_TAPE_BYTES).splitlines()
     except (OSError, TooLargeError, UnicodeDecodeError) as error:

@@ -1,12 +1,12 @@
-"""Where a simulated world's tokens come from: one seam, three sources.
+"""The sources of a simulated world's tokens: one interface with three implementations.
 
-Theory of operation. A world needs a target, a drafter for each device, and the requests users
-make. ``TokenSource`` makes all three, so that they fit together, and says what it is: every report
-names it, because an acceptance rate is only as good as its source.
+Theory of operation. A world needs a target, a drafter for each device, and the users' requests. A
+``TokenSource`` makes all three, so that they fit together, and describes itself. Every report names
+the source, because an acceptance rate is only as good as its source.
 
-    toy model     laws of a few lines: every rule of sampling holds, trees branch as they do
+    toy model     laws of a few lines: every rule of sampling holds, and trees really branch
     match tape    recorded agreement of a real pair of models on real text
-    process       made-up agreement with the statistics of a tape
+    process       artificial agreement with the statistics of a tape
 """
 
 from __future__ import annotations
@@ -48,77 +48,83 @@ from edgespec_sim.token_sources.match_tape import MatchTape, TapeError, read_tap
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks for."""
+    """A user's request."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    """Ends at ``sampling.max_tokens`` or at an end token of the target, whichever is first."""
+    """Sampling. The output ends at ``max_tokens`` or at an end token of the target, whichever is
+    first."""
 
 
 class TokenSource(Protocol):
     rule: str
-    """Under this name sessions ask for the target's own tokens or, LOSSY, for a relaxed rule."""
+    """Name of the acceptance rule that sessions request: the exact rule, or a relaxed one
+    (LOSSY)."""
 
     @property
     def about(self) -> str:
-        """One line for reports: which source, from what, its acceptance rate."""
+        """One line for reports: the source, its origin and its acceptance rate."""
 
     def target(self) -> TargetModel:
-        """A new target; each verifier has its own. Any one of them continues any request alike."""
+        """Return a new target. Each verifier has its own, and all of them continue a request
+        alike."""
 
     def drafter(self) -> Drafter:
-        """A new drafter; each device has its own."""
+        """Return a new drafter. Each device has its own."""
 
     def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
-        """The world's request of that number (0, 1, ...): equal for equal numbers and lengths.
-        A tape has texts of its own lengths: they are cut, never lengthened."""
+        """Return the world's request of that number (0, 1, ...), the same for the same number and
+        lengths. A tape has outputs of its own lengths, which may be cut but not lengthened."""
 
     def expected(self, request: Request, count: int) -> Sequence[int]:
-        """The first ``count`` tokens that the target gives for it, computed without any session:
-        what was delivered is held against it."""
+        """Return the first ``count`` tokens of the target's output, computed without any session.
+        Delivered tokens are compared with them."""
 
 
-# --- texts known beforehand, and the two models that act them out ------------------------------
-# A *script* is the target's text behind a prompt, with the rank each token has among the draft's
-# guesses. Which script it is stands in the prompt, so any target and any drafter find it by
-# themselves. The target says the script's token wherever the tokens before it are the script's;
-# the drafter guesses it at its rank and is wrong at all others. Off script, both say something
-# that cannot matter: behind a wrong guess nothing is ever committed.
-#     code      a prompt that names a number: its digits, then one filler token to the end
-#     on script every token so far is the script's; an index of the output, -1 before it
-# Work a step or pass is proportional to what is fed, whatever the length of the text. Both check
-# the cache contract of ``ports`` as they go and raise ``ScriptError`` when it is broken.
+# --- scripts: outputs known beforehand, and two models that reproduce them ---------------------
+# A *script* is the target's output after a prompt, with the rank of each token among the draft's
+# candidates. The prompt contains the script's number, so any target and any drafter can find it.
+# The target produces the script's token wherever the tokens before it are the script's. The drafter
+# proposes that token at its rank, and wrong tokens at all other ranks. Off the script, the tokens
+# of both are arbitrary, because nothing is ever committed after a wrong draft node.
+#     code       a prompt that encodes a number: its digits, then one filler token to the end
+#     on script  every token so far is the script's; an index of the output, -1 before it
+# The work of a step or pass is proportional to the tokens fed, whatever the length of the output.
+# Both models check the cache contract of ``ports``, and raise ``ScriptError`` if it is broken.
 
 CONTEXT_LENGTH: Final = 1 << 24
-"""A script needs no memory of its context; bounds are the verifier's."""
+"""A script needs no memory for its context, so the verifier's limits apply."""
 CODE_LENGTH: Final = 3
-"""Tokens of a prompt that name its number."""
+"""Tokens of a prompt that encode its number."""
 _NEVER: Final = 1 << 62
 
 
 class ScriptError(ValueError):
-    """A scripted model was used in a way that no real one could be."""
+    """A scripted model was used in a way that violates the contract of real models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """``ranks[i]`` is that of ``tokens[i]``; negative: none of the guesses."""
+    """The target's output. ``ranks[i]`` is the rank of ``tokens[i]``; negative if it is no
+    candidate."""
 
     tokens: Sequence[int]
     ranks: Sequence[int]
     logprobs: Sequence[float] = ()
-    """Of the draft's first choice before each token; none: it is taken to be sure."""
+    """Log-probabilities of the draft's first candidate before each token. Empty: 0, which is
+    certainty."""
     second_logprobs: Sequence[float] = ()
-    """Of its second choice; further ones are held for as likely as that."""
+    """Log-probabilities of its second candidate, which also stand for all further ones."""
 
 
 FindScript = Callable[[tuple[int, ...], int], Script]
-"""The script behind a prompt, at least as long as the (second) max_tokens or to its own end."""
+"""Finds the script of a prompt, at least as long as max_tokens (the second argument) or up to its
+end."""
 
 
 def coded_prompt(number: int, length: int, base: int) -> tuple[int, ...]:
-    """A prompt of ``length`` tokens that names ``number``; tokens are below ``base``. Raises
-    ``ScriptError`` when the number does not fit."""
+    """Return a prompt of ``length`` tokens below ``base`` that encodes ``number``. Raises
+    ``ScriptError`` if the number does not fit."""
     digits = min(length, CODE_LENGTH)
     if not 0 <= number < (base - 1) ** digits:
         limit = (base - 1) ** digits
@@ -128,7 +134,8 @@ def coded_prompt(number: int, length: int, base: int) -> tuple[int, ...]:
 
 
 def number_of(prompt: Sequence[int], base: int) -> int:
-    """The number that ``coded_prompt`` put in. Raises ``ScriptError`` for any other prompt."""
+    """Return the number that ``coded_prompt`` encoded. Raises ``ScriptError`` for any other
+    prompt."""
     code, filler = prompt[:CODE_LENGTH], base - 1
     rest = prompt[CODE_LENGTH:]
     if not code or max(code) >= filler or rest.count(filler) != len(rest):
@@ -137,7 +144,8 @@ def number_of(prompt: Sequence[int], base: int) -> int:
 
 
 class _Reading:
-    """One sequence's way along its script: how far the cache reaches, and how far on script."""
+    """One sequence's position in its script: the length of its cache, and whether it is on
+    script."""
 
     __slots__ = (
         *("_find", "_max_tokens", "length", "nodes", "off_at", "parents", "prompt"),
@@ -150,13 +158,14 @@ class _Reading:
         self.script: Script | None = None
         self.length = 0
         self.off_at = _NEVER
-        """The first cached position that is not the script's."""
+        """The first cached position that differs from the script."""
         self.nodes: tuple[int, ...] = ()
         self.parents: tuple[int, ...] = ()
-        """A target's: the tree of its last pass, until that is kept or dropped."""
+        """In a target: the tree of its last pass, until it is kept or dropped."""
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
-        """Truncate, append; the index of the next token of the output, -1 within the prompt."""
+        """Truncate and append. Returns the index of the next output token, or -1 within the
+        prompt."""
         if not 0 <= keep_length <= self.length:
             raise ScriptError(f"{keep_length} tokens kept, but {self.length} are cached")
         if not feed:
@@ -171,7 +180,7 @@ class _Reading:
         if self.off_at == _NEVER:
             tokens = script.tokens
             for token in feed:
-                # The last tokens of the prompt may be fed again: nothing to compare them with.
+                # The last tokens of the prompt may be fed again; the script does not contain them.
                 if index >= 0 and (index >= len(tokens) or tokens[index] != token):
                     self.off_at = self.prompt_length + index
                     break
@@ -190,11 +199,11 @@ class _Reading:
 
 
 class ScriptedTarget(SimpleTarget):
-    """``ports.TargetModel`` that acts scripts out. Raises ``ScriptError``."""
+    """A ``ports.TargetModel`` that reproduces scripts. Raises ``ScriptError``."""
 
     def __init__(self, info: ModelInfo, find: FindScript) -> None:
         self.passes = 0
-        """Passes so far, and the rows they had."""
+        """Number of passes so far. ``rows`` counts their rows."""
         self.rows = 0
         self.info, self.mode, self._find = info, "scripted", find
         self.cache: CacheShape | None = None
@@ -238,11 +247,11 @@ class ScriptedTarget(SimpleTarget):
         if not request.sample:
             return PassResult(key, ())
         if played.script is None:
-            raise ScriptError(f"{key!r}: a token is wanted before the prompt is complete")
+            raise ScriptError(f"{key!r}: a token is requested before the prompt is complete")
         tokens = played.script.tokens
         end = len(tokens)
         targets = [tokens[index] if index < end else 0]
-        # Depth of each node that is on script, -1 for those that are not.
+        # The depth of each node that is on script, and -1 for the others.
         depths: list[int] = []
         for token, parent in zip(nodes, request.parents, strict=True):
             depth = depths[parent] if parent >= 0 else 0
@@ -257,7 +266,8 @@ class ScriptedTarget(SimpleTarget):
 
 
 class ScriptedDrafter:
-    """``ports.Drafter`` that guesses scripts at their ranks; it knows ranks below ``max_width``.
+    """A ``ports.Drafter`` that proposes scripts at their ranks, which are known below
+    ``max_width``.
 
     Raises ``ScriptError``."""
 
@@ -282,14 +292,15 @@ class ScriptedDrafter:
         index = reading.advance(keep_length, feed)
         script = reading.script
         if script is None:
-            raise ScriptError("a guess is wanted before the prompt is complete")
+            raise ScriptError("a candidate is requested before the prompt is complete")
         rank, token = -1, feed[-1]
         if reading.off_at == _NEVER and index < len(script.tokens):
             rank, token = script.ranks[index], script.tokens[index]
-        # Off script nobody knows: as it was somewhere else in the text.
+        # Off script no log-probabilities are known: those of another place of the script are used.
         place = index if reading.off_at == _NEVER else index * 31 + token
         first, further = _at(script.logprobs, place), _at(script.second_logprobs, place)
-        # Neighbours of the right token are wrong and different, and have varints of its length.
+        # The tokens next to the right one are wrong and distinct, and have varints of the same
+        # length.
         size = self._size
         return tuple(
             [
@@ -310,16 +321,17 @@ def _at(logprobs: Sequence[float], place: int) -> float:
 
 # --- tokens from a match tape ------------------------------------------------------------------
 # Request number n plays generation n of the tape, in an order that ``seed`` shuffles and that
-# begins anew when the tape is through. With a prompt length of 0 the request has the recorded
-# prompt; with any other, a prompt of that length which names the generation, for worlds that say
-# how long prompts are. The text and its ranks are the recorded ones either way.
+# repeats after the last generation. With a prompt length of 0 the request has the recorded prompt.
+# With any other length it has a prompt of that length which encodes the generation, for worlds that
+# set the length of prompts. The output and its ranks are the recorded ones either way.
 
 LEAST_VOCABULARY = 32_000
 _FOLDER = "data/tapes"
 
 
 def tape_named(name: str, folder: Path = Path()) -> MatchTape:
-    """The tape in a file, looked for in ``folder``, or a bundled one. Raises ``TapeError``."""
+    """Return the tape in a file, looked for in ``folder``, or a bundled tape. Raises
+    ``TapeError``."""
     path = file_named(name, folder)
     if path.is_file():
         return read_tape(path)
@@ -328,13 +340,14 @@ def tape_named(name: str, folder: Path = Path()) -> MatchTape:
         one.name.removesuffix(".jsonl") for one in tapes.iterdir() if one.name.endswith(".jsonl")
     )
     if name not in bundled:
-        raise TapeError(f"{name}: no such file in {folder}, and bundled are {', '.join(bundled)}")
+        raise TapeError(f"{name}: no such file in {folder}; bundled tapes are {', '.join(bundled)}")
     with resources.as_file(tapes.joinpath(f"{name}.jsonl")) as file:
         return read_tape(file)
 
 
 class _ScriptedSource(ABC):
-    """What sources of scripts have in common: ``_find``, and a draft that knows so many ranks."""
+    """The common part of sources of scripts. Subclasses define ``_find``; the draft knows ``width``
+    ranks."""
 
     rule = EXACT_RULE
 
@@ -353,11 +366,11 @@ class _ScriptedSource(ABC):
 
     @abstractmethod
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
-        """The text that the prompt names."""
+        """Return the script that the prompt encodes."""
 
 
 class TapeSource(_ScriptedSource):
-    """``tokens.TokenSource`` over a tape."""
+    """A ``TokenSource`` that replays a tape."""
 
     def __init__(self, tape: MatchTape, seed: int = 0) -> None:
         self.tape = tape
@@ -384,17 +397,17 @@ class TapeSource(_ScriptedSource):
         )
 
     def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
-        """``prompt_length`` 0: the recorded prompt."""
+        """Return a request. A ``prompt_length`` of 0 means the recorded prompt."""
         index = self._order[number % len(self._order)]
         size = self._info.vocabulary_size
-        # Two generations of one prompt (under different seeds) cannot be told apart by it.
+        # A prompt with two generations (under different seeds) identifies only one of them.
         own = self.tape.generations[index].prompt
         if prompt_length == 0 and self._index[own] == index:
             prompt = own
         else:
             prompt = coded_prompt(index, prompt_length or len(own), size)
         tokens = self._scripts[index].tokens
-        # Nobody knows of an end token beforehand; where the recording stopped, a request must.
+        # An end token is not known beforehand, but a request must stop where the recording stopped.
         ends = tokens[-1] in self.tape.eos_token_ids
         length = max_tokens if ends else min(max_tokens, len(tokens))
         return Request(prompt, SamplingParams(max_tokens=length))
@@ -404,30 +417,31 @@ class TapeSource(_ScriptedSource):
         if index is None:
             index = number_of(prompt, self._info.vocabulary_size)
         if index >= len(self._scripts):
-            raise ScriptError(f"a prompt names text {index}, but there are {len(self._scripts)}")
+            count = len(self._scripts)
+            raise ScriptError(f"a prompt encodes output {index}, but there are {count}")
         return self._scripts[index]
 
 
 def _until(ends: frozenset[int], tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Up to the first end token, itself included."""
+    """Return the tokens up to and including the first end token."""
     at = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: at + 1]
 
 
 # --- tokens from an acceptance process ---------------------------------------------------------
-# Text and ranks of request n are drawn from generators seeded by (seed, n), the text's apart from
-# the ranks', so that equal seeds give equal texts under any law. They are drawn when the prompt
-# is read, for all of ``max_tokens``, and kept for the other side of the same request.
+# The output and the ranks of request n are drawn from generators seeded by (seed, n). They are
+# separate, so that equal seeds give equal outputs under any law. Both are drawn when the prompt is
+# read, for all of ``max_tokens``, and kept for the other side of the same request.
 
 VOCABULARY_SIZE = 32_000
 
-# A request's drafter and target read its prompt within a round trip; later readers draw it again.
+# A request's drafter and target read its prompt within a round trip; a later reader draws it again.
 _KEPT_SCRIPTS = 1024
 
 
 class ProcessSource(_ScriptedSource):
-    """``tokens.TokenSource`` over an ``AcceptanceLaw``; texts never end before ``max_tokens``.
-    ``errors`` numbers the stream from which the draft's ranks are drawn."""
+    """A ``TokenSource`` over an ``AcceptanceLaw``, whose outputs never end before ``max_tokens``.
+    ``errors`` numbers the random stream of the draft's ranks."""
 
     def __init__(self, law: AcceptanceLaw, seed: int = 0, errors: int = 1) -> None:
         self.law = law
@@ -442,7 +456,8 @@ class ProcessSource(_ScriptedSource):
         return f"acceptance process {self.law.origin}: {self.law.acceptance():.1%} accepted"
 
     def drafting_at(self, acceptance: float) -> ProcessSource:
-        """The same texts, and a draft that errs elsewhere and is right so often."""
+        """Return a source of the same outputs whose draft has this acceptance and independent
+        errors."""
         return ProcessSource(self.law.at(acceptance), self._seed, self._errors + 1)
 
     def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
@@ -469,19 +484,21 @@ class ProcessSource(_ScriptedSource):
 
 
 # --- tokens from the toy model -----------------------------------------------------------------
-# Prompts are drawn from (seed of the sampling, number), and the sampling of request n has a seed
-# of its own, so that its noise is not another request's. Slower than a tape or a process, and the
-# only source in which wrong guesses have laws of their own.
+# Prompts are drawn from (seed of the sampling, number). The sampling of each request has its own
+# seed, so that requests have different noise. This source is slower than a tape or a process, and
+# the only one in which wrong candidates have probabilities of their own.
 
 
-# Enough to say the acceptance rate to a few per cent, in a fraction of a second.
+# Enough tokens to measure the acceptance rate to a few per cent, in a fraction of a second.
 _TRIAL_TOKENS = 256
 
 
 class ToySource:
-    """``tokens.TokenSource`` over a toy model and its perturbed draft. ``lossy_threshold`` in
-    [0, 1]: LOSSY, its sessions ask for the product's own ``dsd`` of that threshold, its engines
-    offer nothing else, and what ``expected`` tells, the exact text, need not be what they say."""
+    """A ``TokenSource`` over a toy model and its perturbed draft.
+
+    With ``lossy_threshold`` in [0, 1] it is LOSSY: its sessions request the product's own ``dsd``
+    rule with that threshold, its engines offer no other rule, and the exact output, which
+    ``expected`` returns, may differ from theirs."""
 
     def __init__(
         self,
@@ -538,7 +555,7 @@ class ToySource:
 def target_tokens(
     model: ToyModel, prompt: Sequence[int], sampling: SamplingParams, context_length: int
 ) -> tuple[tuple[int, ...], FinishReason]:
-    """The target's own output, token by token from the law itself, and why it ends."""
+    """Return the target's own output, token by token from the law itself, and its finish reason."""
     eos = () if model.eos_token is None else (model.eos_token,)
     ending = EndCondition.of(sampling, len(prompt), context_length, eos)
     held = MinTokensMask(sampling, model.vocabulary_size, eos)

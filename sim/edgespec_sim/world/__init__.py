@@ -1,1 +1,1 @@
-"""A whole scenario in virtual time: users, networks, verifiers, and what is measured of them."""
+"""The world of a scenario in virtual time: users, networks, verifiers and measurements."""

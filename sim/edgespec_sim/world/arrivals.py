@@ -1,13 +1,14 @@
-"""An open loop: when requests come, at which device, how long they are, and where they wait.
+"""An open loop: the arrivals of requests at devices, their lengths, and where they wait.
 
-Theory of operation. The whole list of arrivals is drawn before the world begins, from dice that
-know nothing of the arm: instant, device, lengths, number of the question. A Poisson stream is
-drawn gap by gap; one whose rate follows the day by thinning one of the highest rate (Lewis and
-Shedler 1979). Arrivals go on while the world drains, so those that count see no emptier verifier
-than the others. A ``Reception`` hands each to a device that is free, and keeps the rest in order.
+Theory of operation. The whole list of arrivals is drawn before the world begins, from random
+numbers that do not depend on the arm: time, device, lengths, number of the request. A Poisson
+stream is drawn gap by gap. A stream whose rate follows the day is drawn by thinning one with the
+highest rate (Lewis and Shedler 1979). Arrivals continue while the world drains, so that the
+requests that count see the usual load until their end. A ``Reception`` hands each arrival to a free
+device, and keeps the others in order.
 
-A device serves one request at a time. Where requests wait at their own device, each device is a
-queue of its own; where they take a free one, each group of devices has one common queue.
+A device serves one request at a time. If requests wait at their own device, each device has its own
+queue. If they take any free device, each group of devices has one queue.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from edgespec_sim.links.network_trace import TraceError, file_named
 from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevice, Scenario
 
 # --- recorded arrivals: CSV with a header ------------------------------------------------------
-# ``time_s``, or ``timestamp`` (seconds, or a date and time), and as they are known
-# ``prompt_tokens`` and ``output_tokens``; published traces of cloud inference call them
-# ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``. The first request comes at 0.
+# The columns are ``time_s``, or ``timestamp`` (seconds, or a date and time), and optionally
+# ``prompt_tokens`` and ``output_tokens``. Published traces of cloud inference call them
+# ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``. The first request arrives at 0.
 
 MAX_ROWS: Final = 1_000_000
 MAX_BYTES: Final = 256 << 20
@@ -43,11 +44,12 @@ _NAMES: Final = {
 }
 _LENGTHS: Final = ("prompt", "output")
 _Recorded = tuple[float, int | None, int | None]
-"""When, and the lengths of prompt and answer."""
+"""Arrival time in seconds, prompt length and output length; None where the file has no length."""
 
 
 def read_arrivals(path: Path) -> list[_Recorded]:
-    """In order of time, from the first one's. Raises ``TraceError`` naming file, line and fault."""
+    """Read recorded arrivals in order of time, which starts at 0. Raises ``TraceError`` that names
+    the file, the line and the fault."""
     found: list[_Recorded] = []
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
@@ -59,18 +61,18 @@ def read_arrivals(path: Path) -> list[_Recorded]:
             for row in rows:
                 where = f"{path}:{rows.line_num}"
                 if len(found) == MAX_ROWS:
-                    raise TraceError(f"{path}: more than {MAX_ROWS} arrivals, the limit")
+                    raise TraceError(f"{path}: more than {MAX_ROWS} arrivals, which is the limit")
                 at_s = _seconds(row.get("time_s"), where)
                 prompt, output = (_length(row, f"{one}_tokens", where) for one in _LENGTHS)
                 found.append((at_s, prompt, output))
                 if len(found) > 1 and found[-1][0] < found[-2][0]:
-                    raise TraceError(f"{where}: is earlier than the one before it")
+                    raise TraceError(f"{where}: time is earlier than in the row before")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: not readable as text: {error}") from error
     if not found:
-        raise TraceError(f"{path}: no arrivals in it")
+        raise TraceError(f"{path}: contains no arrivals")
     return [(at_s - found[0][0], prompt, output) for at_s, prompt, output in found]
 
 
@@ -98,11 +100,12 @@ def _length(row: Mapping[str, str | None], name: str, where: str) -> int | None:
     return min(int(value), MAX_TOKENS)
 
 
-# --- how long a prompt or an answer is ---------------------------------------------------------
+# --- lengths of prompts and outputs ------------------------------------------------------------
 
 
 def drawn_length(typical: int, spread: float, dice: random.Random) -> int:
-    """Log-normal around ``typical`` with this relative deviation; without it nothing is drawn."""
+    """Draw a log-normal length around ``typical`` with relative deviation ``spread``. Without a
+    spread, no random number is used."""
     if spread == 0.0 or typical == 0:
         return typical
     sigma = math.sqrt(math.log1p(spread * spread))
@@ -111,10 +114,10 @@ def drawn_length(typical: int, spread: float, dice: random.Random) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request, as it is for every arm."""
+    """One request, the same for every arm."""
 
     number: int
-    """Of its question."""
+    """Number of the request, which determines its prompt."""
     at_s: float
     device: int
     prompt_tokens: int
@@ -122,7 +125,7 @@ class Arrival:
 
 
 def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival, ...]:
-    """All that come up to the end of the longest drain. Raises ``TraceError``."""
+    """Draw all arrivals until the end of the longest drain. Raises ``TraceError``."""
     section = scenario.arrivals
     assert section is not None
     until_s = scenario.duration_s + scenario.drain_limit_s
@@ -132,7 +135,8 @@ def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival,
     for number, (at_s, prompt, output) in enumerate(_times(section, until_s, dice, folder)):
         device = dice.randrange(len(groups))
         load = scenario.devices[groups[device]].workload
-        # Drawn in any case: a file with some lengths leaves the other requests as they are.
+        # Lengths are drawn even if the file has them, so that the other requests do not depend on
+        # it.
         drawn = [
             drawn_length(typical, load.length_spread, dice)
             for typical in (load.prompt_tokens, load.output_tokens)
@@ -160,14 +164,15 @@ def _times(
 
 
 class Server:
-    """What a ``Reception`` needs of a device: ``busy``, and ``serve`` while it is not."""
+    """A device as seen by a ``Reception``, which calls ``serve`` only while ``busy`` is False."""
 
     def __init__(self, serve: Callable[[Arrival], None], group: str) -> None:
         self.serve, self.group, self.busy = serve, group, False
 
 
 class Reception:
-    """Hands arrivals to devices; ``free`` has to hear of each that has ended."""
+    """Hands arrivals to devices. ``free`` must be called for each device whose request has
+    ended."""
 
     def __init__(
         self,
@@ -194,7 +199,7 @@ class Reception:
         return sorted(found, key=lambda arrival: arrival.number)
 
     def free(self, device: int) -> None:
-        """That device has ended its request: it begins the next one that waits for it."""
+        """Mark a device as free, and begin the next request that waits for it."""
         self._servers[device].busy = False
         line = self._waiting.get(self._line(device))
         if line:

@@ -1,8 +1,8 @@
 """Builds a scenario's world for one arm and plays it.
 
-Theory of operation. Everything that is drawn has dice of its own, seeded by (seed, purpose,
-number): users ask the same questions whichever arm plays, and one more device changes nothing for
-the others. Worlds with several shards are played one by one and added up.
+Theory of operation. Everything random has its own generator, seeded by (seed, purpose, number):
+users send the same prompts under every arm, and one more device changes nothing for the others.
+Worlds with several shards are played separately and added.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRACED_DEVICES = 2
 
 @dataclass(slots=True)
 class WorldOutcome:
-    """Of one arm: what was measured, of users and of verifiers."""
+    """The measurements of one arm's users, verifiers and links."""
 
     meters: Meters
     verifiers: list[VerifierSummary]
@@ -43,8 +43,8 @@ class WorldOutcome:
 
 
 class World:
-    """One shard of a scenario under one arm. ``tracer`` gets the verifiers' side and that of
-    the first devices."""
+    """One shard of a scenario under one arm. ``tracer`` receives the verifiers' records and those
+    of the first devices."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class World:
         self.queue = EventQueue()
         self.meters = Meters(scenario.duration_s, scenario.window_s)
         self._watches: list[StreamWatch] = []
-        """Of all streams, where the laws of ``conservation.py`` are judged."""
+        """Watches of all streams, if the laws of ``conservation.py`` are checked."""
         self.network = Network(self.queue, scenario, seed, surrounding.folder)
         self._tracer = tracer
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
@@ -74,7 +74,8 @@ class World:
         self.reception = self._make_reception(seed)
         self._before = [SiteCounters() for _ in self.sites]
         self._after = self._before
-        """What verifiers had done when the requests that count began, and ended, to come."""
+        """Counters of the verifiers at the begin and the end of the window in which requests
+        count."""
         if self.network.cells is not None:
             self.network.cells.changed = self._changed
 
@@ -90,7 +91,8 @@ class World:
         return users
 
     def _make_reception(self, seed: str) -> Reception | None:
-        """Of an open loop: it hands what comes to the users."""
+        """Return the reception of an open loop, which hands arrivals to the users. None in a closed
+        loop."""
         section = self.scenario.arrivals
         if section is None:
             return None
@@ -104,7 +106,7 @@ class World:
     def _changed(self, change: Change) -> None:
         self.users[change.device].handovers += 1
 
-    # --- what users ask of the world -------------------------------------------------------
+    # --- the world as users see it (``user.AnyWorld``) -------------------------------------
 
     def choose(self, user: User) -> Site:
         sites = [site for site in self.sites if site.reachable] or self.sites
@@ -139,7 +141,8 @@ class World:
     # --- play ------------------------------------------------------------------------------
 
     def run(self, progress: Callable[[float], None] = lambda now_s: None) -> WorldOutcome:
-        """``progress`` hears of virtual time now and then. Raises ``ConservationError``."""
+        """Play the world. ``progress`` is called with the virtual time now and then. Raises
+        ``ConservationError``."""
         self._start()
         duration_s = self.scenario.duration_s
         for step in range(1, _MAX_PROGRESS_STEPS + 1):
@@ -175,7 +178,8 @@ class World:
         return [site.counters for site in self.sites]
 
     def _drain(self) -> None:
-        """Under the same load, until the requests that count have ended, or for so long."""
+        """Continue under the same load until the requests that count have ended, or the time
+        limit."""
         drain_s = self.scenario.drain_limit_s
         for step in range(1, _DRAIN_STEPS + 1):
             waiting = self.reception.waiting if self.reception is not None else []
@@ -187,7 +191,7 @@ class World:
             self.queue.run(until_s)
 
     def _count_waiting(self, reception: Reception) -> None:
-        """Requests that no device has begun are unfinished like those under way."""
+        """Record requests that no device has begun as unfinished, like the running ones."""
         for arrival in reception.waiting:
             if self.counts(arrival.at_s):
                 user = self.users[arrival.device]
@@ -227,7 +231,7 @@ class World:
 
 
 def without_server_drafts(scenario: Scenario) -> Scenario:
-    """As the arms play it that are not of a server's draft."""
+    """Return the scenario as arms without a server's draft play it."""
     verifiers = {
         name: replace(section, server_draft=None) for name, section in scenario.verifiers.items()
     }
@@ -236,7 +240,7 @@ def without_server_drafts(scenario: Scenario) -> Scenario:
 
 
 def shard_of(scenario: Scenario) -> Scenario:
-    """One of the equal worlds that a scenario with several shards consists of."""
+    """Return one of the equal worlds that a scenario with several shards consists of."""
     if scenario.shards == 1:
         return scenario
     shards, arrivals = scenario.shards, scenario.arrivals

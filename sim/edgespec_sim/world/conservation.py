@@ -1,13 +1,13 @@
-"""What no world may do, judged at every step.
+"""Laws that every world must obey, checked at every step.
 
     cause      a message arrives after it was sent, not before its path's fixed time has passed;
                a commit only if the verifier has committed its tokens
-    prefix     what a device holds is never longer than what its verifier has committed
-    order      a stream delivers what it was given: once, in order, nothing else
-    energy     no drafter works for longer than the time there was
-    bytes      sent = delivered + under way + lost with a broken stream
+    prefix     the tokens that a device holds are never more than its verifier has committed
+    order      a stream delivers what was sent: once, in order, nothing else
+    energy     no drafter works for longer than the elapsed time
+    bytes      sent = delivered + in transit + lost with a broken stream
 
-Everything is computed anew from what is seen here, not taken from the counters of the simulator.
+Everything is computed here from the observed messages, not from the counters of the simulator.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from edgespec.core.protocol.messages import Commit, Downlink
 from edgespec.core.verifier.session import VerifySession
 
 FindSession = Callable[[str], VerifySession | None]
-"""The session of that key at the verifier; None: it is over, or lost in a restart."""
+"""Returns the verifier's session with an id, or None if it has ended or was lost in a restart."""
 SLACK_S = 1e-9
-"""What rounding may do to a sum of times."""
+"""Tolerance for rounding errors in a sum of times."""
 
 
 class ConservationError(AssertionError):
@@ -30,13 +30,14 @@ class ConservationError(AssertionError):
 
 
 def broken(now_s: float, what: str) -> ConservationError:
-    """Asked for only where a law is broken: millions of messages break none."""
+    """Make the error. Its text is built only for a broken law, since millions of messages break
+    none."""
     return ConservationError(f"at {now_s:.6f} s: {what}")
 
 
 @dataclass(slots=True)
 class Way:
-    """One direction of a stream; ``least_s``: what it takes at least."""
+    """One direction of a stream. ``least_s`` is the least time that a message takes."""
 
     what: str
     least_s: float
@@ -51,7 +52,7 @@ class Way:
     def arrived(self, message: object, now_s: float) -> None:
         what, least_s = self.what, self.least_s
         if not self.under_way:
-            raise broken(now_s, f"{what}: a message arrived that nobody sent")
+            raise broken(now_s, f"{what}: a message arrived that was never sent")
         expected, sent_s, size_bytes = self.under_way.popleft()
         took_s = now_s - sent_s
         if message is not expected:
@@ -69,7 +70,8 @@ class Way:
 
 
 class StreamWatch:
-    """Sees all messages of a stream leave and arrive, after ``least_s`` at least."""
+    """Checks every message of a stream when it is sent and when it arrives, at least ``least_s``
+    later."""
 
     def __init__(self, session: FindSession, key: str, least_s: float) -> None:
         self._session, self._key = session, key
@@ -91,7 +93,7 @@ class StreamWatch:
 
     def _check_prefix(self, commit: Commit, now_s: float, verb: str) -> None:
         session = self._session(self._key)
-        if session is None:  # over, or lost in a restart
+        if session is None:  # It has ended, or was lost in a restart.
             return
         end = commit.position + len(commit.tokens)
         if end > session.prefix.length:
@@ -100,6 +102,7 @@ class StreamWatch:
 
 
 def check_device(name: str, now_s: float, drafting_s: float, step_s: float) -> None:
-    """``step_s``: how long the last draft step may go on behind the end."""
+    """Check a device's drafting time. ``step_s`` is how long the last draft step may exceed the
+    end."""
     if drafting_s > now_s + step_s + SLACK_S:
         raise broken(now_s, f"{name} drafted for {drafting_s:.3f} s")

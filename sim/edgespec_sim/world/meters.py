@@ -1,10 +1,10 @@
-"""What is counted while a scenario runs, and how it becomes a summary.
+"""The measurements of a running scenario, and their summary.
 
-Worlds of one seed add up (``merge``), seeds are averaged (``pool``): rates are those of one seed,
-requests, tokens and distributions are of all of them.
+Worlds of one seed are added (``merge``) and seeds are pooled (``pool``): rates are means over
+seeds, while requests, tokens and distributions cover all seeds.
 
-Law of the file: only delivered tokens before the end token count, times are the users'. A commit
-of four tokens is one delivery: there is one gap before it and none within it.
+Rules of this file: only delivered tokens before the end token count, and times are those that the
+user sees. A commit of four tokens is one delivery, with one gap before it and none inside.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from edgespec_sim.run_summary import GroupSummary, Pace, RequestRow, Spread, spr
 
 MAX_ROWS = 500
 PACE_STEPS = 30
-"""Of the time per token, which takes more tokens a step to be known."""
+"""Time steps of the time per token over a run. More steps would need more tokens per step."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, as far as it came."""
+    """One request, as far as it got."""
 
     group: str
     device: str
@@ -40,44 +40,46 @@ class RequestRecord:
     energy_j: float = 0.0
     mismatches: int = 0
     lossy: bool = False
-    """Mismatches are what a relaxed rule changed, and no fault."""
+    """Whether mismatches come from a relaxed rule and are no fault."""
     complete: bool = False
-    """False: the world ended first, before it began perhaps."""
+    """False if the world ended first, perhaps before the request began."""
     failed: str = ""
     handovers: int = 0
-    """Changes of cell while it ran."""
+    """Changes of cell during the request."""
     memory_tightened: int = 0
-    """Restrictions of the draft's memory while it ran, and their ends."""
+    """How often the memory budget restricted the draft during the request, and lifted a
+    restriction."""
     memory_loosened: int = 0
     pace_s: float | None = None
-    """As ``tpot_s``, also of a request that the world's end cut off: so far."""
+    """Like ``tpot_s``, but also measured so far for a request that the world's end cut off."""
     energy_known: bool = False
-    """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
+    """Whether ``energy_j`` is complete: drafting, and the radio in each state."""
     session: str = ""
-    """Its id; empty: it never had one."""
+    """Session id of the request. Empty if it never had a session."""
     verifier_j: float | None = None
     verifier_idle_j: float | None = None
-    """What it bears of its verifiers', known at the world's end."""
+    """The request's part of its verifiers' energy, computed at the world's end."""
 
 
 @dataclass(slots=True)
 class Meters:
-    """Of one arm; shards of a world add up. Records, gaps and the pace are those of the requests
-    that count; the pace ends at ``duration_s``, whatever ends later."""
+    """The measurements of one arm; shards of a world are added. Records, gaps and times per token
+    are those of requests that count. The time per token ends at ``duration_s``, even if requests
+    end later."""
 
     duration_s: float
     window_s: float
-    """In which requests that count were asked; rates are over it."""
+    """Length of the window in which requests that count are sent. Rates refer to it."""
     records: list[RequestRecord] = field(default_factory=list)
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
     pace_at: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)] * PACE_STEPS)
-    """Of the tokens behind a request's first that came in each step: the time since the token
-    before, summed, and their number."""
+    """For each time step, over the tokens after a request's first that arrived in it: the summed
+    times since the previous token, and the number of tokens."""
     seeds: int = 1
-    """How many are pooled here."""
+    """Number of pooled seeds."""
 
     def delivered(self, times_s: Sequence[float]) -> None:
-        """Each token of one request that counts, when it came."""
+        """Record the arrival times of all tokens of one request that counts."""
         for before_s, at_s in itertools.pairwise(times_s):
             if at_s > before_s:
                 self.gaps_s.append(at_s - before_s)
@@ -100,13 +102,13 @@ class Meters:
 
     @property
     def tpot(self) -> TpotTotal:
-        """Of the requests that have one."""
+        """Total of the TPOTs of the requests that have one."""
         times_s = _known(one.tpot_s for one in self.records)
         return TpotTotal(sum(times_s), len(times_s))
 
     @property
     def changed(self) -> tuple[int, int]:
-        """Tokens that a relaxed rule changed, of how many delivered."""
+        """Tokens that a relaxed rule changed, and tokens delivered under such a rule."""
         lossy = [one for one in self.records if one.lossy]
         return sum(one.mismatches for one in lossy), sum(one.tokens for one in lossy)
 
@@ -117,7 +119,8 @@ class Meters:
         return self._group(self.records, spread_of(self.gaps_s))
 
     def queue_s(self, verifier: str) -> Spread | None:
-        """From the arrival of drafts to their pass, mean of each request served there."""
+        """Return the distribution of the time from the arrival of drafts to their pass, as the mean
+        of each request that the verifier served."""
         return spread_of(
             [
                 one.counters.queue_s / one.counters.passes
@@ -193,7 +196,7 @@ def _mismatches(records: Sequence[RequestRecord]) -> int | None:
 
 
 def _mean_j(joules: Sequence[float | None], tokens: int) -> float | None:
-    """A token; None where a part is not known."""
+    """Return the energy per token. None if a part is unknown."""
     if not tokens or None in joules:
         return None
     return sum(one or 0.0 for one in joules) / tokens
@@ -208,7 +211,8 @@ def ratio(part: float, whole: float) -> float:
 
 
 def pace(seeds: Sequence[Meters]) -> Pace:
-    """Over all tokens that came in each step of the run; with intervals of several seeds."""
+    """Return the time per token over all tokens in each time step. With several seeds it has
+    intervals."""
     found = [ratio_interval(same) for same in zip(*(one.pace_at for one in seeds), strict=True)]
     several = len(seeds) > 1
     return Pace(

@@ -1,13 +1,14 @@
-"""The links of a scenario, and the way of each device's messages through them.
+"""The links of a scenario, and the paths of each device's messages through them.
 
-Theory of operation. A link that is shared has one queue each way for all devices, any other one
-queue each way for each device; queues last as long as the world, links (with their order of
-messages) as long as a stream. Hops that only take time are added up, so that a message costs no
-event for them. Where packets are lost on the way, a device has one TCP connection to a verifier
-(``Connections``), and the delays of hops are its packets'.
-With radio the first hop is the air (``radio_network.py``), which knows devices and stations by
-number; of phones that change cells it goes on over the backhaul (``Cells``), and scenarios keep
-TCP connections out of there, whose packets would have to change their way.
+Theory of operation. A shared link has one queue each way for all devices; any other link has one
+queue each way for each device. Queues last as long as the world. Link models, with their order of
+messages, last as long as a stream. Hops that only take time are added up, so that they cost no
+events. If packets are lost on a path, a device has one ``TcpConnection`` to a verifier, and delays
+apply to its packets.
+
+With radio, the first hop is the air (``radio_network.py``), where devices and stations have
+numbers. The path of a phone that changes cells continues over the backhaul (``Cells``). Scenarios
+allow no TCP connections there, because their packets would have to change their path.
 """
 
 from __future__ import annotations
@@ -68,13 +69,14 @@ def trace_of(
 
 @lru_cache(maxsize=4)
 def _read(path: FilePath, columns: str, state: tuple[int, int]) -> NetworkTrace:
-    """Every arm and seed asks for the same file. ``state`` changes when the file does."""
+    """Read a trace file. Every arm and seed needs it, so it is cached; ``state`` changes with the
+    file."""
     return read_trace(path, Columns.of(columns) if columns else None)
 
 
 def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
-    """Say what a reader has to know of the traces of a scenario's links: what was not measured,
-    guessed, or is hardly meant. Raises as ``trace_of``."""
+    """Return notes on the traces of a scenario's links: values that were guessed or not measured,
+    and settings that are probably not intended. Raises as ``trace_of``."""
     notes: list[str] = []
     for name, section in scenario.links.items():
         trace = trace_of(section, "notes", scenario.duration_s, folder)
@@ -86,40 +88,40 @@ def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
         if trace.rtt_s is None:
             delay = f"links.{name}.rtt_ms is {section.rtt_ms:g}"
             if section.rtt_ms:
-                notes.append(f"{where}: has capacity and no delay; {delay}.")
+                notes.append(f"{where}: has capacity but no delay; {delay}.")
             else:
                 notes.append(
-                    f"{WARNING}{where}: has capacity and no delay, and {delay}, so this link has"
-                    f" none: give it with --set links.{name}.rtt_ms=MS."
+                    f"{WARNING}{where}: has capacity but no delay, and {delay}, so this link has"
+                    f" no delay: set it with --set links.{name}.rtt_ms=MS."
                 )
         ways = {"up": trace.up_bits_per_s, "down": trace.down_bits_per_s}
         for way, other in (("up", "down"), ("down", "up")):
             no_limit = getattr(section, f"{way}_mbps") == math.inf
             if ways[way] is None and ways[other] is not None and no_limit:
                 notes.append(
-                    f"{WARNING}{where}: has the capacity {other} alone, so the way {way} has no"
-                    f" limit: give it with --set links.{name}.{way}_mbps=MBPS."
+                    f"{WARNING}{where}: has only the capacity {other}, so the capacity {way} has no"
+                    f" limit: set it with --set links.{name}.{way}_mbps=MBPS."
                 )
     return tuple(notes)
 
 
 def number_of(seed: str) -> int:
-    """A seed for what wants a number."""
+    """Return a number made from a text seed."""
     return random.Random(seed).getrandbits(31)
 
 
-# --- what interrupts a device's way ------------------------------------------------------------
+# --- interruptions of a device's path ----------------------------------------------------------
 
 Gaps = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What one device sees of a link over time."""
+    """Handovers and outages of a link as one device experiences them."""
 
     handovers_s: tuple[float, ...]
     outages_s: Gaps
-    """In order, those of handovers included."""
+    """Outages in order, with the interruptions of handovers included."""
 
     @classmethod
     def of(cls, section: LinkSection, duration_s: float, seed: str) -> Weather:
@@ -138,7 +140,7 @@ class Weather:
 
 
 def _joined(gaps: list[tuple[float, float]]) -> Gaps:
-    """In order, and one where they overlap."""
+    """Sort intervals, and merge those that overlap."""
     joined: list[tuple[float, float]] = []
     for start_s, end_s in sorted(gaps):
         if joined and start_s <= joined[-1][1]:
@@ -148,12 +150,12 @@ def _joined(gaps: list[tuple[float, float]]) -> Gaps:
     return tuple(joined)
 
 
-# --- one link of a scenario in as many instances as it has devices -----------------------------
+# --- one link of a scenario, with its parts for each device ------------------------------------
 
 
 class LinkInstances:
-    """Queues, models and weather of one link. Outages and handovers of a device are drawn once,
-    before anything moves."""
+    """The queues, models and interruptions of one link. A device's outages and handovers are drawn
+    once, before its first stream."""
 
     def __init__(
         self, section: LinkSection, duration_s: float, seed: str, folder: FilePath
@@ -168,7 +170,7 @@ class LinkInstances:
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
         bare = LinkSection(rtt_ms=section.rtt_ms, framing_bytes=section.framing_bytes)
         self.plain = replace(section, shared=False) == bare
-        """It only takes time."""
+        """Whether the link only takes time."""
         self.lossy = section.loss > 0.0
         if trace is not None:
             self.lossy = trace.loss is not None and max(trace.loss) > 0.0
@@ -176,12 +178,13 @@ class LinkInstances:
                 least_rtt_s = min(trace.rtt_s)
                 self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
         self.least_way_s = least_rtt_s * 0.5
-        """What a small message takes each way when nothing is in the way."""
+        """Least one-way time of a small message."""
 
     def models(
         self, number: int, stream: int, *, packets: bool = False
     ) -> tuple[LinkModel, LinkModel]:
-        """Up and down, for one stream of one device; ``packets``: it carries these."""
+        """Return the models up and down for one stream of one device. ``packets`` means that it
+        carries the packets of a TCP connection, which have their own framing."""
         framing_bytes = self.section.framing_bytes
         if packets:
             framing_bytes = max(0, framing_bytes - MESSAGE_BYTES)
@@ -223,9 +226,9 @@ class LinkInstances:
         return self._weather[number]
 
     def load(self, name: str) -> LinkLoad | None:
-        """How busy it was, by the time for which messages occupied its queues: the mean over them,
-        with the share of other people's traffic. None where the capacity has no limit (unless the
-        trace measured it), or nobody sent."""
+        """Return the load of the link: the share of time in which messages occupied its queues, as
+        the mean over them, plus the share of other traffic. None if the capacity has no limit (and
+        no trace measured it), or no message was sent."""
         section, queues = self.section, tuple(self._queues.values())
         traced = self._traced
         measured = traced is not None and (traced.up_capacity or traced.down_capacity) is not None
@@ -240,18 +243,18 @@ class LinkInstances:
         return LinkLoad(name, up, down)
 
 
-# Of a call on an HTTP/2 connection that has had one before: they leave before its first message.
+# Headers of a call on an HTTP/2 connection that had one before; they precede its first message.
 _HEADERS_BYTES = 60
 
 
 class Network:
-    """The ways between devices and verifiers.
+    """The paths between devices and verifiers.
 
-    A device connects once to a verifier; later streams share the connection and pay nothing for it.
-    Where ``connected`` is set the first one pays nothing either: the connection is older than the
-    world. A verifier that starts again has no connections.
-    Where packets are lost that is one TCP connection, played packet by packet. A handover that
-    changes a device's address ends all of its connections, and cuts the stream that runs."""
+    A device connects once to a verifier; later streams share the connection at no cost. With
+    ``connected`` the first stream costs nothing either, since the connection is older than the
+    world. A verifier that starts again has no connections. If packets are lost, the connection is a
+    TCP connection, simulated packet by packet. A handover that changes a device's address ends all
+    of its connections, and cuts the running stream."""
 
     def __init__(self, queue: EventQueue, scenario: Scenario, seed: str, folder: FilePath) -> None:
         self._queue, self._scenario = queue, scenario
@@ -263,9 +266,9 @@ class Network:
         self._stations = {name: index for index, name in enumerate(verifiers)}
         self._radio: RadioNetwork | None = None
         self.cells: Cells | None = None
-        """With handover: which cell each device is in."""
+        """The cell of each device, if the scenario has handovers between cells."""
         self._access_s = 0.0
-        """Round trip on the air, if there is any."""
+        """Round-trip time on the air, if there is any."""
         if (radio := scenario.radio) is not None:
             self._access_s, devices = ACCESS_S, scenario.device_count
             self._radio = RadioNetwork(queue, radio, devices, len(verifiers), f"{seed}/radio")
@@ -276,17 +279,18 @@ class Network:
             for name, section in scenario.links.items()
         }
         self._fixed_s = scenario.message_ms / 1e3
-        """What each way takes at least, whatever the links do."""
+        """Least one-way time of a message, besides the links."""
         self._streams = 0
         self._connected: dict[tuple[int, str], tuple[int, TcpConnection | None]] = {}
-        """Devices and verifiers that have a connection: in which life of the verifier it was made,
-        and its packets; None: nothing is lost on its way."""
+        """Connections by device and verifier: the number of the verifier's start at which each was
+        made, and its TCP connection, or None if no packets are lost on its path."""
         self._broken: set[tuple[int, str]] = set()
         """Devices and verifiers whose first connection a handover has ended."""
         self._cut: dict[int, Stream] = {}
         """The streams that a handover of their device would cut."""
         self._wired: dict[tuple[str, str], LinkView] = {}
-        """What does not change of ways: asked for by each request, of each verifier."""
+        """The constant part of each view, cached because every request needs it for each
+        verifier."""
         self._schedule_breaks()
 
     def _schedule_breaks(self) -> None:
@@ -299,29 +303,30 @@ class Network:
             first += section.count
 
     def _breaking(self, group: str) -> list[LinkInstances]:
-        """Links of a device whose handovers break connections."""
+        """Return the links of a group whose handovers break connections."""
         links = [self._links[name] for name in self._scenario.devices[group].path]
         return [one for one in links if one.section.handover and one.section.handover.breaks]
 
     def _break(self, number: int) -> None:
-        # Also of verifiers that it has not asked yet: those connections were there too, if any.
+        # Verifiers without requests so far are included: the device may be connected to them too.
         self._broken |= {(number, name) for name in self._stations}
         self._connected = {key: one for key, one in self._connected.items() if key[0] != number}
         if (stream := self._cut.get(number)) is not None:
             stream.cut(0.0, 1.0, "the address changed at a handover")
 
     def watch(self, group: str, number: int, stream: Stream) -> None:
-        """This is the stream that a handover of the device would cut, if one can."""
+        """Register the stream that a handover of the device would cut, if there are such
+        handovers."""
         if self._breaking(group):
             self._cut[number] = stream
 
     def route(
         self, group: str, number: int, verifier: str, start: int = 0
     ) -> tuple[Path, Path, float]:
-        """Return the paths up and down for one stream of device ``number``, and the seconds that
-        connecting takes: ``connect_trips`` round trips for the first stream, nothing for those that
-        share its connection later. ``start`` counts the starts of the verifier's process, from 1
-        on: a connection to an earlier process is gone."""
+        """Return the paths up and down for one stream of device ``number``, and the seconds for
+        connecting: ``connect_trips`` round trips for the first stream, nothing for later ones that
+        share its connection. ``start`` is the number of starts of the verifier's process, from 1; a
+        connection to an earlier process is gone."""
         self._streams += 1
         key, names, connect_s = (number, verifier), self.names(group, verifier), 0.0
         known = self._connected.get(key)
@@ -334,7 +339,7 @@ class Network:
             made = self._connection(number, verifier, names) if lossy else None
             known = self._connected[key] = start, made
         if (connection := known[1]) is not None:
-            connection.up.send(_HEADERS_BYTES, lambda: None)  # nobody waits for them
+            connection.up.send(_HEADERS_BYTES, lambda: None)  # Their arrival has no effect.
             return connection.up, connection.down, connect_s
         make = partial(self._paths, number, verifier, names, self._streams)
         up, down = make() if self.cells is None else self.cells.ride(number, make)
@@ -349,16 +354,16 @@ class Network:
             loads += self.cells.loads(duration_s)
         return tuple(load for load in loads if load is not None)
 
-    # --- what is known of a way: asked for, and nothing is changed -------------------------
+    # --- properties of a path, without side effects -----------------------------------------
 
     def names(self, group: str, verifier: str) -> tuple[str, ...]:
-        """Names of the links from device to verifier."""
+        """Return the names of the links from a device to a verifier."""
         known = verifier in self._scenario.verifiers
         kind = verifier if known else verifier.rpartition("-")[0]
         return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
-        """What a device could know: typical round trip and capacities."""
+        """Return what a device could know of a path: its typical round trip and capacities."""
         view = self._wired.get((group, verifier))
         if view is None:
             view = self._wired[group, verifier] = self._wired_view(group, verifier)
@@ -376,7 +381,7 @@ class Network:
         )
 
     def least_way_s(self, group: str, verifier: str) -> float:
-        """What a small message takes each way on a good day."""
+        """Return the least one-way time of a small message."""
         links_s = sum(self._links[name].least_way_s for name in self.names(group, verifier))
         return self._fixed_s + self._access_s / 2.0 + links_s
 
@@ -392,7 +397,7 @@ class Network:
     def _paths(
         self, number: int, verifier: str, names: Sequence[str], stream: int
     ) -> tuple[Path, Path]:
-        """Up and down of one stream, as the device is attached now."""
+        """Return the paths up and down of one stream, for the device's current cell."""
         links = [self._links[name] for name in names]
         plain_s = sum((link.least_way_s for link in links if link.plain), self._fixed_s)
         hops = self._air(number, verifier)

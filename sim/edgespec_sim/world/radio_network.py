@@ -1,15 +1,15 @@
-"""The air between moving devices and the base stations at which verifiers stand.
+"""The air between moving devices and the base stations of the verifiers.
 
-Theory of operation. Every second devices move, gains are drawn anew and each (device, station)
-pair gets a rate each way: the band times log2(1 + SINR), within what modulation can do. A cell has
-one queue each way, of *airtime*: a message occupies it for its bits over its sender's rate, so a
-device at the edge of a cell takes time from all others in it, and nobody gets the band for free.
-Others' traffic takes its share of that time evenly, so a message of ours takes so much longer to
-get through.
+Theory of operation. Every second the devices move, gains are drawn again, and each (device,
+station) pair gets a rate each way: the bandwidth times log2(1 + SINR), within the limits of
+modulation. A cell has one queue of *airtime* each way. A message occupies it for its bits divided
+by its sender's rate, so a device at the edge of a cell takes time from all others in it. Other
+traffic uses its share of the airtime evenly, which lengthens our messages by the same factor.
 
-Interference follows what is sent: a station, or a device of another cell, counts as noise for the
-share of the last step in which it sent, plus ``load`` (whose uplink comes from where the devices
-of that cell are). A device's signal does not interfere with itself. Phones send at full power.
+Interference follows the traffic: a station, or a device of another cell, counts as noise for the
+share of the last step in which it sent, plus ``load`` (for the uplink, this share comes from the
+positions of the cell's own devices). A device's signal does not interfere with itself. Phones send
+at full power.
 """
 
 from __future__ import annotations
@@ -31,39 +31,42 @@ from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import FRAMING_BYTES, CellHandoverSection, RadioSection
 
 # --- gains between devices and base stations: 3GPP TR 38.901, urban micro street canyon --------
-# Path loss (table 7.4.1-1), with or without line of sight by table 7.4.2-1, redrawn as the device
-# moves, 50 m apart (7.6.3.1-2). Shadowing: log-normal, an autoregression along the device's way
-# (7.5-6: 10 m and 13 m), half of its variance common to all stations. Fading: Rician, K of 9 dB
-# with a spread of 5 dB, or Rayleigh without line of sight; new in every slot.
+# Path loss (table 7.4.1-1) with or without line of sight by table 7.4.2-1, drawn again as the
+# device moves, with a correlation distance of 50 m (7.6.3.1-2). Shadowing: log-normal, an
+# autoregression along the device's path (7.5-6: 10 m and 13 m), with half of its variance common to
+# all stations. Fading: Rician, with a K of 9 dB and a spread of 5 dB, or Rayleigh without line of
+# sight; new in every slot.
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 LIGHT_M_S = 3.0e8
-"""The report's own value (7.4.1)."""
+"""Speed of light as rounded by the report (7.4.1)."""
 LOS_SHADOWING_DB, NLOS_SHADOWING_DB = 4.0, 7.82
 LOS_SHADOWING_M, NLOS_SHADOWING_M = 10.0, 13.0
 LOS_STATE_M = 50.0
 RICIAN_K_DB = (9.0, 5.0)
 DISTANCE_MIN_M = 10.0
 SHARED_VARIANCE = 0.5
-"""Between sites, as ITU-R M.2135 and 3GPP TR 36.942 have it."""
+"""Share of the shadowing variance common to all sites (ITU-R M.2135 and 3GPP TR 36.942)."""
 CARRIER_GHZ: Final = 3.5
 STATION_HEIGHT_M, DEVICE_HEIGHT_M = 10.0, 1.5
 BREAKPOINT_M: Final = (
     4.0 * (STATION_HEIGHT_M - 1.0) * (DEVICE_HEIGHT_M - 1.0) * CARRIER_GHZ * 1e9 / LIGHT_M_S
 )
-"""Where the slope changes: 4 h'BS h'UT f / c, with 1 m of effective environment height."""
+"""Distance at which the slope changes: 4 h'BS h'UT f / c, with 1 m of effective environment
+height."""
 
 
 def los_probability(distance_m: Floats) -> Floats:
-    """Table 7.4.2-1, over the ground distance."""
+    """Return the probability of a line of sight over the ground distance (table 7.4.2-1)."""
     distance = np.maximum(distance_m, 18.0)
     return np.asarray(18.0 / distance + np.exp(-distance / 36.0) * (1.0 - 18.0 / distance))
 
 
 def path_loss_db(distance_m: Floats, line_of_sight: Flags) -> Floats:
-    """Table 7.4.1-1, over the ground distance (nearer than 10 m counts as 10 m)."""
+    """Return the path loss over the ground distance (table 7.4.1-1). Less than 10 m counts as 10
+    m."""
     ground = np.maximum(distance_m, DISTANCE_MIN_M)
     rise = STATION_HEIGHT_M - DEVICE_HEIGHT_M
     log_distance = np.log10(np.hypot(ground, rise))
@@ -78,7 +81,7 @@ def path_loss_db(distance_m: Floats, line_of_sight: Flags) -> Floats:
 
 
 class UmiGains:
-    """Linear power gains of shape (devices, stations), slot after slot, of one set of devices."""
+    """Linear power gains of shape (devices, stations), slot after slot, for one set of devices."""
 
     def __init__(self, rng: np.random.Generator, devices: int, stations: int) -> None:
         self._rng = rng
@@ -89,7 +92,8 @@ class UmiGains:
         self._k_db: Floats = rng.normal(*RICIAN_K_DB, self._shape)
 
     def next(self, devices_m: Floats, stations_m: Floats, gone_m: Floats) -> Floats:
-        """Positions of shape (n, 2); ``gone_m`` is how far each device moved since last time."""
+        """Return the gains of the next slot. Positions have shape (n, 2); ``gone_m`` is the
+        distance that each device moved since the last slot."""
         gaps = devices_m[:, None, :] - stations_m[None, :, :]
         distance_m = np.hypot(gaps[..., 0], gaps[..., 1])
         redrawn = self._rng.random(self._shape) > np.exp(-gone_m / LOS_STATE_M)[:, None]
@@ -108,21 +112,22 @@ class UmiGains:
         return np.asarray(np.where(sight, LOS_SHADOWING_DB, NLOS_SHADOWING_DB) * normal)
 
     def _moved(self, normal: Floats, memory: Floats) -> Floats:
-        """One step of a unit-variance autoregression (Gudmundson, 1991)."""
+        """Return one step of a unit-variance autoregression (Gudmundson, 1991)."""
         moved: Floats = memory * normal + np.sqrt(1.0 - memory**2) * self._rng.standard_normal(
             normal.shape
         )
         return moved
 
     def _fading(self, sight: Flags) -> Floats:
-        """Power of mean 1: a fixed ray of share K/(K+1) and many weak ones."""
+        """Return power of mean 1: a fixed ray with a share of K/(K+1), and many weak ones."""
         k = np.where(sight, 10.0 ** (self._k_db / 10.0), 0.0)
         real, imaginary = self._rng.standard_normal((2, *self._shape)) / np.sqrt(2.0 * (k + 1.0))
         return np.asarray((np.sqrt(k / (k + 1.0)) + real) ** 2 + imaginary**2)
 
 
 class RandomWaypoint:
-    """``positions_m`` of shape (devices, 2), inside a square with a corner at the origin."""
+    """The random waypoint model. ``positions_m`` has shape (devices, 2), in a square with a corner
+    at the origin."""
 
     def __init__(
         self,
@@ -140,7 +145,8 @@ class RandomWaypoint:
         self._speed_m_s: Floats = rng.uniform(*speed_m_s, devices)
 
     def advance(self, seconds: float) -> Floats:
-        """Move everyone; returns the way each has gone, in metres, shape (devices,)."""
+        """Move all devices. Returns the distance that each has moved in metres, of shape
+        (devices,)."""
         left_s = np.full(len(self.positions_m), seconds)
         gone_m = np.zeros(len(self.positions_m))
         while True:
@@ -163,7 +169,7 @@ FILTER_K = 4
 
 
 class Change(NamedTuple):
-    """A phone goes from one cell to another, by number."""
+    """A phone's move from one cell to another, by number."""
 
     device: int
     old: int
@@ -171,14 +177,16 @@ class Change(NamedTuple):
 
 
 class Attachment:
-    """``gains``: linear, of shape (devices, stations); each device begins where it hears best."""
+    """The cell of each device. ``gains`` are linear, of shape (devices, stations); each device
+    begins in the cell with the strongest signal."""
 
     def __init__(self, gains: Floats) -> None:
         self._heard_db = _db(gains)
         self.cells = self._heard_db.argmax(axis=1)
 
     def measure(self, gains: Floats) -> list[Change]:
-        """The changes that these gains, a step later, bring about; ``cells`` are the new ones."""
+        """Update the filtered gains and ``cells`` one step later. Returns the devices that change
+        cells."""
         self._heard_db += 2.0 ** (-FILTER_K / 4.0) * (_db(gains) - self._heard_db)
         best = self._heard_db.argmax(axis=1)
         devices = np.arange(len(best))
@@ -197,19 +205,19 @@ def _db(gains: Floats) -> Floats:
 
 
 # 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A
-# device that hears less is served at the lowest, as coverage extensions do.
+# device with a weaker signal is served at the lowest, like coverage extensions do.
 MOST_BITS_PER_HZ, LEAST_BITS_PER_HZ = 7.4063, 0.0586
 NOISE_DBM_HZ = -174.0
 
 # Receivers' noise figures, 3GPP TR 38.802, table A.2.1-1.
 STATION_NOISE_DB, DEVICE_NOISE_DB = 5.0, 9.0
 ACCESS_S = 8e-3
-"""Round trip on the air without a queue: 4 ms each way (3GPP TR 38.913, 7.5, eMBB)."""
+"""Round-trip time on the air without a queue: 4 ms each way (3GPP TR 38.913, 7.5, eMBB)."""
 _STATION_DBM = 33.0
 _STEP_S = 1.0
-"""How often gains are computed anew."""
+"""Seconds between two computations of the gains."""
 
-# A queue of airtime holds nanoseconds where others hold bytes.
+# The queues count nanoseconds of airtime in place of bytes.
 _TICKS_PER_S = 1e9
 
 
@@ -232,22 +240,22 @@ class RadioNetwork:
         self.serving = np.full(devices, -1)
         """The station that each device used last; -1: none yet."""
         self.on_change: Callable[[Change], None] = lambda change: None
-        """Hears of each device that goes to another cell, with ``handover``."""
+        """Called for each device that changes cells, with ``handover``."""
         self._attachment: Attachment | None = None
         self._queues = defaultdict[tuple[bool, int], SharedQueue](
             lambda: SharedQueue(8.0 * _TICKS_PER_S)
         )
-        """By direction, True is down, and station."""
+        """Queues of airtime by (is_down, station)."""
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
-        """Time on the air within this step."""
+        """Seconds of sending within the current step."""
         self._up = self._down = np.zeros((devices, stations))
         self._step(np.zeros(devices))
         self._queue.after(_STEP_S, self._advance)
 
-    # --- what the network asks -------------------------------------------------------------
+    # --- the network's view of the air ------------------------------------------------------
 
     def hop(self, device: int, station: int) -> Hop:
-        """Up and down, for one stream of a device that now uses that station."""
+        """Return the hops up and down for one stream of a device that now uses that station."""
         if self._attachment is None:
             self.serving[device] = station
         settings, stretch = LinkSettings(one_way_s=ACCESS_S / 2.0), 1.0 / (1.0 - self._section.load)
@@ -262,12 +270,12 @@ class RadioNetwork:
         return up, down
 
     def bits_per_s(self, device: int, station: int) -> tuple[float, float]:
-        """Up and down, of one device at one station, now."""
+        """Return the current rates up and down of one device at one station."""
         share, place = 1.0 - self._section.load, (device, station)
         return share * float(self._up[place]), share * float(self._down[place])
 
     def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
-        """Of the air of each station, in their order: others' part of the airtime comes first."""
+        """Return the load of each station's air, in order. Other traffic's share is included."""
         load = self._section.load
 
         def busy(down: bool, cell: int) -> float:
@@ -282,7 +290,7 @@ class RadioNetwork:
     # --- parts -----------------------------------------------------------------------------
 
     def _airtime_s(self, is_down: bool, device: int, station: int, size_bytes: int) -> float:
-        """What a message takes, which its sender has then sent for."""
+        """Return the airtime of a message, and add it to its sender's sending time."""
         rates, sent_s, sender = self._up, self._device_s, device
         if is_down:
             rates, sent_s, sender = self._down, self._station_s, station
@@ -333,7 +341,7 @@ class RadioNetwork:
 
 
 class Air:
-    """One direction of a device's air: messages become airtime on its queue."""
+    """One direction of a device's air, on whose queue messages become airtime."""
 
     def __init__(self, model: LinkModel, airtime_s: Callable[[int], float], stretch: float) -> None:
         self._model, self._airtime_s, self._stretch = model, airtime_s, stretch
@@ -342,15 +350,16 @@ class Air:
         ticks = self._airtime_s(size_bytes) * self._stretch * _TICKS_PER_S
         return self._model.arrival(now_s, math.ceil(ticks))
 
-    packet = arrival  # none is lost here
+    packet = arrival  # No packets are lost here.
 
 
 Hop = tuple[Air | LinkModel, Air | LinkModel]
-"""Up and down."""
+"""Hops up and down."""
 
 
 def grid_m(count: int, side_m: float) -> Floats:
-    """``count`` places in a square, row by row in the middle of equal cells; shape (count, 2)."""
+    """Return ``count`` places in a square, in the middle of equal cells, row by row; shape (count,
+    2)."""
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
     places = [
@@ -361,13 +370,13 @@ def grid_m(count: int, side_m: float) -> Floats:
 
 
 def _uplink_noise(gains: Floats, serving: Floats, sends: Floats, load: float) -> Floats:
-    """(devices, stations): power received from devices of other cells, in units of full power.
-    ``sends`` is each device's share of time on the air."""
+    """Return, as (devices, stations), the power received from devices of other cells, in units of
+    full power. ``sends`` is each device's share of time on the air."""
     stations = np.arange(gains.shape[1])
     served = serving[:, None] == stations
     foreign = np.where(served | (serving < 0)[:, None], 0.0, gains * sends[:, None])
     ours: Floats = foreign.sum(axis=0) - foreign
-    # Others send from where our devices are that hear the other cell best, in the mean.
+    # Other traffic is sent, on average, from the positions of our devices with the best gain there.
     nearest = gains.argmax(axis=1)
     others = np.zeros(gains.shape[1])
     for station in stations:
@@ -384,11 +393,12 @@ def _watts(dbm: float) -> float:
 
 
 Paths = tuple[Path, Path]
-"""Up and down."""
+"""Paths up and down."""
 
 
 class Cells:
-    """``stations``: the number of each verifier's. ``changed`` hears of changes after paths."""
+    """The cells with their backhaul. ``stations`` holds each verifier's station number. ``changed``
+    is called for a change of cell after the paths have been replaced."""
 
     def __init__(
         self,
@@ -402,18 +412,19 @@ class Cells:
         self._one_way_s = section.backhaul.rtt_ms / 2e3
         bits_per_s = section.backhaul.mbps * 1e6
         self._lines = [(SharedQueue(bits_per_s), SharedQueue(bits_per_s)) for _ in stations]
-        """Of each station: out and in."""
+        """Queues of each station's backhaul line: out and in."""
         self._riding: dict[int, tuple[Handover, Handover, Callable[[], Paths]]] = {}
-        """Of each device its last stream's paths, and how to make them anew."""
+        """For each device, its last stream's paths, and the function that makes them again."""
         self.changed: Callable[[Change], None] = lambda change: None
         radio.on_change = self._change
 
     def of(self, number: int) -> int:
-        """The cell of a device."""
+        """Return the cell of a device."""
         return int(self._radio.serving[number])
 
     def hops(self, number: int, verifier: str) -> list[Hop]:
-        """Up and down from a device as it is attached now to the verifier's station."""
+        """Return the hops up and down from a device in its current cell to the verifier's
+        station."""
         cell, station = self.of(number), self._stations[verifier]
         air = self._radio.hop(number, cell)
         if cell == station:
@@ -423,17 +434,17 @@ class Cells:
         return [air, (LinkModel(settings, out), LinkModel(settings, back))]
 
     def backhaul_rtt_s(self, number: int, verifier: str) -> float:
-        """0 where the verifier stands in the device's own cell."""
+        """Return the backhaul's part of a round trip, which is 0 in the verifier's own cell."""
         return 0.0 if self.of(number) == self._stations[verifier] else 2.0 * self._one_way_s
 
     def ride(self, number: int, make: Callable[[], Paths]) -> Paths:
-        """The paths of a new stream, which follow the device from cell to cell."""
+        """Return the paths of a new stream, which follow the device from cell to cell."""
         up, down = (Handover(self._queue, path, self.gap_s) for path in make())
         self._riding[number] = (up, down, make)
         return up, down
 
     def loads(self, duration_s: float) -> list[LinkLoad]:
-        """Of each station's line: up is out of the station."""
+        """Return the load of each station's backhaul line; up is out of the station."""
         return [
             LinkLoad(
                 f"backhaul of {name}",

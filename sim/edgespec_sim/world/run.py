@@ -1,8 +1,8 @@
-"""From a scenario to a summary: every arm on the same seed, ours beside the baselines.
+"""Plays the jobs of a scenario and summarises them: every arm on the same seeds, side by side.
 
-Theory of operation. A scenario is cut into *jobs*, one an arm and shard, that know nothing of one
-another: any process may play any of them in any order, and ``summarise`` gets the same result. A
-job's outcome is plain data, so it can travel between processes.
+Theory of operation. A scenario is cut into *jobs*, one per arm and shard, which are independent:
+any process may play any of them in any order, and ``summarise`` gets the same result. The outcome
+of a job is plain data, so it can travel between processes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from edgespec_sim.world.meters import Meters, RequestRecord, pace
 from edgespec_sim.world.network import trace_notes
 from edgespec_sim.world.site import Surrounding
 
-# --- what a reader of a run has to know --------------------------------------------------------
+# --- notes for the reader of a run -------------------------------------------------------------
 
 
 def notes_of(scenario: sections.Scenario) -> tuple[str, ...]:
-    """Where times and energies come from."""
+    """Return notes on the sources of times and energies."""
     notes = [
         f"Draft steps of {name}: {describe_cost_source(section.draft)}."
         for name, section in scenario.devices.items()
@@ -64,32 +64,32 @@ def _energy_note(name: str, section: sections.DeviceSection) -> str:
     if section.radio_power and section.draft_w:
         return (
             f"Energy of {name}: {section.draft_w:g} W assumed while drafting, and the published"
-            f" powers of a {section.radio_power} radio (phones of 2012) while it sends, receives,"
-            " stays connected and idles, until the next question."
+            f" power of a {section.radio_power} radio (phones of 2012) while it sends, receives,"
+            " stays connected and idles, until the next request."
         )
     missing = "radio_power" if not section.radio_power else "draft_w"
-    return f"Energy of {name}: not reported, as the scenario has no {missing} for it."
+    return f"Energy of {name}: not reported, because the scenario has no {missing} for it."
 
 
 def _power_note(name: str, section: sections.VerifierSection) -> str:
     idle_w, busy_w = section.power_idle_w, section.power_busy_w
     if idle_w is None:
-        return f"Energy of {name}: {busy_w:g} W while a pass runs, at most; idle time is not known."
+        return f"Energy of {name}: at most {busy_w:g} W while a pass runs; idle power is unknown."
     return (
-        f"Energy of {name}: {busy_w:g} W while a pass runs, at most, and {idle_w:g} W while it is"
-        " powered and idle. Host, fans and power supply are not in it."
+        f"Energy of {name}: at most {busy_w:g} W while a pass runs, and {idle_w:g} W while it is"
+        " on and idle. Host, fans and power supply are not included."
     )
 
 
 def is_lossy(scenario: sections.Scenario, arm: Arm) -> bool:
-    """Whether its output may differ from the target's own."""
+    """Whether the arm's output may differ from the target's own."""
     return scenario.tokens.lossy_threshold is not None and arm.drafts
 
 
 def losses_of(
     scenario: sections.Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]
 ) -> tuple[str, ...]:
-    """One note an arm whose output is not the target's own."""
+    """Return one note for each arm whose output is not the target's own."""
     notes = []
     for arm in scenario.arms:
         if is_lossy(scenario, arm):
@@ -97,25 +97,26 @@ def losses_of(
             changed, tokens = (sum(column) for column in zip(*counts, strict=True))
             share = changed / tokens if tokens else 0.0
             notes.append(
-                f"{rs.LOSSY}: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g}"
-                f" of the best token's probability on; {share:.1%} of its tokens are"
-                " not the target's."
+                f"{rs.LOSSY}: {arm.value} accepts drafts of at least"
+                f" {scenario.tokens.lossy_threshold:g} of the best token's probability; {share:.1%}"
+                " of its tokens are not the target's."
             )
     return tuple(notes)
 
 
 # -----------------------------------------------------------------------------------------------
-# What requests came to beside their objectives, and how sure that is.
-# A request that counts is judged once it has ended, or, where it was given time to end (a drain),
-# in any case: one that is still under way then has missed. Requests of one world depend on one
-# another, so intervals are those of clusters (``replication.py``): a cluster is a world, or, of
-# few worlds, a stretch of one's window (batch means: Law and Kelton, "Simulation Modeling and
-# Analysis", 9.5), which is long beside a request.
+# Comparison of requests with their objectives, with intervals.
+#
+# A request that counts is judged once it has ended. If requests were given time to end (a drain),
+# it is judged in any case, and one that is still running then has missed. Requests of one world
+# depend on one another, so intervals are those of clusters (``replication.py``). A cluster is a
+# world or, with few worlds, a section of one's window (batch means: Law and Kelton, "Simulation
+# Modeling and Analysis", 9.5), which is long compared with a request.
 
 
 P95 = 0.95
 
-# Fewer say little of a spread: Student's t for 7 degrees of freedom is 2.4, for one 12.7.
+# Fewer clusters estimate a spread badly: Student's t is 2.4 for 7 degrees of freedom, 12.7 for one.
 _CLUSTERS = 8
 
 Records = Sequence[RequestRecord]
@@ -124,12 +125,13 @@ Records = Sequence[RequestRecord]
 def attainment(
     scenario: sections.Scenario, outcomes: Sequence[WorldOutcome], seeds: int
 ) -> rs.Attainment | None:
-    """Of one arm, whose worlds these are; None where neither objectives nor arrivals are given."""
+    """Return how one arm's worlds meet the objectives. None if neither objectives nor arrivals are
+    given."""
     slo = scenario.slo
     if scenario.arrivals is None and not slo.has_objectives:
         return None
     groups = clusters(scenario, outcomes)
-    drains = scenario.drain_limit_s > 0.0  # so each of them had time to end
+    drains = scenario.drain_limit_s > 0.0  # Then each request had time to end.
     judged = [[one for one in group if drains or one.complete or one.failed] for group in groups]
     good = [(sum(attains(one, slo) for one in group), len(group)) for group in judged]
     share, ends = replication.share_interval(good)
@@ -148,7 +150,7 @@ def attainment(
 
 
 def clusters(scenario: sections.Scenario, outcomes: Sequence[WorldOutcome]) -> list[Records]:
-    """The requests that count, world by world, or stretch by stretch."""
+    """Return the requests that count, divided by world or by section of a world's window."""
     parts = math.ceil(_CLUSTERS / len(outcomes))
     found: list[Records] = []
     for outcome in outcomes:
@@ -163,33 +165,34 @@ def clusters(scenario: sections.Scenario, outcomes: Sequence[WorldOutcome]) -> l
 def p95(
     groups: Sequence[Records], value: Callable[[RequestRecord], float | None]
 ) -> tuple[float, float, float] | None:
-    """With its interval, of the requests that have one."""
+    """Return the 95th percentile with its interval, over the requests that have a value."""
     known = [[v for one in group if (v := value(one)) is not None] for group in groups]
     return replication.quantile_interval(known, P95)
 
 
 def attains(one: RequestRecord, slo: sections.SloSection) -> bool:
-    """It ended well and kept to each objective; a single token has no TPOT to miss with."""
+    """Whether a request ended well and met each objective. A single token has no TPOT to
+    compare."""
     if not one.complete or one.failed or one.ttft_s is None:
         return False
     return one.ttft_s <= slo.ttft_s and (one.tpot_s is None or one.tpot_s <= slo.tpot_s)
 
 
 def service_notes(scenario: sections.Scenario, arms: Sequence[rs.ArmSummary]) -> tuple[str, ...]:
-    """What a reader has to know of load and window."""
+    """Return notes on the load and the window."""
     notes = []
     if scenario.arrivals is not None:
         notes.append(f"Open loop: {scenario.arrivals.about}. TTFT is from arrival.")
     if scenario.warm_up_s or scenario.drain_limit_s:
         notes.append(
-            f"Requests that were asked from {scenario.warm_up_s:g} to {scenario.duration_s:g} s"
-            f" count; they had up to {scenario.drain_limit_s:g} s more to end."
+            f"Requests sent from {scenario.warm_up_s:g} to {scenario.duration_s:g} s count;"
+            f" they had up to {scenario.drain_limit_s:g} s more to end."
         )
     for one in arms:
         if scenario.drain_limit_s and one.all.unfinished:
             notes.append(
-                f"{one.arm}: {one.all.unfinished} requests were not over by then; they have missed"
-                " their objectives, and stand in no percentile that they have no time for."
+                f"{one.arm}: {one.all.unfinished} requests had not ended by then; they count as"
+                " misses, and percentiles do not include the times that they lack."
             )
     return tuple(notes)
 
@@ -204,14 +207,15 @@ LABELS = {
     Arm.BOTH: "ours beside a draft on the server",
 }
 
-# Watches of a city's streams would be kept to its end; its laws are those of a household.
+# Stream watches are kept until the end of a world, which is too much for a city. The laws of a
+# household are the same.
 _CHECKED_DEVICES = 64
 _TOY = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One arm of one shard."""
+    """One arm of one shard, on one seed."""
 
     scenario: sections.Scenario
     arm: Arm
@@ -219,7 +223,7 @@ class Job:
     seed: int
     folder: Path
     checks: bool = True
-    """Watch every message, where the world is small enough for that."""
+    """Whether every message is checked, if the world is small enough for that."""
 
 
 def jobs_of(scenario: sections.Scenario, seed: int, folder: Path) -> tuple[Job, ...]:
@@ -233,9 +237,9 @@ def jobs_of(scenario: sections.Scenario, seed: int, folder: Path) -> tuple[Job, 
 def play(
     job: Job, tracer: Tracer | None = None, progress: Callable[[float], None] = lambda now_s: None
 ) -> WorldOutcome:
-    """Raises ``ConservationError``, and what ``check`` raises."""
-    # Finished sessions leave few cycles of references, but a search for them looks at every object
-    # and drives the sessions out of the processor's cache: a tenth of the time of 10,000 devices.
+    """Play a job. Raises ``ConservationError``, and what ``check`` raises."""
+    # Finished sessions leave few reference cycles, but a search for cycles visits every object and
+    # evicts the sessions from the processor's cache. It took a tenth of the time of 10,000 devices.
     usual = gc.get_threshold()
     gc.set_threshold(100_000, 50, 1000)
     try:
@@ -245,10 +249,11 @@ def play(
 
 
 def check(scenario: sections.Scenario, folder: Path) -> None:
-    """Raise whatever ``play`` would refuse the scenario for: a world is built as it would be
-    played, and thrown away, of an arm with drafts and of one without, for each end, as arms differ
-    in nothing else that can be refused. ``TraceError``, ``TapeError``, ``ProfileError``,
-    ``ValueError``, ``OSError``."""
+    """Raise the error with which ``play`` would refuse the scenario.
+
+    Worlds are built like those to be played, and discarded: one for an arm with and one without
+    drafts, for each end. Arms differ in nothing else that can be refused. Raises ``TraceError``,
+    ``TapeError``, ``ProfileError``, ``ValueError`` and ``OSError``."""
     arms = {(arm.drafts, arm.on_server): arm for arm in reversed(scenario.arms)}
     for arm in arms.values():
         _world(Job(scenario, arm, 0, 1, folder), None)
@@ -268,7 +273,7 @@ def _world(job: Job, tracer: Tracer | None) -> World:
 def token_source(
     scenario: sections.Scenario, seed: int, folder: Path, *, lossy: bool = False
 ) -> sources.TokenSource:
-    """``lossy``: with the scenario's relaxed rule, where it has one."""
+    """Return the scenario's source of tokens; with ``lossy``, its relaxed rule applies, if any."""
     tokens = scenario.tokens
     match tokens.source:
         case sections.TokensFrom.TAPE:
@@ -285,7 +290,8 @@ def token_source(
 
 @lru_cache(maxsize=16)
 def _process_law(tape: str, folder: Path, acceptance: float | None) -> AcceptanceLaw:
-    """Fitting takes a second, and every arm asks."""
+    """Fit the acceptance law of a tape. A fit takes a second and every arm needs it, so it is
+    cached."""
     law = fit(sources.tape_named(tape, folder))
     return law if acceptance is None else law.at(acceptance)
 
@@ -298,7 +304,8 @@ def summarise(
     environment: dict[str, str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> rs.RunSummary:
-    """``outcomes`` of all jobs, in ``jobs_of``'s order, by seed, used up; ``notes`` first."""
+    """Summarise the outcomes of all jobs, ordered by seed and then as in ``jobs_of``. The outcomes
+    are consumed. ``notes`` come first among the summary's notes."""
     losses = losses_of(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
     speedups = _speedups(worlds, Arm.TARGET_ONLY)
@@ -345,7 +352,7 @@ _Speedup = tuple[float | None, replication.Interval | None]
 
 
 def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]], over: Arm) -> dict[Arm, _Speedup]:
-    """Return every arm's speed-up over the arm ``over``, if that was played."""
+    """Return every arm's speed-up over the arm ``over``. Empty if that arm was not played."""
     totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
     base = totals.get(over)
     if base is None:
@@ -355,8 +362,8 @@ def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]], over: Arm) -> dict[A
 
 
 def fastest_alone(totals: Mapping[Arm, Sequence[replication.TpotTotal]]) -> Arm | None:
-    """Return the fastest of the arms that need no device, plain streaming among equals; None where
-    none of them has a time per token. ``totals``: each arm's, world by world."""
+    """Return the fastest arm that needs no device, with plain streaming first among equals. None if
+    none of them has a time per token. ``totals`` holds each arm's totals, one per world."""
 
     def mean_s(arm: Arm) -> float:
         return sum(one.seconds for one in totals[arm]) / sum(one.requests for one in totals[arm])
@@ -366,8 +373,8 @@ def fastest_alone(totals: Mapping[Arm, Sequence[replication.TpotTotal]]) -> Arm 
 
 
 def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
-    """The greatest relative half-width of any arm's interval so far; None: there is none yet, or an
-    arm has no complete request. With no arm to compare with, nothing has a width."""
+    """Return the greatest relative half-width of any arm's interval so far. None if there is no
+    interval yet, or an arm has no complete request. 0 if there is no arm to compare with."""
     arms = dict.fromkeys(arm for arm, _ in outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in arms}
     speedups = _speedups(worlds, Arm.TARGET_ONLY)
@@ -414,7 +421,7 @@ def _arm_summary(
 
 
 def _pooled_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad, ...]:
-    """The means over worlds."""
+    """Return the mean load of each link over the worlds."""
     by_name: dict[str, list[rs.LinkLoad]] = {}
     for one in (one for same in found for one in same):
         by_name.setdefault(one.name, []).append(one)
@@ -430,8 +437,8 @@ _SUMMED = ("energy_j", "idle_j", "idle_s", "busy_s", "draft_s", "guessed", "acce
 def _pooled_verifiers(
     found: Sequence[rs.VerifierSummary], meters: Meters, seeds: int
 ) -> tuple[rs.VerifierSummary, ...]:
-    """One a name, as ``found`` lists them seed after seed and shard after shard: loads are means
-    over the seeds, passes are all of them."""
+    """Combine the summaries of each verifier, which ``found`` lists seed by seed and shard by
+    shard. Loads are means over the seeds; passes are summed."""
     count = len(found) // seeds
     pooled = []
     for index in range(count):

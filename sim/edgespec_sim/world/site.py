@@ -1,9 +1,10 @@
-"""One verifier of a scenario: the product's engine on hardware of a given speed, restarts and all.
+"""One verifier of a scenario: the product's engine on hardware of a given speed, with restarts.
 
-Theory of operation. A site holds one engine, or, when the target's layers lie on several nodes, one
-engine for each pass that may be under way at once (as pipeline-parallel servers do it): sessions
-are dealt out to the engines, whose passes follow one another through the same stages. A restart
-forgets every session; devices come back with what they hold and the engine feeds it anew.
+Theory of operation. A site holds one engine. If the target's layers lie on several nodes, it holds
+one engine for each pass that may be in progress at once, as pipeline-parallel servers do: sessions
+are divided among the engines, whose passes follow one another through the same stages. A restart
+loses every session; devices resume with their committed tokens, and the engine computes the cache
+again.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from edgespec_sim.sessions import Compute, DraftModel, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import ProcessSource, TokenSource
 from edgespec_sim.world.meters import RequestRecord
 
-# A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
+# Size of a draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
 _MESSAGE_BITS = 8 * 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """Between one device and one verifier."""
+    """Typical properties of the path between one device and one verifier."""
 
     rtt_s: float
     up_bits_per_s: float = math.inf
@@ -52,13 +53,13 @@ class Surrounding:
 
     source: TokenSource
     folder: Path
-    """Where relative file names of the scenario start."""
+    """Base folder of the scenario's relative file names."""
     checks: bool = True
-    """Whether the laws of ``conservation.py`` are judged while the world is played."""
+    """Whether the laws of ``conservation.py`` are checked while the world is played."""
 
 
-# A device notices within a few seconds (docs/measurements.md: 3 to 4 s) when nothing says so; a
-# process that dies resets its connections at once.
+# Time until a device notices that a process has died, which resets its connections at once. Without
+# a reset it would take a few seconds (docs/measurements.md: 3 to 4 s).
 _NOTICE_S = 0.05
 
 
@@ -67,24 +68,24 @@ class SiteCounters:
     passes: int = 0
     rows: int = 0
     sessions: int = 0
-    """Sessions in passes, summed."""
+    """Sum of the sessions in each pass."""
     busy_s: float = 0.0
     draft_s: float = 0.0
-    """Of it, in steps of the verifier's own draft model."""
+    """The part of ``busy_s`` in steps of the verifier's own draft model."""
     guessed: int = 0
-    """Nodes of that model in passes, and those that were accepted."""
+    """Nodes of that model in passes, and how many of them were accepted."""
     accepted: int = 0
 
 
 class Machine:
-    """Runs one pass at a time, in the order in which they come; counts what it did. ``law`` may
-    change: passes that come later take it."""
+    """Runs one pass at a time, in the order of arrival, and counts its work. ``law`` may change;
+    later passes then use the new one."""
 
     def __init__(self, queue: EventQueue, law: TimeLaw, seed: str, charges: bool = False) -> None:
-        """``charges``: note what its passes take for each session."""
+        """With ``charges``, record each session's part of the passes."""
         self.counters = SiteCounters()
         self.pass_s_of: dict[str, float] | None = {} if charges else None
-        """By session: its part of the passes, by rows."""
+        """Each session's part of the passes in seconds, divided by rows."""
         self.law = law
         self._queue = queue
         self._dice = random.Random(seed) if len(law.spread) > 1 else None
@@ -105,7 +106,8 @@ class Machine:
         self._work(pass_s, done)
 
     def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
-        """Steps of the verifier's own draft model, for these sessions in equal parts."""
+        """Run a step of the verifier's own draft model, charged to these sessions in equal
+        parts."""
         self.counters.draft_s += seconds
         self._charge(keys, [1] * len(keys), seconds)
         self._work(seconds, done)
@@ -122,7 +124,7 @@ class Machine:
 
 
 class Site:
-    """``accept`` takes a stream; ``reachable`` is False while the process is down."""
+    """One verifier. ``accept`` takes a stream; ``reachable`` is False while the process is down."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class Site:
         self.name = name = scenario.verifier_name(kind, number)
         self._most_sessions = scenario.session_limit(kind)
         self.starts = 0
-        """How often its process has begun. Connections do not outlive a process."""
+        """Number of starts of its process. Connections do not outlive a process."""
         self._queue, self._limits, self._tracer = queue, limits, tracer
         self._source = surrounding.source
         law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
@@ -150,16 +152,16 @@ class Site:
             Machine(queue, law_of_share(1.0 / count), f"{seed}/machine/{name}/{index}", charges)
             for index in range(count)
         )
-        """The machines, one behind another."""
+        """The machines, in the order in which a pass visits them."""
         self.pass_s = law.seconds(1)
         rows, sessions = 1 + _ROWS_PER_SESSION, 2
         self._session_s = max(0.0, law.seconds(rows, sessions=sessions) - law.seconds(1))
         self._down_until_s = 0.0
         self._next = 0
         self._ended: list[SimulatedVerifier] = []
-        """Before restarts."""
+        """Engines from before the restarts."""
         self._computes: tuple[Compute, ...] = self.nodes
-        """There is an engine for each."""
+        """What runs the passes of each engine, one per engine."""
         if split is not None:
             stages = Stages(queue, split, law_of_share, self.nodes, f"{seed}/{name}")
             self._computes, self.pass_s = (stages,) * split.slots, stages.pass_s
@@ -169,7 +171,8 @@ class Site:
 
     @property
     def counters(self) -> SiteCounters:
-        """Passes are counted once, however many nodes they go through; ``busy_s`` is of all."""
+        """Counters of the site. A pass counts once, however many nodes it visits; ``busy_s`` is the
+        sum over all nodes."""
         drafts = [one.model for one in self.draft_counts]
         return replace(
             self.nodes[0].counters,
@@ -180,7 +183,7 @@ class Site:
 
     @property
     def pass_s_of(self) -> dict[str, float]:
-        """By session, its part of all nodes' passes; empty where nobody asked for it."""
+        """Each session's part of all nodes' passes. Empty if it is not recorded."""
         taken_s: dict[str, float] = {}
         for node in self.nodes:
             for session, seconds in (node.pass_s_of or {}).items():
@@ -197,12 +200,12 @@ class Site:
 
     @property
     def draft_counts(self) -> list[DraftCounts]:
-        """What the verifier's own draft model did, by engine."""
+        """Counters of the verifier's own draft model, by engine."""
         return [server.engine.draft_counts for server in (*self._ended, *self._servers)]
 
     def offered(self, link: LinkView) -> VerifierView:
-        """To one more session behind that link. A round is what it takes from sending a draft to
-        holding its commit: round trip, pass, and both messages on the link."""
+        """Describe the verifier to a new session behind ``link``. A round is the time from sending
+        a draft to holding its commit: round trip, pass, and both messages on the link."""
         messages_s = _MESSAGE_BITS / link.up_bits_per_s + _MESSAGE_BITS / link.down_bits_per_s
         sessions = self.sessions
         round_s = link.rtt_s + messages_s + (self.pass_s + self._session_s * sessions)
@@ -215,7 +218,8 @@ class Site:
         return None
 
     def accept(self, stream: Stream, key: str) -> None:
-        """A stream whose session id will be ``key``: one that is known goes where it was."""
+        """Accept a stream of session ``key``. A known session goes to its engine, a new one to the
+        next."""
         for server in self._servers:
             if key in server.engine.sessions:
                 server.accept(stream)
@@ -268,13 +272,13 @@ class Site:
 
 LawOfShare = Callable[[float], TimeLaw]
 
-# What a session adds to a pass: its last token and a few nodes (docs/measurements.md).
+# Rows that a session adds to a pass: its last token and a few nodes (docs/measurements.md).
 _ROWS_PER_SESSION = 4
 
 
 class Stages:
-    """Sends a pass through all nodes, one behind another. ``law_of_share`` is the law of a node
-    that holds such a share of the layers."""
+    """Sends a pass through all nodes, one after another. ``law_of_share`` gives the time law of a
+    node that holds a share of the layers."""
 
     def __init__(
         self,
@@ -303,7 +307,7 @@ class Stages:
 
     @property
     def pass_s(self) -> float:
-        """Of one row, with the nodes to itself."""
+        """Seconds of a pass of one row that has the nodes to itself."""
         count = len(self._nodes)
         node_s = self._law_of_share(1.0 / count).seconds(1)
         link_s = self._section.hop_s(1) + self._section.jitter_ms / 1e3
@@ -313,11 +317,12 @@ class Stages:
         self._on_node(0, self._losses, requests, done)
 
     def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
-        """The draft model lies on the first node."""
+        """Run a draft step. The draft model is on the first node."""
         self._nodes[0].draft(keys, seconds, done)
 
     def lose(self) -> None:
-        """One node is gone (they are alike, so the last); a spare steps in, or the others do."""
+        """Lose one node (the last, since all are alike). A spare replaces it, or the others take
+        its layers."""
         self._losses += 1
         if self._spares:
             self._spares -= 1
@@ -332,7 +337,8 @@ class Stages:
     def _on_node(
         self, index: int, losses: int, requests: tuple[PassRequest, ...], done: Callable[[], None]
     ) -> None:
-        """A pass that began before a node was lost goes no further."""
+        """Run the pass on a node, and then on the next one. A pass that began before a node was
+        lost is dropped."""
 
         def over() -> None:
             if losses != self._losses:
@@ -352,7 +358,8 @@ class Stages:
 def charge(
     records: Sequence[RequestRecord], sites: Sequence[Site], summaries: Sequence[VerifierSummary]
 ) -> None:
-    """Write into each record what it bears of passes and idle time, where all verifiers tell."""
+    """Write each record's part of the energy of passes and idle time, if all verifiers have a
+    power."""
     if any(one.energy_j is None for one in summaries):
         return
     idle_known = all(one.idle_j is not None for one in summaries)

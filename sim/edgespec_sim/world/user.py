@@ -1,8 +1,8 @@
-"""One user with a device: asks, waits for the text, thinks, asks again.
+"""One user with a device, who sends a request, reads the output, thinks, and sends the next one.
 
-In an open loop it does not think: it serves the requests that come (``arrivals.py``).
+In an open loop the user does not think, but serves the requests that arrive (``arrivals.py``).
 
-Theory of operation. Each question is one ``DraftSession`` on the device's drafter. Before it opens,
+Theory of operation. Each request is one ``DraftSession`` on the device's drafter. Before it opens,
 the association policy chooses the verifier from what is known at that moment.
 """
 
@@ -40,14 +40,16 @@ from edgespec_sim.world.site import Site, Surrounding
 
 @dataclass(frozen=True, slots=True)
 class DraftRestricted:
-    """A line of the trace: what the guard leaves of the draft from now on; window 0 rests."""
+    """A trace record: the window and width that the memory guard grants from now on; window 0
+    pauses drafting."""
 
     window: int
     width: int
 
 
 class WindowedDrafter:
-    """``inner`` with rows of ``row_bytes`` each; ``on_restricted`` hears of (window, width)."""
+    """A drafter that keeps a window of rows, each of ``row_bytes``. ``on_restricted`` is called
+    with (window, width) after each restriction."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class WindowedDrafter:
         on_restricted: Callable[[int, int], None] = lambda window, width: None,
     ) -> None:
         self.fed = self.kept = 0
-        """Of the last step: tokens that it fed, and rows that it found."""
+        """Tokens that the last step fed, and rows that it found in the cache."""
         self._inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
         self._window, self._width = DraftWindow(window, can_move=True), width
         self.info, self.close = inner.info, inner.close
@@ -103,7 +105,7 @@ _MIB, _KIB = 1 << 20, 1 << 10
 
 
 class ConditionCourse:
-    """``rows`` begin at 0, each later than the one before."""
+    """The conditions of a device over time. ``rows`` begin at 0 and are ordered by time."""
 
     def __init__(self, rows: Sequence[ConditionSection]) -> None:
         self._rows = tuple(_carried(rows))
@@ -121,7 +123,7 @@ class ConditionCourse:
 
 
 def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
-    """Each with what the rows before it said and it does not."""
+    """Yield each row with the values that it lacks taken from the rows before it."""
     held: dict[str, Any] = {}
     for row in rows:
         held |= {name: value for name, value in asdict(row).items() if value is not None}
@@ -129,8 +131,8 @@ def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
 
 
 class Governor:
-    """Keeps the draft of one device within ``section.budget_mib``; ``drafter`` is the one to draft
-    with."""
+    """Keeps the draft of one device within ``section.budget_mib``. ``drafter`` is the guarded
+    drafter to use."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class Governor:
         self._tracer: Tracer | None = None
 
     def begin(self, key: str, tracer: Tracer | None) -> None:
-        """The request of this session starts now; its changes are counted from here on."""
+        """Start counting the restrictions of a new request with session id ``key``."""
         self.tightened = self.loosened = 0
         self._tracer, self._key = tracer, key
 
@@ -171,15 +173,15 @@ class Governor:
             self._tracer.record(self._queue.now, "device", self._key, "event", line)
 
 
-# Requests of different users never meet: each has this many numbers of its own.
+# Numbers of different users' requests must not collide: each user has a range of this size.
 REQUESTS_PER_USER = 1 << 20
 _DRAFT_CONTEXT = 65_536
-# Laptops keep trying: a user waits out a restart rather than give up.
+# Laptops keep trying: a user waits for a restart to end and does not give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 
 
 class AnyWorld(Protocol):
-    """What a user needs of the world."""
+    """The part of the world that a user needs."""
 
     scenario: Scenario
     arm: Arm
@@ -191,17 +193,18 @@ class AnyWorld(Protocol):
     def choose(self, user: User) -> Site: ...
 
     def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
-        """A stream and its set-up time; None while the site is down."""
+        """Return a stream and its set-up time in seconds. None while the site is down."""
 
     def tracer(self, user: User) -> Tracer | None: ...
 
     def counts(self, asked_s: float) -> bool:
-        """Whether a request that is asked at that time counts."""
+        """Whether a request that is sent at that time counts."""
 
 
 class User:
-    """``start`` once, or ``serve`` what comes; ``finish`` when the world ends, to count what is
-    under way. ``on_free`` hears, in an open loop, that the next request may come."""
+    """One user. Call ``start`` once, or ``serve`` for each arrival; ``finish`` at the world's end
+    records the running request. In an open loop ``on_free`` is called when the next request may
+    come."""
 
     def __init__(
         self,
@@ -213,22 +216,23 @@ class User:
         course: ConditionCourse | None,
         seed: str,
     ) -> None:
-        """``step`` and ``course`` (of the group's conditions) are shared by the group."""
+        """``step`` and ``course`` (the conditions of the group) are shared by the group."""
         self.group, self.name, self.number = group, name, number
         self.step, self.course = step, course
         self._section, self._source = world.scenario.devices[group], world.surrounding.source
         self.site: Site | None = None
         self.device: SimulatedDevice | None = None
         self.drafting_s = 0.0
-        """Of all its requests."""
+        """Seconds of drafting in all requests."""
         power = RADIOS.get(self._section.radio_power)
         self.radio = None if power is None else RadioMeter(power)
         self.on_free: Callable[[], None] | None = None
         self._last: RequestRecord | None = None
-        """Its radio's tail and idle time until the next one are its own."""
+        """The last request, to which the radio's tail and idle time until the next one are
+        charged."""
         self._queue, self._world, self._meters = world.queue, world, world.meters
         self._dice = random.Random(seed)
-        # Costs have dice of their own: the questions are the same whatever the arm.
+        # Costs have their own random numbers, so the requests are the same under every arm.
         self._cost_dice = random.Random(f"{seed}/cost") if len(step.spread) > 1 else None
         self._drafter: Drafter = self._source.drafter()
         self._governor: Governor | None = None
@@ -237,15 +241,15 @@ class User:
             self._governor = Governor(self._queue, conditions, course, self._drafter)
             self._drafter = self._governor.drafter
         self._verifiers: dict[str, VerifierEstimates] = {}
-        """What each verifier last asked for a row."""
+        """Estimates of each verifier, such as its latest price of a row."""
         self._learned = Learned()
         self.asked_s = 0.0
-        """Of the request under way, which may have had to wait here."""
+        """Time at which the running request was sent; it may have waited here."""
         self._asked = 0
         self.handovers = 0
-        """Changes of cell since the last request was asked."""
+        """Changes of cell since the last request was sent."""
         self.key = ""
-        """Its session's."""
+        """Session id of the running request."""
         self._request: Request | None = None
         self._streams: list[Stream] = []
 
@@ -255,18 +259,18 @@ class User:
         self._queue.after(self._pause_s() if workload.start_thinking else first_s, self._ask)
 
     def serve(self, arrival: Arrival) -> None:
-        """Begin a request that came at ``arrival.at_s``, now or earlier."""
+        """Begin a request that arrived at ``arrival.at_s``, now or earlier."""
         self._settle_radio()
         self._begin(arrival.number, arrival.prompt_tokens, arrival.output_tokens, arrival.at_s)
 
     def finish(self) -> None:
-        """Record the request that is under way, if any, as incomplete."""
+        """Record the running request, if any, as incomplete."""
         if self.device is not None:
             self._record(self.device, complete=False)
             self.device = None
         self._settle_radio()
 
-    # --- asking ----------------------------------------------------------------------------
+    # --- sending a request -----------------------------------------------------------------
 
     def _ask(self) -> None:
         self._settle_radio()
@@ -327,7 +331,7 @@ class User:
         if self._governor is not None:
             kept, fed = self._governor.rows.kept, self._governor.rows.fed
             if not fed:
-                return 0.0  # a draft at rest computes nothing
+                return 0.0  # A paused draft computes nothing.
         return slowdown * self.step.seconds(fed, kept, chance)
 
     def _connect(self, site: Site, key: str) -> tuple[Stream, float] | None:
@@ -397,14 +401,14 @@ class User:
         return drafting_j + (0.0 if self.radio is None else self.radio.collect_j(self._queue.now))
 
     def _settle_radio(self) -> None:
-        """What the radio took since the last answer: its tail, and idling."""
+        """Charge the radio's energy since the last output to its request: its tail, and idling."""
         if self.radio is None or self._last is None:
             return
         self._last.energy_j += self.radio.collect_j(self._queue.now)
 
     def _mismatches(self, device: SimulatedDevice) -> int:
-        """Tokens that are not the target's own: of its text, or under a relaxed rule, where one
-        change makes another text, after what was delivered before them."""
+        """Count the tokens that are not the target's own. Under a relaxed rule these are the
+        replaced tokens, since one replacement changes everything that follows it."""
         assert self._request is not None
         source, tokens = self._source, device.delivery.tokens
         if source.rule != EXACT_RULE:
