@@ -47,7 +47,7 @@ from edgespec.wire.shaped import ShapedTransport
 from edgespec_sim.commands.record_tape import record_tape
 from edgespec_sim.cost_profile import CostProfile, read_profile
 from edgespec_sim.links.formats import read_trace
-from edgespec_sim.links.path import TraceLinks
+from edgespec_sim.links.path import TraceSchedules
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
@@ -61,7 +61,7 @@ from edgespec_sim.scenario.sections import (
 from edgespec_sim.token_sources.match_tape import MatchTape
 from edgespec_sim.token_sources.source import TapeSource
 from edgespec_sim.world.assembly import World
-from edgespec_sim.world.site import Surrounding
+from edgespec_sim.world.site import WorldSetup
 
 PASS_MS, DRAFT_MS, GAMMA = 25.0, 8.0, 4
 RTTS_MS = (2.0, 20.0, 50.0, 100.0, 200.0)
@@ -156,7 +156,7 @@ class Real:
 def links_of(set_up: SetUp, data: Path | None) -> tuple[LinkModel, LinkModel]:
     if set_up.trace:
         assert data is not None
-        return TraceLinks.of(read_trace(data / "traces" / set_up.trace)).pair()
+        return TraceSchedules.from_trace(read_trace(data / "traces" / set_up.trace)).make_links()
     settings = LinkSettings(one_way_s=set_up.rtt_ms / 2e3)
     return LinkModel(settings), LinkModel(settings)
 
@@ -263,7 +263,7 @@ def compare(
         scenario = scenario_of(set_up, tape, profile_path.resolve(), profile.message.seconds(1))
         simulated = Seen()
         for seed in range(SIMULATED_SEEDS):
-            world = World(scenario, set_up.arm, str(seed), Surrounding(TapeSource(tape), folder))
+            world = World(scenario, set_up.arm, str(seed), WorldSetup(TapeSource(tape), folder))
             for record in world.run().meters.records:
                 simulated.add(record.tpot_s, record.counters)
         seen = real[set_up]

@@ -64,7 +64,7 @@ from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier.build import load_target
 from edgespec_sim.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Hops
+from edgespec_sim.links.path import HopPath
 from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.match_tape import MatchTape, TapedGeneration
 from edgespec_sim.token_sources.source import TapeSource
@@ -203,7 +203,7 @@ def play(text: Text, stage: Stage) -> Played:
     )
 
     def connect() -> tuple[Stream, float]:
-        delay = Hops(queue, fixed_s=stage.rtt_s / 2)
+        delay = HopPath(queue, fixed_s=stage.rtt_s / 2)
         verifier.accept(stream := Stream(queue, delay, delay))
         return stream, stage.rtt_s
 

@@ -45,41 +45,41 @@ def message_bytes(message: m.Message) -> int:
     """Return the payload bytes of one message, without any framing."""
     match message:
         case m.Draft():
-            return _wrapped(_draft_bytes(message))
+            return _wrapped_bytes(_draft_bytes(message))
         case m.Commit():
-            return _wrapped(_commit_bytes(message))
+            return _wrapped_bytes(_commit_bytes(message))
         case m.Received(position, echo):
-            return _wrapped(_number(position) + _number(echo))
+            return _wrapped_bytes(_number_bytes(position) + _number_bytes(echo))
         case m.Cancel():
-            return _wrapped(0)
+            return _wrapped_bytes(0)
         case m.Open():
             rule = "" if message.rule == m.EXACT_RULE else message.rule
             texts = message.session_id, message.model, message.vocabulary, rule
             text_bytes = sum(2 + len(text.encode()) for text in texts if text)
-            tokens = _packed(message.prompt) + _packed(message.committed)
+            tokens = _packed_bytes(message.prompt) + _packed_bytes(message.committed)
             secret = message.session_secret
             secret_bytes = 2 + len(secret) if secret else 0
             constraint = message.sampling.constraint
             secret_bytes += 0 if constraint is None else 8 + len(constraint.text.encode())
             rest = 8 + _SAMPLING_BYTES + 3 * bool(message.logprobs)
-            return _wrapped(rest + text_bytes + secret_bytes + tokens)
+            return _wrapped_bytes(rest + text_bytes + secret_bytes + tokens)
         case m.Opened(_, model, position, fingerprint):
             text_bytes = sum(2 + len(text.encode()) for text in (model, fingerprint))
-            return _wrapped(_LIMITS_BYTES + text_bytes + _number(position))
+            return _wrapped_bytes(_LIMITS_BYTES + text_bytes + _number_bytes(position))
         case m.Fault(_, text):
-            return _wrapped(14 + len(text.encode()))
+            return _wrapped_bytes(14 + len(text.encode()))
 
 
 def _draft_bytes(draft: m.Draft) -> int:
-    size = _number(draft.first_node_id) + _packed(draft.tokens)
+    size = _number_bytes(draft.first_node_id) + _packed_bytes(draft.tokens)
     # A parent is sent as the distance back to it, or 0 for the root. A plain chain sends no
     # parents.
     numbered = enumerate(draft.parents, draft.first_node_id)
     distances = [node_id - parent if parent else 0 for node_id, parent in numbered]
     if distances.count(1) < len(distances):
-        size += _packed(distances)
+        size += _packed_bytes(distances)
     if 0 in distances:
-        size += _number(draft.base_position)
+        size += _number_bytes(draft.base_position)
         size += _FIXED32 if draft.base_hash else 0
     return size
 
@@ -95,8 +95,8 @@ def _commit_bytes(commit: m.Commit) -> int:
         commit.echo,
         commit.held_us,
     )
-    size = _packed(commit.tokens) + (2 if commit.finish is not None else 0)
-    size += _packed(commit.replaced)
+    size = _packed_bytes(commit.tokens) + (2 if commit.finish is not None else 0)
+    size += _packed_bytes(commit.replaced)
     for number in numbers:
         if number:
             size += 1 + _VARINT[number.bit_length()]
@@ -111,24 +111,24 @@ def _commit_bytes(commit: m.Commit) -> int:
 
 def _score_bytes(score: TokenScore) -> int:
     size = _FIXED32 * (bool(score.logprob) + bool(score.margin))
-    size += _packed([token for token, _ in score.top])
+    size += _packed_bytes([token for token, _ in score.top])
     floats = 4 * len(score.top)
     return size + (1 + _VARINT[floats.bit_length()] + floats if floats else 0)
 
 
-def _wrapped(size: int) -> int:
+def _wrapped_bytes(size: int) -> int:
     """Return the size of a message inside the ``oneof`` of its direction, with tag and length."""
     return 1 + _VARINT[size.bit_length()] + size
 
 
-def _packed(values: Iterable[int]) -> int:
+def _packed_bytes(values: Iterable[int]) -> int:
     size = 0
     for value in values:
         size += _VARINT[value.bit_length()]
     return 1 + _VARINT[size.bit_length()] + size if size else 0
 
 
-def _number(value: int) -> int:
+def _number_bytes(value: int) -> int:
     """Return the size of a field with a tag of one byte; 0 is left out."""
     return 1 + _VARINT[value.bit_length()] if value else 0
 
@@ -217,10 +217,10 @@ class Stream:
         why = "the verifier closed the stream"
         self._down.send(0, lambda: self._end(lambda: self.lost_at_device(why)))
 
-    def _end(self, tell: Callable[[], None]) -> None:
+    def _end(self, notify: Callable[[], None]) -> None:
         if self.open:
             self.open = False
-            tell()
+            notify()
 
 
 StepTime = Callable[[int, int], float]
@@ -272,7 +272,7 @@ class SimulatedDevice:
         if self._tracer is not None:
             self._trace(self._tracer, event, actions)
         for action in actions:
-            self._do(action)
+            self._perform(action)
         self._schedule_tick()
 
     def _schedule_tick(self) -> None:
@@ -299,7 +299,7 @@ class SimulatedDevice:
             if isinstance(action, ev.Finish | ev.Fail):
                 tracer.record(now, "device", key, "event", self.session.counters)
 
-    def _do(self, action: ev.DraftAction) -> None:
+    def _perform(self, action: ev.DraftAction) -> None:
         match action:  # Class patterns with fields would take three times as long.
             case ev.Transmit():
                 if self.stream is not None:
@@ -392,7 +392,7 @@ class DraftedSequence:
         del self._chunks[length - self._cached :]
 
 
-class DraftModel:
+class ServerDraftModel:
     """A verifier's own draft model with a cache for each session. It implements ``ServerDrafter``
     with any drafter of a device. ``step_s`` returns the seconds of a step from its rows."""
 
@@ -408,12 +408,12 @@ class DraftModel:
         self._sequences[key] = DraftedSequence(drafter)
 
     def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
-        return [self._one(step) for step in batch]
+        return [self._step_one(step) for step in batch]
 
     def close(self, key: str) -> None:
         self._sequences.pop(key, None)
 
-    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
+    def _step_one(self, step: DraftStep) -> tuple[Candidate, ...]:
         sequence = self._sequences.get(step.key)
         if sequence is None or step.keep_length > sequence.length:
             return ()
@@ -431,7 +431,7 @@ class SimulatedVerifier:
         compute: Compute,
         tracer: Tracer | None = None,
         name: str = "",
-        drafter: DraftModel | None = None,
+        drafter: ServerDraftModel | None = None,
     ) -> None:
         """``drafter`` is the verifier's own draft model, to be given if ``EngineLimits.drafter`` is
         True."""
@@ -480,7 +480,7 @@ class SimulatedVerifier:
         if self._tracer is not None:
             self._trace(self._tracer, event, actions)
         for action in actions:
-            self._do(action)
+            self._perform(action)
         self._schedule_poll()
 
     def _schedule_poll(self) -> None:
@@ -504,8 +504,8 @@ class SimulatedVerifier:
         for action in actions:
             tracer.record(self._queue.now, "verifier", self.name, "action", action)
 
-    def _do(self, action: ee.EngineAction) -> None:
-        match action:  # Most cases have no field patterns, as in ``SimulatedDevice._do``.
+    def _perform(self, action: ee.EngineAction) -> None:
+        match action:  # Most cases have no field patterns, as in ``SimulatedDevice._perform``.
             case ee.SendTo():
                 self._streams[action.stream].send_down(action.message)
             case ee.KeepNodes():

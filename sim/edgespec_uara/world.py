@@ -179,8 +179,8 @@ class UaraWorld:
         work_s = (now.verify_flop if speculates else now.plain_flop) / now.server_flops[association]
         served = np.bincount(association, work_s, now.settings.servers)
         backlog = now.queue_slots + served / self.settings.slot_s - 1.0
-        gone_m = self._walk.advance(self.settings.slot_s)
-        self.snapshot = self._draw(replace(now, queue_slots=np.maximum(backlog, 0.0)), gone_m)
+        moved_m = self._walk.advance(self.settings.slot_s)
+        self.snapshot = self._draw(replace(now, queue_slots=np.maximum(backlog, 0.0)), moved_m)
         return self.snapshot
 
     def _fixed(self, rng: np.random.Generator) -> Snapshot:
@@ -213,7 +213,7 @@ class UaraWorld:
         drawn = rng.uniform(0.0, side_m, (count, 2))
         return drawn if self.settings.servers_at == "random" else grid_m(count, side_m)
 
-    def _draw(self, now: Snapshot, gone_m: Floats) -> Snapshot:
+    def _draw(self, now: Snapshot, moved_m: Floats) -> Snapshot:
         kinds = self._tasks.integers(len(TASKS), size=self.settings.devices)
         low, high = np.array([TASKS[kind].tokens for kind in kinds]).T
         tokens = self._tasks.integers(low, high + 1).astype(np.float64)
@@ -225,7 +225,7 @@ class UaraWorld:
         return replace(
             now,
             devices_m=positions,
-            gains=self._gains.next(positions, now.servers_m, gone_m),
+            gains=self._gains.next_gains(positions, now.servers_m, moved_m),
             tokens=tokens,
             drafted=passes * lengths,
             passes=passes,

@@ -24,7 +24,7 @@ from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Hops
+from edgespec_sim.links.path import HopPath
 from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.site import Machine
 from tests.core.draft_scripts import GREETING, REQUEST, streaming
@@ -116,7 +116,7 @@ def test_a_prompt_that_takes_longer_than_the_patience_of_a_device(device_knows: 
 
     def connect() -> tuple[Stream, float]:
         kind = Stream if device_knows else OldStream
-        made = kind(queue, Hops(queue, fixed_s=0.01), Hops(queue, fixed_s=0.01))
+        made = kind(queue, HopPath(queue, fixed_s=0.01), HopPath(queue, fixed_s=0.01))
         verifier.accept(made)
         return made, 0.02
 

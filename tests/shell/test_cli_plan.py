@@ -55,8 +55,8 @@ from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.verifiers import MACHINES, roofline_law
 from edgespec_sim.world.assembly import World, WorldOutcome
-from edgespec_sim.world.run import Job, play, token_source
-from edgespec_sim.world.site import Surrounding
+from edgespec_sim.world.run import Job, make_token_source, play
+from edgespec_sim.world.site import WorldSetup
 from tests.present import present
 from tests.shell.live_verifier import call
 from tests.tables import tabled
@@ -281,7 +281,7 @@ def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
             pass_time=sc.CostSection(roofline="llama-3.1-8b-bf16@h100"), max_sessions=given
         )
         scenario = replace(scenario, verifiers={"gpu": gpu})
-        around = Surrounding(token_source(scenario, 1, FOLDER), FOLDER)
+        around = WorldSetup(make_token_source(scenario, 1, FOLDER), FOLDER)
         assert scenario.session_limit("gpu") == admitted
         assert f"memory has room for {hand}" in scenario.memory_note("gpu")
         assert f"takes {admitted} sessions at a time" in scenario.memory_note("gpu")

@@ -13,7 +13,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec_sim.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Hops
+from edgespec_sim.links.path import HopPath
 from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.site import Machine
 
@@ -43,7 +43,7 @@ def alone(
     )
 
     def connect() -> tuple[Stream, float]:
-        made = Stream(queue, Hops(queue, fixed_s=rtt_s / 2), Hops(queue, fixed_s=rtt_s / 2))
+        made = Stream(queue, HopPath(queue, fixed_s=rtt_s / 2), HopPath(queue, fixed_s=rtt_s / 2))
         verifier.accept(made)
         return made, rtt_s
 

@@ -18,8 +18,14 @@ from edgespec.bench.arms import Arm
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import TraceError
 from edgespec_sim.scenario import sections as sc
-from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
-from edgespec_sim.world.run import Job, jobs_of, play, summarise
+from edgespec_sim.world.arrivals import (
+    Arrival,
+    ArrivalDispatcher,
+    DeviceSlot,
+    draw_arrivals,
+    read_arrivals,
+)
+from edgespec_sim.world.run import Job, make_jobs, play, summarise
 from tests.present import present
 from tests.sources import ROOT
 from tests.tables import tabled
@@ -60,7 +66,7 @@ def test_what_was_not_over_is_told() -> None:
 def test_little_load_is_attained() -> None:
     world = replace(WORLD, arrivals=sc.ArrivalsSection(rate=0.5), arms=(Arm.TARGET_ONLY,))
     found = summarise(
-        world, (1,), Path(), [(job.arm, play(job)) for job in jobs_of(world, 1, Path())]
+        world, (1,), Path(), [(job.arm, play(job)) for job in make_jobs(world, 1, Path())]
     )
     reached = present(found.arms[0].attainment)
     assert reached.share == 1.0
@@ -114,21 +120,21 @@ class Counter:
         self.began: list[tuple[int, int]] = []
         self._service_s = service_s
         self.servers = [
-            Server(partial(self._serve, device), group) for device, group in enumerate(groups)
+            DeviceSlot(partial(self._serve, device), group) for device, group in enumerate(groups)
         ]
         self.at = at
 
     waits_s: dict[int, float]
 
     def play(self, arrivals: list[Arrival]) -> None:
-        self.reception = Reception(self.queue, arrivals, self.at, self.servers)
+        self.reception = ArrivalDispatcher(self.queue, arrivals, self.at, self.servers)
         self.reception.start()
         self.queue.run(math.inf)
 
     def _serve(self, device: int, arrival: Arrival) -> None:
         self.began.append((arrival.number, device))
         self.waits_s[arrival.number] = self.queue.now - arrival.at_s
-        self.queue.after(self._service_s, partial(self.reception.free, device))
+        self.queue.after(self._service_s, partial(self.reception.release, device))
 
 
 def coming(*pairs: tuple[float, int]) -> list[Arrival]:

@@ -24,7 +24,7 @@ from edgespec.bench.arms import Arm
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import NetworkTrace
-from edgespec_sim.links.path import Handover, Hops, LoadedQueue, Path, TraceLinks
+from edgespec_sim.links.path import Handover, HopPath, LoadedQueue, Path, TraceSchedules
 from edgespec_sim.links.tcp import MIN_TIMEOUT_S, RoundTrips, TcpConnection
 from edgespec_sim.scenario.sections import LinkSection, load_scenario
 from edgespec_sim.world.run import Job, play
@@ -46,7 +46,7 @@ TRACE = NetworkTrace(
 
 
 def test_a_link_does_what_its_trace_did_and_repeats() -> None:
-    up, down = TraceLinks.of(TRACE).pair()
+    up, down = TraceSchedules.from_trace(TRACE).make_links()
     for period_s in (0.0, 30.0, 300.0):
         assert up.arrival(period_s, 1000) == pytest.approx(period_s + 1 * MS + 10 * MS)
         assert up.arrival(period_s + 5.5, 1000) == pytest.approx(period_s + 6.011)
@@ -55,7 +55,7 @@ def test_a_link_does_what_its_trace_did_and_repeats() -> None:
 
 
 def test_the_loss_of_both_ways_is_that_of_the_trace() -> None:
-    up, down = TraceLinks.of(TRACE).pair(offset_s=20.0, seed=4)
+    up, down = TraceSchedules.from_trace(TRACE).make_links(offset_s=20.0, seed=4)
     lost = 0
     for n in range(4000):
         at_s = 30.0 * n
@@ -64,9 +64,9 @@ def test_the_loss_of_both_ways_is_that_of_the_trace() -> None:
 
 
 def test_links_of_one_trace_share_its_schedules_and_may_share_a_queue() -> None:
-    links = TraceLinks.of(TRACE)
-    queues = links.queues()
-    (one, _), (two, _) = links.pair(queues=queues), links.pair(seed=1, queues=queues)
+    links = TraceSchedules.from_trace(TRACE)
+    queues = links.make_queues()
+    (one, _), (two, _) = links.make_links(queues=queues), links.make_links(seed=1, queues=queues)
     assert one.arrival(0.0, 1000) == pytest.approx(11 * MS)
     assert two.arrival(0.0, 1000) == pytest.approx(12 * MS)
 
@@ -74,7 +74,7 @@ def test_links_of_one_trace_share_its_schedules_and_may_share_a_queue() -> None:
 def test_serialisation_counts_on_every_hop_and_propagation_once_on_each() -> None:
     events = EventQueue()
     links = [LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE)) for _ in range(3)]
-    path, arrived = Hops(events, links), list[float]()
+    path, arrived = HopPath(events, links), list[float]()
     for _ in range(2):
         path.send(1000, lambda: arrived.append(events.now))
     events.run(1.0)
@@ -86,16 +86,16 @@ SENDS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4000)), min_size=1
 
 
 def one_hop(events: EventQueue) -> Path:
-    return Hops(events, [_link(0.02, 1)])
+    return HopPath(events, [_link(0.02, 1)])
 
 
 def many_hops(events: EventQueue) -> Path:
-    return Hops(events, [_link(0.005, 1), _link(0.02, 2), _link(0.001, 3)])
+    return HopPath(events, [_link(0.005, 1), _link(0.02, 2), _link(0.001, 3)])
 
 
 def handed_over(events: EventQueue) -> Path:
     path = Handover(events, one_hop(events), gap_s=0.08)
-    events.at(0.3, lambda: path.change(Hops(events, [_link(0.001, 4)])))
+    events.at(0.3, lambda: path.change(HopPath(events, [_link(0.001, 4)])))
     events.at(0.6, lambda: path.change(one_hop(events)))
     return path
 
@@ -141,8 +141,8 @@ def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
     events, arrived = EventQueue(), list[tuple[int, float]]()
     old = LinkModel(LinkSettings(one_way_s=0.5, outages_s=((1.0, 1.2),)), SharedQueue(RATE))
     new = LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE))
-    path = Handover(events, Hops(events, [old]), gap_s=0.2)
-    events.at(1.0, lambda: path.change(Hops(events, [new])))
+    path = Handover(events, HopPath(events, [old]), gap_s=0.2)
+    events.at(1.0, lambda: path.change(HopPath(events, [new])))
 
     def send(number: int) -> None:
         path.send(1000, lambda: arrived.append((number, events.now)))

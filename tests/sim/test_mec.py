@@ -23,8 +23,8 @@ from edgespec_sim.world import radio_network
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, path_loss_db
-from edgespec_sim.world.run import token_source
-from edgespec_sim.world.site import Surrounding
+from edgespec_sim.world.run import make_token_source
+from edgespec_sim.world.site import WorldSetup
 from tests.present import present
 from tests.sources import ROOT
 from tests.tables import tabled
@@ -56,8 +56,8 @@ def written(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
 
 
 def run(scenario: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
-    surrounding = Surrounding(token_source(scenario, 1, HERE), HERE)
-    return World(scenario, arm, "1", surrounding).run()
+    setup = WorldSetup(make_token_source(scenario, 1, HERE), HERE)
+    return World(scenario, arm, "1", setup).run()
 
 
 def air(
@@ -73,7 +73,7 @@ def rate(watts: float, gain: float, figure_db: float, other_w: float = 0.0) -> f
     """Shannon over 1 MHz."""
     noise_w = 10.0 ** ((-174.0 + figure_db) / 10.0 - 3.0) * 1e6
     bits = math.log2(1.0 + watts * gain / (noise_w + other_w))
-    return 1e6 * min(max(bits, radio_network.LEAST_BITS_PER_HZ), radio_network.MOST_BITS_PER_HZ)
+    return 1e6 * min(max(bits, radio_network.MIN_BITS_PER_HZ), radio_network.MAX_BITS_PER_HZ)
 
 
 DEVICE_W, STATION_W = 0.1, 10.0**0.3
@@ -86,7 +86,7 @@ def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> N
     (slow, _), (fast, _) = network.hop(0, 0), network.hop(1, 0)
     bits = (400 + sc.FRAMING_BYTES) * 8
     slow_s = bits / rate(DEVICE_W, 2e-14, radio_network.STATION_NOISE_DB)
-    fast_s = bits / (1e6 * radio_network.MOST_BITS_PER_HZ)
+    fast_s = bits / (1e6 * radio_network.MAX_BITS_PER_HZ)
     access_s = radio_network.ACCESS_S / 2
     assert slow.arrival(queue.now, 400) == pytest.approx(slow_s + access_s, abs=2e-9)
     assert fast.arrival(queue.now, 400) == pytest.approx(slow_s + fast_s + access_s, abs=4e-9)
@@ -99,7 +99,7 @@ def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.Monk
     queue, network = air(monkeypatch, gains)
     quiet = network.bits_per_s(0, 0)
     up, down = network.hop(1, 1)
-    size_bytes = round(STEP_S / 8 * 1e6 * radio_network.MOST_BITS_PER_HZ / 8) - sc.FRAMING_BYTES
+    size_bytes = round(STEP_S / 8 * 1e6 * radio_network.MAX_BITS_PER_HZ / 8) - sc.FRAMING_BYTES
     up.arrival(queue.now, size_bytes)
     queue.run(1.5 * STEP_S)
     noisy = network.bits_per_s(0, 0)
@@ -130,7 +130,7 @@ def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) 
         message_ms=0.0,
     )
     record = run(scenario, Arm.TARGET_ONLY).meters.records[0]
-    per_byte_s = 8.0 / (1e6 * radio_network.MOST_BITS_PER_HZ)
+    per_byte_s = 8.0 / (1e6 * radio_network.MAX_BITS_PER_HZ)
     access_s = radio_network.ACCESS_S
     # TCP, TLS and HTTP/2's settings take a round trip each, then the request takes its own.
     on_air_s = present(record.ttft_s) - 3 * access_s - access_s - 0.020
@@ -168,7 +168,7 @@ def test_a_phone_changes_when_another_cell_is_clearly_stronger(
     attachment = radio_network.Attachment(here)
     assert attachment.cells.tolist() == [0]
     assert attachment.measure(lead) == []
-    assert attachment.measure(lead) == [radio_network.Change(0, 0, 1)]
+    assert attachment.measure(lead) == [radio_network.CellChange(0, 0, 1)]
     assert attachment.cells.tolist() == [1]
     assert attachment.measure(lead) == [], "it is there"
 
@@ -224,7 +224,7 @@ def test_gains_have_the_models_mean_and_spread() -> None:
     rng = np.random.default_rng(0)
     field = UmiGains(rng, 4000, 2)
     devices = np.tile([900.0, 0.0], (4000, 1))
-    gains_db = 10 * np.log10(field.next(devices, np.zeros((2, 2)), np.zeros(4000)))
+    gains_db = 10 * np.log10(field.next_gains(devices, np.zeros((2, 2)), np.zeros(4000)))
     loss = path_loss_db(np.array([900.0]), np.array([False]))[0]
     # E[10 log10 of an exponential] = -2.507 dB; 2 % are in sight and gain some.
     assert gains_db.mean() == pytest.approx(-loss - 2.507, abs=0.9)
@@ -237,8 +237,8 @@ def test_devices_walk_at_their_speed_and_stay_inside() -> None:
     walk = RandomWaypoint(np.random.default_rng(2), 200, side_m=50.0, speed_m_s=(1.0, 3.0))
     for _ in range(20):
         before = walk.positions_m
-        gone_m = walk.advance(30.0)  # Long enough for several legs.
+        moved_m = walk.advance(30.0)  # Long enough for several legs.
         assert np.all((walk.positions_m >= 0) & (walk.positions_m <= 50.0))
-        assert np.all((gone_m >= 30.0 - 1e-6) & (gone_m <= 90.0 + 1e-6))
+        assert np.all((moved_m >= 30.0 - 1e-6) & (moved_m <= 90.0 + 1e-6))
         straight_m = np.linalg.norm(walk.positions_m - before, axis=1)
-        assert np.all(straight_m <= gone_m + 1e-9)
+        assert np.all(straight_m <= moved_m + 1e-9)

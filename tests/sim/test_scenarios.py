@@ -50,8 +50,8 @@ from edgespec_sim.scenario.verifiers import (
 )
 from edgespec_sim.token_sources.source import ToySource
 from edgespec_sim.world.assembly import World, WorldOutcome
-from edgespec_sim.world.run import Job, jobs_of, play, summarise, token_source
-from edgespec_sim.world.site import LinkView, Surrounding
+from edgespec_sim.world.run import Job, make_jobs, make_token_source, play, summarise
+from edgespec_sim.world.site import LinkView, WorldSetup
 from tests.present import present
 from tests.shell.live_verifier import python
 from tests.sources import ROOT
@@ -65,7 +65,7 @@ ROUGH = load_scenario(str(WORLDS / "rough.yaml"))
 
 
 def run(scenario: sc.Scenario, seed: int = 1) -> RunSummary:
-    outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, seed, HERE)]
+    outcomes = [(job.arm, play(job)) for job in make_jobs(scenario, seed, HERE)]
     return summarise(scenario, (seed,), HERE, outcomes)
 
 
@@ -188,14 +188,14 @@ def test_a_connection_is_paid_for_once(event: str, connected: bool, extra_trips:
         connected=connected,
         duration_s=30.0,
     )
-    around = Surrounding(token_source(scenario, 1, HERE), HERE)
+    around = WorldSetup(make_token_source(scenario, 1, HERE), HERE)
     world = World(scenario, Arm.TARGET_ONLY, "1", around)
     # Between the first answer and the next question.
     world.users[0]._pause_s = lambda: 4.0  # type: ignore[method-assign]
     if event == "restart":
         world.queue.at(4.0, lambda: world.sites[0].restart(0.0))
     elif event:
-        world.queue.at(4.0, lambda: world.network._break(0))
+        world.queue.at(4.0, lambda: world.network._break_connections(0))
     records = world.run().meters.records
     took_s = [present(one.ttft_s) for one in records]
     assert took_s == pytest.approx([0.125 + 0.1 * trips for trips in extra_trips], rel=1e-6)
@@ -238,7 +238,7 @@ def test_shards_add_up() -> None:
     )
     summary = run(scenario)
     (arm,) = summary.arms
-    parts = [play(job).meters.whole() for job in jobs_of(scenario, 1, HERE)]
+    parts = [play(job).meters.whole() for job in make_jobs(scenario, 1, HERE)]
     assert arm.all.tokens == sum(part.tokens for part in parts)
     assert len(arm.verifiers) == 2
 
@@ -282,9 +282,9 @@ def test_a_round_is_link_pass_and_messages() -> None:
     """And a full verifier says so."""
     gpu = sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=2.5), max_sessions=1)
     scenario = replace(SMALL, verifiers={"gpu": gpu})
-    source = token_source(scenario, 1, HERE)
-    site, *_ = World(scenario, Arm.EDGESPEC, "1", Surrounding(source, HERE)).sites
-    offered = site.offered(LinkView(0.010, up_bits_per_s=96_000.0, down_bits_per_s=96_000.0))
+    source = make_token_source(scenario, 1, HERE)
+    site, *_ = World(scenario, Arm.EDGESPEC, "1", WorldSetup(source, HERE)).sites
+    offered = site.describe_to(LinkView(0.010, up_bits_per_s=96_000.0, down_bits_per_s=96_000.0))
     assert offered == VerifierView("gpu", offered.round_s, 0, False)
     assert offered.round_s == pytest.approx(0.010 + 0.020 + 2 * 0.010)
 
@@ -511,7 +511,7 @@ def outcome(scenario: sc.Scenario) -> WorldOutcome:
 
 
 def summary(scenario: sc.Scenario) -> RunSummary:
-    outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, HERE)]
+    outcomes = [(job.arm, play(job)) for job in make_jobs(scenario, 1, HERE)]
     return summarise(scenario, (1,), HERE, outcomes)
 
 

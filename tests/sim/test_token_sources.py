@@ -34,26 +34,26 @@ from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.token_sources.match_tape import MISS, MatchTape, TapedGeneration, walk_along
 from edgespec_sim.token_sources.source import (
     ProcessSource,
-    Request,
     ScriptedTarget,
     ScriptError,
     TapeSource,
+    TokenRequest,
     TokenSource,
     ToySource,
-    tape_named,
+    load_tape,
 )
 from tests.sim.faults.checks import target_stream
 from tests.sim.one_session import alone
 
 TOY = ToySource(ToyModel(64, order=3), 0.25, SamplingParams(temperature=0.7, seed=4))
-LAW = fit(tape_named("bundled-greedy"))
+LAW = fit(load_tape("bundled-greedy"))
 PROCESS = ProcessSource(LAW.at(0.8), seed=3)
-TAPE = TapeSource(tape_named("bundled-sampled"), seed=5)
+TAPE = TapeSource(load_tape("bundled-sampled"), seed=5)
 SOURCES: dict[str, TokenSource] = {"toy": TOY, "process": PROCESS, "tape": TAPE}
 every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 
 
-def decoded(target: TargetModel, request: Request) -> list[int]:
+def decoded(target: TargetModel, request: TokenRequest) -> list[int]:
     """One token a pass, the prompt in pieces of 5."""
     tokens, cached = list(request.prompt), 0
     target.open("a", len(request.prompt), request.sampling)
@@ -72,7 +72,7 @@ def decoded(target: TargetModel, request: Request) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def begun(drafter: Drafter, request: Request) -> Drafter:
+def begun(drafter: Drafter, request: TokenRequest) -> Drafter:
     drafter.begin(len(request.prompt), request.sampling)
     return drafter
 
@@ -86,7 +86,7 @@ def test_the_target_says_what_is_expected(source: TokenSource) -> None:
 
 
 def test_a_tape_is_walked_as_it_was_recorded() -> None:
-    source = TapeSource(tape_named("bundled-greedy"))
+    source = TapeSource(load_tape("bundled-greedy"))
     taped = {g.prompt: g for g in source.tape.generations}
     for number in range(len(taped)):
         for length in (0, 40):  # the recorded prompt, and one of the world's length
@@ -147,11 +147,11 @@ def test_a_tape_by_name_by_file_and_by_neither(tmp_path: Path) -> None:
     generation = match_tape.TapedGeneration("g", (1, 2), (3, 4), (0, match_tape.MISS))
     tape = match_tape.MatchTape("t", "d", 1, (generation,), (4,), {"machine": "none"})
     match_tape.write_tape(tape, tmp_path / "mine.jsonl")
-    assert tape_named("mine.jsonl", tmp_path) == tape
+    assert load_tape("mine.jsonl", tmp_path) == tape
     assert match_tape.read_tape(tmp_path / "mine.jsonl") == tape
-    assert tape_named("bundled-greedy", tmp_path).width >= 3
+    assert load_tape("bundled-greedy", tmp_path).width >= 3
     with pytest.raises(match_tape.TapeError, match=r"bundled are bundled-greedy, bundled-sampled"):
-        tape_named("yours.jsonl", tmp_path)
+        load_tape("yours.jsonl", tmp_path)
 
 
 def test_a_text_ends_where_its_tape_does() -> None:
@@ -173,7 +173,7 @@ Ranks = Sequence[Sequence[int]]
 
 @cache
 def law_of(name: str) -> AcceptanceLaw:
-    return fit(tape_named(name))
+    return fit(load_tape(name))
 
 
 def coin(acceptance: float, ranks: int = 3) -> AcceptanceLaw:
@@ -212,7 +212,7 @@ def share(texts: Ranks, rank: int) -> float:
 
 @pytest.mark.parametrize("name", TAPES)
 def test_a_fitted_process_has_the_statistics_of_its_tape(name: str) -> None:
-    tape, law = tape_named(name), law_of(name)
+    tape, law = load_tape(name), law_of(name)
     texts = texts_of(law, tape, 40)
     for rank, tolerance in ((0, 0.01), (1, 0.01), (2, 0.01)):
         assert law.acceptance(rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
@@ -240,7 +240,7 @@ Told = Sequence[tuple[int, float]]
 
 
 def told_by_tape(name: str) -> Told:
-    texts = tape_named(name).generations
+    texts = load_tape(name).generations
     return [(r, math.exp(p)) for g in texts for r, p in zip(g.ranks, g.logprobs, strict=True)]
 
 
@@ -277,7 +277,7 @@ def test_a_law_moved_to_a_mean_keeps_what_confidences_tell(acceptance: float) ->
     high, low = (math.log(0.9), math.log(0.05)), (math.log(0.3), math.log(0.2))
     right, wrong = (high,) * 3 + (low,), (low,) * 3 + (high,)
     kinds = tuple(one * 50 for one in (right, wrong, wrong))
-    law = replace(coin(0.7), thoughts=kinds * 3).at(acceptance)
+    law = replace(coin(0.7), confidences=kinds * 3).at(acceptance)
     told = told_by(law)
     for sure, odds in ((0.9, 3.0), (0.3, 1 / 3)):
         hits = [rank == 0 for rank, one in told if one == pytest.approx(sure)]
@@ -287,10 +287,10 @@ def test_a_law_moved_to_a_mean_keeps_what_confidences_tell(acceptance: float) ->
 
 
 def test_a_tape_without_confidences_gives_a_law_without() -> None:
-    tape = tape_named("bundled-greedy")
+    tape = load_tape("bundled-greedy")
     bare = [replace(one, logprobs=(), second_logprobs=()) for one in tape.generations]
     law = fit(replace(tape, generations=tuple(bare)))
-    assert replace(law_of("bundled-greedy"), thoughts=()) == law
+    assert replace(law_of("bundled-greedy"), confidences=()) == law
     drawn = law.text(9, np.random.default_rng(1), np.random.default_rng(2))
     assert (drawn.logprobs, drawn.second_logprobs) == ((), ())
     assert drawn.ranks == ranks(law_of("bundled-greedy"), 9, 1)

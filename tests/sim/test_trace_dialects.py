@@ -25,7 +25,7 @@ from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.network_trace import NetworkTrace, TraceError, rtt_line
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.network import LinkInstances, trace_notes
-from edgespec_sim.world.run import Job, jobs_of, play, summarise
+from edgespec_sim.world.run import Job, make_jobs, play, summarise
 from tests.present import present
 
 SERIES = (12.0, 30.4, 11.9, None, None, None, 45.7, 13.0, None, 12.2)
@@ -578,7 +578,7 @@ def test_a_capacity_trace_has_the_delay_of_its_link_and_says_so(
     scenario = replay(path, rtt_ms=80.0)
     link = LinkInstances(scenario.links["wan"], 20.0, "1", tmp_path)
     assert (link.least_way_s, link.typical_rtt_s) == (0.04, 0.08)
-    up, down = link.models(0, 1)
+    up, down = link.make_models(0, 1)
     assert up.arrival(0.0, 100) == pytest.approx(0.04, abs=1e-5)
     assert down.arrival(0.0, 100) == pytest.approx(0.04, abs=1e-5)
     record = play(Job(scenario, Arm.TARGET_ONLY, 0, 1, tmp_path)).meters.records[0]
@@ -587,7 +587,7 @@ def test_a_capacity_trace_has_the_delay_of_its_link_and_says_so(
     assert [note for note in notes if note.startswith("Warning")] == []
     assert any("has capacity and no delay; links.wan.rtt_ms is 80" in note for note in notes)
     bare = replay(path)
-    outcomes = [(job.arm, play(job)) for job in jobs_of(bare, 1, tmp_path)]
+    outcomes = [(job.arm, play(job)) for job in make_jobs(bare, 1, tmp_path)]
     show(summarise(bare, (1,), tmp_path, outcomes))
     said = capsys.readouterr().err
     assert "Warning: links.wan.trace: cap.csv: has capacity and no delay" in said

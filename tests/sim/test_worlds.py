@@ -43,11 +43,11 @@ from edgespec.core.verifier.server_model import ChainRecord
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.links.path import Hops
+from edgespec_sim.links.path import HopPath
 from edgespec_sim.scenario.sections import load_scenario
 from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.world import run
-from edgespec_sim.world.conservation import ConservationError, Way
+from edgespec_sim.world.conservation import ConservationError, DirectionWatch
 from edgespec_sim.world.user import User
 from tests.mutants import Mutants
 from tests.sim.faults.worlds import WorldOptions, WorldResult, run_world
@@ -407,13 +407,13 @@ def messages_overtake(arrival: Any, *given: Any) -> Any:
     return arrival(*given) + (0.2 if next(NUMBERS) % 50 == 49 else 0.0)
 
 
-@BREAKS.of(Hops, "send")
+@BREAKS.of(HopPath, "send")
 def messages_arrive_twice(send: Any, *given: Any) -> None:
     send(*given)
     send(*given)
 
 
-@BREAKS.of(Hops, "send")
+@BREAKS.of(HopPath, "send")
 def messages_get_lost(send: Any, *given: Any) -> None:
     if next(NUMBERS) % 40 != 39:
         send(*given)
@@ -449,12 +449,12 @@ def test_what_breaks_a_law_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_watch_is_on_in_small_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    original = Way.arrived
+    original = DirectionWatch.arrived
 
-    def arrived(self: Way, message: object, now_s: float) -> None:
+    def arrived(self: DirectionWatch, message: object, now_s: float) -> None:
         seen.append(message)
         original(self, message, now_s)
 
-    monkeypatch.setattr(Way, "arrived", arrived)
+    monkeypatch.setattr(DirectionWatch, "arrived", arrived)
     watched()
     assert len(seen) > 100

@@ -39,7 +39,7 @@ from edgespec_sim.scenario.verifiers import MODELS, Operation, describe_cost_sou
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.meters import RequestRecord
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.run import Job, check, clusters, is_lossy, p95
+from edgespec_sim.world.run import Job, check, cluster_requests, is_lossy, quantile_95
 
 _ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC, Arm.SERVER_DRAFT, Arm.BOTH)
 """The arms to compare. The last two apply only where the verifiers draft."""
@@ -267,12 +267,13 @@ def judge(
 ) -> Observation:
     """Compare ``outcomes`` with the objectives. They come from worlds of ``scenario``, which stands
     for ``number`` verifiers."""
-    groups = clusters(scenario, outcomes)
+    groups = cluster_requests(scenario, outcomes)
     endless_s = math.inf  # the time of a request that never got a first token
     ttft = (
-        p95(groups, lambda one: endless_s if one.ttft_s is None else one.ttft_s) or (math.inf,) * 3
+        quantile_95(groups, lambda one: endless_s if one.ttft_s is None else one.ttft_s)
+        or (math.inf,) * 3
     )
-    tpot = p95(groups, _tpot_s) or (math.inf,) * 3
+    tpot = quantile_95(groups, _tpot_s) or (math.inf,) * 3
     busy = [one.utilisation for outcome in outcomes for one in outcome.verifiers]
     return Observation(
         verifiers=number,

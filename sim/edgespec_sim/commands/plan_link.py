@@ -24,7 +24,7 @@ from edgespec_sim.commands import play
 from edgespec_sim.replication import TpotTotal, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
-from edgespec_sim.world.run import fastest_alone
+from edgespec_sim.world.run import find_fastest_without_device
 
 SCENARIO: Final = "single-device"
 MIN_GAIN: Final = 1.03
@@ -106,7 +106,7 @@ def advise(
 
     Raises ``ValueError`` if no request ended without a device because the worlds were too short."""
     arms = {Arm(arm.arm): arm for arm in summary.arms if arm.speedup is not None}
-    baseline = fastest_alone({arm: totals[arm] for arm in arms})
+    baseline = find_fastest_without_device({arm: totals[arm] for arm in arms})
     if baseline is None:
         raise ValueError(
             f"no request ended within {summary.duration_s:g} virtual s: the round trip is too long"

@@ -44,7 +44,7 @@ from edgespec_sim.report.page import first_generation_path, first_generation_pat
 from edgespec_sim.run_summary import LOSSY, WARNING, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
-from edgespec_sim.world.run import Job, check, jobs_of, play, summarise, widest
+from edgespec_sim.world.run import Job, check, make_jobs, play, summarise, widest_half_width
 
 SECONDS = 60.0
 _SEED = option("Play this seed; equal seeds give equal results, bit for bit", min=0)
@@ -147,7 +147,10 @@ def _count_new_seeds(point: ScenarioPoint, seed_plan: SeedPlan) -> int:
         return seed_plan.count - point.seeds
     if not point.seeds:
         return 1
-    return count_seeds_needed(point.seeds, widest(point.outcomes), seed_plan.within) - point.seeds
+    return (
+        count_seeds_needed(point.seeds, widest_half_width(point.outcomes), seed_plan.within)
+        - point.seeds
+    )
 
 
 def _play_round(
@@ -157,7 +160,7 @@ def _play_round(
     owners: list[tuple[ScenarioPoint, Job]] = []
     for point, new_seeds in playing:
         for seed in range(seed_plan.first + point.seeds, seed_plan.first + point.seeds + new_seeds):
-            for job in jobs_of(point.scenario, seed, point.folder):
+            for job in make_jobs(point.scenario, seed, point.folder):
                 tasks.append(_make_task(point, job, seed_plan))
                 owners.append((point, job))
     if not tasks:
@@ -193,7 +196,7 @@ def _make_task(point: ScenarioPoint, job: Job, seed_plan: SeedPlan) -> Task:
 
 def _note_certainty(point: ScenarioPoint, seed_plan: SeedPlan, limit_s: float) -> None:
     last = seed_plan.first + point.seeds - 1
-    width = widest(point.outcomes)
+    width = widest_half_width(point.outcomes)
     which = f"seed {seed_plan.first}" if point.seeds == 1 else f"seeds {seed_plan.first} to {last}"
     if width is None and point.seeds > 1:
         point.notes = (f"Some speed-ups are missing: an arm has no complete request in {which}.",)

@@ -17,7 +17,7 @@ from edgespec_sim.links.network_trace import (
     in_outage,
     values_at,
 )
-from edgespec_sim.links.trace_text import TraceText, outages_of, stamp_s, table, usual_step_s
+from edgespec_sim.links.trace_text import TraceText, find_outages, stamp_s, table, usual_step_s
 
 # --- the plain format --------------------------------------------------------------------------
 # The format ``time_s[,rtt_ms,loss,up_mbps,down_mbps]`` is read and written. The header names the
@@ -81,7 +81,7 @@ def read_plain(text: TraceText) -> NetworkTrace:
         loss=loss and tuple(0.0 if value >= 1.0 else value for value in loss),
         up_bits_per_s=column("up_mbps", 1e6),
         down_bits_per_s=column("down_mbps", 1e6),
-        outages_s=outages_of(times_s, duration_s, (row.get("loss", 0.0) >= 1.0 for row in rows)),
+        outages_s=find_outages(times_s, duration_s, (row.get("loss", 0.0) >= 1.0 for row in rows)),
     )
 
 
@@ -235,7 +235,7 @@ def read_known_table(text: TraceText) -> NetworkTrace:
     return read_columns(text, columns)
 
 
-def what_is_wanted(lines: Sequence[str]) -> str:
+def explain_columns(lines: Sequence[str]) -> str:
     """Describe how a file of unknown format can be read as a table, with the columns that it
     has."""
     _, line = _first_line(lines)
@@ -260,7 +260,7 @@ def read_columns(text: TraceText, columns: Columns) -> NetworkTrace:
     header, line = _first_line(text.lines)
     delimiter = _delimiter(line)
     names = _cells(line, delimiter)
-    places = {quantity: _place(text, header, names, one) for quantity, one in columns.columns}
+    places = {quantity: _find_column(text, header, names, one) for quantity, one in columns.columns}
     has_header = any(_number(names[place]) is None for place in places.values())
     comma = delimiter != ","
     values: dict[str, float] = {}
@@ -279,7 +279,7 @@ def read_columns(text: TraceText, columns: Columns) -> NetworkTrace:
                 time_s = text.number(number, cell, quantity, has_decimal_commas=comma) * unit
             elif cell.lower() not in _NOTHING:
                 value = text.number(number, cell, quantity, has_decimal_commas=comma)
-                _check(text, number, quantity, value * unit)
+                _check_value(text, number, quantity, value * unit)
                 values[what] = value * unit
                 measured = True
         assert time_s is not None, "as Columns makes sure"
@@ -311,11 +311,11 @@ def read_columns(text: TraceText, columns: Columns) -> NetworkTrace:
         loss=loss and tuple(0.0 if value >= 1.0 else value for value in loss),
         up_bits_per_s=column("up"),
         down_bits_per_s=column("down"),
-        outages_s=outages_of(times_s, end_s, (row.get("loss", 0.0) >= 1.0 for _, row in rows)),
+        outages_s=find_outages(times_s, end_s, (row.get("loss", 0.0) >= 1.0 for _, row in rows)),
     )
 
 
-def _check(text: TraceText, number: int, quantity: str, value: float) -> None:
+def _check_value(text: TraceText, number: int, quantity: str, value: float) -> None:
     if _UNITS[quantity][0] == "loss" and value > 1.0:
         hint = "" if quantity == "loss_percent" else "; is it loss_percent?"
         raise text.error(number, f"{quantity} of at most 1{hint}")
@@ -323,7 +323,7 @@ def _check(text: TraceText, number: int, quantity: str, value: float) -> None:
         raise text.error(number, f"{quantity} above 0 (an outage is a loss of 1)")
 
 
-def _place(text: TraceText, header: int, names: Sequence[str], column: str) -> int:
+def _find_column(text: TraceText, header: int, names: Sequence[str], column: str) -> int:
     if column in names:
         return names.index(column)
     if column.isdigit() and 1 <= int(column) <= len(names):

@@ -22,12 +22,12 @@ import numpy as np
 
 from edgespec_sim.links.column_tables import (
     Columns,
+    explain_columns,
     is_known_table,
     is_plain,
     read_columns,
     read_known_table,
     read_plain,
-    what_is_wanted,
 )
 from edgespec_sim.links.measuring_tools import (
     is_iperf3_text,
@@ -39,7 +39,7 @@ from edgespec_sim.links.network_trace import (
     MAX_ROWS,
     NetworkTrace,
     TraceError,
-    improbable,
+    describe_improbable,
     in_outage,
     values_at,
 )
@@ -55,8 +55,8 @@ from edgespec_sim.links.trace_text import (
     OUTAGE_S,
     Probe,
     TraceText,
+    find_outages,
     from_probes,
-    outages_of,
     read_lines,
     stamp_s,
     table,
@@ -148,7 +148,7 @@ def read_starlink(text: TraceText) -> NetworkTrace:
         tuple(rtt_s for _, rtt_s, _ in rows),
         end_s,
         loss=tuple(loss for _, _, loss in rows) if drops else None,
-        outages_s=outages_of(times_s, end_s, (not one for one in up)),
+        outages_s=find_outages(times_s, end_s, (not one for one in up)),
     )
 
 
@@ -218,7 +218,7 @@ def is_mahimahi(head: str) -> bool:
     return times_ms == sorted(times_ms)
 
 
-def _named_ways(name: str) -> tuple[bool, bool]:
+def _directions_in_name(name: str) -> tuple[bool, bool]:
     """Return whether a file's name has a word for up, and whether it has one for down."""
     words = set(re.findall(r"[a-z]+", name.lower()))
     return bool(words & _UP_WORDS), bool(words & _DOWN_WORDS)
@@ -229,7 +229,7 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
     one = _one_way(text)
     if partner == text.path or not partner.is_file():
         return one
-    other = _opened(partner)
+    other = _open_trace(partner)
     if other.source != text.source:
         raise other.error(1, f"a packet-delivery file like {text.name}")
     way = _one_way(other)
@@ -250,7 +250,7 @@ def _both_ways(up: NetworkTrace, down: NetworkTrace) -> NetworkTrace:
         end_s,
         up_bits_per_s=tuple(values_at(up, up.up_bits_per_s or (), grid).tolist()),
         down_bits_per_s=tuple(values_at(down, down.down_bits_per_s or (), grid).tolist()),
-        outages_s=outages_of(times_s, end_s, out.tolist()),
+        outages_s=find_outages(times_s, end_s, out.tolist()),
     )
 
 
@@ -284,7 +284,7 @@ def _one_way(text: TraceText) -> NetworkTrace:
     if len(times_s) > MAX_ROWS:
         raise TraceError(f"{text.path}: {len(times_s)} windows, but the limit is {MAX_ROWS}")
     times_s[0] = 0.0
-    is_up, is_down = _named_ways(text.name)
+    is_up, is_down = _directions_in_name(text.name)
     known = is_up is not is_down
     warning = (
         f"the name {text.name} does not give the direction of its packets, so both directions have"
@@ -324,7 +324,7 @@ _HEAD_LINES, _HEAD_CHARACTERS = 200, 4096
 def read_trace(path: Path, columns: Columns | None = None) -> NetworkTrace:
     """Read the trace in a file. Its format is recognised by its content, unless ``columns``
     describes it as a table with these columns. Raises ``TraceError``."""
-    text = _opened(path, columns)
+    text = _open_trace(path, columns)
     if columns is not None:
         trace = read_columns(text, columns)
     elif text.source:
@@ -333,11 +333,11 @@ def read_trace(path: Path, columns: Columns | None = None) -> NetworkTrace:
         known = f"the beginning of a known format ({', '.join(FORMATS)})"
         if re.fullmatch(r"[0-9.]+", text.lines[0]):
             known += ": round trips need a time in each row, time_s,rtt_ms"
-        raise TraceError(f"{text.error(1, known)}; {what_is_wanted(text.lines)}")
-    return replace(trace, warnings=(*trace.warnings, *improbable(trace)))
+        raise TraceError(f"{text.error(1, known)}; {explain_columns(text.lines)}")
+    return replace(trace, warnings=(*trace.warnings, *describe_improbable(trace)))
 
 
-def _opened(path: Path, columns: Columns | None = None) -> TraceText:
+def _open_trace(path: Path, columns: Columns | None = None) -> TraceText:
     """Read a file's lines. ``source`` is empty if no known format begins like that. Raises
     ``TraceError``."""
     lines, ends_cut = read_lines(path)

@@ -23,7 +23,7 @@ def is_json(head: str) -> bool:
 def read_json(text: TraceText) -> NetworkTrace:
     """Read the output of ``irtt client -o FILE``, ``iperf3 -J`` or ``iperf3 --json-stream``. Raises
     ``TraceError``."""
-    data = _parsed(text)
+    data = _parse_json(text)
     try:
         if isinstance(data.get("round_trips"), list):
             return _irtt(text, data)
@@ -38,14 +38,14 @@ def read_json(text: TraceText) -> NetworkTrace:
     raise text.error(1, "JSON of irtt (round_trips) or of iperf3 (intervals)")
 
 
-def _parsed(text: TraceText) -> dict[str, Any]:
+def _parse_json(text: TraceText) -> dict[str, Any]:
     whole = "\n".join(text.lines)
     try:
         data = json.loads(whole)
     except RecursionError:
         raise text.error(1, "JSON that is nested less deep") from None
     except json.JSONDecodeError as error:
-        if (stream := _streamed(text)) is not None:
+        if (stream := _parse_stream(text)) is not None:
             return stream
         raise text.error(error.lineno, f"JSON ({error.msg})") from None
     if not isinstance(data, dict):
@@ -53,7 +53,7 @@ def _parsed(text: TraceText) -> dict[str, Any]:
     return {"start": {}, "intervals": [data["data"]]} if _is_event(data, "interval") else data
 
 
-def _streamed(text: TraceText) -> dict[str, Any] | None:
+def _parse_stream(text: TraceText) -> dict[str, Any] | None:
     """Return the events of ``--json-stream``, one per line, as one report. None if the file is no
     such stream."""
     found: dict[str, Any] = {"start": {}, "intervals": []}
@@ -83,26 +83,26 @@ def _irtt(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
     """Read a report of irtt. Times are in nanoseconds, of the monotonic clock if it has them, else
     of the wall clock."""
     interval_s = float(data["config"]["params"]["interval"]) / 1e9
-    clock = "monotonic" if _sent(data["round_trips"][:1], "monotonic") else "wall"
+    clock = "monotonic" if _sent_ns(data["round_trips"][:1], "monotonic") else "wall"
     probes: list[Probe] = []
     for index, trip in enumerate(data["round_trips"]):
-        sent_ns = _sent([trip], clock)
+        sent_ns = _sent_ns([trip], clock)
         sent_s = index * interval_s if sent_ns is None else sent_ns / 1e9
         rtt_ns = None if trip["lost"] not in (False, "false") else trip["delay"]["rtt"]
         probes.append(Probe(sent_s, None if rtt_ns is None else max(0.0, float(rtt_ns) / 1e9)))
     first_s = probes[0].sent_s if probes else 0.0
     probes = [Probe(one.sent_s - first_s, one.rtt_s) for one in probes]
-    return from_probes(text, probes, interval_s) if probes else _nothing(text)
+    return from_probes(text, probes, interval_s) if probes else _refuse_empty(text)
 
 
-def _sent(trips: Sequence[Mapping[str, Any]], clock: str) -> float | None:
+def _sent_ns(trips: Sequence[Mapping[str, Any]], clock: str) -> float | None:
     for trip in trips:
         value = trip["timestamps"]["client"]["send"].get(clock)
         return None if value is None else float(value)
     return None
 
 
-def _nothing(text: TraceText) -> NetworkTrace:
+def _refuse_empty(text: TraceText) -> NetworkTrace:
     raise text.no_rows()
 
 
@@ -130,10 +130,10 @@ def _iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
             f"iperf3 sent UDP at a rate of its own{at}: its result may be that rate and not the"
             " capacity",
         )
-    return _carried(text, up, down, warnings)
+    return _make_capacity_trace(text, up, down, warnings)
 
 
-def _carried(
+def _make_capacity_trace(
     text: TraceText, up: Rates, down: Rates, warnings: tuple[str, ...] = ()
 ) -> NetworkTrace:
     """Make a trace of the rates carried. Intervals without any are joined to the next one, so that
@@ -151,9 +151,9 @@ def _carried(
         tuple(times_s),
         None,
         end_s,
-        up_bits_per_s=_held(up_way, times_s),
-        down_bits_per_s=_held(down_way, times_s),
-        outages_s=_merged(outages_s, end_s),
+        up_bits_per_s=_rates_at(up_way, times_s),
+        down_bits_per_s=_rates_at(down_way, times_s),
+        outages_s=_merge_outages(outages_s, end_s),
         remarks=(
             "iperf3 measures the rate of a full link; its round trips are those of a full"
             " queue and were left out",
@@ -193,7 +193,7 @@ def _steps(text: TraceText, rates: Rates) -> _Way | None:
     return times_s, values, outages_s, end_s
 
 
-def _held(way: _Way | None, times_s: Sequence[float]) -> tuple[float, ...] | None:
+def _rates_at(way: _Way | None, times_s: Sequence[float]) -> tuple[float, ...] | None:
     """Return the rate that holds at each of these times."""
     if way is None:
         return None
@@ -206,7 +206,7 @@ def _held(way: _Way | None, times_s: Sequence[float]) -> tuple[float, ...] | Non
     return tuple(found)
 
 
-def _merged(
+def _merge_outages(
     outages_s: Sequence[tuple[float, float]], end_s: float
 ) -> tuple[tuple[float, float], ...]:
     """Merge the outages of both directions into one list. An outage of one direction is an outage
@@ -253,4 +253,4 @@ def read_iperf3_text(text: TraceText) -> NetworkTrace:
         is_sum = one["stream"] == "SUM"
         found.setdefault((is_down, is_sum), []).append((start_s, end_s, rate))
     up, down = (found.get((way, True)) or found.get((way, False)) or [] for way in (False, True))
-    return _carried(text, up, down)
+    return _make_capacity_trace(text, up, down)

@@ -25,7 +25,7 @@ class TraceError(ValueError):
     """A trace cannot be used. The message names the file, the line or row, and what is wrong."""
 
 
-def file_named(name: str, folder: Path) -> Path:
+def find_file(name: str, folder: Path) -> Path:
     """Return the path of a file beside the scenario, or else relative to the working directory."""
     beside = folder / name
     return beside if beside.is_file() else Path(name)
@@ -175,7 +175,7 @@ _PROBABLE_STEP_S: Final = (1e-4, 3600.0)
 _PROBABLE_LOSS: Final = 0.5
 
 
-def improbable(trace: NetworkTrace) -> tuple[str, ...]:
+def describe_improbable(trace: NetworkTrace) -> tuple[str, ...]:
     """Describe the values of a trace that are probably not intended, with the likely reason."""
     found: list[str] = []
     if trace.rtt_s is not None:

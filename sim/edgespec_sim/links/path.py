@@ -31,21 +31,21 @@ class Path(Protocol):
         sending."""
 
 
-class Hops:
+class HopPath:
     """A path over links in sequence, or over none, with a delay of ``fixed_s`` after the last."""
 
     def __init__(self, queue: EventQueue, links: Sequence[Link] = (), fixed_s: float = 0.0) -> None:
         self._queue, self._links, self._fixed_s = queue, tuple(links), fixed_s
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self._onto(0, size_bytes, deliver)
+        self._send_over(0, size_bytes, deliver)
 
-    def _onto(self, hop: int, size_bytes: int, deliver: Callable[[], None]) -> None:
+    def _send_over(self, hop: int, size_bytes: int, deliver: Callable[[], None]) -> None:
         links, at_s = self._links, self._queue.now
         if hop < len(links):
             at_s = links[hop].arrival(at_s, size_bytes)
         if hop + 1 < len(links):
-            self._queue.at(at_s, lambda: self._onto(hop + 1, size_bytes, deliver))
+            self._queue.at(at_s, lambda: self._send_over(hop + 1, size_bytes, deliver))
         else:
             self._queue.at(at_s + self._fixed_s, deliver)
 
@@ -131,10 +131,10 @@ class LoadedQueue(lm.SharedQueue):
 
     def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
         if self._next_s <= now_s:
-            self._play(now_s)
+            self._play_cross_traffic(now_s)
         return super().first_free_s(now_s, ready_s, size_bytes)
 
-    def _play(self, until_s: float) -> None:
+    def _play_cross_traffic(self, until_s: float) -> None:
         packet_s = self.serialisation_s(until_s, self._packet_bytes)
         memory_s = _MEMORY * packet_s / (1.0 - self._share) ** 2
         if until_s - self._next_s > memory_s:
@@ -158,9 +158,9 @@ class LoadedQueue(lm.SharedQueue):
 # The columns of a trace become the schedules of ``edgespec/core/link_model.py``, each at its own
 # stage: the RTT is split evenly between the directions, capacity applies to the queue, and outages
 # hold back both directions. A probe is lost if either it or its answer is lost, so with a measured
-# loss p each direction gets 1 - sqrt(1 - p). Schedules are made once per trace (``TraceLinks``) and
-# shared by all links made from them, each of which starts at its own offset. So a thousand devices
-# on one trace cost little more than one, and do not stall together.
+# loss p each direction gets 1 - sqrt(1 - p). Schedules are made once per trace (``TraceSchedules``)
+# and shared by all links made from them, each of which starts at its own offset. So a thousand
+# devices on one trace cost little more than one, and do not stall together.
 
 Queues = tuple[lm.SharedQueue, lm.SharedQueue]
 """Queues up and down."""
@@ -168,8 +168,8 @@ _PLAIN: Final = lm.LinkSettings()
 
 
 @dataclass(frozen=True, slots=True)
-class TraceLinks:
-    """The schedules of a trace; ``pair`` makes links from them."""
+class TraceSchedules:
+    """The schedules of a trace; ``make_links`` makes links from them."""
 
     delay: lm.StepSchedule | None
     """One-way delay, half of the round trip. None if the trace has none; the links' settings then
@@ -180,7 +180,7 @@ class TraceLinks:
     down_capacity: lm.CapacitySchedule | None
 
     @classmethod
-    def of(cls, trace: NetworkTrace) -> TraceLinks:
+    def from_trace(cls, trace: NetworkTrace) -> TraceSchedules:
         loss = trace.loss
         if loss is not None:
             loss = tuple(1.0 - math.sqrt(1.0 - both) for both in loss)
@@ -196,7 +196,7 @@ class TraceLinks:
             down_capacity=_capacity(trace, trace.down_bits_per_s),
         )
 
-    def queues(self, offset_s: float = 0.0, others: Queues | None = None) -> Queues:
+    def make_queues(self, offset_s: float = 0.0, others: Queues | None = None) -> Queues:
         """Return queues with the trace's capacity. Where it has none, ``others`` are used (None: no
         limit)."""
         others = others or (lm.SharedQueue(), lm.SharedQueue())
@@ -206,7 +206,7 @@ class TraceLinks:
         )
         return up, down
 
-    def pair(
+    def make_links(
         self,
         *,
         offset_s: float = 0.0,
@@ -225,10 +225,10 @@ class TraceLinks:
             outage_schedule=self.outages,
             schedule_offset_s=offset_s,
         )
-        return both_ways(settings, seed, queues or self.queues(offset_s))
+        return make_both_links(settings, seed, queues or self.make_queues(offset_s))
 
 
-def both_ways(
+def make_both_links(
     settings: lm.LinkSettings, seed: int, queues: Queues
 ) -> tuple[lm.LinkModel, lm.LinkModel]:
     """Return links up and down with separate random numbers."""

@@ -88,7 +88,7 @@ class _Run:
         self.took_s: float | None = None
         self.latest = 0
 
-    def unwrapped(self, sequence: int) -> int:
+    def unwrap(self, sequence: int) -> int:
         """Return the full probe number. Numbers have 16 bits, so one far below the latest has
         wrapped around."""
         wraps, low = divmod(self.latest, _SEQUENCE_NUMBERS)
@@ -148,21 +148,21 @@ def is_ping(head: str) -> bool:
 
 def read_ping(text: TraceText) -> NetworkTrace:
     """Read a log of Linux, BusyBox, macOS, a BSD or inetutils. Raises ``TraceError``."""
-    runs, strange = _runs(text)
-    return _joined(text, runs, strange)
+    runs, strange = _read_runs(text)
+    return _join_runs(text, runs, strange)
 
 
 _LONGEST_LINE: Final = 1000
 
 
-def _bounded(text: TraceText) -> Iterator[tuple[int, str]]:
+def _bounded_lines(text: TraceText) -> Iterator[tuple[int, str]]:
     """Yield the number and the beginning of each line. No line of ping is longer, and the regular
     expressions here take quadratic time at worst."""
     for number, line in enumerate(text.lines, start=1):
         yield number, line[:_LONGEST_LINE]
 
 
-def _joined(text: TraceText, runs: list[_Run], strange: list[int]) -> NetworkTrace:
+def _join_runs(text: TraceText, runs: list[_Run], strange: list[int]) -> NetworkTrace:
     probes: list[Probe] = []
     end_s, last_step_s = 0.0, _DEFAULT_STEP_S
     unpaced = 0
@@ -185,15 +185,15 @@ def _joined(text: TraceText, runs: list[_Run], strange: list[int]) -> NetworkTra
     return from_probes(text, probes, last_step_s, remarks=tuple(remarks))
 
 
-def _runs(text: TraceText) -> tuple[list[_Run], list[int]]:
+def _read_runs(text: TraceText) -> tuple[list[_Run], list[int]]:
     """Return the runs, and the numbers of lines that are not from ping. Raises ``TraceError``."""
     runs, strange = [_Run()], []
-    for number, line in _bounded(text):
+    for number, line in _bounded_lines(text):
         if reply := _REPLY.match(line):
             if reply["dup"]:
                 continue
             run = runs[-1]
-            sequence = run.unwrapped(int(reply["seq"]))
+            sequence = run.unwrap(int(reply["seq"]))
             if (
                 sequence in run.replies
             ):  # Duplicates are marked, so this reply belongs to another run.
@@ -201,10 +201,10 @@ def _runs(text: TraceText) -> tuple[list[_Run], list[int]]:
                 sequence = int(reply["seq"])
             run.latest = max(run.latest, sequence)
             ms = text.number(number, reply["rtt"].replace(",", "."), "a round-trip time in ms")
-            run.replies[sequence] = _stamped_s(text, number, reply), ms / 1000.0
+            run.replies[sequence] = _time_stamp_s(text, number, reply), ms / 1000.0
         elif lost := _LOST.match(line):
             run = runs[-1]
-            run.lost.add(run.unwrapped(int(lost["seq"])))
+            run.lost.add(run.unwrap(int(lost["seq"])))
         elif summary := _SUMMARY.match(line):
             run = runs[-1]
             run.sent, run.sent_from = int(summary["sent"]), 0 if summary["bsd"] else 1
@@ -230,7 +230,7 @@ def _first_number(line: str) -> int | None:
     return 0 if _HEADER_FROM_0.match(line) else 1
 
 
-def _stamped_s(text: TraceText, number: int, found: re.Match[str]) -> float | None:
+def _time_stamp_s(text: TraceText, number: int, found: re.Match[str]) -> float | None:
     """Return the time stamp of a line in seconds, or None if it has none. A time of day counts from
     midnight. Raises ``TraceError``."""
     if (stamp := found["stamp"]) is not None:
@@ -257,23 +257,23 @@ def is_fping(head: str) -> bool:
 def read_fping(text: TraceText) -> NetworkTrace:
     """Read the output of ``fping -l`` or ``fping -c`` for one host. Raises ``TraceError``."""
     run, hosts, strange = _Run(), dict[str, int](), list[int]()
-    for number, line in _bounded(text):
+    for number, line in _bounded_lines(text):
         if probe := _FPING.match(line):
             hosts.setdefault(probe["host"], number)
-            sequence = run.unwrapped(int(probe["seq"]))
+            sequence = run.unwrap(int(probe["seq"]))
             run.latest = max(run.latest, sequence)
             if probe["rtt"] is None:
                 run.lost.add(sequence)
             else:
                 ms = text.number(number, probe["rtt"], "a round-trip time in ms")
-                run.replies.setdefault(sequence, (_stamped_s(text, number, probe), ms / 1000.0))
+                run.replies.setdefault(sequence, (_time_stamp_s(text, number, probe), ms / 1000.0))
         elif summary := _FPING_SUMMARY.match(line):
             run.sent, run.sent_from = int(summary["sent"]), 0
         elif line.strip() and not line.startswith("ICMP ") and not text.may_be_cut(number):
             strange.append(number)
         if len(hosts) > 1:
             raise text.error(number, f"answers of only one host ({next(iter(hosts))})")
-    return _joined(text, [run], strange)
+    return _join_runs(text, [run], strange)
 
 
 # --- Windows -----------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def read_windows_ping(text: TraceText) -> NetworkTrace:
     """Read the output of ping on Windows. Raises ``TraceError``."""
     probes: list[Probe] = []
     at_s, below, is_inside = 0.0, 0, True
-    for number, line in _bounded(text):
+    for number, line in _bounded_lines(text):
         if reply := _WINDOWS_REPLY.match(line):
             is_inside = True
             rtt_s = int(reply["v4"] or reply["v6"]) / 1000.0

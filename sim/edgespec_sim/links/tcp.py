@@ -27,7 +27,7 @@ FIRST_WINDOW: Final = 10
 """Initial window in packets (RFC 6928)."""
 MIN_TIMEOUT_S: Final = 0.2
 """TCP_RTO_MIN of Linux; RFC 6298 requires a second."""
-MOST_TIMEOUT_S: Final = 120.0
+MAX_TIMEOUT_S: Final = 120.0
 FIRST_TIMEOUT_S: Final = 1.0
 DUPLICATES: Final = 3
 """Packets behind a missing one whose arrival ends the wait for reordering (RFC 5681)."""
@@ -98,7 +98,7 @@ class RoundTrips:
 
 _DELAY_S: Final = 0.040
 """TCP_DELACK_MIN and TCP_ATO_MIN."""
-_REPORTED: Final = 3
+_MAX_RANGES: Final = 3
 """Number of ranges that fit into a header beside the timestamps."""
 
 
@@ -110,7 +110,7 @@ class TcpReceiver:
         self.timer_s = math.inf
         self.upto = 0
         """All bytes before this one can be read."""
-        self._behind: list[tuple[int, int]] = []
+        self._out_of_order: list[tuple[int, int]] = []
         self._last: tuple[int, int] | None = None
         self._duplicate = False
         self.conversing = False
@@ -126,14 +126,14 @@ class TcpReceiver:
             self.conversing = False
             return True
         if start > self.upto:
-            self._duplicate = any(a <= start and end <= b for a, b in self._behind)
+            self._duplicate = any(a <= start and end <= b for a, b in self._out_of_order)
             self._add(start, end)
             self.conversing = False
             return True
         self.upto = end
-        if self._behind:
-            while self._behind and self._behind[0][0] <= self.upto:
-                self.upto = max(self.upto, self._behind.pop(0)[1])
+        if self._out_of_order:
+            while self._out_of_order and self._out_of_order[0][0] <= self.upto:
+                self.upto = max(self.upto, self._out_of_order.pop(0)[1])
             self.conversing = False
             return True
         self._waiting += 1
@@ -150,22 +150,22 @@ class TcpReceiver:
         """Return the acknowledgement for a packet that leaves now."""
         duplicate, self._duplicate = self._duplicate, False
         self.timer_s, self._waiting = math.inf, 0
-        ranges = list(self._behind)
+        ranges = list(self._out_of_order)
         if self._last in ranges:  # The latest range comes first.
             ranges.remove(self._last)
             ranges.insert(0, self._last)
-        return Acknowledgement(self.upto, tuple(ranges[:_REPORTED]), duplicate)
+        return Acknowledgement(self.upto, tuple(ranges[:_MAX_RANGES]), duplicate)
 
     def _add(self, start: int, end: int) -> None:
         joined = []
-        for a, b in self._behind:
+        for a, b in self._out_of_order:
             if b < start or end < a:
                 joined.append((a, b))
             else:
                 start, end = min(a, start), max(b, end)
         joined.append((start, end))
         self._last = (start, end)
-        self._behind = sorted(joined)
+        self._out_of_order = sorted(joined)
 
 
 # --- the number of packets that TCP allows in flight ---------------------------------------------
@@ -175,11 +175,11 @@ class TcpReceiver:
 # for a timeout, and is halved for each timeout of silence (RFC 2861). CUBIC's convex growth in long
 # fast transfers is not modelled.
 
-_KEPT: Final = 717 / 1024
+_LOSS_FACTOR: Final = 717 / 1024
 """Share of the window that remains after a loss (CUBIC's beta)."""
 _ACKED_PER_GROWTH: Final = 1.875
 """Windows that must arrive for growth by one packet (bictcp_update's friendly region)."""
-_LEAST: Final = 2
+_MIN_WINDOW: Final = 2
 
 
 class CongestionWindow:
@@ -241,7 +241,7 @@ class CongestionWindow:
 
     def begin_reduction(self) -> None:
         self._before = self.packets
-        self._threshold = max(int(self.packets * _KEPT), _LEAST)
+        self._threshold = max(int(self.packets * _LOSS_FACTOR), _MIN_WINDOW)
         self._delivered = self._sent = 0
 
     def reduce(self, in_flight: int, delivered: int, *, advanced: bool) -> None:
@@ -324,7 +324,7 @@ class TcpSender:
         return self._transmit(now_s)
 
     def acknowledged(self, now_s: float, ack: Acknowledgement) -> list[tuple[int, int]]:
-        advanced, delivered = self._take_in(now_s, ack)
+        advanced, delivered = self._process_acknowledgement(now_s, ack)
         self._end_probe(ack, advanced=advanced)
         if not delivered and not advanced:
             return self._transmit(now_s)
@@ -375,7 +375,7 @@ class TcpSender:
     def _first(self) -> int:
         return self._segments[0].start if self._segments else self._next
 
-    def _take_in(self, now_s: float, ack: Acknowledgement) -> tuple[bool, int]:
+    def _process_acknowledgement(self, now_s: float, ack: Acknowledgement) -> tuple[bool, int]:
         """Process an acknowledgement. Returns whether the first missing byte moved, and how many
         packets are now known to have arrived."""
         advanced, found = False, list[Segment]()
@@ -448,7 +448,7 @@ class TcpSender:
         self._timer, self.timer_s = _Timer.PROBE, now_s + ticks_s(wait_s)
 
     def _set_timeout(self, now_s: float) -> None:
-        wait_s = min(self.round_trips.timeout_s * self._backoff, MOST_TIMEOUT_S)
+        wait_s = min(self.round_trips.timeout_s * self._backoff, MAX_TIMEOUT_S)
         left_s = self._segments[0].sent_s + wait_s - now_s
         self._timer, self.timer_s = _Timer.TIMEOUT, now_s + ticks_s(left_s)
 
@@ -460,7 +460,7 @@ class TcpSender:
                 self._send_new(now_s)
             else:
                 self._probe_repeats = True
-                self._again(now_s, self._segments[-1])
+                self._retransmit(now_s, self._segments[-1])
             self._probe_end = self._next
         self._set_timeout(now_s)
 
@@ -500,7 +500,7 @@ class TcpSender:
         in_flight = self.in_flight
         for segment in self._segments:
             if segment.lost and in_flight < self.window.packets:
-                self._again(now_s, segment)
+                self._retransmit(now_s, segment)
                 first_again |= segment is self._segments[0]
                 in_flight += 1
         while self._next < self._written and in_flight < self.window.packets:
@@ -522,14 +522,14 @@ class TcpSender:
         segment = Segment(self._next, end, now_s, 0)
         self._next = end
         self._segments.append(segment)
-        self._out(now_s, segment)
+        self._send_segment(now_s, segment)
 
-    def _again(self, now_s: float, segment: Segment) -> None:
+    def _retransmit(self, now_s: float, segment: Segment) -> None:
         self.retransmissions += 1
         segment.retransmitted, segment.lost = True, False
-        self._out(now_s, segment)
+        self._send_segment(now_s, segment)
 
-    def _out(self, now_s: float, segment: Segment) -> None:
+    def _send_segment(self, now_s: float, segment: Segment) -> None:
         self._sent += 1
         segment.sent_s, segment.order = now_s, self._sent
         self._last_sent_s = now_s
@@ -560,15 +560,15 @@ class TcpConnection:
         delay_s: float = 0.0,
         message_s: float = 0.0,
     ) -> None:
-        self.up = _End(queue, up, delay_s, message_s)
-        self.down = _End(queue, down, delay_s, message_s)
+        self.up = _TcpEnd(queue, up, delay_s, message_s)
+        self.down = _TcpEnd(queue, down, delay_s, message_s)
         self.up.peer, self.down.peer = self.down, self.up
 
 
-class _End:
+class _TcpEnd:
     """One end of a connection, and the ``Path`` from it over ``links`` to its peer."""
 
-    peer: _End
+    peer: _TcpEnd
 
     def __init__(
         self, queue: EventQueue, links: Sequence[PacketLink], delay_s: float, message_s: float
@@ -595,9 +595,9 @@ class _End:
 
     def _packet(self, start: int, end: int) -> None:
         ack = self.receiver.answer()
-        self._over(0, end - start, lambda: self.peer.arrive(start, end, ack))
+        self._send_over(0, end - start, lambda: self.peer.arrive(start, end, ack))
 
-    def _over(self, hop: int, size_bytes: int, arrive: Callable[[], None]) -> None:
+    def _send_over(self, hop: int, size_bytes: int, arrive: Callable[[], None]) -> None:
         """Send a packet over the link number ``hop`` and those after it."""
         if hop == len(self._links):
             self._queue.after(self._delay_s, arrive)
@@ -608,7 +608,7 @@ class _End:
         elif hop + 1 == len(self._links):
             self._queue.at(arrival_s + self._delay_s, arrive)
         else:
-            self._queue.at(arrival_s, lambda: self._over(hop + 1, size_bytes, arrive))
+            self._queue.at(arrival_s, lambda: self._send_over(hop + 1, size_bytes, arrive))
 
     def arrive(self, start: int, end: int, ack: Acknowledgement) -> None:
         """Process a packet of the peer. It carries no data if ``start`` equals ``end``."""

@@ -93,7 +93,7 @@ def read_lines(path: Path) -> tuple[tuple[str, ...], bool]:
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     if data.startswith(_GZIP):
-        data = _unpacked(path, data)
+        data = _unpack(path, data)
     for magic, name in _PACKED.items():
         if data.startswith(magic):
             raise TraceError(f"{path}: is packed ({name}): unpack it first")
@@ -116,7 +116,7 @@ def read_lines(path: Path) -> tuple[tuple[str, ...], bool]:
 _IS_OLD_PING: Final = re.compile(rb"[=<] ?\d+ ?ms TTL=\d+")
 
 
-def _unpacked(path: Path, data: bytes) -> bytes:
+def _unpack(path: Path, data: bytes) -> bytes:
     unpacking = zlib.decompressobj(wbits=31)
     try:
         found = unpacking.decompress(data, MAX_FILE_BYTES + 1)
@@ -158,7 +158,7 @@ def usual_step_s(times_s: Sequence[float]) -> float:
     return statistics.median([b - a for a, b in itertools.pairwise(times_s)] or [1.0])
 
 
-def outages_of(
+def find_outages(
     times_s: Sequence[float], end_s: float, lost: Iterable[bool]
 ) -> tuple[tuple[float, float], ...]:
     """Return the outages of rows that were lost. A row lasts until the next one, and neighbours are
@@ -247,7 +247,7 @@ def from_probes(
 
 
 def _probes_loss(answered_s: Sequence[float], lost_s: Sequence[float]) -> tuple[float, ...]:
-    answered_in, lost_in = _per_window(answered_s), _per_window(lost_s)
+    answered_in, lost_in = _count_per_window(answered_s), _count_per_window(lost_s)
     # A window without an answer has no row; its losses count in the next window.
     for window in sorted(lost_in.keys() - answered_in.keys(), reverse=True):
         later = [other for other in answered_in if other > window]
@@ -256,5 +256,5 @@ def _probes_loss(answered_s: Sequence[float], lost_s: Sequence[float]) -> tuple[
     return tuple(lost_in[window] / (lost_in[window] + answered_in[window]) for window in windows)
 
 
-def _per_window(times_s: Sequence[float]) -> Counter[int]:
+def _count_per_window(times_s: Sequence[float]) -> Counter[int]:
     return Counter(int(time_s // LOSS_WINDOW_S) for time_s in times_s)

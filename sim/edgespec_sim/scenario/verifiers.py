@@ -11,7 +11,7 @@ from typing import Final
 
 from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec_sim.cost_profile import TimeLaw, read_profile
-from edgespec_sim.links.network_trace import file_named
+from edgespec_sim.links.network_trace import find_file
 
 # --- power -------------------------------------------------------------------------------------
 # Power of a verifier's GPU while a pass runs and while it waits, each figure with its source.
@@ -388,7 +388,7 @@ def law_of(section: CostSection, operation: Operation, folder: Path, share: floa
     names, ``share`` the share of the layers that a node holds. Raises ``ProfileError`` or
     ``ValueError``."""
     if section.profile:
-        profile = read_profile(file_named(section.profile, folder))
+        profile = read_profile(find_file(section.profile, folder))
         law = profile.draft_step if operation is Operation.DRAFT_STEP else profile.target_pass
         law = _scaled(law, share)
     elif section.roofline:

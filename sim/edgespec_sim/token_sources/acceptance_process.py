@@ -38,12 +38,12 @@ _LEAST_CHANCE = 1e-4
 # being wider than plausible.
 _LEAST_CONCENTRATION, _MOST_CONCENTRATION = 0.5, 200.0
 Floats = NDArray[np.float64]
-Thought = tuple[float, float]
+ConfidencePair = tuple[float, float]
 """Log-probabilities of a draft's first and second candidate."""
 _AFTER_MISS: Final = 2
 _OUTCOMES: Final = 3
 """The first candidate was right, the second, or neither."""
-_THOUGHTS: Final = 200
+_CONFIDENCES: Final = 200
 """Number of quantiles of log-probabilities that a law keeps for each kind of place."""
 
 
@@ -63,8 +63,8 @@ class AcceptanceLaw:
     """Chance that a state stays without being drawn again; 0: independent positions."""
     origin: str
     """The law's origin, for reports: the tape it was fitted to, or how it was made."""
-    thoughts: tuple[tuple[Thought, ...], ...] = ()
-    """``_THOUGHTS`` pairs for each kind of place: easy, hard and after a miss, each by
+    confidences: tuple[tuple[ConfidencePair, ...], ...] = ()
+    """``_CONFIDENCES`` pairs for each kind of place: easy, hard and after a miss, each by
     ``_OUTCOMES``. Empty: the draft has no log-probabilities."""
 
     def __post_init__(self) -> None:
@@ -109,10 +109,10 @@ class AcceptanceLaw:
         log-probabilities from ``thinking``. A longer draw from equal generators begins with the
         same values."""
         ranks, kinds = self._ranks_and_kinds(count, dice)
-        if not self.thoughts:
+        if not self.confidences:
             return Agreement(tuple(ranks), (), ())
-        places = thinking.integers(_THOUGHTS, size=count).tolist()
-        picked = [self.thoughts[kind][at] for kind, at in zip(kinds, places, strict=True)]
+        places = thinking.integers(_CONFIDENCES, size=count).tolist()
+        picked = [self.confidences[kind][at] for kind, at in zip(kinds, places, strict=True)]
         first, second = tuple(one for one, _ in picked), tuple(one for _, one in picked)
         return Agreement(tuple(ranks), first, second)
 
@@ -140,7 +140,9 @@ class AcceptanceLaw:
         return ranks, kinds
 
     def _shifted(self, log_odds: float) -> AcceptanceLaw:
-        sets = (_shift(chances, log_odds) for chances in (self.easy, self.hard, self.after_miss))
+        sets = (
+            _shift_odds(chances, log_odds) for chances in (self.easy, self.hard, self.after_miss)
+        )
         easy, hard, after_miss = sets
         return replace(self, easy=easy, hard=hard, after_miss=after_miss)
 
@@ -152,7 +154,7 @@ def fit(tape: MatchTape) -> AcceptanceLaw:
     for _ in range(_ROUNDS):
         hidden.improve()
     easy, hard = hidden.chances
-    alpha, beta = _beta(hidden.shares)
+    alpha, beta = _fit_beta(hidden.shares)
     law = AcceptanceLaw(
         easy=tuple(easy[:-1].tolist()),
         hard=tuple(hard[:-1].tolist()),
@@ -161,13 +163,13 @@ def fit(tape: MatchTape) -> AcceptanceLaw:
         share_beta=beta,
         persistence=hidden.persistence,
         origin=f"fitted to {tape.draft} drafting for {tape.target}",
-        thoughts=_thoughts(tape, hidden.places),
+        confidences=_confidences(tape, hidden.places),
     )
     # Shift the mean to that of the tape, which the moments of the shares meet only roughly.
     return replace(law.at(min(max(tape.acceptance(), 0.001), 0.999)), origin=law.origin)
 
 
-def _thoughts(tape: MatchTape, places: Floats) -> tuple[tuple[Thought, ...], ...]:
+def _confidences(tape: MatchTape, places: Floats) -> tuple[tuple[ConfidencePair, ...], ...]:
     """Return the log-probabilities of each kind of place, as quantiles over the first candidate's.
     Empty if the tape lacks them in any text. ``places`` holds how far each position is easy, hard
     and after a miss."""
@@ -181,7 +183,7 @@ def _thoughts(tape: MatchTape, places: Floats) -> tuple[tuple[Thought, ...], ...
     ]
     order = sorted(range(len(found)), key=lambda at: found[at])
     outcomes = np.array([found[at][2] for at in order])
-    quantiles = (np.arange(_THOUGHTS) + 0.5) / _THOUGHTS
+    quantiles = (np.arange(_CONFIDENCES) + 0.5) / _CONFIDENCES
     kinds = []
     for place in places[order].T:
         for outcome in range(_OUTCOMES):
@@ -272,7 +274,7 @@ class _Hidden:
         self.shares = (fresh[0] + 0.5) / (fresh.sum(axis=0) + 1.0)
 
 
-def _beta(shares: Floats) -> tuple[float, float]:
+def _fit_beta(shares: Floats) -> tuple[float, float]:
     """Return alpha and beta by the method of moments."""
     mean = float(np.clip(shares.mean(), 0.01, 0.99))
     variance = max(float(shares.var()), 1e-9)
@@ -297,7 +299,7 @@ def _rank_at(chances: tuple[float, ...], draws: Floats) -> NDArray[np.intp]:
     return np.searchsorted(np.cumsum(chances), draws, side="right")
 
 
-def _shift(chances: tuple[float, ...], log_odds: float) -> tuple[float, ...]:
+def _shift_odds(chances: tuple[float, ...], log_odds: float) -> tuple[float, ...]:
     first = chances[0]
     moved = first / (first + (1 - first) * float(np.exp(-log_odds)))
     scale = (1 - moved) / (1 - first) if first < 1 else 0.0

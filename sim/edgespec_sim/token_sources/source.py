@@ -41,13 +41,13 @@ from edgespec.core.protocol.tree import EndCondition
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.links.network_trace import file_named
+from edgespec_sim.links.network_trace import find_file
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
 from edgespec_sim.token_sources.match_tape import MatchTape, TapeError, read_tape, walk_along
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TokenRequest:
     """A user's request."""
 
     prompt: tuple[int, ...]
@@ -72,11 +72,11 @@ class TokenSource(Protocol):
     def drafter(self) -> Drafter:
         """Return a new drafter. Each device has its own."""
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
         """Return the world's request of that number (0, 1, ...), the same for the same number and
         lengths. A tape has outputs of its own lengths, which may be cut but not lengthened."""
 
-    def expected(self, request: Request, count: int) -> Sequence[int]:
+    def expected(self, request: TokenRequest, count: int) -> Sequence[int]:
         """Return the first ``count`` tokens of the target's output, computed without any session.
         Delivered tokens are compared with them."""
 
@@ -122,7 +122,7 @@ FindScript = Callable[[tuple[int, ...], int], Script]
 end."""
 
 
-def coded_prompt(number: int, length: int, base: int) -> tuple[int, ...]:
+def encode_number(number: int, length: int, base: int) -> tuple[int, ...]:
     """Return a prompt of ``length`` tokens below ``base`` that encodes ``number``. Raises
     ``ScriptError`` if the number does not fit."""
     digits = min(length, CODE_LENGTH)
@@ -133,8 +133,8 @@ def coded_prompt(number: int, length: int, base: int) -> tuple[int, ...]:
     return (*code, *(base - 1,) * (length - digits))
 
 
-def number_of(prompt: Sequence[int], base: int) -> int:
-    """Return the number that ``coded_prompt`` encoded. Raises ``ScriptError`` for any other
+def decode_number(prompt: Sequence[int], base: int) -> int:
+    """Return the number that ``encode_number`` encoded. Raises ``ScriptError`` for any other
     prompt."""
     code, filler = prompt[:CODE_LENGTH], base - 1
     rest = prompt[CODE_LENGTH:]
@@ -143,7 +143,7 @@ def number_of(prompt: Sequence[int], base: int) -> int:
     return sum(digit * filler**place for place, digit in enumerate(code))
 
 
-class _Reading:
+class _ScriptReader:
     """One sequence's position in its script: the length of its cache, and whether it is on
     script."""
 
@@ -207,14 +207,14 @@ class ScriptedTarget(SimpleTarget):
         self.rows = 0
         self.info, self.mode, self._find = info, "scripted", find
         self.cache: CacheShape | None = None
-        self._sequences: dict[str, _Reading] = {}
+        self._sequences: dict[str, _ScriptReader] = {}
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
         if key in self._sequences:
             raise ScriptError(f"sequence {key!r} is already open")
-        self._sequences[key] = _Reading(prompt_length, sampling.max_tokens, self._find)
+        self._sequences[key] = _ScriptReader(prompt_length, sampling.max_tokens, self._find)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self.passes += 1
@@ -274,10 +274,10 @@ class ScriptedDrafter:
     def __init__(self, info: ModelInfo, find: FindScript, max_width: int) -> None:
         self.info, self._find, self._max_width = info, find, max_width
         self._size = info.vocabulary_size
-        self._reading = _Reading(1, 1, find)
+        self._reading = _ScriptReader(1, 1, find)
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._reading = _Reading(prompt_length, sampling.max_tokens, self._find)
+        self._reading = _ScriptReader(prompt_length, sampling.max_tokens, self._find)
 
     def step(
         self,
@@ -298,7 +298,10 @@ class ScriptedDrafter:
             rank, token = script.ranks[index], script.tokens[index]
         # Off script no log-probabilities are known: those of another place of the script are used.
         place = index if reading.off_at == _NEVER else index * 31 + token
-        first, further = _at(script.logprobs, place), _at(script.second_logprobs, place)
+        first, further = (
+            _logprob_at(script.logprobs, place),
+            _logprob_at(script.second_logprobs, place),
+        )
         # The tokens next to the right one are wrong and distinct, and have varints of the same
         # length.
         size = self._size
@@ -312,10 +315,10 @@ class ScriptedDrafter:
         )
 
     def close(self) -> None:
-        self._reading = _Reading(1, 1, self._find)
+        self._reading = _ScriptReader(1, 1, self._find)
 
 
-def _at(logprobs: Sequence[float], place: int) -> float:
+def _logprob_at(logprobs: Sequence[float], place: int) -> float:
     return logprobs[place % len(logprobs)] if logprobs else 0.0
 
 
@@ -329,10 +332,10 @@ LEAST_VOCABULARY = 32_000
 _FOLDER = "data/tapes"
 
 
-def tape_named(name: str, folder: Path = Path()) -> MatchTape:
+def load_tape(name: str, folder: Path = Path()) -> MatchTape:
     """Return the tape in a file, looked for in ``folder``, or a bundled tape. Raises
     ``TapeError``."""
-    path = file_named(name, folder)
+    path = find_file(name, folder)
     if path.is_file():
         return read_tape(path)
     tapes = resources.files("edgespec_sim").joinpath(_FOLDER)
@@ -360,7 +363,7 @@ class _ScriptedSource(ABC):
     def drafter(self) -> ScriptedDrafter:
         return ScriptedDrafter(self._info, self._find, self._width)
 
-    def expected(self, request: Request, count: int) -> Sequence[int]:
+    def expected(self, request: TokenRequest, count: int) -> Sequence[int]:
         max_tokens = request.sampling.max_tokens
         return self._find(request.prompt, max_tokens).tokens[: min(count, max_tokens)]
 
@@ -376,7 +379,7 @@ class TapeSource(_ScriptedSource):
         self.tape = tape
         ends = frozenset(tape.eos_token_ids)
         self._scripts = [
-            Script(_until(ends, g.tokens), g.ranks, g.logprobs, g.second_logprobs)
+            Script(_cut_at_end(ends, g.tokens), g.ranks, g.logprobs, g.second_logprobs)
             for g in tape.generations
         ]
         self._order = list(range(len(tape.generations)))
@@ -396,7 +399,7 @@ class TapeSource(_ScriptedSource):
             f" {positions} tokens, {tape.acceptance():.1%} accepted"
         )
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
         """Return a request. A ``prompt_length`` of 0 means the recorded prompt."""
         index = self._order[number % len(self._order)]
         size = self._info.vocabulary_size
@@ -405,24 +408,24 @@ class TapeSource(_ScriptedSource):
         if prompt_length == 0 and self._index[own] == index:
             prompt = own
         else:
-            prompt = coded_prompt(index, prompt_length or len(own), size)
+            prompt = encode_number(index, prompt_length or len(own), size)
         tokens = self._scripts[index].tokens
         # An end token is not known beforehand, but a request must stop where the recording stopped.
         ends = tokens[-1] in self.tape.eos_token_ids
         length = max_tokens if ends else min(max_tokens, len(tokens))
-        return Request(prompt, SamplingParams(max_tokens=length))
+        return TokenRequest(prompt, SamplingParams(max_tokens=length))
 
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
         index = self._index.get(prompt)
         if index is None:
-            index = number_of(prompt, self._info.vocabulary_size)
+            index = decode_number(prompt, self._info.vocabulary_size)
         if index >= len(self._scripts):
             count = len(self._scripts)
             raise ScriptError(f"a prompt encodes output {index}, but there are {count}")
         return self._scripts[index]
 
 
-def _until(ends: frozenset[int], tokens: tuple[int, ...]) -> tuple[int, ...]:
+def _cut_at_end(ends: frozenset[int], tokens: tuple[int, ...]) -> tuple[int, ...]:
     """Return the tokens up to and including the first end token."""
     at = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: at + 1]
@@ -455,17 +458,17 @@ class ProcessSource(_ScriptedSource):
     def about(self) -> str:
         return f"acceptance process {self.law.origin}: {self.law.acceptance():.1%} accepted"
 
-    def drafting_at(self, acceptance: float) -> ProcessSource:
+    def with_draft_acceptance(self, acceptance: float) -> ProcessSource:
         """Return a source of the same outputs whose draft has this acceptance and independent
         errors."""
         return ProcessSource(self.law.at(acceptance), self._seed, self._errors + 1)
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
-        prompt = coded_prompt(number, prompt_length, VOCABULARY_SIZE)
-        return Request(prompt, SamplingParams(max_tokens=max_tokens))
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
+        prompt = encode_number(number, prompt_length, VOCABULARY_SIZE)
+        return TokenRequest(prompt, SamplingParams(max_tokens=max_tokens))
 
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
-        number = number_of(prompt, VOCABULARY_SIZE)
+        number = decode_number(prompt, VOCABULARY_SIZE)
         key = number, max_tokens
         script = self._kept.get(key)
         if script is None:
@@ -538,14 +541,16 @@ class ToySource:
     def drafter(self) -> ToyDrafter:
         return ToyDrafter(self._model.perturbed(self._noise))
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
         seed = self._sampling.seed
         dice = random.Random(f"{seed}/{number}")
         size = self._model.vocabulary_size
         prompt = tuple(dice.randrange(size) for _ in range(prompt_length))
-        return Request(prompt, replace(self._sampling, seed=seed + number, max_tokens=max_tokens))
+        return TokenRequest(
+            prompt, replace(self._sampling, seed=seed + number, max_tokens=max_tokens)
+        )
 
-    def expected(self, request: Request, count: int) -> Sequence[int]:
+    def expected(self, request: TokenRequest, count: int) -> Sequence[int]:
         most = min(count, request.sampling.max_tokens)
         least = min(most, request.sampling.min_tokens)
         mine = replace(request.sampling, max_tokens=most, min_tokens=least)

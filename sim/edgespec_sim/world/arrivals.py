@@ -4,8 +4,8 @@ Theory of operation. The whole list of arrivals is drawn before the world begins
 numbers that do not depend on the arm: time, device, lengths, number of the request. A Poisson
 stream is drawn gap by gap. A stream whose rate follows the day is drawn by thinning one with the
 highest rate (Lewis and Shedler 1979). Arrivals continue while the world drains, so that the
-requests that count see the usual load until their end. A ``Reception`` hands each arrival to a free
-device, and keeps the others in order.
+requests that count see the usual load until their end. A ``ArrivalDispatcher`` hands each arrival
+to a free device, and keeps the others in order.
 
 A device serves one request at a time. If requests wait at their own device, each device has its own
 queue. If they take any free device, each group of devices has one queue.
@@ -26,7 +26,7 @@ from typing import Final
 
 from edgespec.config.files import open_to_read
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.network_trace import TraceError, file_named
+from edgespec_sim.links.network_trace import TraceError, find_file
 from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevice, Scenario
 
 # --- recorded arrivals: CSV with a header ------------------------------------------------------
@@ -103,7 +103,7 @@ def _length(row: Mapping[str, str | None], name: str, where: str) -> int | None:
 # --- lengths of prompts and outputs ------------------------------------------------------------
 
 
-def drawn_length(typical: int, spread: float, dice: random.Random) -> int:
+def draw_length(typical: int, spread: float, dice: random.Random) -> int:
     """Draw a log-normal length around ``typical`` with relative deviation ``spread``. Without a
     spread, no random number is used."""
     if spread == 0.0 or typical == 0:
@@ -138,7 +138,7 @@ def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival,
         # Lengths are drawn even if the file has them, so that the other requests do not depend on
         # it.
         drawn = [
-            drawn_length(typical, load.length_spread, dice)
+            draw_length(typical, load.length_spread, dice)
             for typical in (load.prompt_tokens, load.output_tokens)
         ]
         arrivals.append(Arrival(number, at_s, device, prompt or drawn[0], output or drawn[1]))
@@ -149,7 +149,7 @@ def _times(
     section: ArrivalsSection, until_s: float, dice: random.Random, folder: Path
 ) -> Iterator[_Recorded]:
     if section.kind is ArrivalKind.RECORDED:
-        for at_s, prompt, output in read_arrivals(file_named(section.file, folder)):
+        for at_s, prompt, output in read_arrivals(find_file(section.file, folder)):
             if at_s / section.speed > until_s:
                 return
             yield at_s / section.speed, prompt, output
@@ -163,15 +163,16 @@ def _times(
             yield at_s, None, None
 
 
-class Server:
-    """A device as seen by a ``Reception``, which calls ``serve`` only while ``busy`` is False."""
+class DeviceSlot:
+    """A device as seen by a ``ArrivalDispatcher``, which calls ``serve`` only while ``busy`` is
+    False."""
 
     def __init__(self, serve: Callable[[Arrival], None], group: str) -> None:
         self.serve, self.group, self.busy = serve, group, False
 
 
-class Reception:
-    """Hands arrivals to devices. ``free`` must be called for each device whose request has
+class ArrivalDispatcher:
+    """Hands arrivals to devices. ``release`` must be called for each device whose request has
     ended."""
 
     def __init__(
@@ -179,7 +180,7 @@ class Reception:
         queue: EventQueue,
         arrivals: Sequence[Arrival],
         at: AtDevice,
-        servers: Sequence[Server],
+        servers: Sequence[DeviceSlot],
     ) -> None:
         self.arrivals = arrivals
         self._queue, self._at, self._servers = queue, at, servers
@@ -195,27 +196,27 @@ class Reception:
     @property
     def waiting(self) -> list[Arrival]:
         """Requests that no device has begun, in order of arrival."""
-        found = [arrival for line in self._waiting.values() for arrival in line]
+        found = [arrival for queue in self._waiting.values() for arrival in queue]
         return sorted(found, key=lambda arrival: arrival.number)
 
-    def free(self, device: int) -> None:
+    def release(self, device: int) -> None:
         """Mark a device as free, and begin the next request that waits for it."""
         self._servers[device].busy = False
-        line = self._waiting.get(self._line(device))
-        if line:
-            self._begin(device, line.popleft())
+        queue = self._waiting.get(self._queue_key(device))
+        if queue:
+            self._begin(device, queue.popleft())
 
-    def _line(self, device: int) -> int | str:
+    def _queue_key(self, device: int) -> int | str:
         return device if self._at is AtDevice.OWN else self._servers[device].group
 
     def _arrive(self, arrival: Arrival) -> None:
-        device = self._free_device(arrival.device)
+        device = self._find_free_device(arrival.device)
         if device is None:
-            self._waiting.setdefault(self._line(arrival.device), deque()).append(arrival)
+            self._waiting.setdefault(self._queue_key(arrival.device), deque()).append(arrival)
         else:
             self._begin(device, arrival)
 
-    def _free_device(self, drawn: int) -> int | None:
+    def _find_free_device(self, drawn: int) -> int | None:
         if not self._servers[drawn].busy:
             return drawn
         if self._at is AtDevice.OWN:

@@ -20,12 +20,12 @@ from edgespec_sim.run_summary import LinkLoad, VerifierSummary
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Stream
-from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
+from edgespec_sim.world.arrivals import ArrivalDispatcher, DeviceSlot, draw_arrivals
 from edgespec_sim.world.conservation import StreamWatch, check_device
 from edgespec_sim.world.meters import Meters, RequestRecord, ratio
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.radio_network import Change
-from edgespec_sim.world.site import Site, SiteCounters, Surrounding, charge
+from edgespec_sim.world.radio_network import CellChange
+from edgespec_sim.world.site import Site, SiteCounters, WorldSetup, charge_energy
 from edgespec_sim.world.user import ConditionCourse, User
 
 _MAX_PROGRESS_STEPS = 200
@@ -51,25 +51,25 @@ class World:
         scenario: Scenario,
         arm: Arm,
         seed: str,
-        surrounding: Surrounding,
+        setup: WorldSetup,
         tracer: Tracer | None = None,
     ) -> None:
         if not arm.on_server:
-            scenario = without_server_drafts(scenario)
-        self.scenario, self.arm, self.surrounding = scenario, arm, surrounding
+            scenario = remove_server_drafts(scenario)
+        self.scenario, self.arm, self.setup = scenario, arm, setup
         self.queue = EventQueue()
         self.meters = Meters(scenario.duration_s, scenario.window_s)
         self._watches: list[StreamWatch] = []
         """Watches of all streams, if the laws of ``conservation.py`` are checked."""
-        self.network = Network(self.queue, scenario, seed, surrounding.folder)
+        self.network = Network(self.queue, scenario, seed, setup.folder)
         self._tracer = tracer
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
         self.sites = [
-            Site(self.queue, scenario, kind, number, limits, surrounding, seed, tracer)
+            Site(self.queue, scenario, kind, number, limits, setup, seed, tracer)
             for kind, section in scenario.verifiers.items()
             for number in range(section.count)
         ]
-        self.eos_token_ids = surrounding.source.target().info.eos_token_ids
+        self.eos_token_ids = setup.source.target().info.eos_token_ids
         self.users = self._make_users(seed)
         self.reception = self._make_reception(seed)
         self._before = [SiteCounters() for _ in self.sites]
@@ -77,12 +77,12 @@ class World:
         """Counters of the verifiers at the begin and the end of the window in which requests
         count."""
         if self.network.cells is not None:
-            self.network.cells.changed = self._changed
+            self.network.cells.on_change = self._count_handover
 
     def _make_users(self, seed: str) -> list[User]:
         users: list[User] = []
         for group, section in self.scenario.devices.items():
-            step = law_of(section.draft, Operation.DRAFT_STEP, self.surrounding.folder)
+            step = law_of(section.draft, Operation.DRAFT_STEP, self.setup.folder)
             conditions = section.conditions
             course = None if conditions is None else ConditionCourse(conditions.course)
             for index in range(section.count):
@@ -90,30 +90,31 @@ class World:
                 users.append(User(self, group, name, number, step, course, f"{seed}/user/{number}"))
         return users
 
-    def _make_reception(self, seed: str) -> Reception | None:
+    def _make_reception(self, seed: str) -> ArrivalDispatcher | None:
         """Return the reception of an open loop, which hands arrivals to the users. None in a closed
         loop."""
         section = self.scenario.arrivals
         if section is None:
             return None
-        arrivals = draw_arrivals(self.scenario, seed, self.surrounding.folder)
-        servers = [Server(user.serve, user.group) for user in self.users]
-        reception = Reception(self.queue, arrivals, section.at, servers)
+        arrivals = draw_arrivals(self.scenario, seed, self.setup.folder)
+        servers = [DeviceSlot(user.serve, user.group) for user in self.users]
+        reception = ArrivalDispatcher(self.queue, arrivals, section.at, servers)
         for user in self.users:
-            user.on_free = partial(reception.free, user.number)
+            user.on_free = partial(reception.release, user.number)
         return reception
 
-    def _changed(self, change: Change) -> None:
+    def _count_handover(self, change: CellChange) -> None:
         self.users[change.device].handovers += 1
 
-    # --- the world as users see it (``user.AnyWorld``) -------------------------------------
+    # --- the world as users see it (``user.UserWorld``) -------------------------------------
 
-    def choose(self, user: User) -> Site:
+    def choose_site(self, user: User) -> Site:
         sites = [site for site in self.sites if site.reachable] or self.sites
         if len(sites) == 1:
             return sites[0]
         offers = [
-            site.offered(self.network.view(user.group, user.number, site.name)) for site in sites
+            site.describe_to(self.network.view(user.group, user.number, site.name))
+            for site in sites
         ]
         best = rank_verifiers(self.scenario.association, user.name, offers)[0]
         return next(site for site in sites if site.name == best)
@@ -123,20 +124,20 @@ class World:
             return None
         up, down, connect_s = self.network.route(user.group, user.number, site.name, site.starts)
         watch = None
-        if self.surrounding.checks:
+        if self.setup.checks:
             least_s = self.network.least_way_s(user.group, site.name)
-            watch = StreamWatch(site.session, key, least_s)
+            watch = StreamWatch(site.find_session, key, least_s)
             self._watches.append(watch)
         stream = Stream(self.queue, up, down, watch, user.radio)
         site.accept(stream, key)
-        self.network.watch(user.group, user.number, stream)
+        self.network.register_stream(user.group, user.number, stream)
         return stream, connect_s
 
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < _TRACED_DEVICES else None
 
-    def counts(self, asked_s: float) -> bool:
-        return self.scenario.warm_up_s <= asked_s <= self.scenario.duration_s
+    def is_counted(self, sent_s: float) -> bool:
+        return self.scenario.warm_up_s <= sent_s <= self.scenario.duration_s
 
     # --- play ------------------------------------------------------------------------------
 
@@ -149,29 +150,29 @@ class World:
             now_s = duration_s * step / _MAX_PROGRESS_STEPS
             self.queue.run(now_s)
             progress(now_s)
-        self._after, links = self._counters(), self.network.loads()
+        self._after, links = self._counters(), self.network.measure_loads()
         self._drain()
         for user in self.users:
             user.finish()
         if self.reception is not None:
             self._count_waiting(self.reception)
-        if self.surrounding.checks:
+        if self.setup.checks:
             self._check_end()
-        told = zip(self.sites, self._before, self._after, strict=True)
-        verifiers = [self._verifier(*one) for one in told]
-        charge(self.meters.records, self.sites, verifiers)
+        sites = zip(self.sites, self._before, self._after, strict=True)
+        verifiers = [self._summarise_site(*one) for one in sites]
+        charge_energy(self.meters.records, self.sites, verifiers)
         return WorldOutcome(self.meters, verifiers, links)
 
     def _start(self) -> None:
         if self.scenario.warm_up_s:
-            self.queue.at(self.scenario.warm_up_s, self._warm)
+            self.queue.at(self.scenario.warm_up_s, self._begin_window)
         if self.reception is not None:
             self.reception.start()
         else:
             for user in self.users:
                 user.start()
 
-    def _warm(self) -> None:
+    def _begin_window(self) -> None:
         self._before = self._counters()
 
     def _counters(self) -> list[SiteCounters]:
@@ -183,17 +184,17 @@ class World:
         drain_s = self.scenario.drain_limit_s
         for step in range(1, _DRAIN_STEPS + 1):
             waiting = self.reception.waiting if self.reception is not None else []
-            begun_s = [user.asked_s for user in self.users if user.device is not None]
-            asked_s = [*begun_s, *(arrival.at_s for arrival in waiting)]
-            if not drain_s or not any(map(self.counts, asked_s)):
+            begun_s = [user.sent_s for user in self.users if user.device is not None]
+            sent_s = [*begun_s, *(arrival.at_s for arrival in waiting)]
+            if not drain_s or not any(map(self.is_counted, sent_s)):
                 return
             until_s = self.scenario.duration_s + drain_s * step / _DRAIN_STEPS
             self.queue.run(until_s)
 
-    def _count_waiting(self, reception: Reception) -> None:
+    def _count_waiting(self, reception: ArrivalDispatcher) -> None:
         """Record requests that no device has begun as unfinished, like the running ones."""
         for arrival in reception.waiting:
-            if self.counts(arrival.at_s):
+            if self.is_counted(arrival.at_s):
                 user = self.users[arrival.device]
                 self.meters.records.append(RequestRecord(user.group, user.name, "", arrival.at_s))
 
@@ -204,10 +205,12 @@ class World:
         for user in self.users:
             longest_s = user.step.seconds(32_000, 32_000, 1.0)
             if user.course is not None:
-                longest_s *= user.course.most_slowdown
+                longest_s *= user.course.max_slowdown
             check_device(user.name, now_s, user.drafting_s, longest_s)
 
-    def _verifier(self, site: Site, before: SiteCounters, after: SiteCounters) -> VerifierSummary:
+    def _summarise_site(
+        self, site: Site, before: SiteCounters, after: SiteCounters
+    ) -> VerifierSummary:
         assert not any(one.failures for one in site.draft_counts), "a draft model failed"
         passes, busy_s = after.passes - before.passes, after.busy_s - before.busy_s
         window_s = len(site.nodes) * self.scenario.window_s
@@ -230,7 +233,7 @@ class World:
         )
 
 
-def without_server_drafts(scenario: Scenario) -> Scenario:
+def remove_server_drafts(scenario: Scenario) -> Scenario:
     """Return the scenario as arms without a server's draft play it."""
     verifiers = {
         name: replace(section, server_draft=None) for name, section in scenario.verifiers.items()
@@ -239,7 +242,7 @@ def without_server_drafts(scenario: Scenario) -> Scenario:
     return replace(scenario, verifiers=verifiers, arms=arms)
 
 
-def shard_of(scenario: Scenario) -> Scenario:
+def make_shard(scenario: Scenario) -> Scenario:
     """Return one of the equal worlds that a scenario with several shards consists of."""
     if scenario.shards == 1:
         return scenario

@@ -36,24 +36,24 @@ def broken(now_s: float, what: str) -> ConservationError:
 
 
 @dataclass(slots=True)
-class Way:
+class DirectionWatch:
     """One direction of a stream. ``least_s`` is the least time that a message takes."""
 
     what: str
     least_s: float
-    under_way: deque[tuple[object, float, int]] = field(default_factory=deque)
+    in_transit: deque[tuple[object, float, int]] = field(default_factory=deque)
     sent_bytes: int = 0
     delivered_bytes: int = 0
 
     def sent(self, message: object, now_s: float, size_bytes: int) -> None:
-        self.under_way.append((message, now_s, size_bytes))
+        self.in_transit.append((message, now_s, size_bytes))
         self.sent_bytes += size_bytes
 
     def arrived(self, message: object, now_s: float) -> None:
         what, least_s = self.what, self.least_s
-        if not self.under_way:
+        if not self.in_transit:
             raise broken(now_s, f"{what}: a message arrived that was never sent")
-        expected, sent_s, size_bytes = self.under_way.popleft()
+        expected, sent_s, size_bytes = self.in_transit.popleft()
         took_s = now_s - sent_s
         if message is not expected:
             raise broken(now_s, f"{what}: {message} overtook {expected}")
@@ -63,10 +63,10 @@ class Way:
         self.delivered_bytes += size_bytes
 
     def check(self, now_s: float) -> None:
-        under_way = sum(size_bytes for _, _, size_bytes in self.under_way)
-        if self.sent_bytes != self.delivered_bytes + under_way:
+        in_transit = sum(size_bytes for _, _, size_bytes in self.in_transit)
+        if self.sent_bytes != self.delivered_bytes + in_transit:
             sent = f"{self.what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered"
-            raise broken(now_s, f"{sent}, {under_way} under way")
+            raise broken(now_s, f"{sent}, {in_transit} under way")
 
 
 class StreamWatch:
@@ -75,7 +75,10 @@ class StreamWatch:
 
     def __init__(self, session: FindSession, key: str, least_s: float) -> None:
         self._session, self._key = session, key
-        self.up, self._down = Way(f"{key} up", least_s), Way(f"{key} down", least_s)
+        self.up, self._down = (
+            DirectionWatch(f"{key} up", least_s),
+            DirectionWatch(f"{key} down", least_s),
+        )
 
     def sent_down(self, message: Downlink, now_s: float, size_bytes: int) -> None:
         self._down.sent(message, now_s, size_bytes)

@@ -78,7 +78,7 @@ class Meters:
     seeds: int = 1
     """Number of pooled seeds."""
 
-    def delivered(self, times_s: Sequence[float]) -> None:
+    def record_delivery(self, times_s: Sequence[float]) -> None:
         """Record the arrival times of all tokens of one request that counts."""
         for before_s, at_s in itertools.pairwise(times_s):
             if at_s > before_s:
@@ -103,17 +103,17 @@ class Meters:
     @property
     def tpot(self) -> TpotTotal:
         """Total of the TPOTs of the requests that have one."""
-        times_s = _known(one.tpot_s for one in self.records)
+        times_s = _drop_none(one.tpot_s for one in self.records)
         return TpotTotal(sum(times_s), len(times_s))
 
     @property
-    def changed(self) -> tuple[int, int]:
+    def replaced_tokens(self) -> tuple[int, int]:
         """Tokens that a relaxed rule changed, and tokens delivered under such a rule."""
         lossy = [one for one in self.records if one.lossy]
         return sum(one.mismatches for one in lossy), sum(one.tokens for one in lossy)
 
     def rows(self) -> tuple[RequestRow, ...]:
-        return tuple(_row(one) for one in self.records[:MAX_ROWS])
+        return tuple(_make_row(one) for one in self.records[:MAX_ROWS])
 
     def whole(self) -> GroupSummary:
         return self._group(self.records, spread_of(self.gaps_s))
@@ -150,8 +150,8 @@ class Meters:
             failed=sum(bool(one.failed) for one in records),
             unfinished=sum(not one.complete for one in records),
             tokens=tokens,
-            ttft_s=spread_of(_known(one.ttft_s for one in records)),
-            tpot_s=spread_of(_known(one.tpot_s for one in records)),
+            ttft_s=spread_of(_drop_none(one.ttft_s for one in records)),
+            tpot_s=spread_of(_drop_none(one.tpot_s for one in records)),
             itl_s=gaps_s,
             tokens_per_second=tokens / (self.window_s * self.seeds),
             tokens_per_pass=ratio(
@@ -167,14 +167,16 @@ class Meters:
             memory_loosened=int(total(lambda one: one.memory_loosened)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
-            verifier_j_per_token=_mean_j([one.verifier_j for one in records], tokens),
-            verifier_idle_j_per_token=_mean_j([one.verifier_idle_j for one in records], tokens),
+            verifier_j_per_token=_energy_per_token([one.verifier_j for one in records], tokens),
+            verifier_idle_j_per_token=_energy_per_token(
+                [one.verifier_idle_j for one in records], tokens
+            ),
             guessed=int(total(lambda one: one.counters.sent)),
             accepted=int(total(lambda one: one.counters.accepted)),
         )
 
 
-def _row(one: RequestRecord) -> RequestRow:
+def _make_row(one: RequestRecord) -> RequestRow:
     return RequestRow(
         one.device,
         one.verifier,
@@ -195,14 +197,14 @@ def _mismatches(records: Sequence[RequestRecord]) -> int | None:
     return None if lossy else sum(one.mismatches for one in records)
 
 
-def _mean_j(joules: Sequence[float | None], tokens: int) -> float | None:
+def _energy_per_token(joules: Sequence[float | None], tokens: int) -> float | None:
     """Return the energy per token. None if a part is unknown."""
     if not tokens or None in joules:
         return None
     return sum(one or 0.0 for one in joules) / tokens
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def _drop_none(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
@@ -210,7 +212,7 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def pace(seeds: Sequence[Meters]) -> Pace:
+def compute_pace(seeds: Sequence[Meters]) -> Pace:
     """Return the time per token over all tokens in each time step. With several seeds it has
     intervals."""
     found = [ratio_interval(same) for same in zip(*(one.pace_at for one in seeds), strict=True)]

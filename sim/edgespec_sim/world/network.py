@@ -30,9 +30,16 @@ from edgespec_sim.links.network_trace import (
     NetworkTrace,
     TraceError,
     TraceStatistics,
-    file_named,
+    find_file,
 )
-from edgespec_sim.links.path import Hops, LoadedQueue, Path, Queues, TraceLinks, both_ways
+from edgespec_sim.links.path import (
+    HopPath,
+    LoadedQueue,
+    Path,
+    Queues,
+    TraceSchedules,
+    make_both_links,
+)
 from edgespec_sim.links.tcp import MESSAGE_BYTES, TcpConnection
 from edgespec_sim.run_summary import WARNING, LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
@@ -45,7 +52,7 @@ from edgespec_sim.world.site import LinkView
 _GENERATE = "generate:"
 
 
-def trace_of(
+def load_trace(
     section: LinkSection, seed: str, duration_s: float, folder: FilePath
 ) -> NetworkTrace | None:
     """Return the trace of a link, with ``rtt_ms`` on top of its delays; None without a trace.
@@ -54,9 +61,9 @@ def trace_of(
         return None
     if section.trace.startswith(_GENERATE):
         kind = section.trace.removeprefix(_GENERATE)
-        trace = generate(kind, number_of(seed), max(60.0, min(2 * duration_s, 3600.0)))
+        trace = generate(kind, number_from_seed(seed), max(60.0, min(2 * duration_s, 3600.0)))
     else:
-        path = file_named(section.trace, folder)
+        path = find_file(section.trace, folder)
         try:
             state = path.stat()
         except OSError as error:
@@ -76,10 +83,10 @@ def _read(path: FilePath, columns: str, state: tuple[int, int]) -> NetworkTrace:
 
 def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
     """Return notes on the traces of a scenario's links: values that were guessed or not measured,
-    and settings that are probably not intended. Raises as ``trace_of``."""
+    and settings that are probably not intended. Raises as ``load_trace``."""
     notes: list[str] = []
     for name, section in scenario.links.items():
-        trace = trace_of(section, "notes", scenario.duration_s, folder)
+        trace = load_trace(section, "notes", scenario.duration_s, folder)
         if trace is None:
             continue
         where = f"links.{name}.trace: {trace.name}"
@@ -105,7 +112,7 @@ def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def number_of(seed: str) -> int:
+def number_from_seed(seed: str) -> int:
     """Return a number made from a text seed."""
     return random.Random(seed).getrandbits(31)
 
@@ -116,7 +123,7 @@ Gaps = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class LinkInterruptions:
     """Handovers and outages of a link as one device experiences them."""
 
     handovers_s: tuple[float, ...]
@@ -124,7 +131,7 @@ class Weather:
     """Outages in order, with the interruptions of handovers included."""
 
     @classmethod
-    def of(cls, section: LinkSection, duration_s: float, seed: str) -> Weather:
+    def draw(cls, section: LinkSection, duration_s: float, seed: str) -> LinkInterruptions:
         gaps = [(one.at_s, one.at_s + one.for_s) for one in section.outages]
         times_s: list[float] = []
         handover = section.handover
@@ -136,10 +143,10 @@ class Weather:
                 at_s += handover.every_s * dice.uniform(0.75, 1.25)
             if handover.gap_ms:
                 gaps += [(at_s, at_s + handover.gap_ms / 1e3) for at_s in times_s]
-        return cls(tuple(times_s), _joined(gaps))
+        return cls(tuple(times_s), _merge_intervals(gaps))
 
 
-def _joined(gaps: list[tuple[float, float]]) -> Gaps:
+def _merge_intervals(gaps: list[tuple[float, float]]) -> Gaps:
     """Sort intervals, and merge those that overlap."""
     joined: list[tuple[float, float]] = []
     for start_s, end_s in sorted(gaps):
@@ -162,25 +169,25 @@ class LinkInstances:
     ) -> None:
         self.section = section
         self._duration_s, self._seed = duration_s, seed
-        trace = trace_of(section, seed, duration_s, folder)
-        self._traced = TraceLinks.of(trace) if trace else None
+        trace = load_trace(section, seed, duration_s, folder)
+        self._traced = TraceSchedules.from_trace(trace) if trace else None
         self._queues: dict[int, Queues] = {}
-        self._weather: dict[int, Weather] = {}
+        self._interruptions: dict[int, LinkInterruptions] = {}
         least_rtt_s = section.rtt_ms / 1e3
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
         bare = LinkSection(rtt_ms=section.rtt_ms, framing_bytes=section.framing_bytes)
-        self.plain = replace(section, shared=False) == bare
+        self.is_plain = replace(section, shared=False) == bare
         """Whether the link only takes time."""
-        self.lossy = section.loss > 0.0
+        self.is_lossy = section.loss > 0.0
         if trace is not None:
-            self.lossy = trace.loss is not None and max(trace.loss) > 0.0
+            self.is_lossy = trace.loss is not None and max(trace.loss) > 0.0
             if trace.rtt_s is not None:
                 least_rtt_s = min(trace.rtt_s)
                 self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
         self.least_way_s = least_rtt_s * 0.5
         """Least one-way time of a small message."""
 
-    def models(
+    def make_models(
         self, number: int, stream: int, *, packets: bool = False
     ) -> tuple[LinkModel, LinkModel]:
         """Return the models up and down for one stream of one device. ``packets`` means that it
@@ -188,25 +195,25 @@ class LinkInstances:
         framing_bytes = self.section.framing_bytes
         if packets:
             framing_bytes = max(0, framing_bytes - MESSAGE_BYTES)
-        section, seed = self.section, number_of(f"{self._seed}/stream/{stream}")
-        queues, outages_s = self._queues_of(number), self.weather(number).outages_s
+        section, seed = self.section, number_from_seed(f"{self._seed}/stream/{stream}")
+        queues, outages_s = self._find_queues(number), self.interruptions(number).outages_s
         settings = LinkSettings(overhead_bytes=framing_bytes, outages_s=outages_s)
         traced, jitter_s = self._traced, section.jitter_ms / 1e3
         if traced is None or traced.delay is None:
             settings = replace(settings, one_way_s=self.least_way_s, jitter_s=jitter_s)
         if traced is None:
-            return both_ways(replace(settings, loss=section.loss), seed, queues)
+            return make_both_links(replace(settings, loss=section.loss), seed, queues)
         offset_s = self._offset_s(number)
-        return traced.pair(offset_s=offset_s, seed=seed, queues=queues, beside=settings)
+        return traced.make_links(offset_s=offset_s, seed=seed, queues=queues, beside=settings)
 
-    def _queues_of(self, number: int) -> Queues:
+    def _find_queues(self, number: int) -> Queues:
         key = 0 if self.section.shared else number
         if key not in self._queues:
             self._queues[key] = self._make_queues(key)
         return self._queues[key]
 
     def _make_queues(self, key: int) -> Queues:
-        section, seed = self.section, number_of(f"{self._seed}/queue/{key}")
+        section, seed = self.section, number_from_seed(f"{self._seed}/queue/{key}")
         up, down = section.up_mbps * 1e6, section.down_mbps * 1e6
         queues = (
             LoadedQueue(up, section.cross_up, seed=seed) if section.cross_up else SharedQueue(up),
@@ -214,18 +221,20 @@ class LinkInstances:
             if section.cross_down
             else SharedQueue(down),
         )
-        return self._traced.queues(self._offset_s(key), queues) if self._traced else queues
+        return self._traced.make_queues(self._offset_s(key), queues) if self._traced else queues
 
     def _offset_s(self, number: int) -> float:
         return self.section.trace_spread_s * number
 
-    def weather(self, number: int) -> Weather:
-        if number not in self._weather:
+    def interruptions(self, number: int) -> LinkInterruptions:
+        if number not in self._interruptions:
             seed = f"{self._seed}/handover/{number}"
-            self._weather[number] = Weather.of(self.section, self._duration_s, seed)
-        return self._weather[number]
+            self._interruptions[number] = LinkInterruptions.draw(
+                self.section, self._duration_s, seed
+            )
+        return self._interruptions[number]
 
-    def load(self, name: str) -> LinkLoad | None:
+    def measure_load(self, name: str) -> LinkLoad | None:
         """Return the load of the link: the share of time in which messages occupied its queues, as
         the mean over them, plus the share of other traffic. None if the capacity has no limit (and
         no trace measured it), or no message was sent."""
@@ -297,27 +306,27 @@ class Network:
         first = 0
         for group, section in self._scenario.devices.items():
             numbers = range(first, first + section.count)
-            for number, link in itertools.product(numbers, self._breaking(group)):
-                for at_s in link.weather(number).handovers_s:
-                    self._queue.at(at_s, partial(self._break, number))
+            for number, link in itertools.product(numbers, self._breaking_links(group)):
+                for at_s in link.interruptions(number).handovers_s:
+                    self._queue.at(at_s, partial(self._break_connections, number))
             first += section.count
 
-    def _breaking(self, group: str) -> list[LinkInstances]:
+    def _breaking_links(self, group: str) -> list[LinkInstances]:
         """Return the links of a group whose handovers break connections."""
         links = [self._links[name] for name in self._scenario.devices[group].path]
         return [one for one in links if one.section.handover and one.section.handover.breaks]
 
-    def _break(self, number: int) -> None:
+    def _break_connections(self, number: int) -> None:
         # Verifiers without requests so far are included: the device may be connected to them too.
         self._broken |= {(number, name) for name in self._stations}
         self._connected = {key: one for key, one in self._connected.items() if key[0] != number}
         if (stream := self._cut.get(number)) is not None:
             stream.cut(0.0, 1.0, "the address changed at a handover")
 
-    def watch(self, group: str, number: int, stream: Stream) -> None:
+    def register_stream(self, group: str, number: int, stream: Stream) -> None:
         """Register the stream that a handover of the device would cut, if there are such
         handovers."""
-        if self._breaking(group):
+        if self._breaking_links(group):
             self._cut[number] = stream
 
     def route(
@@ -328,35 +337,35 @@ class Network:
         share its connection. ``start`` is the number of starts of the verifier's process, from 1; a
         connection to an earlier process is gone."""
         self._streams += 1
-        key, names, connect_s = (number, verifier), self.names(group, verifier), 0.0
+        key, names, connect_s = (number, verifier), self.link_names(group, verifier), 0.0
         known = self._connected.get(key)
         if known is None or known[0] != start:
             is_older = self._scenario.connected and start <= 1 and key not in self._broken
             if known is not None or not is_older:
                 rtt_s = self.view(group, number, verifier).rtt_s
                 connect_s = self._scenario.connect_trips * rtt_s
-            lossy = any(self._links[name].lossy for name in names)
-            made = self._connection(number, verifier, names) if lossy else None
+            lossy = any(self._links[name].is_lossy for name in names)
+            made = self._make_connection(number, verifier, names) if lossy else None
             known = self._connected[key] = start, made
         if (connection := known[1]) is not None:
             connection.up.send(_HEADERS_BYTES, lambda: None)  # Their arrival has no effect.
             return connection.up, connection.down, connect_s
-        make = partial(self._paths, number, verifier, names, self._streams)
-        up, down = make() if self.cells is None else self.cells.ride(number, make)
+        make = partial(self._make_paths, number, verifier, names, self._streams)
+        up, down = make() if self.cells is None else self.cells.follow(number, make)
         return up, down, connect_s
 
-    def loads(self) -> tuple[LinkLoad, ...]:
+    def measure_loads(self) -> tuple[LinkLoad, ...]:
         duration_s = self._scenario.duration_s
-        loads = [link.load(name) for name, link in self._links.items()]
+        loads = [link.measure_load(name) for name, link in self._links.items()]
         if self._radio is not None:
-            loads += self._radio.loads(tuple(self._stations), duration_s)
+            loads += self._radio.measure_loads(tuple(self._stations), duration_s)
         if self.cells is not None:
-            loads += self.cells.loads(duration_s)
+            loads += self.cells.measure_loads(duration_s)
         return tuple(load for load in loads if load is not None)
 
     # --- properties of a path, without side effects -----------------------------------------
 
-    def names(self, group: str, verifier: str) -> tuple[str, ...]:
+    def link_names(self, group: str, verifier: str) -> tuple[str, ...]:
         """Return the names of the links from a device to a verifier."""
         known = verifier in self._scenario.verifiers
         kind = verifier if known else verifier.rpartition("-")[0]
@@ -371,7 +380,7 @@ class Network:
             return view
         station, backhaul_rtt_s = self._stations[verifier], 0.0
         if self.cells is not None:
-            station = self.cells.of(number)
+            station = self.cells.cell_of(number)
             backhaul_rtt_s = self.cells.backhaul_rtt_s(number, verifier)
         up, down = self._radio.bits_per_s(number, station)
         return LinkView(
@@ -382,11 +391,11 @@ class Network:
 
     def least_way_s(self, group: str, verifier: str) -> float:
         """Return the least one-way time of a small message."""
-        links_s = sum(self._links[name].least_way_s for name in self.names(group, verifier))
+        links_s = sum(self._links[name].least_way_s for name in self.link_names(group, verifier))
         return self._fixed_s + self._access_s / 2.0 + links_s
 
     def _wired_view(self, group: str, verifier: str) -> LinkView:
-        links = [self._links[name] for name in self.names(group, verifier)]
+        links = [self._links[name] for name in self.link_names(group, verifier)]
         rtt_s = 2 * self._fixed_s + sum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
@@ -394,28 +403,30 @@ class Network:
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _paths(
+    def _make_paths(
         self, number: int, verifier: str, names: Sequence[str], stream: int
     ) -> tuple[Path, Path]:
         """Return the paths up and down of one stream, for the device's current cell."""
         links = [self._links[name] for name in names]
-        plain_s = sum((link.least_way_s for link in links if link.plain), self._fixed_s)
-        hops = self._air(number, verifier)
-        hops += [link.models(number, stream) for link in links if not link.plain]
-        up = Hops(self._queue, [up for up, _ in hops], plain_s)
-        return up, Hops(self._queue, [down for _, down in reversed(hops)], plain_s)
+        plain_s = sum((link.least_way_s for link in links if link.is_plain), self._fixed_s)
+        hops = self._air_hops(number, verifier)
+        hops += [link.make_models(number, stream) for link in links if not link.is_plain]
+        up = HopPath(self._queue, [up for up, _ in hops], plain_s)
+        return up, HopPath(self._queue, [down for _, down in reversed(hops)], plain_s)
 
-    def _air(self, number: int, verifier: str) -> list[Hop]:
+    def _air_hops(self, number: int, verifier: str) -> list[Hop]:
         if self.cells is not None:
             return self.cells.hops(number, verifier)
         return [self._radio.hop(number, self._stations[verifier])] if self._radio else []
 
-    def _connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
+    def _make_connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
         links = [self._links[name] for name in names]
-        plain_s = sum(link.least_way_s for link in links if link.plain)
-        hops = self._air(number, verifier)
+        plain_s = sum(link.least_way_s for link in links if link.is_plain)
+        hops = self._air_hops(number, verifier)
         hops += [
-            link.models(number, self._streams, packets=True) for link in links if not link.plain
+            link.make_models(number, self._streams, packets=True)
+            for link in links
+            if not link.is_plain
         ]
         ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
         return TcpConnection(self._queue, *ways, plain_s, self._fixed_s)

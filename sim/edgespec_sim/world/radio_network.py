@@ -86,32 +86,32 @@ class UmiGains:
     def __init__(self, rng: np.random.Generator, devices: int, stations: int) -> None:
         self._rng = rng
         self._shape = (devices, stations)
-        self._luck: Floats = rng.random(self._shape)
+        self._sight_draws: Floats = rng.random(self._shape)
         self._own: Floats = rng.standard_normal(self._shape)
         self._common: Floats = rng.standard_normal((devices, 1))
         self._k_db: Floats = rng.normal(*RICIAN_K_DB, self._shape)
 
-    def next(self, devices_m: Floats, stations_m: Floats, gone_m: Floats) -> Floats:
-        """Return the gains of the next slot. Positions have shape (n, 2); ``gone_m`` is the
+    def next_gains(self, devices_m: Floats, stations_m: Floats, moved_m: Floats) -> Floats:
+        """Return the gains of the next slot. Positions have shape (n, 2); ``moved_m`` is the
         distance that each device moved since the last slot."""
         gaps = devices_m[:, None, :] - stations_m[None, :, :]
         distance_m = np.hypot(gaps[..., 0], gaps[..., 1])
-        redrawn = self._rng.random(self._shape) > np.exp(-gone_m / LOS_STATE_M)[:, None]
-        self._luck = np.where(redrawn, self._rng.random(self._shape), self._luck)
-        sight = self._luck < los_probability(distance_m)
-        shadowing_db = self._shadowing_db(sight, gone_m)
+        redrawn = self._rng.random(self._shape) > np.exp(-moved_m / LOS_STATE_M)[:, None]
+        self._sight_draws = np.where(redrawn, self._rng.random(self._shape), self._sight_draws)
+        sight = self._sight_draws < los_probability(distance_m)
+        shadowing_db = self._shadowing_db(sight, moved_m)
         loss_db = path_loss_db(distance_m, sight) + shadowing_db
         return np.asarray(10.0 ** (-loss_db / 10.0) * self._fading(sight))
 
-    def _shadowing_db(self, sight: Flags, gone_m: Floats) -> Floats:
-        reach_m = np.where(sight, LOS_SHADOWING_M, NLOS_SHADOWING_M)
-        self._own = self._moved(self._own, np.exp(-gone_m[:, None] / reach_m))
-        common_reach = np.exp(-gone_m / NLOS_SHADOWING_M)[:, None]
-        self._common = self._moved(self._common, common_reach)
+    def _shadowing_db(self, sight: Flags, moved_m: Floats) -> Floats:
+        correlation_m = np.where(sight, LOS_SHADOWING_M, NLOS_SHADOWING_M)
+        self._own = self._autoregress(self._own, np.exp(-moved_m[:, None] / correlation_m))
+        common_memory = np.exp(-moved_m / NLOS_SHADOWING_M)[:, None]
+        self._common = self._autoregress(self._common, common_memory)
         normal = np.sqrt(SHARED_VARIANCE) * self._common + np.sqrt(1 - SHARED_VARIANCE) * self._own
         return np.asarray(np.where(sight, LOS_SHADOWING_DB, NLOS_SHADOWING_DB) * normal)
 
-    def _moved(self, normal: Floats, memory: Floats) -> Floats:
+    def _autoregress(self, normal: Floats, memory: Floats) -> Floats:
         """Return one step of a unit-variance autoregression (Gudmundson, 1991)."""
         moved: Floats = memory * normal + np.sqrt(1.0 - memory**2) * self._rng.standard_normal(
             normal.shape
@@ -148,18 +148,18 @@ class RandomWaypoint:
         """Move all devices. Returns the distance that each has moved in metres, of shape
         (devices,)."""
         left_s = np.full(len(self.positions_m), seconds)
-        gone_m = np.zeros(len(self.positions_m))
+        moved_m = np.zeros(len(self.positions_m))
         while True:
             gap = self._goals_m - self.positions_m
             distance_m = np.hypot(gap[:, 0], gap[:, 1])
             step_m = np.minimum(distance_m, self._speed_m_s * left_s)
             share = np.divide(step_m, distance_m, out=np.ones_like(step_m), where=distance_m > 0)
             self.positions_m = self.positions_m + gap * share[:, None]
-            gone_m += step_m
+            moved_m += step_m
             left_s = left_s - step_m / self._speed_m_s
             arrived = np.flatnonzero(left_s > 1e-9)
             if not arrived.size:
-                return gone_m
+                return moved_m
             self._goals_m[arrived] = self._rng.uniform(0.0, self._side_m, (arrived.size, 2))
             self._speed_m_s[arrived] = self._rng.uniform(*self._speeds, arrived.size)
 
@@ -168,7 +168,7 @@ MARGIN_DB: Final = 3.0
 FILTER_K = 4
 
 
-class Change(NamedTuple):
+class CellChange(NamedTuple):
     """A phone's move from one cell to another, by number."""
 
     device: int
@@ -181,18 +181,18 @@ class Attachment:
     begins in the cell with the strongest signal."""
 
     def __init__(self, gains: Floats) -> None:
-        self._heard_db = _db(gains)
-        self.cells = self._heard_db.argmax(axis=1)
+        self._filtered_db = _db(gains)
+        self.cells = self._filtered_db.argmax(axis=1)
 
-    def measure(self, gains: Floats) -> list[Change]:
+    def measure(self, gains: Floats) -> list[CellChange]:
         """Update the filtered gains and ``cells`` one step later. Returns the devices that change
         cells."""
-        self._heard_db += 2.0 ** (-FILTER_K / 4.0) * (_db(gains) - self._heard_db)
-        best = self._heard_db.argmax(axis=1)
+        self._filtered_db += 2.0 ** (-FILTER_K / 4.0) * (_db(gains) - self._filtered_db)
+        best = self._filtered_db.argmax(axis=1)
         devices = np.arange(len(best))
-        lead_db = self._heard_db[devices, best] - self._heard_db[devices, self.cells]
+        lead_db = self._filtered_db[devices, best] - self._filtered_db[devices, self.cells]
         changes = [
-            Change(int(device), int(self.cells[device]), int(best[device]))
+            CellChange(int(device), int(self.cells[device]), int(best[device]))
             for device in np.flatnonzero((best != self.cells) & (lead_db > MARGIN_DB))
         ]
         for change in changes:
@@ -206,7 +206,7 @@ def _db(gains: Floats) -> Floats:
 
 # 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A
 # device with a weaker signal is served at the lowest, like coverage extensions do.
-MOST_BITS_PER_HZ, LEAST_BITS_PER_HZ = 7.4063, 0.0586
+MAX_BITS_PER_HZ, MIN_BITS_PER_HZ = 7.4063, 0.0586
 NOISE_DBM_HZ = -174.0
 
 # Receivers' noise figures, 3GPP TR 38.802, table A.2.1-1.
@@ -239,7 +239,7 @@ class RadioNetwork:
         self._gains = UmiGains(gains_rng, devices, stations)
         self.serving = np.full(devices, -1)
         """The station that each device used last; -1: none yet."""
-        self.on_change: Callable[[Change], None] = lambda change: None
+        self.on_change: Callable[[CellChange], None] = lambda change: None
         """Called for each device that changes cells, with ``handover``."""
         self._attachment: Attachment | None = None
         self._queues = defaultdict[tuple[bool, int], SharedQueue](
@@ -260,7 +260,7 @@ class RadioNetwork:
             self.serving[device] = station
         settings, stretch = LinkSettings(one_way_s=ACCESS_S / 2.0), 1.0 / (1.0 - self._section.load)
         up, down = (
-            Air(
+            AirLink(
                 LinkModel(settings, self._queues[is_down, station]),
                 partial(self._airtime_s, is_down, device, station),
                 stretch,
@@ -274,7 +274,7 @@ class RadioNetwork:
         share, place = 1.0 - self._section.load, (device, station)
         return share * float(self._up[place]), share * float(self._down[place])
 
-    def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
+    def measure_loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
         """Return the load of each station's air, in order. Other traffic's share is included."""
         load = self._section.load
 
@@ -306,7 +306,7 @@ class RadioNetwork:
         for change in changes:
             self.on_change(change)
 
-    def _attach(self, gains: Floats) -> list[Change]:
+    def _attach(self, gains: Floats) -> list[CellChange]:
         handover = self._section.handover
         if handover is None:
             return []
@@ -315,9 +315,9 @@ class RadioNetwork:
         self.serving = self._attachment.cells
         return changes
 
-    def _step(self, gone_m: Floats) -> list[Change]:
+    def _step(self, moved_m: Floats) -> list[CellChange]:
         section = self._section
-        gains = self._gains.next(self._walk.positions_m, self.stations_m, gone_m)
+        gains = self._gains.next_gains(self._walk.positions_m, self.stations_m, moved_m)
         changes = self._attach(gains)
         band_hz = section.bandwidth_mhz * 1e6
         device_w, station_w = _watts(section.device_dbm), _watts(_STATION_DBM)
@@ -332,7 +332,7 @@ class RadioNetwork:
         up = device_w * gains / (up_noise_w + up_w)
         down = station_w * gains / (down_noise_w + down_w)
         self._up, self._down = (
-            band_hz * np.clip(np.log2(1.0 + snr), LEAST_BITS_PER_HZ, MOST_BITS_PER_HZ)
+            band_hz * np.clip(np.log2(1.0 + snr), MIN_BITS_PER_HZ, MAX_BITS_PER_HZ)
             for snr in (up, down)
         )
         self._device_s[:] = 0.0
@@ -340,7 +340,7 @@ class RadioNetwork:
         return changes
 
 
-class Air:
+class AirLink:
     """One direction of a device's air, on whose queue messages become airtime."""
 
     def __init__(self, model: LinkModel, airtime_s: Callable[[int], float], stretch: float) -> None:
@@ -353,7 +353,7 @@ class Air:
     packet = arrival  # No packets are lost here.
 
 
-Hop = tuple[Air | LinkModel, Air | LinkModel]
+Hop = tuple[AirLink | LinkModel, AirLink | LinkModel]
 """Hops up and down."""
 
 
@@ -413,19 +413,19 @@ class Cells:
         bits_per_s = section.backhaul.mbps * 1e6
         self._lines = [(SharedQueue(bits_per_s), SharedQueue(bits_per_s)) for _ in stations]
         """Queues of each station's backhaul line: out and in."""
-        self._riding: dict[int, tuple[Handover, Handover, Callable[[], Paths]]] = {}
+        self._followed: dict[int, tuple[Handover, Handover, Callable[[], Paths]]] = {}
         """For each device, its last stream's paths, and the function that makes them again."""
-        self.changed: Callable[[Change], None] = lambda change: None
+        self.on_change: Callable[[CellChange], None] = lambda change: None
         radio.on_change = self._change
 
-    def of(self, number: int) -> int:
+    def cell_of(self, number: int) -> int:
         """Return the cell of a device."""
         return int(self._radio.serving[number])
 
     def hops(self, number: int, verifier: str) -> list[Hop]:
         """Return the hops up and down from a device in its current cell to the verifier's
         station."""
-        cell, station = self.of(number), self._stations[verifier]
+        cell, station = self.cell_of(number), self._stations[verifier]
         air = self._radio.hop(number, cell)
         if cell == station:
             return [air]
@@ -435,15 +435,15 @@ class Cells:
 
     def backhaul_rtt_s(self, number: int, verifier: str) -> float:
         """Return the backhaul's part of a round trip, which is 0 in the verifier's own cell."""
-        return 0.0 if self.of(number) == self._stations[verifier] else 2.0 * self._one_way_s
+        return 0.0 if self.cell_of(number) == self._stations[verifier] else 2.0 * self._one_way_s
 
-    def ride(self, number: int, make: Callable[[], Paths]) -> Paths:
+    def follow(self, number: int, make: Callable[[], Paths]) -> Paths:
         """Return the paths of a new stream, which follow the device from cell to cell."""
         up, down = (Handover(self._queue, path, self.gap_s) for path in make())
-        self._riding[number] = (up, down, make)
+        self._followed[number] = (up, down, make)
         return up, down
 
-    def loads(self, duration_s: float) -> list[LinkLoad]:
+    def measure_loads(self, duration_s: float) -> list[LinkLoad]:
         """Return the load of each station's backhaul line; up is out of the station."""
         return [
             LinkLoad(
@@ -453,10 +453,10 @@ class Cells:
             for name, number in self._stations.items()
         ]
 
-    def _change(self, change: Change) -> None:
-        riding = self._riding.get(change.device)
-        if riding is not None:
-            up, down, make = riding
+    def _change(self, change: CellChange) -> None:
+        followed = self._followed.get(change.device)
+        if followed is not None:
+            up, down, make = followed
             for path, new in zip((up, down), make(), strict=True):
                 path.change(new)
-        self.changed(change)
+        self.on_change(change)

@@ -27,15 +27,15 @@ from edgespec_sim.scenario import sections
 from edgespec_sim.scenario.verifiers import describe_cost_source
 from edgespec_sim.token_sources import source as sources
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
-from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
-from edgespec_sim.world.meters import Meters, RequestRecord, pace
+from edgespec_sim.world.assembly import World, WorldOutcome, make_shard
+from edgespec_sim.world.meters import Meters, RequestRecord, compute_pace
 from edgespec_sim.world.network import trace_notes
-from edgespec_sim.world.site import Surrounding
+from edgespec_sim.world.site import WorldSetup
 
 # --- notes for the reader of a run -------------------------------------------------------------
 
 
-def notes_of(scenario: sections.Scenario) -> tuple[str, ...]:
+def make_notes(scenario: sections.Scenario) -> tuple[str, ...]:
     """Return notes on the sources of times and energies."""
     notes = [
         f"Draft steps of {name}: {describe_cost_source(section.draft)}."
@@ -86,14 +86,14 @@ def is_lossy(scenario: sections.Scenario, arm: Arm) -> bool:
     return scenario.tokens.lossy_threshold is not None and arm.drafts
 
 
-def losses_of(
+def make_loss_notes(
     scenario: sections.Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]
 ) -> tuple[str, ...]:
     """Return one note for each arm whose output is not the target's own."""
     notes = []
     for arm in scenario.arms:
         if is_lossy(scenario, arm):
-            counts = [outcome.meters.changed for one, outcome in outcomes if one is arm]
+            counts = [outcome.meters.replaced_tokens for one, outcome in outcomes if one is arm]
             changed, tokens = (sum(column) for column in zip(*counts, strict=True))
             share = changed / tokens if tokens else 0.0
             notes.append(
@@ -122,7 +122,7 @@ _CLUSTERS = 8
 Records = Sequence[RequestRecord]
 
 
-def attainment(
+def measure_attainment(
     scenario: sections.Scenario, outcomes: Sequence[WorldOutcome], seeds: int
 ) -> rs.Attainment | None:
     """Return how one arm's worlds meet the objectives. None if neither objectives nor arrivals are
@@ -130,13 +130,13 @@ def attainment(
     slo = scenario.slo
     if scenario.arrivals is None and not slo.has_objectives:
         return None
-    groups = clusters(scenario, outcomes)
+    groups = cluster_requests(scenario, outcomes)
     drains = scenario.drain_limit_s > 0.0  # Then each request had time to end.
     judged = [[one for one in group if drains or one.complete or one.failed] for group in groups]
-    good = [(sum(attains(one, slo) for one in group), len(group)) for group in judged]
+    good = [(sum(meets_objectives(one, slo) for one in group), len(group)) for group in judged]
     share, ends = replication.share_interval(good)
-    ttft = p95(groups, lambda one: one.ttft_s)
-    tpot = p95(groups, lambda one: one.tpot_s)
+    ttft = quantile_95(groups, lambda one: one.ttft_s)
+    tpot = quantile_95(groups, lambda one: one.tpot_s)
     return rs.Attainment(
         asked=sum(map(len, judged)),
         share=0.0 if math.isnan(share) else share,
@@ -149,7 +149,9 @@ def attainment(
     )
 
 
-def clusters(scenario: sections.Scenario, outcomes: Sequence[WorldOutcome]) -> list[Records]:
+def cluster_requests(
+    scenario: sections.Scenario, outcomes: Sequence[WorldOutcome]
+) -> list[Records]:
     """Return the requests that count, divided by world or by section of a world's window."""
     parts = math.ceil(_CLUSTERS / len(outcomes))
     found: list[Records] = []
@@ -162,7 +164,7 @@ def clusters(scenario: sections.Scenario, outcomes: Sequence[WorldOutcome]) -> l
     return found
 
 
-def p95(
+def quantile_95(
     groups: Sequence[Records], value: Callable[[RequestRecord], float | None]
 ) -> tuple[float, float, float] | None:
     """Return the 95th percentile with its interval, over the requests that have a value."""
@@ -170,7 +172,7 @@ def p95(
     return replication.quantile_interval(known, P95)
 
 
-def attains(one: RequestRecord, slo: sections.SloSection) -> bool:
+def meets_objectives(one: RequestRecord, slo: sections.SloSection) -> bool:
     """Whether a request ended well and met each objective. A single token has no TPOT to
     compare."""
     if not one.complete or one.failed or one.ttft_s is None:
@@ -226,7 +228,7 @@ class Job:
     """Whether every message is checked, if the world is small enough for that."""
 
 
-def jobs_of(scenario: sections.Scenario, seed: int, folder: Path) -> tuple[Job, ...]:
+def make_jobs(scenario: sections.Scenario, seed: int, folder: Path) -> tuple[Job, ...]:
     return tuple(
         Job(scenario, arm, shard, seed, folder)
         for arm in scenario.arms
@@ -243,7 +245,7 @@ def play(
     usual = gc.get_threshold()
     gc.set_threshold(100_000, 50, 1000)
     try:
-        return _world(job, tracer).run(progress)
+        return _build_world(job, tracer).run(progress)
     finally:
         gc.set_threshold(*usual)
 
@@ -256,28 +258,28 @@ def check(scenario: sections.Scenario, folder: Path) -> None:
     ``TapeError``, ``ProfileError``, ``ValueError`` and ``OSError``."""
     arms = {(arm.drafts, arm.on_server): arm for arm in reversed(scenario.arms)}
     for arm in arms.values():
-        _world(Job(scenario, arm, 0, 1, folder), None)
+        _build_world(Job(scenario, arm, 0, 1, folder), None)
 
 
-def _world(job: Job, tracer: Tracer | None) -> World:
-    scenario = shard_of(job.scenario)
-    surrounding = Surrounding(
-        source=token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
+def _build_world(job: Job, tracer: Tracer | None) -> World:
+    scenario = make_shard(job.scenario)
+    setup = WorldSetup(
+        source=make_token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
         folder=job.folder,
         checks=job.checks and job.scenario.device_count <= _CHECKED_DEVICES,
     )
     seed = f"{job.seed}/{job.shard}"
-    return World(scenario, job.arm, seed, surrounding, tracer)
+    return World(scenario, job.arm, seed, setup, tracer)
 
 
-def token_source(
+def make_token_source(
     scenario: sections.Scenario, seed: int, folder: Path, *, lossy: bool = False
 ) -> sources.TokenSource:
     """Return the scenario's source of tokens; with ``lossy``, its relaxed rule applies, if any."""
     tokens = scenario.tokens
     match tokens.source:
         case sections.TokensFrom.TAPE:
-            return sources.TapeSource(sources.tape_named(tokens.tape, folder), seed)
+            return sources.TapeSource(sources.load_tape(tokens.tape, folder), seed)
         case sections.TokensFrom.PROCESS:
             return sources.ProcessSource(_process_law(tokens.tape, folder, tokens.acceptance), seed)
         case sections.TokensFrom.TOY:
@@ -292,7 +294,7 @@ def token_source(
 def _process_law(tape: str, folder: Path, acceptance: float | None) -> AcceptanceLaw:
     """Fit the acceptance law of a tape. A fit takes a second and every arm needs it, so it is
     cached."""
-    law = fit(sources.tape_named(tape, folder))
+    law = fit(sources.load_tape(tape, folder))
     return law if acceptance is None else law.at(acceptance)
 
 
@@ -304,14 +306,16 @@ def summarise(
     environment: dict[str, str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> rs.RunSummary:
-    """Summarise the outcomes of all jobs, ordered by seed and then as in ``jobs_of``. The outcomes
-    are consumed. ``notes`` come first among the summary's notes."""
-    losses = losses_of(scenario, outcomes)
+    """Summarise the outcomes of all jobs, ordered by seed and then as in ``make_jobs``. The
+    outcomes are consumed. ``notes`` come first among the summary's notes."""
+    losses = make_loss_notes(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
     speedups = _speedups(worlds, Arm.TARGET_ONLY)
-    alone = fastest_alone({arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()})
+    alone = find_fastest_without_device(
+        {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
+    )
     gains = {} if alone is None else _speedups(worlds, alone)
-    attained = {arm: attainment(scenario, mine, len(seeds)) for arm, mine in worlds.items()}
+    attained = {arm: measure_attainment(scenario, mine, len(seeds)) for arm, mine in worlds.items()}
     arms = []
     for arm in scenario.arms:
         value, ends = speedups.get(arm, (None, None))
@@ -329,7 +333,7 @@ def summarise(
     return rs.RunSummary(
         name=scenario.name,
         about=scenario.about.strip(),
-        tokens_from=token_source(scenario, seeds[0], folder).about,
+        tokens_from=make_token_source(scenario, seeds[0], folder).about,
         seed=seeds[0],
         simulated=True,
         duration_s=scenario.duration_s,
@@ -338,7 +342,7 @@ def summarise(
         notes=(
             *notes,
             *trace_notes(scenario, folder),
-            *notes_of(scenario),
+            *make_notes(scenario),
             *losses,
             *service_notes(scenario, arms),
         ),
@@ -351,17 +355,19 @@ def summarise(
 _Speedup = tuple[float | None, replication.Interval | None]
 
 
-def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]], over: Arm) -> dict[Arm, _Speedup]:
-    """Return every arm's speed-up over the arm ``over``. Empty if that arm was not played."""
+def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]], baseline: Arm) -> dict[Arm, _Speedup]:
+    """Return every arm's speed-up over the arm ``baseline``. Empty if that arm was not played."""
     totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
-    base = totals.get(over)
+    base = totals.get(baseline)
     if base is None:
         return {}
     found = {arm: replication.speedup(base, mine) for arm, mine in totals.items()}
-    return {**found, over: (found[over][0], None)}
+    return {**found, baseline: (found[baseline][0], None)}
 
 
-def fastest_alone(totals: Mapping[Arm, Sequence[replication.TpotTotal]]) -> Arm | None:
+def find_fastest_without_device(
+    totals: Mapping[Arm, Sequence[replication.TpotTotal]],
+) -> Arm | None:
     """Return the fastest arm that needs no device, with plain streaming first among equals. None if
     none of them has a time per token. ``totals`` holds each arm's totals, one per world."""
 
@@ -372,7 +378,7 @@ def fastest_alone(totals: Mapping[Arm, Sequence[replication.TpotTotal]]) -> Arm 
     return min((arm for arm in timed if not arm.drafts), key=mean_s, default=None)
 
 
-def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
+def widest_half_width(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
     """Return the greatest relative half-width of any arm's interval so far. None if there is no
     interval yet, or an arm has no complete request. 0 if there is no arm to compare with."""
     arms = dict.fromkeys(arm for arm, _ in outcomes)
@@ -392,20 +398,20 @@ def _arm_summary(
 ) -> rs.ArmSummary:
     shards = len(outcomes) // seeds
     each = [outcomes[first : first + shards] for first in range(0, len(outcomes), shards)]
-    of_seeds = []
+    by_seed = []
     for same in each:
         meters = same[0].meters
         for outcome in same[1:]:
             meters.merge(outcome.meters)
-        of_seeds.append(meters)
-    paces = pace(of_seeds)
-    tpot = replication.ratio_interval([(one.tpot.seconds, one.tpot.requests) for one in of_seeds])
+        by_seed.append(meters)
+    paces = compute_pace(by_seed)
+    tpot = replication.ratio_interval([(one.tpot.seconds, one.tpot.requests) for one in by_seed])
     verifiers = tuple(one for outcome in each[0] for one in outcome.verifiers)
-    meters = of_seeds[0]
-    for other in of_seeds[1:]:
+    meters = by_seed[0]
+    for other in by_seed[1:]:
         meters.pool(other)
     if seeds > 1:
-        verifiers = _pooled_verifiers([one for o in outcomes for one in o.verifiers], meters, seeds)
+        verifiers = _pool_verifiers([one for o in outcomes for one in o.verifiers], meters, seeds)
     return rs.ArmSummary(
         arm=arm.value,
         label=f"{LABELS[arm]}, {rs.LOSSY}" if is_lossy(scenario, arm) else LABELS[arm],
@@ -416,11 +422,11 @@ def _arm_summary(
         pace=paces,
         rows=meters.rows(),
         tpot_interval=(tpot.low, tpot.high) if tpot is not None and seeds > 1 else None,
-        links=_pooled_links([outcome.links for outcome in outcomes]),
+        links=_pool_links([outcome.links for outcome in outcomes]),
     )
 
 
-def _pooled_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad, ...]:
+def _pool_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad, ...]:
     """Return the mean load of each link over the worlds."""
     by_name: dict[str, list[rs.LinkLoad]] = {}
     for one in (one for same in found for one in same):
@@ -434,7 +440,7 @@ def _pooled_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad
 _SUMMED = ("energy_j", "idle_j", "idle_s", "busy_s", "draft_s", "guessed", "accepted")
 
 
-def _pooled_verifiers(
+def _pool_verifiers(
     found: Sequence[rs.VerifierSummary], meters: Meters, seeds: int
 ) -> tuple[rs.VerifierSummary, ...]:
     """Combine the summaries of each verifier, which ``found`` lists seed by seed and shard by

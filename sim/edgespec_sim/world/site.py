@@ -30,7 +30,7 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, StagesSection, law_of
-from edgespec_sim.sessions import Compute, DraftModel, SimulatedVerifier, Stream
+from edgespec_sim.sessions import Compute, ServerDraftModel, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import ProcessSource, TokenSource
 from edgespec_sim.world.meters import RequestRecord
 
@@ -48,7 +48,7 @@ class LinkView:
 
 
 @dataclass(frozen=True, slots=True)
-class Surrounding:
+class WorldSetup:
     """The token source and the checks that all arms of a comparison share."""
 
     source: TokenSource
@@ -84,7 +84,7 @@ class Machine:
     def __init__(self, queue: EventQueue, law: TimeLaw, seed: str, charges: bool = False) -> None:
         """With ``charges``, record each session's part of the passes."""
         self.counters = SiteCounters()
-        self.pass_s_of: dict[str, float] | None = {} if charges else None
+        self.pass_s_by_session: dict[str, float] | None = {} if charges else None
         """Each session's part of the passes in seconds, divided by rows."""
         self.law = law
         self._queue = queue
@@ -100,7 +100,7 @@ class Machine:
         counters.passes += 1
         counters.rows += rows
         counters.sessions += len(requests)
-        if self.pass_s_of is not None:
+        if self.pass_s_by_session is not None:
             rows_of = [max(1, len(one.feed) + len(one.tokens)) for one in requests]
             self._charge([request.key for request in requests], rows_of, pass_s)
         self._work(pass_s, done)
@@ -118,7 +118,7 @@ class Machine:
         self._queue.at(self._free_at_s, done)
 
     def _charge(self, keys: Sequence[str], rows: Sequence[int], seconds: float) -> None:
-        if (taken_s := self.pass_s_of) is not None:
+        if (taken_s := self.pass_s_by_session) is not None:
             for key, own in zip(keys, rows, strict=True):
                 taken_s[key] = taken_s.get(key, 0.0) + seconds * own / sum(rows)
 
@@ -133,23 +133,25 @@ class Site:
         kind: str,
         number: int,
         limits: Limits,
-        surrounding: Surrounding,
+        setup: WorldSetup,
         seed: str,
         tracer: Tracer | None = None,
     ) -> None:
         self.section = section = scenario.verifiers[kind]
         self.name = name = scenario.verifier_name(kind, number)
-        self._most_sessions = scenario.session_limit(kind)
+        self._session_limit = scenario.session_limit(kind)
         self.starts = 0
         """Number of starts of its process. Connections do not outlive a process."""
         self._queue, self._limits, self._tracer = queue, limits, tracer
-        self._source = surrounding.source
-        law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
-        law, split = law_of_share(1.0), section.stages
+        self._source = setup.source
+        make_law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, setup.folder)
+        law, split = make_law_of_share(1.0), section.stages
         count = 1 if split is None else split.nodes
         charges = section.power_busy_w > 0.0
         self.nodes = tuple(
-            Machine(queue, law_of_share(1.0 / count), f"{seed}/machine/{name}/{index}", charges)
+            Machine(
+                queue, make_law_of_share(1.0 / count), f"{seed}/machine/{name}/{index}", charges
+            )
             for index in range(count)
         )
         """The machines, in the order in which a pass visits them."""
@@ -157,16 +159,16 @@ class Site:
         rows, sessions = 1 + _ROWS_PER_SESSION, 2
         self._session_s = max(0.0, law.seconds(rows, sessions=sessions) - law.seconds(1))
         self._down_until_s = 0.0
-        self._next = 0
+        self._next_engine = 0
         self._ended: list[SimulatedVerifier] = []
         """Engines from before the restarts."""
         self._computes: tuple[Compute, ...] = self.nodes
         """What runs the passes of each engine, one per engine."""
         if split is not None:
-            stages = Stages(queue, split, law_of_share, self.nodes, f"{seed}/{name}")
+            stages = Stages(queue, split, make_law_of_share, self.nodes, f"{seed}/{name}")
             self._computes, self.pass_s = (stages,) * split.slots, stages.pass_s
             for at_s in split.lost_at_s:
-                queue.at(at_s, partial(self._lose, stages, split.reroute_s))
+                queue.at(at_s, partial(self._lose_node, stages, split.reroute_s))
         self._servers = self._start()
 
     @property
@@ -182,11 +184,11 @@ class Site:
         )
 
     @property
-    def pass_s_of(self) -> dict[str, float]:
+    def pass_s_by_session(self) -> dict[str, float]:
         """Each session's part of all nodes' passes. Empty if it is not recorded."""
         taken_s: dict[str, float] = {}
         for node in self.nodes:
-            for session, seconds in (node.pass_s_of or {}).items():
+            for session, seconds in (node.pass_s_by_session or {}).items():
                 taken_s[session] = taken_s.get(session, 0.0) + seconds
         return taken_s
 
@@ -203,15 +205,15 @@ class Site:
         """Counters of the verifier's own draft model, by engine."""
         return [server.engine.draft_counts for server in (*self._ended, *self._servers)]
 
-    def offered(self, link: LinkView) -> VerifierView:
+    def describe_to(self, link: LinkView) -> VerifierView:
         """Describe the verifier to a new session behind ``link``. A round is the time from sending
         a draft to holding its commit: round trip, pass, and both messages on the link."""
         messages_s = _MESSAGE_BITS / link.up_bits_per_s + _MESSAGE_BITS / link.down_bits_per_s
         sessions = self.sessions
         round_s = link.rtt_s + messages_s + (self.pass_s + self._session_s * sessions)
-        return VerifierView(self.name, round_s, sessions, sessions >= self._most_sessions)
+        return VerifierView(self.name, round_s, sessions, sessions >= self._session_limit)
 
-    def session(self, key: str) -> VerifySession | None:
+    def find_session(self, key: str) -> VerifySession | None:
         for server in self._servers:
             if (session := server.engine.sessions.get(key)) is not None:
                 return session
@@ -224,11 +226,11 @@ class Site:
             if key in server.engine.sessions:
                 server.accept(stream)
                 return
-        self._next = (self._next + 1) % len(self._servers)
-        self._servers[self._next].accept(stream)
+        self._next_engine = (self._next_engine + 1) % len(self._servers)
+        self._servers[self._next_engine].accept(stream)
 
-    def _lose(self, stages: Stages, reroute_s: float) -> None:
-        stages.lose()
+    def _lose_node(self, stages: Stages, reroute_s: float) -> None:
+        stages.lose_node()
         self.pass_s = stages.pass_s
         self.restart(reroute_s)
 
@@ -243,7 +245,7 @@ class Site:
         self.starts += 1
         slots = len(self._computes)
         engine_limits = EngineLimits(
-            max_sessions=max(1, self._most_sessions // slots),
+            max_sessions=max(1, self._session_limit // slots),
             max_rows_per_pass=self.section.max_rows_per_pass,
             drafter=self.section.server_draft is not None,
             rules=(self._source.rule,),
@@ -260,35 +262,35 @@ class Site:
             )
         return tuple(servers)
 
-    def _draft_model(self) -> DraftModel | None:
+    def _draft_model(self) -> ServerDraftModel | None:
         section, source = self.section.server_draft, self._source
         if section is None:
             return None
         if section.acceptance is not None:
             assert isinstance(source, ProcessSource), "as a scenario checks"
-            source = source.drafting_at(section.acceptance)
-        return DraftModel(source.drafter, section.step_s)
+            source = source.with_draft_acceptance(section.acceptance)
+        return ServerDraftModel(source.drafter, section.step_s)
 
 
-LawOfShare = Callable[[float], TimeLaw]
+MakeLaw = Callable[[float], TimeLaw]
 
 # Rows that a session adds to a pass: its last token and a few nodes (docs/measurements.md).
 _ROWS_PER_SESSION = 4
 
 
 class Stages:
-    """Sends a pass through all nodes, one after another. ``law_of_share`` gives the time law of a
-    node that holds a share of the layers."""
+    """Sends a pass through all nodes, one after another. ``make_law_of_share`` gives the time law
+    of a node that holds a share of the layers."""
 
     def __init__(
         self,
         queue: EventQueue,
         section: StagesSection,
-        law_of_share: LawOfShare,
+        make_law_of_share: MakeLaw,
         nodes: tuple[Machine, ...],
         seed: str,
     ) -> None:
-        self._queue, self._section, self._law_of_share = queue, section, law_of_share
+        self._queue, self._section, self._law_of_share = queue, section, make_law_of_share
         self._nodes, self._spares = list(nodes), section.spares
         bits_per_s = section.link_mbps * 1e6
         dice = random.Random(f"{seed}/stages")
@@ -320,7 +322,7 @@ class Stages:
         """Run a draft step. The draft model is on the first node."""
         self._nodes[0].draft(keys, seconds, done)
 
-    def lose(self) -> None:
+    def lose_node(self) -> None:
         """Lose one node (the last, since all are alike). A spare replaces it, or the others take
         its layers."""
         self._losses += 1
@@ -340,7 +342,7 @@ class Stages:
         """Run the pass on a node, and then on the next one. A pass that began before a node was
         lost is dropped."""
 
-        def over() -> None:
+        def finish_node() -> None:
             if losses != self._losses:
                 return
             if index + 1 == len(self._nodes):
@@ -352,10 +354,10 @@ class Stages:
             self._queue.at(at_s, lambda: self._on_node(index + 1, losses, requests, done))
 
         if losses == self._losses:
-            self._nodes[index].run(requests, over)
+            self._nodes[index].run(requests, finish_node)
 
 
-def charge(
+def charge_energy(
     records: Sequence[RequestRecord], sites: Sequence[Site], summaries: Sequence[VerifierSummary]
 ) -> None:
     """Write each record's part of the energy of passes and idle time, if all verifiers have a
@@ -367,7 +369,7 @@ def charge(
         record.verifier_j = 0.0
         record.verifier_idle_j = 0.0 if idle_known else None
     for site, summary in zip(sites, summaries, strict=True):
-        taken_s = site.pass_s_of
+        taken_s = site.pass_s_by_session
         shares = [taken_s.get(record.session, 0.0) for record in records]
         total_s = sum(shares)
         if not total_s:

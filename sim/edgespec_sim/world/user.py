@@ -32,10 +32,10 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection, Scenario
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream
-from edgespec_sim.token_sources.source import Request
-from edgespec_sim.world.arrivals import Arrival, drawn_length
+from edgespec_sim.token_sources.source import TokenRequest
+from edgespec_sim.world.arrivals import Arrival, draw_length
 from edgespec_sim.world.meters import Meters, RequestRecord
-from edgespec_sim.world.site import Site, Surrounding
+from edgespec_sim.world.site import Site, WorldSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ class ConditionCourse:
     """The conditions of a device over time. ``rows`` begin at 0 and are ordered by time."""
 
     def __init__(self, rows: Sequence[ConditionSection]) -> None:
-        self._rows = tuple(_carried(rows))
+        self._rows = tuple(_fill_gaps(rows))
         self._times_s = [row.at_s for row in self._rows]
-        self.most_slowdown = max(row.slowdown or 1.0 for row in self._rows)
+        self.max_slowdown = max(row.slowdown or 1.0 for row in self._rows)
 
     def resident_bytes(self, now_s: float) -> int:
         return int((self._at(now_s).resident_mib or 0.0) * _MIB)
@@ -122,7 +122,7 @@ class ConditionCourse:
         return self._rows[max(0, bisect.bisect_right(self._times_s, now_s) - 1)]
 
 
-def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
+def _fill_gaps(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
     """Yield each row with the values that it lacks taken from the rows before it."""
     held: dict[str, Any] = {}
     for row in rows:
@@ -130,7 +130,7 @@ def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
         yield ConditionSection(**held)
 
 
-class Governor:
+class GuardedDraft:
     """Keeps the draft of one device within ``section.budget_mib``. ``drafter`` is the guarded
     drafter to use."""
 
@@ -147,7 +147,7 @@ class Governor:
         full = self._standing = DraftAllowance(section.window, DEFAULT_WIDTH)
         rows = WindowedDrafter(drafter, full.window, full.width, row_bytes, self._restricted)
         guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
-        self.rows = rows
+        self.windowed = rows
         self.tightened = self.loosened = 0
         caches = CacheGroup(
             guard,
@@ -180,24 +180,24 @@ _DRAFT_CONTEXT = 65_536
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 
 
-class AnyWorld(Protocol):
+class UserWorld(Protocol):
     """The part of the world that a user needs."""
 
     scenario: Scenario
     arm: Arm
-    surrounding: Surrounding
+    setup: WorldSetup
     queue: EventQueue
     meters: Meters
     eos_token_ids: tuple[int, ...]
 
-    def choose(self, user: User) -> Site: ...
+    def choose_site(self, user: User) -> Site: ...
 
     def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
         """Return a stream and its set-up time in seconds. None while the site is down."""
 
     def tracer(self, user: User) -> Tracer | None: ...
 
-    def counts(self, asked_s: float) -> bool:
+    def is_counted(self, sent_s: float) -> bool:
         """Whether a request that is sent at that time counts."""
 
 
@@ -208,7 +208,7 @@ class User:
 
     def __init__(
         self,
-        world: AnyWorld,
+        world: UserWorld,
         group: str,
         name: str,
         number: int,
@@ -219,7 +219,7 @@ class User:
         """``step`` and ``course`` (the conditions of the group) are shared by the group."""
         self.group, self.name, self.number = group, name, number
         self.step, self.course = step, course
-        self._section, self._source = world.scenario.devices[group], world.surrounding.source
+        self._section, self._source = world.scenario.devices[group], world.setup.source
         self.site: Site | None = None
         self.device: SimulatedDevice | None = None
         self.drafting_s = 0.0
@@ -235,33 +235,37 @@ class User:
         # Costs have their own random numbers, so the requests are the same under every arm.
         self._cost_dice = random.Random(f"{seed}/cost") if len(step.spread) > 1 else None
         self._drafter: Drafter = self._source.drafter()
-        self._governor: Governor | None = None
+        self._guarded_draft: GuardedDraft | None = None
         conditions = self._section.conditions
         if course is not None and world.arm.is_ours and conditions and conditions.budget_mib:
-            self._governor = Governor(self._queue, conditions, course, self._drafter)
-            self._drafter = self._governor.drafter
+            self._guarded_draft = GuardedDraft(self._queue, conditions, course, self._drafter)
+            self._drafter = self._guarded_draft.drafter
         self._verifiers: dict[str, VerifierEstimates] = {}
         """Estimates of each verifier, such as its latest price of a row."""
         self._learned = Learned()
-        self.asked_s = 0.0
+        self.sent_s = 0.0
         """Time at which the running request was sent; it may have waited here."""
-        self._asked = 0
+        self._request_count = 0
         self.handovers = 0
         """Changes of cell since the last request was sent."""
         self.key = ""
         """Session id of the running request."""
-        self._request: Request | None = None
+        self._request: TokenRequest | None = None
         self._streams: list[Stream] = []
 
     def start(self) -> None:
         workload = self._section.workload
         first_s = self._dice.uniform(0.0, workload.start_within_s)
-        self._queue.after(self._pause_s() if workload.start_thinking else first_s, self._ask)
+        self._queue.after(
+            self._pause_s() if workload.start_thinking else first_s, self._send_request
+        )
 
     def serve(self, arrival: Arrival) -> None:
         """Begin a request that arrived at ``arrival.at_s``, now or earlier."""
         self._settle_radio()
-        self._begin(arrival.number, arrival.prompt_tokens, arrival.output_tokens, arrival.at_s)
+        self._begin_request(
+            arrival.number, arrival.prompt_tokens, arrival.output_tokens, arrival.at_s
+        )
 
     def finish(self) -> None:
         """Record the running request, if any, as incomplete."""
@@ -272,25 +276,27 @@ class User:
 
     # --- sending a request -----------------------------------------------------------------
 
-    def _ask(self) -> None:
+    def _send_request(self) -> None:
         self._settle_radio()
         load = self._section.workload
-        prompt_length = drawn_length(load.prompt_tokens, load.length_spread, self._dice)
-        max_tokens = drawn_length(load.output_tokens, load.length_spread, self._dice)
-        number = self.number * REQUESTS_PER_USER + self._asked
-        self._begin(number, prompt_length, max_tokens, self._queue.now)
+        prompt_length = draw_length(load.prompt_tokens, load.length_spread, self._dice)
+        max_tokens = draw_length(load.output_tokens, load.length_spread, self._dice)
+        number = self.number * REQUESTS_PER_USER + self._request_count
+        self._begin_request(number, prompt_length, max_tokens, self._queue.now)
 
-    def _begin(self, number: int, prompt_length: int, max_tokens: int, asked_s: float) -> None:
+    def _begin_request(
+        self, number: int, prompt_length: int, max_tokens: int, sent_s: float
+    ) -> None:
         source, arm = self._source, self._world.arm
         self._request = source.request(number, prompt_length, max_tokens)
-        self._asked += 1
-        self.asked_s = asked_s
+        self._request_count += 1
+        self.sent_s = sent_s
         self._streams = []
         self.handovers = 0
-        self.site = site = self._world.choose(self)
+        self.site = site = self._world.choose_site(self)
         ours = make_policy(self._section.policy) if arm.is_ours else None
         policy, run_ahead = arm_settings(arm, self._world.scenario.gamma, ours)
-        key = f"{self.name}#{self._asked}"
+        key = f"{self.name}#{self._request_count}"
         self.key = key
         request = Open(
             session_id=key,
@@ -319,17 +325,17 @@ class User:
             self._step_s,
             lambda: self._connect(self.site or site, key),
             tracer,
-            self._ended,
+            self._finish_request,
         )
-        if self._governor is not None:
-            self._governor.begin(key, tracer)
+        if self._guarded_draft is not None:
+            self._guarded_draft.begin(key, tracer)
         self.device.start()
 
     def _step_s(self, kept: int, fed: int) -> float:
         chance = self._cost_dice.random() if self._cost_dice else 0.5
         slowdown = 1.0 if self.course is None else self.course.slowdown(self._queue.now)
-        if self._governor is not None:
-            kept, fed = self._governor.rows.kept, self._governor.rows.fed
+        if self._guarded_draft is not None:
+            kept, fed = self._guarded_draft.windowed.kept, self._guarded_draft.windowed.fed
             if not fed:
                 return 0.0  # A paused draft computes nothing.
         return slowdown * self.step.seconds(fed, kept, chance)
@@ -341,7 +347,7 @@ class User:
 
     # --- the end of a request --------------------------------------------------------------
 
-    def _ended(self) -> None:
+    def _finish_request(self) -> None:
         device, self.device = self.device, None
         assert device is not None
         self._record(device, complete=True)
@@ -349,9 +355,9 @@ class User:
             self.on_free()
             return
         workload = self._section.workload
-        if workload.requests and self._asked >= workload.requests:
+        if workload.requests and self._request_count >= workload.requests:
             return
-        self._queue.after(self._pause_s(), self._ask)
+        self._queue.after(self._pause_s(), self._send_request)
 
     def _pause_s(self) -> float:
         think_s = self._section.workload.think_s
@@ -371,8 +377,8 @@ class User:
             group=self.group,
             device=self.name,
             verifier=site.name,
-            started_s=self.asked_s,
-            ttft_s=times_s[0] - self.asked_s if times_s else None,
+            started_s=self.sent_s,
+            ttft_s=times_s[0] - self.sent_s if times_s else None,
             tpot_s=pace_s if complete else None,
             pace_s=pace_s,
             tokens=count,
@@ -386,12 +392,12 @@ class User:
             lossy=self._source.rule != EXACT_RULE,
             complete=complete,
             handovers=self.handovers,
-            memory_tightened=self._governor.tightened if self._governor else 0,
-            memory_loosened=self._governor.loosened if self._governor else 0,
+            memory_tightened=self._guarded_draft.tightened if self._guarded_draft else 0,
+            memory_loosened=self._guarded_draft.loosened if self._guarded_draft else 0,
             failed=ended.why if isinstance(ended, Fail) else "",
         )
-        if self._world.counts(self.asked_s):
-            self._meters.delivered(times_s)
+        if self._world.is_counted(self.sent_s):
+            self._meters.record_delivery(times_s)
             self._meters.records.append(self._last)
 
     def _energy_j(self, device: SimulatedDevice) -> float:

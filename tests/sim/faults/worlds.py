@@ -38,7 +38,7 @@ from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, Gu
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import DraftModel, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.sessions import ServerDraftModel, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.user import WindowedDrafter
 from tests.adversarial import WrappedDrafter
 from tests.sim.faults import checks
@@ -281,7 +281,7 @@ class CheckedTarget(ToyTarget):
         self._break_down()
 
 
-class CheckedDraftModel(DraftModel):
+class CheckedDraftModel(ServerDraftModel):
     """A verifier's draft model that knows what its caches must hold: the session's text, and what
     it was fed behind it. ``break_down`` may raise; ``refuses`` says that there is no room."""
 
@@ -317,7 +317,7 @@ class CheckedDraftModel(DraftModel):
         self._break_down()
         return guesses
 
-    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
+    def _step_one(self, step: DraftStep) -> tuple[Candidate, ...]:
         key, held = step.key, self._held[step.key]
         prefix = self._texts[key].prefix.tokens
         kept, known = step.keep_length, len(held)
@@ -337,7 +337,7 @@ class CheckedDraftModel(DraftModel):
             if not step.guess:
                 self._lost.add(key)
             return ()
-        guesses = super()._one(step)
+        guesses = super()._step_one(step)
         for guess in guesses:
             text = (*held, guess.token)
             self._guessed.update(text[:end] for end in range(len(prefix) + 1, len(text) + 1))
