@@ -1,14 +1,14 @@
-"""What a decision costs: one form that every cost model here shares.
+"""The cost of a decision, in one form that all cost models here share.
 
-A decision says, for each device, its server, its share y of that server's bandwidth and its share z
-of that server's compute; the shares at a server sum to at most 1 (each). The cost of device i at
-server j is, in milliseconds,
+A decision gives each device a server, a share y of that server's bandwidth and a share z of that
+server's compute. The shares at a server sum to at most 1 (each). The cost of device i at server j
+is, in milliseconds,
 
     constant_ij + power_i y + balance (draft_i - uplink_ij / y)^2 + work_ij / z
 
-so a cost model is a function from a snapshot to the five arrays of ``Terms``, and every method
-works with every cost model. What a model leaves out is a zero; what does not depend on the shares
-is in the constant.
+so a cost model is a function from a snapshot to the arrays of ``Terms``, and every method works
+with every cost model. A term that a model does not have is zero. Everything that does not depend on
+the shares is in the constant.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ SHARE_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """M devices, E servers; milliseconds throughout, ``balance`` per millisecond."""
+    """The terms of the cost for M devices and E servers, in milliseconds; ``balance`` is per
+    millisecond."""
 
     constant: Floats
-    """(M, E)."""
+    """Shape (M, E)."""
     power: Floats
-    """(M,): of holding the whole band."""
+    """Shape (M,): cost of the power for the whole band."""
     draft: Floats
-    """(M,)."""
+    """Shape (M,): time of drafting."""
     uplink: Floats
-    """(M, E): with the whole band."""
+    """Shape (M, E): time of sending with the whole band."""
     work: Floats
-    """(M, E): with the whole server."""
+    """Shape (M, E): time of verification with the whole server."""
     balance: float
     delay: Floats
-    """(M, E): the part of ``constant`` that is time and not energy."""
+    """Shape (M, E): the part of ``constant`` that is time and not energy."""
 
     @property
     def devices(self) -> int:
@@ -59,20 +60,21 @@ class Decision:
     compute: Floats
 
     def check(self, servers: int) -> None:
-        """Raise unless every device has one server and no server gives more than it has."""
+        """Raise ``ValueError`` unless every device has one server and no server gives more than it
+        has."""
         if self.association.min() < 0 or self.association.max() >= servers:
-            raise ValueError(f"a server outside 0 to {servers - 1} in the association")
+            raise ValueError(f"the association has a server outside 0 to {servers - 1}")
         for name, shares in (("bandwidth", self.bandwidth), ("compute", self.compute)):
             if not np.all(shares > 0):
-                raise ValueError(f"a {name} share of {shares.min()}: it must be above 0")
+                raise ValueError(f"a {name} share is {shares.min()}, but must be above 0")
             given = np.bincount(self.association, shares, servers)
             if given.max() > 1 + SHARE_TOLERANCE:
                 full = int(given.argmax())
-                raise ValueError(f"server {full} gives {given[full]} of its {name}, at most 1")
+                raise ValueError(f"server {full} gives {given[full]} of its {name}, but may give 1")
 
 
 def device_costs(terms: Terms, decision: Decision) -> Floats:
-    """(M,), milliseconds; their sum is the objective."""
+    """Return the cost of each device (M,) in milliseconds. Their sum is the objective."""
     devices, chosen = np.arange(terms.devices), decision.association
     gap = terms.draft - terms.uplink[devices, chosen] / decision.bandwidth
     costs: Floats = (
@@ -89,15 +91,17 @@ def objective(terms: Terms, decision: Decision) -> float:
 
 
 def delays(terms: Terms, decision: Decision) -> Floats:
-    """(M,), milliseconds from request to last token: drafting and sending overlap, so the longer of
-    the two counts; then queue and verification. No energy, no penalty."""
+    """Return the time of each device (M,) from request to last token, in milliseconds. Drafting and
+    sending overlap, so the longer of the two counts; queue and verification follow. Energy and
+    penalty are not included."""
     sending = terms.uplink[np.arange(terms.devices), decision.association] / decision.bandwidth
     late: Floats = np.maximum(sending - terms.draft, 0.0)
     return late + printed_delays(terms, decision)
 
 
 def printed_delays(terms: Terms, decision: Decision) -> Floats:
-    """(M,), milliseconds: the objective's D_MD + D_ES, in which nothing waits for the uplink."""
+    """Return the delays (M,) as the paper prints them, D_MD + D_ES in milliseconds, without the
+    uplink."""
     devices, chosen = np.arange(terms.devices), decision.association
     return np.asarray(terms.delay[devices, chosen] + terms.work[devices, chosen] / decision.compute)
 
@@ -108,33 +112,33 @@ def printed_delays(terms: Terms, decision: Decision) -> Floats:
 #     D_MD = f_MD / F_MD      D_ES = k_j slot + f_ES / (z_ij F_ES)
 #     R_i = y_ij W_j log2(1 + SNR_ij)
 #     E_CP = f_MD / delta_CP  E_CM = delta_CM y_ij P_i
-# Its nine errors and omissions, and what is done about each, are in docs/uara.md. The bands of the
-# servers are disjoint, so interference is leakage from the neighbouring ones: 30 dB down (3GPP TS
+# Its nine errors and omissions, and how each is handled here, are in docs/uara.md. The bands of the
+# servers are disjoint, so interference is leakage from the neighbouring bands: 30 dB down (3GPP TS
 # 38.101-1, 6.5.2.4), each filled by an average device of another server.
-# Under-specified, chosen here: milliseconds, millijoules and percent of battery, the units in
-# which lambda 1e-2, w 20-100, delta_CP 1e9 (operations per millijoule) and delta_CM 2.6 all
-# matter; noise over one server's whole band; k_j in slots of unfinished work; what ``world``
-# marks "ours".
+# The paper leaves the following open, and it is chosen here: milliseconds, millijoules and percent
+# of battery, the units in which lambda 1e-2, w 20-100, delta_CP 1e9 (operations per millijoule) and
+# delta_CM 2.6 all matter; noise over one server's whole band; k_j in slots of unfinished work; and
+# everything that ``world`` marks "ours".
 
 OPERATIONS_PER_MJ = 1e9
-"""delta_CP: 1 TFLOP/s a watt, about what a phone's GPU does."""
+"""delta_CP: 1 TFLOP/s per watt, about the efficiency of a phone's GPU."""
 TRANSMIT_FACTOR = 2.6
-"""delta_CM: watts drawn a watt sent."""
+"""delta_CM: watts drawn per watt transmitted."""
 LEAKAGE = 2 * 10 ** (-30 / 10)
 SERVER_W = 1.0
-"""30 dBm, a small cell's downlink."""
+"""30 dBm, the downlink of a small cell."""
 AIR_RTT_S = 0.008
 """Scheduling request, grant and slot on the air, up and down: 4 ms each way (TR 38.913, eMBB)."""
 _MS = 1e3
 
 
 class PaperCost:
-    """The objective as printed, errors 3-5, 8 and 9 left in."""
+    """The objective as printed, with errors 3-5, 8 and 9 left in."""
 
     name = "paper"
 
     def terms(self, snapshot: Snapshot) -> Terms:
-        """Speculative decoding: the device drafts, the server verifies."""
+        """Return the terms with speculative decoding: the device drafts, the server verifies."""
         compute_mj = snapshot.draft_flop / OPERATIONS_PER_MJ
         price = snapshot.settings.energy_weight / snapshot.battery_percent
         draft = _MS * snapshot.draft_flop / snapshot.device_flops
@@ -150,13 +154,13 @@ class PaperCost:
         )
 
     def plain_terms(self, snapshot: Snapshot) -> Terms:
-        """No speculation: the server decodes alone, in the same units."""
+        """Return the terms without speculation: the server decodes alone, in the same units."""
         return _without_speculation(snapshot, _queue_ms(snapshot))
 
 
 class CorrectedCost(PaperCost):
-    """The same objective with round trips, downlink, leakage, energy as power times time, and the
-    weights read once a pass."""
+    """The same objective with round trips, downlink, leakage, energy as power times time, and
+    weights that are read once per pass."""
 
     name = "corrected"
 
@@ -179,14 +183,16 @@ class CorrectedCost(PaperCost):
         )
 
     def plain_terms(self, snapshot: Snapshot) -> Terms:
-        """One round trip for the first token; then the stream flows, a pass a token."""
+        """Return the terms of one round trip for the first token, and then a stream with one pass
+        per token."""
         once = _MS * rtt_s(snapshot) + snapshot.tokens[:, None] * _weights_ms(snapshot)
         down = _MS * snapshot.download_bits[:, None] / downlink_bits_per_s(snapshot)
         return _without_speculation(snapshot, _queue_ms(snapshot) + once + down)
 
 
 def _without_speculation(snapshot: Snapshot, delay: Floats) -> Terms:
-    """The device neither computes nor sends; the server's share is all that is left to choose."""
+    """Return the terms of a device that neither computes nor sends, so that only the server's share
+    matters."""
     devices = len(snapshot.tokens)
     delay = np.broadcast_to(delay, snapshot.gains.shape)
     return Terms(
@@ -213,8 +219,9 @@ def _uplink_ms(snapshot: Snapshot, snr: Floats) -> Floats:
 
 
 def sinr(snapshot: Snapshot) -> Floats:
-    """(M, E), linear: noise plus what leaks from the neighbouring servers' bands. A neighbour's
-    average device is one that does not hear this server best."""
+    """Return the SINR (M, E), linear: noise plus the leakage from the neighbouring servers' bands.
+    The leakage of a neighbour is that of an average device with a better signal from another
+    server."""
     received = snapshot.gains * snapshot.transmit_w[:, None]
     best = snapshot.gains.argmax(axis=1)[:, None] == np.arange(snapshot.settings.servers)
     strangers = np.maximum((~best).sum(axis=0), 1)
@@ -223,27 +230,26 @@ def sinr(snapshot: Snapshot) -> Floats:
 
 
 def rtt_s(snapshot: Snapshot) -> Floats:
-    """(M, E): air and backhaul."""
+    """Return the round-trip times (M, E) of air and backhaul."""
     return np.broadcast_to(AIR_RTT_S + snapshot.backhaul_rtt_s, snapshot.gains.shape)
 
 
 def downlink_bits_per_s(snapshot: Snapshot) -> Floats:
-    """(M, E): with a server's whole band."""
+    """Return the downlink rates (M, E) with a server's whole band."""
     rates: Floats = snapshot.band_hz * np.log2(1.0 + SERVER_W * snapshot.gains / snapshot.noise_w)
     return rates
 
 
 # --- shares of a server's bandwidth and compute, for a fixed association -----------------------
-# ``uniform``: all devices of a server get the same; ``weighted``: in proportion to weights a pair,
-# as a learned policy gives them; ``optimal``: at the least possible cost.
-# Optimal compute is the square-root rule: sum work_i / z_i over sum z_i = 1 is least at z_i
-# proportional to sqrt(work_i), with value (sum sqrt(work_i))^2. Optimal bandwidth minimises
-# power y + balance (draft - uplink / y)^2 over y > 0, sum y <= 1 at a server.
-# No optimum has y above uplink / draft (both terms rise there), and below it the cost is convex
-# (its second derivative is 2 balance uplink (3 uplink / y - 2 draft) / y^3). So with u = uplink /
-# y and a price m of bandwidth each device solves u^2 (u - draft) = uplink (power + m) / (2
-# balance) by itself, by Newton's method from above, and m is found by bisection for all servers
-# at once.
+# ``uniform``: all devices of a server get the same; ``weighted``: shares in proportion to a weight
+# per pair, as a learned policy gives them; ``optimal``: the shares of least cost.
+# Optimal compute is the square-root rule: sum work_i / z_i subject to sum z_i = 1 is least at z_i
+# proportional to sqrt(work_i), with value (sum sqrt(work_i))^2. Optimal bandwidth minimises power y
+# + balance (draft - uplink / y)^2 subject to y > 0 and sum y <= 1 at a server. No optimum has y
+# above uplink / draft (both terms rise there), and below it the cost is convex (its second
+# derivative is 2 balance uplink (3 uplink / y - 2 draft) / y^3). So with u = uplink / y and a price
+# m of bandwidth, each device solves u^2 (u - draft) = uplink (power + m) / (2 balance)
+# independently, by Newton's method from above, and m is found by bisection for all servers at once.
 
 NEWTON_STEPS = 7
 BISECTION_STEPS = 44
@@ -252,15 +258,15 @@ PRICE_DOUBLINGS = 80
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A server j gives device i ``used_j v_ij / sum v`` of its band and ``q_ij / sum q`` of its
-    compute, the sums over its own devices."""
+    """Weights that determine shares: server j gives device i ``used_j v_ij / sum v`` of its band
+    and ``q_ij / sum q`` of its compute, where the sums are over its own devices."""
 
     bandwidth: Floats
-    """(M, E), above 0."""
+    """Shape (M, E), above 0."""
     compute: Floats
-    """(M, E), above 0."""
+    """Shape (M, E), above 0."""
     used: Floats
-    """(E,), at most 1: holding less bandwidth draws less power."""
+    """Shape (E,), at most 1: holding less bandwidth draws less power."""
 
     @classmethod
     def even(cls, terms: Terms) -> Weights:
@@ -287,15 +293,15 @@ def optimal(terms: Terms, association: Ints) -> Decision:
 
 
 def optimal_bandwidth(terms: Terms, association: Ints) -> Floats:
-    """(M,): the shares of least cost of the servers' bands."""
+    """Return the shares (M,) of the servers' bands with the least cost."""
     draft, uplink = terms.draft, terms.uplink[np.arange(terms.devices), association]
     count = terms.servers
     if terms.balance <= 0 or not uplink.any():
-        # Nothing to send: the band is free, and an even share harms nobody.
+        # Nothing is sent, so the band has no cost and even shares are optimal.
         return np.asarray(1.0 / np.bincount(association, minlength=count)[association])
 
     def shares(price: Floats) -> Floats:
-        """At the price of each server's band."""
+        """Return the shares at the price of each server's band."""
         target = uplink * (terms.power + price[association]) / (2.0 * terms.balance)
         u = draft + np.cbrt(target)
         for _ in range(NEWTON_STEPS):
@@ -307,7 +313,7 @@ def optimal_bandwidth(terms: Terms, association: Ints) -> Floats:
         return np.bincount(association, shares(price), count) > 1.0
 
     low = np.zeros(count)
-    # The price at which the band would suffice if every device paid alone is a fair start.
+    # The search starts at a price at which the band would suffice if every device paid it alone.
     high = np.where(too_much(low), 1e-3, 0.0)
     for _ in range(PRICE_DOUBLINGS):
         over = too_much(high)

@@ -1,8 +1,10 @@
-"""``python -m edgespec_uara.reproduce --out DIR``: the paper's method, trained as the paper says.
+"""``python -m edgespec_uara.reproduce --out DIR``: trains the paper's method as the paper
+describes.
 
-On the paper's reward in the PettingZoo environment (``masac.py``), once for each of several seeds,
-then all of them over the paper's ten sizes: what each saves of the delay of random, max-SINR and
-max-compute, and the mean over the trainings. A policy that is in DIR already is not trained again.
+The method is trained on the paper's reward (``masac.py``), once for each of several seeds. Then all
+trained policies run over the paper's ten sizes. The output shows how much delay each saves compared
+with random, max-SINR and max-compute, and the mean over the trainings. A policy that exists in DIR
+is not trained again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 
 def papers_method(actor: Actor) -> Method:
-    """The paper's order of things: weights first, for all pairs, then swaps under them."""
+    """Return the paper's method with a trained actor: weights first, for all pairs, then swaps
+    under them."""
 
     def weights(terms: Terms) -> Weights:
         return actor.weights(methods.pair_features(terms))
@@ -42,31 +45,33 @@ def papers_method(actor: Actor) -> Method:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for policies and results")],
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings")] = 5,
-    updates: Annotated[int, typer.Option(min=1, help="Of each")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings")] = 5,
+    updates: Annotated[int, typer.Option(min=1, help="Updates of each training")] = 1000,
     given: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE, as in the sweep")
     ] = None,
-    worlds: Annotated[int, typer.Option(min=2, max=10_000, help="At each size")] = 10,
+    worlds: Annotated[int, typer.Option(min=2, max=10_000, help="Worlds at each size")] = 10,
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes and worlds, one slot")] = False,
 ) -> None:
-    """Train the paper's method on the paper's reward, and show what it saves."""
-    from edgespec_uara.masac import trained
+    """Train the paper's method on the paper's reward, and show how much delay it saves."""
+    from edgespec_uara.masac import load_or_train
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    base = sweep.base_of(given or [])
+    base = sweep.parse_base(given or [])
     if quick:
         worlds, base = 2, replace(base, slots=1)
     out.mkdir(parents=True, exist_ok=True)
-    known = methods.every_method(base.max_compute)
+    known = methods.make_methods(base.max_compute)
     every = {name: known[name] for name in (*PAPER_BASELINES, PAPERS_MATCHING)}
     mark = "".join(f"{text}-" for text in given or [])
     for seed in range(seeds):
         began = time.monotonic()
-        actor = trained(out / f"paper-{mark}{seed}-{updates}.pt", base, seed, updates)
+        actor = load_or_train(out / f"paper-{mark}{seed}-{updates}.pt", base, seed, updates)
         every[f"paper's TMA-MASAC, training {seed}"] = papers_method(actor)
         console.print(f"training {seed}: {updates} updates, {time.monotonic() - began:.0f} s")
-    sizes = list(dict.fromkeys(one for row in sweep.SIZES for one in sweep.choices_of(row, base)))
+    sizes = list(
+        dict.fromkeys(one for row in sweep.SIZES for one in sweep.parse_choices(row, base))
+    )
     sizes = sizes[:: 9 if quick else 1]
     played = []
     for size in sizes:
@@ -78,7 +83,7 @@ def main(
         console.print(f"{name}: saves {sweep.percent(one)} over its three baselines")
     means = np.array([saved[name].value for name in ours if name != PAPERS_MATCHING])
     if seeds > 1:
-        mean = sweep.by_student(float(means.mean()), means)
+        mean = sweep.student_interval(float(means.mean()), means)
         console.print(
             f"mean of {seeds} trainings: {sweep.percent(mean)}; paper: {100 * sweep.PAPER_GAIN} %"
         )

@@ -1,11 +1,11 @@
-"""``python -m edgespec_uara.sweep --out DIR``: the paper's claim under each choice that it leaves
-open.
+"""``python -m edgespec_uara.sweep --out DIR``: tests the paper's claim under each choice that the
+paper leaves open.
 
-A row varies one choice; the others stay as in ``Choices``, or as ``--set`` has them. At each point
-every method plays its own copy of the same worlds: gains, tasks and walks are the same for all
-(their dice do not depend on decisions), the queues are those that it makes for itself. Each point
-is printed when it is done; then come a table with a line a row and the files ``choices.json`` and
-``choices.html``.
+A row varies one choice; the others stay as in ``Choices``, or as set by ``--set``. At each point
+every method plays its own copy of the same worlds. Gains, tasks and walks are the same for all
+methods, since their random numbers do not depend on decisions; the queues result from the method's
+own decisions. Each point is printed when it is done. At the end come a table with a line per row,
+and the files ``choices.json`` and ``choices.html``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from edgespec_uara.methods import MAX_COMPUTE, PAPER_BASELINES, Method, Situatio
 from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 
 PAPER_GAIN = 0.237
-"""Mean saving of end-to-end latency over its three baselines (abstract); its greatest is 28.0 %."""
+"""Mean saving of end-to-end latency over its three baselines (abstract); the greatest is 28.0 %."""
 _SEED_STEP = 7919
 COSTS = {cost.name: cost for cost in (costs.PaperCost(), costs.CorrectedCost())}
 MEASURES: Mapping[str, Callable[[costs.Terms, costs.Decision], Floats]] = {
@@ -49,28 +49,33 @@ MEASURES: Mapping[str, Callable[[costs.Terms, costs.Decision], Floats]] = {
 
 
 def mean_of_worlds(ours: Floats, theirs: Floats) -> Interval:
-    """Share saved: the mean over worlds of each world's own, 95 % by Student's t. Both of shape
-    (pairs, worlds), or ``ours`` (1, worlds); a world's saving is the mean over the pairs."""
+    """Return the share saved as the mean over worlds of each world's own saving, with a 95 %
+    interval by Student's t. Both arrays have shape (pairs, worlds), or ``ours`` (1, worlds); a
+    world's saving is the mean over the pairs."""
     saved = (1.0 - ours / theirs).mean(axis=0)
-    return by_student(float(saved.mean()), saved)
+    return student_interval(float(saved.mean()), saved)
 
 
 def ratio_of_means(ours: Floats, theirs: Floats) -> Interval:
-    """Likewise of the mean delays over all worlds, by the delta method and Student's t."""
+    """Return the share saved of the mean delays over all worlds, by the delta method and Student's
+    t."""
     mean = theirs.mean(axis=1, keepdims=True)
     ratio = ours.mean(axis=1, keepdims=True) / mean
-    return by_student(float(np.mean(1.0 - ratio)), ((ours - ratio * theirs) / mean).mean(axis=0))
+    return student_interval(
+        float(np.mean(1.0 - ratio)), ((ours - ratio * theirs) / mean).mean(axis=0)
+    )
 
 
 def median_of_worlds(ours: Floats, theirs: Floats) -> Interval:
-    """Likewise the median over worlds; 95 % by the order of the values (Woodruff, JASA 1952)."""
+    """Return the median of the worlds' savings, with a 95 % interval by order statistics (Woodruff,
+    JASA 1952)."""
     saved = (1.0 - ours / theirs).mean(axis=0)
     found = quantile_interval([[float(one)] for one in saved], 0.5)
     assert found is not None, "no world"
     return Interval(*found)
 
 
-def by_student(value: float, parts: Floats) -> Interval:
+def student_interval(value: float, parts: Floats) -> Interval:
     half = student_t(len(parts) - 1) * float(parts.std(ddof=1)) / math.sqrt(len(parts))
     return Interval(value, value - half, value + half)
 
@@ -78,7 +83,7 @@ def by_student(value: float, parts: Floats) -> Interval:
 ESTIMATORS = {"mean": mean_of_worlds, "ratio": ratio_of_means, "median": median_of_worlds}
 
 
-# --- what is chosen, and what is compared ------------------------------------------------------
+# --- choices, and comparisons ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +92,13 @@ class Choices(UaraSettings):
 
     cost: str = among("paper", tuple(COSTS))
     max_compute: str = among("spread", tuple(MAX_COMPUTE))
-    """How the baseline of that name is read."""
+    """Reading of the baseline of that name."""
     measured: str = among("delay", tuple(MEASURES))
-    """What is saved: the delay with sending, the printed one (drafting, queue and verification
-    alone), or the objective."""
+    """The measured quantity: the delay with sending, the printed delay (only drafting, queue and
+    verification), or the objective."""
     estimator: str = among("mean", tuple(ESTIMATORS))
     slots: int = limited(3, 1, 1000)
-    """Played in a world, from empty queues on."""
+    """Slots played in a world, beginning with empty queues."""
 
 
 SIZES = ("devices=30,60,90,120,150,180", "servers=4,8,12,16,20")
@@ -117,9 +122,9 @@ ROWS = (
     "cost=paper,corrected",
     *SIZES,
 )
-"""Choices of ours, then the sizes. Units of the objective are its two weights: seconds
-instead of milliseconds divide the first by 1000, joules instead of millijoules the second. Noise
-stands for path loss as well, which the paper takes from traced rays."""
+"""Our choices, then the sizes. The two weights also stand for the units of the objective: seconds
+in place of milliseconds divide the first by 1000, joules in place of millijoules the second. Noise
+also stands for path loss, which the paper takes from traced rays."""
 CLAIM = "paper's matching over its three baselines"
 OURS = "ours (moves too) over the three"
 _BEST = ("best",)
@@ -135,28 +140,28 @@ COMPARED: Mapping[str, tuple[str, Sequence[str]]] = {
     "no speculation over the paper's matching": (methods.NO_SPECULATION, (_PAPERS,)),
 }
 Played = Mapping[str, Floats]
-"""By method, of each world (worlds,), what a device waits or costs in the mean; milliseconds."""
+"""For each method, the mean delay or cost of a device in each world (worlds,), in milliseconds."""
 
 
-def name_of(row: str) -> str:
+def row_name(row: str) -> str:
     return row.partition("=")[0]
 
 
-def choices_of(text: str, base: Choices) -> list[Choices]:
-    """``NAME=VALUE,VALUE...`` as the base with each of the values; a range is ``LOW..HIGH``. Raises
-    ``typer.BadParameter``."""
+def parse_choices(text: str, base: Choices) -> list[Choices]:
+    """Parse ``NAME=VALUE,VALUE...`` into the base with each of the values; a range is
+    ``LOW..HIGH``. Raises ``typer.BadParameter``."""
     name, _, values = text.partition("=")
     known = [field.name for field in fields(Choices)]
     if name not in known or not values:
-        raise typer.BadParameter(f"{text!r}: wanted NAME=VALUE,..., a NAME of {', '.join(known)}")
+        raise typer.BadParameter(f"{text!r}: must be NAME=VALUE,..., a NAME of {', '.join(known)}")
     return [_with(base, name, value) for value in values.split(",")]
 
 
-def base_of(given: Sequence[str]) -> Choices:
-    """The defaults but for ``NAME=VALUE`` of each text."""
+def parse_base(given: Sequence[str]) -> Choices:
+    """Return the defaults, changed by each text ``NAME=VALUE``."""
     base = Choices()
     for text in given:
-        base = choices_of(text, base)[-1]
+        base = parse_choices(text, base)[-1]
     return base
 
 
@@ -167,7 +172,7 @@ def _with(base: Choices, name: str, value: str) -> Choices:
         if isinstance(now, tuple):
             new = tuple(float(end) for end in value.split(".."))
             if len(new) != 2:
-                raise ValueError("wanted a range, LOW..HIGH")
+                raise ValueError("must be a range, LOW..HIGH")
         else:
             new = type(now)(value)
         return replace(base, **{name: new})
@@ -178,9 +183,9 @@ def _with(base: Choices, name: str, value: str) -> Choices:
 def play(
     choices: Choices, every: Mapping[str, Method], worlds: int, seed: int
 ) -> dict[str, Floats]:
-    """Every method in every world, ``Played``."""
+    """Play every method in every world, and return the result as ``Played``."""
     found = {name: np.empty((worlds, choices.slots)) for name in every}
-    # Methods that associate alike play one world together: only associations make queues.
+    # Methods with the same association share a world, because only associations change the queues.
     alike: dict[object, dict[str, Method]] = {}
     for name, method in every.items():
         alike.setdefault((method.associate, method.speculates), {})[name] = method
@@ -189,15 +194,15 @@ def play(
             world = UaraWorld(choices, seed + _SEED_STEP * index)
             dice = np.random.default_rng([seed, index])
             for slot in range(choices.slots):
-                for name, ms in _slot(world, choices, together, dice):
+                for name, ms in _play_slot(world, choices, together, dice):
                     found[name][index, slot] = ms
     return {name: ms.mean(axis=1) for name, ms in found.items()}
 
 
-def _slot(
+def _play_slot(
     world: UaraWorld, choices: Choices, together: Mapping[str, Method], dice: np.random.Generator
 ) -> Iterator[tuple[str, float]]:
-    """What a device waits or costs in the mean; then the world moves on."""
+    """Yield the mean delay or cost of a device for each method, and then advance the world."""
     cost, first = COSTS[choices.cost], next(iter(together.values()))
     terms = (cost.terms if first.speculates else cost.plain_terms)(world.snapshot)
     association = first.associate(Situation(world.snapshot, terms, dice))
@@ -208,46 +213,49 @@ def _slot(
     world.advance(association, speculates=first.speculates)
 
 
-def saving(played: Sequence[Played], ours: str, over: Sequence[str], estimator: str) -> Interval:
-    """What ``ours`` saves over the mean of the others, and over the points where they are many."""
+def saving(
+    played: Sequence[Played], ours: str, baselines: Sequence[str], estimator: str
+) -> Interval:
+    """Return how much ``ours`` saves over each method of ``baselines``, as the mean over these and
+    over the points."""
     pairs = []
     for one in played:
         best = min(PAPER_BASELINES, key=lambda name: float(one[name].mean()))
-        pairs += [(one[ours], one[best if name == "best" else name]) for name in over]
+        pairs += [(one[ours], one[best if name == "best" else name]) for name in baselines]
     mine, theirs = (np.stack(side) for side in zip(*pairs, strict=True))
     return ESTIMATORS[estimator](mine, theirs)
 
 
-def verdict(saved: Interval) -> str:
-    """Of the paper's mean saving."""
+def compare_with_paper(saved: Interval) -> str:
+    """Compare a saving with the paper's mean saving."""
     return "short" if saved.high < PAPER_GAIN else "more" if saved.low > PAPER_GAIN else "met"
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One value of one choice."""
+class SweepPoint:
+    """The result for one value of one choice."""
 
     value: str
     saved: Mapping[str, Interval]
-    """By the names of ``COMPARED``."""
+    """Savings by the names of ``COMPARED``."""
     median: Interval
-    """Of the claim."""
+    """Median saving of the claim."""
     played: Played
 
 
-def point(
+def play_point(
     name: str, choices: Choices, worlds: int, seed: int, known: dict[Choices, dict[str, Floats]]
-) -> Point:
-    """``known`` keeps what was played, for rows that share a point."""
-    # The estimator changes nothing of what is played.
+) -> SweepPoint:
+    """Play a point. ``known`` caches what was played, for rows that share a point."""
+    # The estimator does not affect what is played.
     same = replace(choices, estimator="mean")
     if same not in known:
-        known[same] = play(choices, methods.every_method(choices.max_compute), worlds, seed)
+        known[same] = play(choices, methods.make_methods(choices.max_compute), worlds, seed)
     saved = {
         what: saving([known[same]], *pair, choices.estimator) for what, pair in COMPARED.items()
     }
     median = saving([known[same]], *COMPARED[CLAIM], "median")
-    return Point(text_of(choices, name), saved, median, known[same])
+    return SweepPoint(format_value(choices, name), saved, median, known[same])
 
 
 # --- tables and plots --------------------------------------------------------------------------
@@ -260,18 +268,19 @@ def percent(saved: Interval) -> str:
 HEADER = ("choice", "ours", "tried", "least", "most", "mean of the row", "23.7 % met at")
 
 
-def cells(name: str, points: Sequence[Point], base: Choices) -> tuple[str, ...]:
-    """A choice's line under ``HEADER``: what the paper's matching saves over its baselines."""
+def cells(name: str, points: Sequence[SweepPoint], base: Choices) -> tuple[str, ...]:
+    """Return a choice's cells under ``HEADER``: how much the paper's matching saves over its
+    baselines."""
     least, most = (end(points, key=lambda one: one.saved[CLAIM].value) for end in (min, max))
     whole = saving([one.played for one in points], *COMPARED[CLAIM], base.estimator)
-    met = [one.value for one in points if verdict(one.saved[CLAIM]) == "met"]
+    met = [one.value for one in points if compare_with_paper(one.saved[CLAIM]) == "met"]
     ends = (f"{percent(one.saved[CLAIM])} at {one.value}" for one in (least, most))
     tried = ", ".join(one.value for one in points)
-    return name, text_of(base, name), tried, *ends, percent(whole), ", ".join(met)
+    return name, format_value(base, name), tried, *ends, percent(whole), ", ".join(met)
 
 
-def everywhere(rows: Mapping[str, Sequence[Point]]) -> Iterator[str]:
-    """What each comparison comes to over all points of all rows."""
+def summarise_comparisons(rows: Mapping[str, Sequence[SweepPoint]]) -> Iterator[str]:
+    """Yield a summary of each comparison over all points of all rows."""
     points = [(name, one) for name, row in rows.items() for one in row]
     for what in COMPARED:
         found = sorted(points, key=lambda pair: pair[1].saved[what].value)
@@ -280,10 +289,10 @@ def everywhere(rows: Mapping[str, Sequence[Point]]) -> Iterator[str]:
             for name, one in (found[0], found[-1])
         ]
         sure = sum(one.saved[what].low > 0.0 for _, one in points)
-        yield f"{what}: {ends[0]}, up to {ends[1]}; surely saves at {sure} of {len(points)} points"
+        yield f"{what}: {ends[0]}, up to {ends[1]}; certain at {sure} of {len(points)} points"
 
 
-# --- the answer, before anything else --------------------------------------------------------
+# --- the answer, which comes first on the page -----------------------------------------------
 
 
 def ranked(played: Played) -> list[tuple[str, float]]:
@@ -293,9 +302,9 @@ def ranked(played: Played) -> list[tuple[str, float]]:
     return sorted(((name, means[name]) for name in names), key=lambda pair: pair[1])
 
 
-def headline(point: Point, base: Choices, worlds: int) -> str:
-    """Say which method won at the choices of ``base``, by how much, with the interval, and over
-    what; then whether the paper's claim holds there."""
+def headline(point: SweepPoint, base: Choices, worlds: int) -> str:
+    """Name the best method at the choices of ``base``, with its lead and interval, and whether the
+    paper's claim holds there."""
     played, what = point.played, "costs" if base.measured == "cost" else "waits"
     (winner, best), (second, other), *_ = ranked(played)
     over_second = saving([played], winner, (second,), base.estimator)
@@ -304,46 +313,46 @@ def headline(point: Point, base: Choices, worlds: int) -> str:
     unit = "" if what == "costs" else " ms"
     chance = "" if over_second.low > 0.0 else ", which may be chance,"
     reached = {"short": "falls short of", "met": "agrees with", "more": "is more than"}
-    told = (
-        f"{winner} won: a device {what} {best:.3g}{unit} in the mean, {percent(over_second)} less"
+    text = (
+        f"{winner} won: a device {what} {best:.3g}{unit} on average, {percent(over_second)} less"
         f"{chance} than with {second} ({other:.3g}{unit}), and {percent(over_three)} less than with"
-        f" {', '.join(PAPER_BASELINES[:-1])} and {PAPER_BASELINES[-1]} in the mean. The paper's"
+        f" {', '.join(PAPER_BASELINES[:-1])} and {PAPER_BASELINES[-1]} on average. The paper's"
         f" matching ({_PAPERS}) saves {percent(claim)} over these three, which"
-        f" {reached[verdict(claim)]} the paper's {100 * PAPER_GAIN:.1f} %."
+        f" {reached[compare_with_paper(claim)]} the paper's {100 * PAPER_GAIN:.1f} %."
     )
     plain = float(played[methods.NO_SPECULATION].mean())
     if plain < best:
         less = saving([played], methods.NO_SPECULATION, (winner,), base.estimator)
-        told += f" No speculation at all takes {percent(less)} less than the winner."
+        text += f" No speculation at all takes {percent(less)} less than the winner."
     size = f"{base.devices} devices, {base.servers} servers, a side of {base.side_m:g} m"
     return (
-        f"{told} That is for {size} and the other defaults, over {worlds} worlds; 95 % intervals."
+        f"{text} That is for {size} and the other defaults, over {worlds} worlds; 95 % intervals."
     )
 
 
-def asked(base: Choices) -> str:
-    """Say what the sweep was to find out."""
+def describe_question(base: Choices) -> str:
+    """Return the question that the sweep answers."""
     return (
-        f"Asked: which way of giving {base.devices} devices to {base.servers} servers has the least"
-        f" {'cost' if base.measured == 'cost' else 'delay'}, and does the paper's save"
-        f" {100 * PAPER_GAIN:.1f} % over random, max-SINR and max-compute, whatever is chosen where"
-        " the paper says nothing?"
+        f"Question: which way of assigning {base.devices} devices to {base.servers} servers has the"
+        f" least {'cost' if base.measured == 'cost' else 'delay'}, and does the paper's save"
+        f" {100 * PAPER_GAIN:.1f} % over random, max-SINR and max-compute under every choice that"
+        " the paper leaves open?"
     )
 
 
-def claim_everywhere(rows: Mapping[str, Sequence[Point]]) -> str:
-    """Say in a sentence how the claim fares over all points."""
+def summarise_claim(rows: Mapping[str, Sequence[SweepPoint]]) -> str:
+    """Summarise in a sentence how the claim fares over all points."""
     found = [(name, one) for name, row in rows.items() for one in row]
     if not found:
         return ""
     least, most = (end(found, key=lambda pair: pair[1].saved[CLAIM].value) for end in (min, max))
-    met = sum(verdict(one.saved[CLAIM]) == "met" for _, one in found)
-    more = sum(verdict(one.saved[CLAIM]) == "more" for _, one in found)
+    met = sum(compare_with_paper(one.saved[CLAIM]) == "met" for _, one in found)
+    more = sum(compare_with_paper(one.saved[CLAIM]) == "more" for _, one in found)
     return (
-        f"Over the {len(found)} points that were tried the paper's matching saves from"
+        f"Over the {len(found)} points that were tried, the paper's matching saves from"
         f" {percent(least[1].saved[CLAIM])} at {least[0]}={least[1].value} to"
         f" {percent(most[1].saved[CLAIM])} at {most[0]}={most[1].value}; the paper's figure is met"
-        f" at {met} of them and surpassed at {more}."
+        f" at {met} of these points and exceeded at {more}."
     )
 
 
@@ -351,7 +360,7 @@ METHODS_HEADER = ("method", "mean", "saved over the three, 95 %")
 
 
 def method_rows(played: Played, base: Choices) -> list[tuple[str, str, str]]:
-    """Return a line for each method, the best first."""
+    """Return a row for each method, the best first."""
     unit = "" if base.measured == "cost" else " ms"
     names = [*ranked(played)]
     names.append((methods.NO_SPECULATION, float(played[methods.NO_SPECULATION].mean())))
@@ -370,8 +379,8 @@ def method_rows(played: Played, base: Choices) -> list[tuple[str, str, str]]:
 _SHOWN = {CLAIM: "#0072b2", OURS: "#d55e00"}
 
 
-def plot(name: str, points: Sequence[Point]) -> Figure:
-    """Savings with their intervals; the scale is fixed, so that no outlier sets it."""
+def plot(name: str, points: Sequence[SweepPoint]) -> Figure:
+    """Plot savings with their intervals. The scale is fixed, so that outliers do not set it."""
     xs = [one.value for one in points]
     lines = [(what, color, [one.saved[what] for one in points]) for what, color in _SHOWN.items()]
     lines.append((f"median over the worlds: {CLAIM}", "#56b4e9", [one.median for one in points]))
@@ -396,15 +405,15 @@ def plot(name: str, points: Sequence[Point]) -> Figure:
         380,
         xaxis=axis(name, type="category"),
         yaxis=axis("saved, %", range=[-100, 100]),
-        scattermode="group",  # beside each other, or bars would hide bars
+        scattermode="group",  # Side by side; otherwise bars would hide bars.
         shapes=[{**claimed, "y0": 100 * PAPER_GAIN, "y1": 100 * PAPER_GAIN}],
     )
-    caption = "Bars: 95 % intervals. Dotted: the paper's mean. What is below -100 % is cut off."
+    caption = "Bars: 95 % intervals. Dotted: the paper's mean. Points below -100 % are cut off."
     return Figure(data, shape, caption, f"Share saved against {name}")
 
 
-def text_of(choices: Choices, name: str) -> str:
-    """A choice's value as ``--vary`` takes it."""
+def format_value(choices: Choices, name: str) -> str:
+    """Return a choice's value in the syntax of ``--vary``."""
     value = getattr(choices, name)
     ends = value if isinstance(value, tuple) else (value,)
     return "..".join(f"{end:g}" if isinstance(end, float) else str(end) for end in ends)
@@ -412,9 +421,9 @@ def text_of(choices: Choices, name: str) -> str:
 
 def write(
     out: Path,
-    rows: Mapping[str, Sequence[Point]],
+    rows: Mapping[str, Sequence[SweepPoint]],
     base: Choices,
-    usual: Point,
+    usual: SweepPoint,
     worlds: int,
     seed: int,
 ) -> None:
@@ -425,15 +434,15 @@ def write(
     data |= {"headline": headline(usual, base, worlds), "usual": asdict(usual), "rows": points}
     text = json.dumps(data, indent=1, default=list)
     (out / "choices.json").write_text(text + "\n", encoding="utf-8")
-    page = Document("User association and resource allocation: what the paper's claim hangs on")
-    page.paragraph(asked(base), "asked")
+    page = Document("User association and resource allocation: what the paper's claim depends on")
+    page.paragraph(describe_question(base), "asked")
     page.paragraph(headline(usual, base, worlds), "headline")
-    page.paragraph(claim_everywhere(rows), "facts")
+    page.paragraph(summarise_claim(rows), "facts")
     caption = "Methods at these choices, the best first."
     page.add(html_table(caption, METHODS_HEADER, method_rows(usual.played, base)))
     lines = [cells(name, row, base) for name, row in rows.items()]
     page.add(html_table(f"{CLAIM}: share saved, 95 % intervals", HEADER, lines, texts=(1, 2, 6)))
-    page.items(list(everywhere(rows)))
+    page.items(list(summarise_comparisons(rows)))
     for name, row in rows.items():
         page.figure(plot(name, row))
     write_page(out / "choices.html", page.html())
@@ -451,33 +460,33 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Two worlds, one slot")] = False,
     seed: int = 0,
 ) -> None:
-    """What the paper's matching saves, under each choice that the paper leaves open."""
+    """Compute how much the paper's matching saves, under each choice that the paper leaves open."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    base = base_of(given or [])
+    base = parse_base(given or [])
     if quick:
         worlds, base = 2, replace(base, slots=1)
-    fixed = {name_of(text) for text in given or []}
-    every = vary or [row for row in ROWS if name_of(row) not in fixed]
-    asked = [(name_of(row), one) for row in every for one in choices_of(row, base)]
+    fixed = {row_name(text) for text in given or []}
+    every = vary or [row for row in ROWS if row_name(row) not in fixed]
+    asked = [(row_name(row), one) for row in every for one in parse_choices(row, base)]
     known: dict[Choices, dict[str, Floats]] = {}
-    rows: dict[str, list[Point]] = {}
+    rows: dict[str, list[SweepPoint]] = {}
     out.mkdir(parents=True, exist_ok=True)
     for done, (name, choices) in enumerate(asked, 1):
-        one = point(name, choices, worlds, seed, known)
+        one = play_point(name, choices, worlds, seed, known)
         rows.setdefault(name, []).append(one)
         console.print(
             f"{done}/{len(asked)} {name}={one.value}: {percent(one.saved[CLAIM])}, "
-            f"median {percent(one.median)}: {verdict(one.saved[CLAIM])}"
+            f"median {percent(one.median)}: {compare_with_paper(one.saved[CLAIM])}"
         )
-    usual = point(name_of(ROWS[0]), base, worlds, seed, known)
+    usual = play_point(row_name(ROWS[0]), base, worlds, seed, known)
     shown = Table(*HEADER, title=f"{CLAIM}: share saved, 95 % intervals", box=box.SIMPLE)
     for name, points in rows.items():
         shown.add_row(*cells(name, points, base))
     console.print(shown)
-    for line in everywhere(rows):
+    for line in summarise_comparisons(rows):
         console.print(line)
     write(out, rows, base, usual, worlds, seed)
-    console.print(f"{claim_everywhere(rows)}\n{headline(usual, base, worlds)}")
+    console.print(f"{summarise_claim(rows)}\n{headline(usual, base, worlds)}")
     console.print(f"wrote {out}")
 
 

@@ -1,8 +1,8 @@
-"""The world of the paper, slot by slot: devices that move, servers, tasks, gains, queues.
+"""The world of the paper, slot by slot: devices that move, servers, tasks, gains and queues.
 
-``UaraSettings`` holds the paper's parameters (Koh and Yang, arXiv 2511.01695, section V), and what
-it leaves open, marked "ours". ``UaraWorld`` draws one ``Snapshot`` a slot; all in it is constant
-within the slot. The only thing that decisions change is the servers' queue: work that does not fit
+``UaraSettings`` holds the paper's parameters (Koh and Yang, arXiv 2511.01695, section V), and those
+that it leaves open, marked "ours". ``UaraWorld`` draws one ``Snapshot`` per slot, and everything in
+it is constant within the slot. Decisions change only the servers' queues: work that does not fit
 into a slot waits for the next ones. Capacities are peak float32: units x 2 x clock.
 """
 
@@ -19,28 +19,30 @@ from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, grid_m
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 DRAFT_PARAMETERS, TARGET_PARAMETERS = 137e6, 1.6e9
-"""GPT-2 and GPT2-XL, as the paper counts them; a token takes two operations a parameter."""
+"""Parameters of GPT-2 and GPT2-XL, as the paper counts them. A token takes two operations per
+parameter."""
 TARGET_BYTES = 2 * TARGET_PARAMETERS
 TOKEN_BITS = 16
-"""Ours: an id of GPT-2's 50257."""
+"""Ours: size of an id among GPT-2's 50257."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked for in one slot. Tokens are drawn uniformly from ``tokens``."""
+    """A device's task in one slot. The number of tokens is drawn uniformly from ``tokens``."""
 
     name: str
     tokens: tuple[int, int]
     draft_length: int
-    """Best fixed ones of the paper's figure: 25 (HumanEval), 15 (DailyMail); chat is ours."""
+    """Best fixed lengths of the paper's figure: 25 (HumanEval), 15 (DailyMail); that of chat is
+    ours."""
     acceptance: float
-    """Ours: the chance of a drafted token, of the order that GPT-2 pairs show."""
+    """Ours: the acceptance rate of a drafted token, of the order of GPT-2 pairs."""
 
 
 # Peak float32 of phones' GPUs. Galaxy S23, Adreno 740: 1536 units at 0.719 GHz; iPhone 14, A15,
 # five cores: 640 at 1.338; Mate 60, Maleoon 910: 1024 at 0.75.
 DEVICE_FLOPS = np.array([1536 * 2 * 0.719e9, 640 * 2 * 1.338e9, 1024 * 2 * 0.75e9])
-# RTX 2080, 3090 and 4090: CUDA cores and boost clocks of NVIDIA's own tables, memory bandwidth.
+# RTX 2080, 3090 and 4090: CUDA cores and boost clocks of NVIDIA's own tables, and memory bandwidth.
 SERVER_FLOPS = np.array([2944 * 2 * 1.71e9, 10496 * 2 * 1.695e9, 16384 * 2 * 2.52e9])
 SERVER_BYTES_PER_S = np.array([448e9, 936e9, 1008e9])
 TASKS = (
@@ -52,54 +54,54 @@ TASKS = (
 
 @dataclass(frozen=True, slots=True)
 class UaraSettings:
-    """The paper's ranges: devices 30-180, servers 4-20, w 20-100."""
+    """The settings of a world. The paper's ranges are: devices 30-180, servers 4-20, w 20-100."""
 
     devices: int = limited(90, 1, 1000)
     servers: int = limited(12, 1, 1000)
     bandwidth_hz: float = limited(10e6, 1.0, 1e12)
-    """Of all servers together, split evenly."""
+    """Bandwidth of all servers together, divided evenly."""
     transmit_dbm: tuple[float, float] = limited((16.0, 24.0), -40.0, 60.0)
     noise_dbm_hz: float = limited(-174.0, -250.0, 0.0)
     balance_weight: float = limited(1e-2, 0.0, 1e9)
-    """Lambda, per millisecond: with seconds the term would vanish."""
+    """Lambda, per millisecond; in seconds the term would be negligible."""
     energy_weight: float = limited(60.0, 0.0, 1e9)
     """w, in milliseconds x percent of battery per millijoule."""
     slot_s: float = limited(2.0, 1e-3, 1e4)
-    """Ours."""
+    """Ours: the length of a slot."""
     side_m: float = limited(200.0, 1.0, 1e5)
-    """Ours, and the paper's claim hangs on it: docs/uara.md."""
+    """Ours: the side of the square. The paper's claim depends on it (docs/uara.md)."""
     servers_at: str = among("random", ("random", "grid"))
-    """Ours: drawn like the devices' places, or on a ``grid``."""
+    """Ours: places of the servers, drawn like the devices' places or on a ``grid``."""
     message_bits: float = limited(512.0, 0.0, 1e9)
-    """Ours: headers of one draft."""
+    """Ours: the headers of one draft."""
     probability_bits: float = limited(16.0, 0.0, 1e9)
-    """Ours: a drafted token's own probability, which the paper's acceptance test needs."""
+    """Ours: the probability of a drafted token, which the paper's acceptance test needs."""
     acceptance_shift: float = limited(0.0, -0.6, 0.14)
     """Ours: added to every task's acceptance."""
     speed_m_s: tuple[float, float] = limited((1.0, 15.0), 1e-3, 1e3)
     """Ours: from walking to driving in a street."""
     battery_percent: tuple[float, float] = limited((20.0, 100.0), 0.1, 100.0)
-    """Ours."""
+    """Ours: the range of the devices' batteries."""
     backhaul_rtt_s: tuple[float, float] = limited((0.001, 0.010), 0.0, 100.0)
-    """Ours, from a base station to its server and back."""
+    """Ours: round trip from a base station to its server."""
 
     def __post_init__(self) -> None:
         check_limits(self)
         for one in fields(self):
             ends = getattr(self, one.name)
             if isinstance(ends, tuple) and ends[0] > ends[1]:
-                raise ValueError(f"{one.name} is {ends}, but must go up")
+                raise ValueError(f"{one.name} is {ends}, but the first must not exceed the second")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One slot. M devices, E servers; SI units, battery in percent."""
+    """One slot with M devices and E servers, in SI units; the battery is in percent."""
 
     settings: UaraSettings
     devices_m: Floats
     servers_m: Floats
     gains: Floats
-    """(M, E), linear power gain."""
+    """Shape (M, E), linear power gain."""
     transmit_w: Floats
     device_flops: Floats
     server_flops: Floats
@@ -107,13 +109,13 @@ class Snapshot:
     backhaul_rtt_s: Floats
     battery_percent: Floats
     queue_slots: Floats
-    """(E,): slots of work that wait before this slot's."""
+    """Shape (E,): slots of work that wait before this slot's work."""
     tokens: Floats
-    """(M,): to be produced in this slot."""
+    """Shape (M,): tokens to produce in this slot."""
     drafted: Floats
-    """(M,): tokens drafted, sent and verified for them; what was rejected counts too."""
+    """Shape (M,): tokens that are drafted, sent and verified for them, rejected ones included."""
     passes: Floats
-    """(M,): verify passes, of one draft each."""
+    """Shape (M,): verify passes, of one draft each."""
 
     @property
     def draft_flop(self) -> Floats:
@@ -125,7 +127,7 @@ class Snapshot:
 
     @property
     def plain_flop(self) -> Floats:
-        """Of decoding without speculation."""
+        """Operations of decoding without speculation."""
         return 2 * TARGET_PARAMETERS * self.tokens
 
     @property
@@ -139,31 +141,32 @@ class Snapshot:
 
     @property
     def band_hz(self) -> float:
-        """Of one server."""
+        """Bandwidth of one server."""
         return self.settings.bandwidth_hz / self.settings.servers
 
     @property
     def noise_w(self) -> float:
-        """Over one server's band. Devices spread their power over the band and use their share of
-        it, so that signal and noise shrink together and the SNR does not depend on the share."""
+        """Noise over one server's band. Devices spread their power over the band and use their
+        share of it, so signal and noise shrink together and the SNR does not depend on the
+        share."""
         return float(10.0 ** (self.settings.noise_dbm_hz / 10.0 - 3.0) * self.band_hz)
 
     @property
     def snr(self) -> Floats:
-        """(M, E), linear, without interference."""
+        """Signal-to-noise ratio (M, E), linear, without interference."""
         return self.gains * self.transmit_w[:, None] / self.noise_w
 
 
 def tokens_per_pass(draft_length: Floats, acceptance: Floats) -> Floats:
-    """Expected tokens that a pass of a draft commits: (1 - a^(n+1)) / (1 - a) (Leviathan, 2023)."""
+    """Return the expected tokens that a pass commits: (1 - a^(n+1)) / (1 - a) (Leviathan, 2023)."""
     return np.asarray((1.0 - acceptance ** (draft_length + 1.0)) / (1.0 - acceptance))
 
 
 class UaraWorld:
-    """Draws snapshots."""
+    """Draws the snapshots of one world, slot after slot."""
 
     def __init__(self, settings: UaraSettings, seed: int) -> None:
-        # Streams apart: what one part draws never shifts another's dice.
+        # The random streams are separate, so that the draws of one part never shift another's.
         radio, moves, fixed, self._tasks = np.random.default_rng(seed).spawn(4)
         self.settings = settings
         self._gains = UmiGains(radio, settings.devices, settings.servers)
@@ -173,8 +176,8 @@ class UaraWorld:
         self.snapshot = self._draw(self._fixed(fixed), np.zeros(settings.devices))
 
     def advance(self, association: Ints, *, speculates: bool = True) -> Snapshot:
-        """The next slot, after this one's work went where ``association`` (M,) says; without
-        speculation servers compute a token once."""
+        """Advance to the next slot, after this slot's work went to the servers in ``association``
+        (M,). Without speculation, servers compute each token once."""
         now = self.snapshot
         work_s = (now.verify_flop if speculates else now.plain_flop) / now.server_flops[association]
         served = np.bincount(association, work_s, now.settings.servers)
@@ -184,10 +187,10 @@ class UaraWorld:
         return self.snapshot
 
     def _fixed(self, rng: np.random.Generator) -> Snapshot:
-        """What keeps for the life of the world."""
+        """Draw the parts that stay the same for the life of the world."""
         settings = self.settings
         phones = rng.integers(len(DEVICE_FLOPS), size=settings.devices)
-        # As many of each class as can be, in random places.
+        # Each class has the same number of servers, as far as possible, in random places.
         cards = rng.permutation(np.arange(settings.servers) % len(SERVER_FLOPS))
         nothing = np.zeros(settings.devices)
         dbm = rng.uniform(*settings.transmit_dbm, settings.devices)

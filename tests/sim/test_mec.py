@@ -49,7 +49,7 @@ def written(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
         def __init__(self, *sizes: object) -> None:
             self._slots = cycle(slots)
 
-        def next(self, *places: object) -> np.ndarray:
+        def next_gains(self, *places: object) -> np.ndarray:
             return np.array(next(self._slots))
 
     monkeypatch.setattr(radio_network, "UmiGains", Written)

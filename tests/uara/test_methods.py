@@ -221,7 +221,7 @@ def situation(cost: PaperCost, now: Snapshot) -> methods.Situation:
 
 
 def test_methods_are_compared_on_the_same_worlds_each_time() -> None:
-    choices, every = Choices(devices=20, servers=3, slots=2), methods.every_method("spread")
+    choices, every = Choices(devices=20, servers=3, slots=2), methods.make_methods("spread")
     one, two = (sweep.play(choices, every, 2, seed=3) for _ in range(2))
     assert list(one) == list(every)
     for name, ms in one.items():
@@ -240,7 +240,7 @@ def test_methods_are_compared_on_the_same_worlds_each_time() -> None:
 def test_the_papers_matching_swaps_devices_and_moves_none(name: str, kept: bool) -> None:
     """A swap leaves every server with as many devices as the first phase gave it."""
     now = snapshot(0)
-    matched = methods.every_method("spread")[name].associate(situation(PaperCost(), now))
+    matched = methods.make_methods("spread")[name].associate(situation(PaperCost(), now))
     counts, first = (
         np.bincount(association, minlength=now.settings.servers).tolist()
         for association in (matched, methods.best_gain(now.gains))
@@ -252,7 +252,7 @@ def test_the_papers_matching_swaps_devices_and_moves_none(name: str, kept: bool)
 @pytest.mark.parametrize(("devices", "servers"), [(30, 4), (90, 12), (40, 20)])
 def test_every_method_keeps_the_limits(cost: PaperCost, devices: int, servers: int) -> None:
     given = situation(cost, snapshot(2, devices, servers))
-    for method in methods.every_method("one").values():
+    for method in methods.make_methods("one").values():
         method.share(given.terms, method.associate(given)).check(servers)
 
 
@@ -344,9 +344,7 @@ def test_the_sweep_writes_its_results(tmp_path: Path) -> None:
     winner, second = sorted(means, key=lambda name: float(means[name]))[:2]
     over = sweep.mean_of_worlds(*(np.array([usual[name]]) for name in (winner, second)))
     first_screen = unescape(page.split("<main>")[1].split("<table>")[0])
-    said = (
-        f"{winner} won: a device waits {means[winner]:.3g} ms in the mean, {sweep.percent(over)} "
-    )
+    said = f"{winner} won: a device waits {means[winner]:.3g} ms on average, {sweep.percent(over)} "
     assert said in first_screen
     assert said in " ".join(done.output.split())
     assert f"less than with {second} ({means[second]:.3g} ms)" in first_screen.replace(
@@ -391,7 +389,7 @@ def test_an_episode_is_a_world_slot_after_slot(monkeypatch: pytest.MonkeyPatch) 
         assert (one.features.shape, one.pairs.shape) == ((3, 12, 6), (3, 12, 2))
         assert len(set(one.rewards.tolist())) == 1, "all are paid alike"
         assert one.rewards[0] > 0.0
-        assert one.over == (index == masac.SLOTS - 1)
+        assert one.is_last == (index == masac.SLOTS - 1)
     rewards = [one.rewards[0] for one in episode]
     assert max(rewards) > 1.5 * min(rewards), "neither bounded nor a logarithm"
 
