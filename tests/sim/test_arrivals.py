@@ -60,7 +60,7 @@ def test_what_was_not_over_is_told() -> None:
     assert arm.attainment is not None
     assert arm.all.unfinished > 0
     assert arm.attainment.asked == len(counted(world)) == arm.all.requests + arm.all.unfinished
-    assert any("were not over by then" in note for note in found.notes)
+    assert any("had not ended by then" in note for note in found.notes)
 
 
 def test_little_load_is_attained() -> None:

@@ -150,7 +150,9 @@ def test_a_tape_by_name_by_file_and_by_neither(tmp_path: Path) -> None:
     assert load_tape("mine.jsonl", tmp_path) == tape
     assert match_tape.read_tape(tmp_path / "mine.jsonl") == tape
     assert load_tape("bundled-greedy", tmp_path).width >= 3
-    with pytest.raises(match_tape.TapeError, match=r"bundled are bundled-greedy, bundled-sampled"):
+    with pytest.raises(
+        match_tape.TapeError, match=r"bundled tapes are bundled-greedy, bundled-sampled"
+    ):
         load_tape("yours.jsonl", tmp_path)
 
 

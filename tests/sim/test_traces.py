@@ -203,7 +203,7 @@ def test_a_pair_of_delivery_files_is_one_trace(tmp_path: Path) -> None:
     assert alone.down_bits_per_s is not None
     (tmp_path / "lte.up").write_text("time_s,rtt_ms\n0,10\n")
     with pytest.raises(
-        TraceError, match=r"lte\.up:1: expected a packet-delivery file as lte\.down"
+        TraceError, match=r"lte\.up:1: expected a packet-delivery file like lte\.down"
     ):
         read_trace(tmp_path / "lte.down")
 

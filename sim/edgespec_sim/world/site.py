@@ -163,7 +163,7 @@ class Site:
         self._ended: list[SimulatedVerifier] = []
         """Engines from before the restarts."""
         self._computes: tuple[Compute, ...] = self.nodes
-        """What runs the passes of each engine, one per engine."""
+        """The machine or stages that run each engine's passes, one entry per engine."""
         if split is not None:
             stages = Stages(queue, split, make_law_of_share, self.nodes, f"{seed}/{name}")
             self._computes, self.pass_s = (stages,) * split.slots, stages.pass_s
