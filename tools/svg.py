@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape
 
-from edgespec.core.protocol.checks import printable
+from edgespec.core.protocol.checks import make_printable
 
 SANS: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -27,7 +27,7 @@ COLORS: Final[tuple[tuple[str, str, str], ...]] = (
 
 def text(value: str) -> str:
     """``value`` between two tags, without characters that XML or a reader cannot take."""
-    return escape(printable(value))
+    return escape(make_printable(value))
 
 
 def picture(

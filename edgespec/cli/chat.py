@@ -30,7 +30,7 @@ from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
 from edgespec.config.files import read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.checks import is_unicode, one_line, printable
+from edgespec.core.protocol.checks import is_unicode, make_printable, one_line
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import takes_target_texts
@@ -288,7 +288,7 @@ class Conversation:
 
     def _set_system(self, text: str) -> str:
         if not text:
-            text = printable(self.record.system)
+            text = make_printable(self.record.system)
             return f"system: {text}" if text else "no system message"
         self.record.system = "" if text == "-" else text
         self._save()

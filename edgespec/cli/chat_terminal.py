@@ -26,7 +26,7 @@ from rich.text import Text
 
 from edgespec.config.files import PRIVATE
 from edgespec.core.device.memory import in_mib
-from edgespec.core.protocol.checks import printable
+from edgespec.core.protocol.checks import make_printable
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Chunk
 from edgespec.telemetry.agent_status import AgentStatus, VerifierState
@@ -211,7 +211,7 @@ class MarkdownView:
 
     def show(self, chunk: Chunk) -> None:
         self._finish = chunk.finish
-        self._text += printable(chunk.text)
+        self._text += make_printable(chunk.text)
         self.refresh()
 
     def refresh(self) -> None:

@@ -24,7 +24,7 @@ from edgespec.core.association.policies import Association, rank_verifiers
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.acceptance import full_rule_name
-from edgespec.core.protocol.checks import printable
+from edgespec.core.protocol.checks import make_printable
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, VerifierInfo
 from edgespec.device import build
 from edgespec.device.agent import Chunk, GenerationStats
@@ -72,10 +72,10 @@ class TextView:
         self._context_full = chunk.finish is FinishReason.CONTEXT
         if self.color:
             console = Console(file=sys.stdout, force_terminal=True, highlight=False)
-            parts = ((printable(p.text), _KINDS[p.kind][0]) for p in chunk.pieces)
+            parts = ((make_printable(p.text), _KINDS[p.kind][0]) for p in chunk.pieces)
             console.print(Text.assemble(*parts), end="", soft_wrap=True)
         else:
-            sys.stdout.write(printable(chunk.text) if self.terminal else chunk.text)
+            sys.stdout.write(make_printable(chunk.text) if self.terminal else chunk.text)
         sys.stdout.flush()
         if chunk.text:
             self._column_open = not chunk.text.endswith("\n")

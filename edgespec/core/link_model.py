@@ -315,7 +315,7 @@ class LinkModel:
 
         Use this instead of ``arrival`` when the transport above models retransmission itself."""
         flight_s, loss = self._set_out(now_s, size_bytes)
-        lost = loss > 0.0 and self._chance(_LOSS) < loss
+        lost = loss > 0.0 and self._random_share(_LOSS) < loss
         return None if lost else self._arrive(flight_s)
 
     def _set_out(self, now_s: float, size_bytes: int) -> tuple[float, float]:
@@ -327,7 +327,7 @@ class LinkModel:
         self._message_count += 1
         settings = self._settings
         wire_bytes = size_bytes + settings.overhead_bytes
-        self._left_s = left_s = self._leave(now_s, wire_bytes)
+        self._left_s = left_s = self._reserve_queue(now_s, wire_bytes)
         flight_s = settings.one_way_s
         if settings.schedule is not None:
             flight_s = settings.schedule.value_at(left_s + settings.schedule_offset_s)
@@ -338,13 +338,13 @@ class LinkModel:
 
     def _arrive(self, flight_s: float) -> float:
         if self._settings.jitter_s > 0.0:
-            flight_s -= self._settings.jitter_s * math.log1p(-self._chance(_JITTER))
+            flight_s -= self._settings.jitter_s * math.log1p(-self._random_share(_JITTER))
         arrived_s = self._left_s + flight_s
         if arrived_s > self._arrived_s:  # ``max`` takes three times as long
             self._arrived_s = arrived_s
         return self._arrived_s
 
-    def _leave(self, now_s: float, wire_bytes: int) -> float:
+    def _reserve_queue(self, now_s: float, wire_bytes: int) -> float:
         """Reserve the queue for a message and return when its last bit leaves."""
         queue = self._queue
         start_s = now_s if now_s > self._left_s else self._left_s
@@ -379,7 +379,7 @@ class LinkModel:
                 break
         return start_s
 
-    def _chance(self, purpose: int) -> float:
+    def _random_share(self, purpose: int) -> float:
         """Return a random number, uniform in (0, 1)."""
         return (keyed_bits(self._key, self._message_count, purpose) + 0.5) * 2.0**-32
 
@@ -392,5 +392,5 @@ class LinkModel:
         probability = 1.0 - (1.0 - loss) ** packet_count
         next_s = gap_s if packet_count == 1 else 0.0
         return retransmission_delay_s(
-            self._chance(_LOSS), probability, loss, 2.0 * one_way_s, next_s
+            self._random_share(_LOSS), probability, loss, 2.0 * one_way_s, next_s
         )

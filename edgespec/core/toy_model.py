@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from edgespec.core.protocol.checks import bounded, check_limits, limited
+from edgespec.core.protocol.checks import check_limits, check_range, limited
 from edgespec.core.protocol.sampling import GOLDEN, MASK_32, gumbel, mix
 
 MAX_TOY_VOCABULARY = 4096
@@ -48,7 +48,7 @@ class ToyModel:
     def __post_init__(self) -> None:
         check_limits(self)
         if self.eos_token is not None:
-            bounded("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
+            check_range("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
 
     def logits(self, context: Sequence[int]) -> list[float]:
         """Return the ``vocabulary_size`` logits of the token after ``context``, which may be

@@ -27,7 +27,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import full_rule_name
-from edgespec.core.protocol.checks import bounded, is_unicode
+from edgespec.core.protocol.checks import check_range, is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError, ConstraintError
 from edgespec.core.protocol.errors import (
     ConnectError,
@@ -360,7 +360,7 @@ class Agent:
         await self._prepare()
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
-        bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
+        check_range("logprobs", logprobs, 0, MAX_LOGPROBS)
         model = check_model(model) or self.options.model
         rule = full_rule_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt

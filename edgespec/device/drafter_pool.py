@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 from edgespec.core import ports
 from edgespec.core.device.events import StartStep, StepDone, StepFailed
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.shared_ids import SharedIds
 
@@ -49,7 +49,7 @@ class DrafterPool:
         caches: int = ports.DEFAULT_CACHES,
         shared: SharedIds | None = None,
     ) -> None:
-        bounded("caches", caches, 1, ports.MAX_CACHES)
+        check_range("caches", caches, 1, ports.MAX_CACHES)
         self._drafters, self._shared = [drafter], shared
         self._free = [drafter]
         self._max_drafters = caches if isinstance(drafter, ports.Twinned) else 1

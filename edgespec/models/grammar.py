@@ -276,7 +276,7 @@ class TextMatcher:
         self._was_renewed = False
 
     @property
-    def accepting(self) -> bool:
+    def can_end(self) -> bool:
         return self._inner.is_accepting()
 
     def mask(self) -> bytes:

@@ -66,7 +66,7 @@ LARGEST_NOISE = 16.7
 
 def noise_bits(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
     """Return 32 hash bits for each of ``tokens`` (any shape, ids >= 0) at ``position``."""
-    return _keyed(tokens.astype(np.uint32) * np.uint32(GOLDEN), seed, position)
+    return _hash_in_place(tokens.astype(np.uint32) * np.uint32(GOLDEN), seed, position)
 
 
 def gumbel(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -104,7 +104,7 @@ def _hashed_ids(vocabulary_size: int) -> NDArray[np.uint32]:
     return spread
 
 
-def _keyed(
+def _hash_in_place(
     values: NDArray[np.uint32], seed: int, position: int, shifted: NDArray[np.uint32] | None = None
 ) -> NDArray[np.uint32]:
     """Apply both rounds of the hash in place. ``shifted`` is scratch of the same shape.
@@ -318,12 +318,12 @@ def best_of_scores(
         # The message is logged once for each reason; it does not vary with the position.
         raise ValueError(f"the draft computes no finite scores: the largest is {best}")
     scores -= best
-    if params.greedy:
+    if params.is_greedy:
         ids = _best_ids(scores, width, work)
-        return _candidates(scores, ids, EVERYTHING.log_total(scores, work))
+        return _make_candidates(scores, ids, EVERYTHING.log_total(scores, work))
     support = _truncate(scores, params, work)
     inside = _sample(scores, support, params.seed, position, width, work)
-    found = _candidates(scores, inside, support.log_total(scores, work))
+    found = _make_candidates(scores, inside, support.log_total(scores, work))
     missing = width - len(found)
     if support is EVERYTHING or missing <= 0:
         return found
@@ -331,7 +331,7 @@ def best_of_scores(
     outside[:] = scores
     outside[support.ids(scores)] = -np.inf
     fill = _sample(outside, EVERYTHING, params.seed, position, missing, work)
-    return found + _candidates(scores, fill, EVERYTHING.log_total(scores, work))
+    return found + _make_candidates(scores, fill, EVERYTHING.log_total(scores, work))
 
 
 def probabilities(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
@@ -340,7 +340,7 @@ def probabilities(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
     work = Workspace()
     scores = _bias(logits, params, None, work)
     scores -= scores.max()
-    if params.greedy:
+    if params.is_greedy:
         ids = _best_ids(scores, 1, work)
     else:
         ids = _truncate(scores, params, work).ids(scores)
@@ -354,7 +354,7 @@ def best_token(row: Row, params: SamplingParams, position: int, work: Workspace)
     """Return the first of ``best_candidates`` for logits [V] that are already biased and penalised,
     with a finite maximum. ``row`` is not changed."""
     best = int(row.argmax())
-    if params.greedy:
+    if params.is_greedy:
         return best
     scores = np.subtract(row, row[best], out=work.array("scores", row.size))
     support = _truncate(scores, params, work)
@@ -388,7 +388,7 @@ def _bias(logits: Row, params: SamplingParams, counts: TokenCounts | None, work:
     for token, bias in params.logit_bias.items():
         if 0 <= token < scores.size:
             scores[token] += np.float32(bias)
-    if counts is None or not params.penalised:
+    if counts is None or not params.is_penalised:
         return scores
     seen = np.flatnonzero(np.frombuffer(counts.occurs, dtype=np.bool_))
     in_output = np.frombuffer(counts.in_output, dtype=np.intc)[seen]
@@ -461,7 +461,7 @@ def _find_contenders(
         part = slice(start, start + _TOKENS_PER_PART)
         own = work.array("bits", hashed_ids[part].size, np.uint32)
         own[:] = hashed_ids[part]
-        _keyed(own, *place, shifted[: own.size])
+        _hash_in_place(own, *place, shifted[: own.size])
         may = np.greater_equal(own, bits, out=work.array("may", own.size, np.bool_))
         may |= scores[part] > above
         may &= flags[part]
@@ -505,7 +505,7 @@ def _nth_best(scores: Row, n: int, work: Workspace) -> np.float32:
     return best
 
 
-def _candidates(scores: Row, tokens: Ids, log_total: float) -> tuple[Candidate, ...]:
+def _make_candidates(scores: Row, tokens: Ids, log_total: float) -> tuple[Candidate, ...]:
     return tuple(
         Candidate(int(token), float(score) - log_total)
         for token, score in zip(tokens, scores[tokens], strict=True)

@@ -292,7 +292,7 @@ class SampleBlock:
     positions: Sequence[int]
     """Position of the token to choose, for each row."""
     occurrences: Occurrences | None = None
-    """Occurrences of the tokens before each row; required if ``params.penalised``."""
+    """Occurrences of the tokens before each row; required if ``params.is_penalised``."""
     masks: Sequence[bytes | None] = ()
     """Mask of the allowed tokens for each row, or empty if there are no constraints."""
 
@@ -404,7 +404,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 def _is_argmax(params: SamplingParams) -> bool:
-    return params.greedy and not params.penalised and not params.logit_bias
+    return params.is_greedy and not params.is_penalised and not params.logit_bias
 
 
 def _select_rows(rows: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
@@ -440,7 +440,7 @@ def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list
         chosen: list[int] = _add_noise(scores, params, positions).argmax(-1).tolist()
         return chosen
     scores = logits.float()
-    if any(block.params.penalised or block.params.logit_bias for block in blocks):
+    if any(block.params.is_penalised or block.params.logit_bias for block in blocks):
         scores = scores.clone() if scores is logits else scores
         _adjust(scores, blocks, logits.shape[-1])
     rows = zip(scores.numpy(), params, positions, strict=True)
@@ -457,7 +457,7 @@ def _add_noise(
 ) -> torch.Tensor:
     """Return truncated ``scores``, which may be changed, plus the noise of the rows that are not
     greedy."""
-    noisy = [row for row, one in enumerate(params) if not one.greedy]
+    noisy = [row for row, one in enumerate(params) if not one.is_greedy]
     if noisy:
         seeds, places = [params[row].seed for row in noisy], [positions[row] for row in noisy]
         noise = gumbel_noise(seeds, places, scores.shape[-1], scores.device)
@@ -479,7 +479,7 @@ def _adjusted_copy(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch
 def _truncate_sampled_rows(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return ``scores`` with ``_truncate`` applied to the rows that are not greedy; may change
     ``scores``."""
-    noisy = [row for row, one in enumerate(params) if not one.greedy]
+    noisy = [row for row, one in enumerate(params) if not one.is_greedy]
     if not noisy:
         return scores
     truncated = _truncate(_select_rows(scores, noisy), [params[row] for row in noisy])
@@ -496,7 +496,7 @@ def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size
         if bias and count:
             amounts = np.tile([*bias.values()], count)
             biases.append((*_repeat_for_rows(first, count, np.array([*bias])), amounts))
-        if block.params.penalised:
+        if block.params.is_penalised:
             penalties.append(_penalty_entries(first, block))
         first += count
     if biases:

@@ -55,7 +55,7 @@ class AutomatonMatcher:
         self._automaton, self._states = automaton, [0]
 
     @property
-    def accepting(self) -> bool:
+    def can_end(self) -> bool:
         return self._states[-1] in self._automaton.ends
 
     def mask(self) -> bytes:

@@ -27,7 +27,7 @@ from edgespec.core.device.session import DraftCache
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.acceptance import explain_rule_refusal, make_rule
-from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_line, printable
+from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, make_printable, one_line
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, SlopeEstimator
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open
@@ -238,7 +238,7 @@ def test_two_rhythms() -> None:
     ["\x1b[2J", "\x9b2J", "\x07", "\r", "\b", "\x7f", "\u202e", "\u2066", "\ufeff", "\ud800"],
 )
 def test_control_characters_are_replaced(evil: str) -> None:
-    assert printable(f"a{evil}b") == f"a{REPLACEMENT}{evil[1:]}b"
+    assert make_printable(f"a{evil}b") == f"a{REPLACEMENT}{evil[1:]}b"
 
 
 def test_a_message_is_one_line_of_bounded_length() -> None:

@@ -73,8 +73,8 @@ def _probabilities(scores: list[float]) -> list[float]:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9.9e-7])
 def test_a_temperature_below_the_least_is_greedy(temperature: float) -> None:
     params = sa.SamplingParams(temperature=temperature, top_p=0.5, seed=4)
-    assert params.greedy
-    assert not sa.SamplingParams(temperature=1e-6).greedy
+    assert params.is_greedy
+    assert not sa.SamplingParams(temperature=1e-6).is_greedy
     for logits in ([1.0, 3.0, 3.0, 2.0], [1e30, 2e30, 2e30, 0.0]):
         assert [sa.choose(logits, params, position) for position in range(9)] == [1] * 9
 

@@ -455,7 +455,7 @@ def test_a_law_is_the_scalar_one(sampling: dict[str, Any]) -> None:
     logits = [random.Random(seed).gauss(0.0, 2.0) for seed in range(30)]
     found = probabilities(np.array(logits, np.float32), params)
     scores = warp(logits, params, (), ())
-    if params.greedy:
+    if params.is_greedy:
         expected = [float(token == int(np.argmax(scores))) for token in range(30)]
     else:
         weights = np.exp(np.array(scores) - max(scores))

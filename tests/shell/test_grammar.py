@@ -455,9 +455,9 @@ def test_a_mask_and_its_matcher_agree_on_the_text_of_added_tokens(
             assert matcher.mask() == mask
             output.append(dice.choice(named))
             assert matcher.consume(output[-1:]) == 1
-            if matcher.accepting and dice.random() < 0.5:
+            if matcher.can_end and dice.random() < 0.5:
                 break
-        assert matcher.accepting
+        assert matcher.can_end
         shown = b"".join(map(bytes_of, output)).decode()
         assert re.fullmatch(re.escape(written or shown).replace("\\?", "."), shown), shown
         allowed = {words.token_to_id("<think>")} if "<think>" in text else set()
@@ -486,7 +486,7 @@ def test_json_in_a_grammar_has_no_white_space_without_end(trying: GrammarReader)
     assert 1 <= taken <= 17
     rest = [LETTERS.index(letter) for letter in '"a": 5})']
     assert matcher.consume(rest) == len(rest)
-    assert matcher.accepting
+    assert matcher.can_end
 
 
 BOMB = Constraint(ConstraintKind.REGEX, "(((a|b){1,20}){1,20}){1,20}")

@@ -82,7 +82,7 @@ def test_siblings_are_the_best_perturbed_scores_in_order(
     assert not set(tokens[count:]) & inside
 
     def perturbed(token: int) -> float:
-        noise = 0.0 if params.greedy else gumbel(noise_bits(params.seed, position, token))
+        noise = 0.0 if params.is_greedy else gumbel(noise_bits(params.seed, position, token))
         return scores[token] + noise
 
     kept = [perturbed(token) for token in tokens[:count]]

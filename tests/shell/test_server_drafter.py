@@ -211,7 +211,7 @@ def test_a_text_beyond_the_window_goes_on_from_its_second_half(
     what is in the window."""
     model = _ToyDraft(60, context)
     drafter = PackedDrafter(model, window=window)
-    plain = [one for one in SAMPLINGS if not one.penalised]
+    plain = [one for one in SAMPLINGS if not one.is_penalised]
     core = _Core(drafter, _toy_guess, LAW.vocabulary_size, 3, plain)
     core.run(60)
     assert core.guesses > 100
@@ -281,7 +281,7 @@ def test_choices_are_the_best_by_the_law_in_its_scalar_form(
     for i, (row, some, params) in enumerate(zip(logits[-1], found, SAMPLINGS, strict=True)):
         law = warp(row.tolist(), params, (5, 6, 7 + i))
         noisy = [
-            one + (0.0 if params.greedy else gumbel(noise_bits(params.seed, 3, token)))
+            one + (0.0 if params.is_greedy else gumbel(noise_bits(params.seed, 3, token)))
             for token, one in enumerate(law)
         ]
         best = sorted(range(len(law)), key=lambda token: -noisy[token])[:CHOICES]

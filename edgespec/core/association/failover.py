@@ -31,7 +31,7 @@ from edgespec.core.association.known_verifiers import (
     Route,
 )
 from edgespec.core.association.policies import Association
-from edgespec.core.protocol.checks import bounded, one_line
+from edgespec.core.protocol.checks import check_range, one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, describe_model_mismatch
 
 _MIN_S, _MAX_S = 1e-3, 3600.0
@@ -74,7 +74,7 @@ class FailoverPolicy:
 
     def __post_init__(self) -> None:
         for name in ("hedge_s", "ask_s", "settle_s", "quiet_s", "probe_s", "full_s"):
-            bounded(name, getattr(self, name), _MIN_S, _MAX_S)
+            check_range(name, getattr(self, name), _MIN_S, _MAX_S)
 
 
 class Failover:
@@ -169,7 +169,7 @@ class Failover:
         address = self.candidates.choose(now, {*route.tried, *route.unfit, *route.dialing}, route)
         if address is None:
             return [] if route.dialing else [self._leave_without_verifier(route, now)]
-        if route.dialing and not self.candidates.fits(address, route):
+        if route.dialing and not self.candidates.may_serve(address, route):
             return []  # it would answer first and then refuse
         route.dialing.append(address)
         rtt_s = self.candidates.listed[address].rtt_s or 0.0
@@ -265,10 +265,10 @@ class Failover:
     def _leave(self, route: Route, why: str, now: float) -> ev.Leave:
         """The stream in use is gone. Another one can be tried at once while there is a verifier
         that is not known to be useless."""
-        left, route.address_in_use = route.address_in_use, None
+        previous, route.address_in_use = route.address_in_use, None
         found = self.candidates.choose(now, {*route.tried, *route.unfit}, route, closed_only=True)
         moved_at = route.moved_at
-        again = found == left and moved_at is not None and now - moved_at < _MIN_STREAM_S
+        again = found == previous and moved_at is not None and now - moved_at < _MIN_STREAM_S
         if found is None or again:
             none = self._leave_without_verifier(route, now)
             return none if found is None else ev.Leave(route.number, why)
@@ -343,7 +343,7 @@ class Failover:
         Verifiers that were tried before count again: the probe took longer than any pause."""
         avoid = {*route.unfit, str(route.address_in_use)}
         found = self.candidates.choose(now, avoid, route, closed_only=True)
-        return found is not None and self.candidates.fits(found, route)
+        return found is not None and self.candidates.may_serve(found, route)
 
     def _verifier_in_use(self, route: Route) -> KnownVerifier | None:
         """Return the verifier of the stream in use."""

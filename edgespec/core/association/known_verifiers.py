@@ -30,7 +30,7 @@ from typing import Final
 
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.policies import Association, VerifierView, rank_verifiers
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.estimators import ASSUMED_PASS_S, ASSUMED_RTT_S
 from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
 from edgespec.core.protocol.sampling import noise_bits
@@ -64,9 +64,9 @@ class BreakerPolicy:
     at this interval costs nothing."""
 
     def __post_init__(self) -> None:
-        bounded("failures", self.failures, 1, 1000)
-        bounded("open_s", self.open_s, _MIN_S, _MAX_S)
-        bounded("longest_open_s", self.longest_open_s, self.open_s, _MAX_S)
+        check_range("failures", self.failures, 1, 1000)
+        check_range("open_s", self.open_s, _MIN_S, _MAX_S)
+        check_range("longest_open_s", self.longest_open_s, self.open_s, _MAX_S)
 
 
 class CircuitBreaker:
@@ -145,13 +145,13 @@ class KnownVerifier:
     is_probing: bool = False
     """True while a probe is under way."""
 
-    def load(self, now: float) -> int | None:
+    def recent_session_count(self, now: float) -> int | None:
         """Return the verifier's sessions; None if they are not known, or too old."""
         if self.info is None or self.answered_at is None or now - self.answered_at > _LOAD_KEPT_S:
             return None
         return self.info.sessions
 
-    def fits(self, model: ModelIdentity | None, name: str = "") -> bool:
+    def may_serve(self, model: ModelIdentity | None, name: str = "") -> bool:
         """Return whether the last answer allows that the verifier serves ``model`` under ``name``.
 
         An empty ``name`` means that no name was requested; a ``model`` of None accepts any model.
@@ -238,19 +238,21 @@ class KnownVerifiers:
                 continue
             if closed_only and one.breaker.state is not CLOSED:
                 continue
-            rank = (not self.fits(one.address, route), one.breaker.state is not CLOSED)
+            rank = (not self.may_serve(one.address, route), one.breaker.state is not CLOSED)
             by_rank.setdefault(rank, []).append(one)
         if not by_rank:
             return None
         best = by_rank[min(by_rank)]
         if len(best) == 1 or any(one.address == route.last_address for one in best):
             return route.last_address if len(best) > 1 else best[0].address
-        views = make_views([(one.address, one.info, one.load(now), one.rtt_s) for one in best])
+        views = make_views(
+            [(one.address, one.info, one.recent_session_count(now), one.rtt_s) for one in best]
+        )
         return rank_verifiers(self._association, route.request.conversation, views)[0]
 
-    def fits(self, address: str, route: Route) -> bool:
+    def may_serve(self, address: str, route: Route) -> bool:
         """Return whether the verifier's last answer fits the model of ``route``."""
-        return self.listed[address].fits(route.first_model, route.request.model)
+        return self.listed[address].may_serve(route.first_model, route.request.model)
 
     def held_for_s(self, now: float, avoid: Collection[str]) -> float | None:
         """Return for how long all candidates but ``avoid`` are held; None if at least one is

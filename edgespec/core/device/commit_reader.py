@@ -46,7 +46,7 @@ class DraftOutbox:
         return node_id <= self._sent_through
 
     @property
-    def unsent(self) -> int:
+    def unsent_count(self) -> int:
         count = 0
         if self._tree.last_id > self._sent_through:
             for node_id in reversed(self._tree.nodes):
@@ -65,7 +65,7 @@ class DraftOutbox:
         flight.
 
         Each message holds one run of consecutive ids. The nodes count as sent."""
-        nodes, unsent = self._tree.nodes, self.unsent
+        nodes, unsent = self._tree.nodes, self.unsent_count
         waiting = list(islice(reversed(nodes.values()), unsent))[::-1]
         if (room := limit - (len(nodes) - unsent)) < unsent:
             del waiting[max(0, room) :]
@@ -92,11 +92,11 @@ class DraftOutbox:
         parents = tuple([node.parent for node in run])
         base = prefix.length if ROOT in parents else 0
         return Draft(
-            run[0].id,
-            parents,
-            tuple([node.token for node in run]),
-            base,
-            prefix.hash_at(base) if base else 0,
+            first_node_id=run[0].id,
+            parents=parents,
+            tokens=tuple([node.token for node in run]),
+            base_position=base,
+            base_hash=prefix.hash_at(base) if base else 0,
         )
 
 

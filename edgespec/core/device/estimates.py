@@ -115,8 +115,8 @@ class DraftChances:
         if guess.rank == UNRANKED:
             self._contradicted[guess.lookup_cell].add(hit)
         else:
-            found = self.alone if guess.lookup_cell == NO_CELL else self.confirmed
-            found.add(guess.rank, guess.logprob, hit=hit)
+            chances = self.alone if guess.lookup_cell == NO_CELL else self.confirmed
+            chances.add(guess.rank, guess.logprob, hit=hit)
 
 
 @dataclass(slots=True)
@@ -153,11 +153,11 @@ class LearnedByModel:
         """Return the estimates for the next session of this model."""
         if name == self._name:
             return self._usual
-        found = self._others.pop(name, None) or Learned(step_s=self._usual.step_s)
-        self._others[name] = found
+        learned = self._others.pop(name, None) or Learned(step_s=self._usual.step_s)
+        self._others[name] = learned
         if len(self._others) > MAX_OTHER_MODELS:
             del self._others[next(iter(self._others))]
-        return found
+        return learned
 
 
 @dataclass(slots=True)

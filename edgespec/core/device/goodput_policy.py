@@ -214,7 +214,10 @@ def explain_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstima
         )
     if isinstance(policy, GoodputPolicy):
         tree = SpeculationTree(CommittedPrefix((0,)))
-        gain = policy.best_leaf(DraftView(tree, 0, 0, policy.width, 1 << 30, estimates))[1]
+        view = DraftView(
+            tree=tree, unsent=0, in_flight=0, room=policy.width, end=1 << 30, estimates=estimates
+        )
+        _, gain = policy.best_leaf(view)
         if gain < policy.min_gain:
             return f"a draft step would save {gain:.3f} tokens, and has to save {policy.min_gain:g}"
     return None

@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from edgespec.core.device import events as ev
-from edgespec.core.protocol.checks import bounded, one_line, transition
+from edgespec.core.protocol.checks import check_range, one_line, transition
 from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, ModelIdentity, Open, Opened
 from edgespec.core.protocol.sampling import noise_bits
 
@@ -80,8 +80,8 @@ class ReconnectPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name.endswith("_s"):
-                bounded(field.name, getattr(self, field.name), MIN_WAIT_S, MAX_WAIT_S)
-        bounded("max_streams_without_token", self.max_streams_without_token, 1, MAX_STREAMS)
+                check_range(field.name, getattr(self, field.name), MIN_WAIT_S, MAX_WAIT_S)
+        check_range("max_streams_without_token", self.max_streams_without_token, 1, MAX_STREAMS)
         for name, limit in (("first_s", "longest_s"), ("silence_s", "progress_s")):
             if (value := getattr(self, name)) > (most := getattr(self, limit)):
                 raise ValueError(f"{name} is {value}, but must be at most {limit}, which is {most}")

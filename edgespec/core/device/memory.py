@@ -341,11 +341,11 @@ def plan_memory(variants: Sequence[DraftVariant], question: MemoryPlanInputs) ->
     It is a plan of the first of ``variants`` that fits, with as many caches as were requested and
     the budget holds. Raises ``MemoryPlanError`` with the smallest budget that would do."""
     assert variants
-    plan = next((one for one in _plans(variants, question) if one.fits), None)
+    plan = next((one for one in _iterate_plans(variants, question) if one.fits), None)
     if plan is None:
-        raise _refusal(variants, question)
+        raise _make_plan_error(variants, question)
     for caches in range(question.max_caches, 1, -1):
-        richer = _plan(plan.variant, replace(plan.settings, caches=caches), question)
+        richer = _make_plan(plan.variant, replace(plan.settings, caches=caches), question)
         if richer.fits:
             return richer
     return plan
@@ -360,11 +360,13 @@ def smallest_budget(variants: Sequence[DraftVariant], question: MemoryPlanInputs
     """Return the smallest budget that any of ``variants`` fits into.
 
     Formula: max(p + 8 MiB, p / 0.95) for a leanest prediction of p. 152 MiB need 160 MiB."""
-    leanest = min(plan.predicted_bytes for plan in _plans(variants, question))
+    leanest = min(plan.predicted_bytes for plan in _iterate_plans(variants, question))
     return max(leanest + LEAST_MARGIN_BYTES, int(leanest / (1.0 - MARGIN_SHARE)) + 1)
 
 
-def _plans(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> Iterator[MemoryPlan]:
+def _iterate_plans(
+    variants: Sequence[DraftVariant], question: MemoryPlanInputs
+) -> Iterator[MemoryPlan]:
     """Yield all combinations, the best first."""
     for _, same in groupby(variants, key=lambda one: (one.name, one.bits)):
         kinds = tuple(same)
@@ -376,10 +378,14 @@ def _plans(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> Iter
             ):
                 for variant in kinds:
                     for chunk in CHUNKS:
-                        yield _plan(variant, DraftSettings(window, width, chunk, threads), question)
+                        yield _make_plan(
+                            variant, DraftSettings(window, width, chunk, threads), question
+                        )
 
 
-def _plan(variant: DraftVariant, settings: DraftSettings, question: MemoryPlanInputs) -> MemoryPlan:
+def _make_plan(
+    variant: DraftVariant, settings: DraftSettings, question: MemoryPlanInputs
+) -> MemoryPlan:
     terms = memory_terms(variant, settings, question.runtime_bytes)
     return MemoryPlan(variant, settings, terms, question.budget_bytes)
 
@@ -394,8 +400,10 @@ def window_sizes(longest: int) -> tuple[int, ...]:
     return (longest, *(one for one in reversed(found) if one < longest))
 
 
-def _refusal(variants: Sequence[DraftVariant], question: MemoryPlanInputs) -> MemoryPlanError:
-    least = min(_plans(variants, question), key=lambda plan: plan.predicted_bytes)
+def _make_plan_error(
+    variants: Sequence[DraftVariant], question: MemoryPlanInputs
+) -> MemoryPlanError:
+    least = min(_iterate_plans(variants, question), key=lambda plan: plan.predicted_bytes)
     largest = sorted(least.terms, key=lambda term: -term.bytes)[:2]
     parts = ", ".join(f"{term.name} {in_mib(term.bytes)}" for term in largest)
     return MemoryPlanError(

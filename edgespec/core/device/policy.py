@@ -196,14 +196,14 @@ class FixedPolicy:
     drops_useless_draft: ClassVar[bool] = False
 
     def choose_parent(self, view: DraftView) -> int | None:
-        if view.in_flight or view.unsent >= self._nodes(view) or view.room < self.width:
+        if view.in_flight or view.unsent >= self._nodes_per_round(view) or view.room < self.width:
             return None
         return view.chain_end()
 
     def should_send(self, view: DraftView) -> bool:
-        return not view.in_flight and view.unsent >= self._nodes(view)
+        return not view.in_flight and view.unsent >= self._nodes_per_round(view)
 
-    def _nodes(self, view: DraftView) -> int:
+    def _nodes_per_round(self, view: DraftView) -> int:
         if self.gamma is not None:
             return self.gamma * self.width
         rate = min(view.estimates.acceptance.rate(0), 0.99)

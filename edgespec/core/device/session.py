@@ -80,7 +80,13 @@ class DraftSession:
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
         verifier, learned = verifier or VerifierEstimates(), learned or Learned()
-        self._reader = CommitReader(self.tree, self._outbox, verifier, learned, sampling)
+        self._reader = CommitReader(
+            tree=self.tree,
+            outbox=self._outbox,
+            verifier=verifier,
+            learned=learned,
+            sampling=sampling,
+        )
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self._text = None if text is None else DeviceLookup(self.tree, text, self.estimates)
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
@@ -216,14 +222,14 @@ class DraftSession:
         self._stop_if_useless()
         if self._text is not None and self.drafting:
             self._text.learn()
-            self._text.grow(self._view(self._outbox.unsent, now))
+            self._text.grow(self._view(self._outbox.unsent_count, now))
         streaming, view = state is ev.STREAMING, None
-        unsent = self._outbox.unsent
+        unsent = self._outbox.unsent_count
         if streaming and unsent:
             view = self._view(unsent, now)
             if self._policy.should_send(view):
                 actions += self._send_drafts()
-                view.unsent = unsent = self._outbox.unsent
+                view.unsent = unsent = self._outbox.unsent_count
                 view.in_flight = len(self.tree.nodes) - unsent
         if self._step is not None:
             return
@@ -235,7 +241,7 @@ class DraftSession:
                 return
         if streaming and unsent and self._policy.should_send(self._view(unsent, now, resting=True)):
             actions += self._send_drafts()
-            unsent = self._outbox.unsent
+            unsent = self._outbox.unsent_count
         if streaming and unsent == len(self.tree.nodes):
             actions += self._send_rest_or_announce_none()
 
@@ -250,7 +256,14 @@ class DraftSession:
         width = view.affordable_width(parent, self._policy.width)
         keep, feed = self._cache.feed(self.prefix, self.tree.path(parent))
         least = self._policy.min_candidate_chance
-        self._step = _Step(parent, width, least, self.prefix.length, now, len(feed))
+        self._step = _Step(
+            parent=parent,
+            width=width,
+            min_candidate_chance=least,
+            base_position=self.prefix.length,
+            started_at=now,
+            fed=len(feed),
+        )
         return ev.StartStep(keep, feed, width)
 
     def _on_step_done(self, event: ev.StepDone, now: float) -> None:
@@ -280,12 +293,22 @@ class DraftSession:
                 node.rank, node.logprob, node.chance = rank, logprob, chance
             else:
                 node_id = tree.last_id + 1
-                tree.grow(node_id, step.parent, token, base, rank, logprob, chance)
+                tree.grow(
+                    node_id, step.parent, token, base, rank=rank, logprob=logprob, chance=chance
+                )
         for node in lookup_nodes.values():
             node.chance = self.estimates.guesses.contradicted_chance(node.lookup_cell)
         if late:
             offered = [
-                Node(ROOT, ROOT, token, position, rank, [], logprob)
+                Node(
+                    id=ROOT,
+                    parent=ROOT,
+                    token=token,
+                    position=position,
+                    rank=rank,
+                    children=[],
+                    logprob=logprob,
+                )
                 for rank, (token, logprob, _) in enumerate(found)
             ]
             self._reader.judge(offered, self.prefix.tokens[position])
@@ -320,7 +343,7 @@ class DraftSession:
         flight.
 
         A verifier that waits for drafts then decodes on."""
-        if self._outbox.unsent and (drafts := self._send_drafts()):
+        if self._outbox.unsent_count and (drafts := self._send_drafts()):
             return drafts
         if self._announced_no_draft or self.request.run_ahead is not RunAhead.NEVER:
             return []
@@ -329,7 +352,7 @@ class DraftSession:
 
     @property
     def _in_flight(self) -> int:
-        return len(self.tree.nodes) - self._outbox.unsent
+        return len(self.tree.nodes) - self._outbox.unsent_count
 
     @property
     def _max_outstanding(self) -> int:
@@ -341,6 +364,7 @@ class DraftSession:
 
     def _view(self, unsent: int, now: float, *, resting: bool = False) -> DraftView:
         alive, since, opened = len(self.tree.nodes), self._busy_since, self._opened_at
+        # This takes 0.40 us by position and 0.68 us with names, at every event of a simulated city.
         return DraftView(
             self.tree,
             unsent,

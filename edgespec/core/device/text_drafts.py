@@ -96,5 +96,13 @@ class DeviceLookup:
                     node.chance = chances.draft_chance(rank, logprob, rate, lookup_chance)
             elif chance * lookup_chance >= MIN_PATH_CHANCE and room > len(children) - before:
                 node_id, base = tree.last_id + 1, tree.prefix.length
-                tree.grow(node_id, parent, token, base, UNRANKED, 0.0, lookup_chance, cell)
+                tree.grow(
+                    node_id,
+                    parent,
+                    token,
+                    base,
+                    rank=UNRANKED,
+                    chance=lookup_chance,
+                    lookup_cell=cell,
+                )
         return len(children) - before

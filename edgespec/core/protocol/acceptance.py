@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.messages import EXACT_RULE
 from edgespec.core.protocol.work import NodeScore
 from edgespec.core.statically_frozen import statically_frozen
@@ -195,7 +195,7 @@ def parse_rule(text: str) -> RelaxedRule | None:
     if len(values) != len(family.parameters):
         raise ValueError(f"rule is {text!r}, but must be {name}{family.usage}, in numbers")
     for value, (parameter, low, high) in zip(values, family.parameters, strict=True):
-        bounded(f"{parameter} of rule {text!r}", value, low, high)
+        check_range(f"{parameter} of rule {text!r}", value, low, high)
     return RelaxedRule(name, values)
 
 

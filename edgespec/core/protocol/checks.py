@@ -8,7 +8,9 @@ from enum import Enum
 from typing import Any, Final, TypeVar
 
 
-def bounded(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def check_range(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
     """Check that ``value`` lies in [low, high], or in (low, high] if ``open_low``.
 
     Raises ``ValueError`` with the name, the value and the range. NaN lies in no range."""
@@ -40,7 +42,7 @@ def check_limits(section: Any) -> None:
             continue
         if "limits" in one.metadata:
             for number in value if isinstance(value, tuple) else (value,):
-                bounded(one.name, number, *one.metadata["limits"])
+                check_range(one.name, number, *one.metadata["limits"])
         elif "known" in one.metadata and value not in (known := one.metadata["known"]):
             names = ", ".join(str(one) for one in known if one != "")
             empty = ", or left out" if "" in known else ""
@@ -63,7 +65,7 @@ MAX_MESSAGE_LENGTH: Final = 1000
 _HARMLESS: Final = frozenset("\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}")
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Replace every control or invisible character of ``text`` by U+FFFD.
 
     Newlines, tabs and the joiners are kept. The length does not change."""
@@ -75,7 +77,9 @@ def printable(text: str) -> str:
 def one_line(message: str) -> str:
     """Return ``message`` as one printable line of at most ``MAX_MESSAGE_LENGTH`` characters."""
     short = message[:MAX_MESSAGE_LENGTH]
-    return printable(" ".join(short.split())) + ("…" if len(message) > MAX_MESSAGE_LENGTH else "")
+    return make_printable(" ".join(short.split())) + (
+        "…" if len(message) > MAX_MESSAGE_LENGTH else ""
+    )
 
 
 def is_unicode(text: str) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.errors import EdgespecError
 
 MAX_CONSTRAINT_BYTES: Final = 32 << 10
@@ -51,7 +51,7 @@ class Matcher(Protocol):
     grammar library allow."""
 
     @property
-    def accepting(self) -> bool:
+    def can_end(self) -> bool:
         """Whether the output may end here."""
 
     def mask(self) -> bytes:
@@ -82,7 +82,7 @@ class Constraint:
         except UnicodeEncodeError as error:
             kind = self.kind.value
             raise ValueError(f"the {kind} constraint is not valid Unicode: {error}") from None
-        bounded(f"bytes of the {self.kind.value} constraint", size, 1, MAX_CONSTRAINT_BYTES)
+        check_range(f"bytes of the {self.kind.value} constraint", size, 1, MAX_CONSTRAINT_BYTES)
 
 
 def allows(mask: bytes, token: int) -> bool:
@@ -197,7 +197,7 @@ class ConstrainedText:
         mask, matcher = self._matcher.mask(), self._matcher
         if not any(mask):
             return self._ends
-        if not matcher.accepting:
+        if not matcher.can_end:
             return mask
         bits = int.from_bytes(mask, "little") | int.from_bytes(self._ends, "little")
         return bits.to_bytes(max(len(mask), len(self._ends)), "little")

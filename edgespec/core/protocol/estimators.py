@@ -129,7 +129,7 @@ class PlaneEstimator:
         self._xy = keep * (self._xy + share * from_x * from_y)
         self._zy = keep * (self._zy + share * from_z * from_y)
         if self.count >= _MIN_SAMPLES:
-            self.slopes = self._fitted()
+            self.slopes = self._fit_slopes()
 
     def value(self, x: float, z: float) -> float | None:
         """Return y at (x, z) on the fitted plane; None while its slopes are not known."""
@@ -138,7 +138,7 @@ class PlaneEstimator:
         of_x, of_z = self.slopes
         return self._y + of_x * (x - self._x) + of_z * (z - self._z)
 
-    def _fitted(self) -> tuple[float, float] | None:
+    def _fit_slopes(self) -> tuple[float, float] | None:
         xx, zz, xz = self._xx, self._zz, self._xz
         determinant = xx * zz - xz * xz
         if min(xx, zz) >= _MIN_VARIANCE and determinant >= _MIN_UNEXPLAINED * xx * zz:
@@ -251,7 +251,7 @@ class CalibratedChances:
     def add(self, rank: int, logprob: float, *, hit: bool) -> None:
         """Record a decided position at which the candidate of this rank had this
         log-probability."""
-        cell = _cell(rank, logprob)
+        cell = _cell_of(rank, logprob)
         self._trials[cell] = self._trials[cell] * _MEMORY + 1.0
         self._hits[cell] = self._hits[cell] * _MEMORY + hit
 
@@ -263,11 +263,11 @@ class CalibratedChances:
         tenths for first candidates and halvings for others. If 60 second candidates with a
         confidence of 0.01 were tried and none was right, and second candidates are right at 0.1:
         0.6 / 66 = 0.009."""
-        cell = _cell(rank, logprob)
+        cell = _cell_of(rank, logprob)
         return (self._hits[cell] + rate * _PRIOR_WEIGHT) / (self._trials[cell] + _PRIOR_WEIGHT)
 
 
-def _cell(rank: int, logprob: float) -> int:
+def _cell_of(rank: int, logprob: float) -> int:
     """Return the cell of a candidate.
 
     A first candidate's cell is its tenth of the probability. The cells of later ranks follow, rank

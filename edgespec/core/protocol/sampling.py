@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from edgespec.core.protocol.checks import bounded, check_limits, limited
+from edgespec.core.protocol.checks import check_limits, check_range, limited
 from edgespec.core.protocol.constraint import Constraint, allows
 
 # Shared noise: Gumbel(seed, position, token id) as a pure function. argmax(logits + Gumbel noise)
@@ -151,10 +151,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        bounded("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        bounded("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
-        bounded("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
-        bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
+        check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_range("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
+        check_range("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
+        check_range("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
         given: object = self.stop
         if isinstance(given, str):  # iterating over a str would give its letters
             raise ValueError(f"stop is {given!r}, but must be a tuple of strings")
@@ -164,7 +164,7 @@ class SamplingParams:
             more = f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}"
             raise ValueError(f"{more}: the minimum must not exceed the maximum")
         for token, bias in self.logit_bias.items():
-            bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
+            check_range(f"logit_bias[{token}]", bias, -1e4, 1e4)
         if self.constraint is not None and self.ignore_eos:
             raise ValueError("ignore_eos is true, but must be false with a constraint")
 
@@ -173,11 +173,11 @@ class SamplingParams:
         return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)))
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
     @property
-    def penalised(self) -> bool:
+    def is_penalised(self) -> bool:
         """Whether a token's score depends on the tokens before it beyond what the model
         computed."""
         return (
@@ -211,8 +211,8 @@ class MinTokensMask:
             return mask
         if mask is None:
             return self._others_mask
-        left = int.from_bytes(mask, "little") & self._others
-        return _as_mask(left) if left else mask
+        remaining = int.from_bytes(mask, "little") & self._others
+        return _as_mask(remaining) if remaining else mask
 
 
 def _as_mask(bits: int) -> bytes:
@@ -232,7 +232,7 @@ def choose(
     It depends on the logits of that position, the tokens before it and ``mask``, the mask of the
     constraint and of ``MinTokensMask``."""
     scores = warp(masked(logits, mask), params, prompt, output)
-    if not params.greedy:
+    if not params.is_greedy:
         scores = [
             s + gumbel(noise_bits(params.seed, position, token)) if s > -math.inf else s
             for token, s in enumerate(scores)
@@ -259,13 +259,13 @@ def warp(
     for token, bias in params.logit_bias.items():
         if 0 <= token < len(scores):
             scores[token] += bias
-    if params.penalised:
+    if params.is_penalised:
         for token in {*prompt, *output}:
             factor = params.repetition_penalty
             scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
         for token, count in Counter(output).items():
             scores[token] -= params.presence_penalty + params.frequency_penalty * count
-    if params.greedy:
+    if params.is_greedy:
         return scores
     scores = [s / params.temperature for s in scores]
     scores = _top_k(scores, params.top_k)

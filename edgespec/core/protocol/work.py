@@ -93,7 +93,13 @@ def score_node(law: Sequence[float], logits: Sequence[float], token: int) -> Nod
     entropy = -math.fsum([math.exp(one) * one for one in logprobs if one > -math.inf])
     rank = sum([logit > law[token] for logit in law])
     raw = _bounded(logits[token] - _log_sum_exp(logits))
-    return NodeScore(logprobs[token], max(logprobs), rank, entropy, raw)
+    return NodeScore(
+        logprob=logprobs[token],
+        best_logprob=max(logprobs),
+        rank=rank,
+        entropy=entropy,
+        raw_logprob=raw,
+    )
 
 
 @statically_frozen
@@ -165,16 +171,16 @@ class PassRequest:
         """Return the same request on these blocks. Copying field by field is cheaper than
         ``replace``."""
         return PassRequest(
-            self.key,
-            self.cache_length,
-            self.feed,
-            self.tokens,
-            self.parents,
-            self.sample,
-            blocks,
-            self.served,
-            self.logprobs,
-            self.node_scores,
+            key=self.key,
+            cache_length=self.cache_length,
+            feed=self.feed,
+            tokens=self.tokens,
+            parents=self.parents,
+            sample=self.sample,
+            blocks=blocks,
+            served=self.served,
+            logprobs=self.logprobs,
+            node_scores=self.node_scores,
         )
 
     @property

@@ -22,7 +22,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.models.onnx_runtime import ort
 
@@ -306,7 +306,7 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     The graph runs on the first of ``providers``; the others run what that one does not support.
     Raises ``DraftModelError`` naming the file, or the providers that are missing, and
     ``ValueError`` for threads outside 1..64."""
-    bounded("threads", threads, 1, MAX_THREADS)
+    check_range("threads", threads, 1, MAX_THREADS)
     missing = sorted(set(providers) - set(ort.get_available_providers()))
     if missing or not providers:
         raise DraftModelError(

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.core import ports
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
 from edgespec.device.drafters import kv_buffers as kv
@@ -114,7 +114,7 @@ class GraphDrafter:
         The other rows are returned to the system. A window of 0 rests: it has no rows and no
         candidates. Call this in the thread of the steps. Raises ``ValueError`` for a window beyond
         the first one."""
-        bounded("window", window, 0, self._capacity)
+        check_range("window", window, 0, self._capacity)
         self._window.resize(window)
         self._max_candidates = width if window else 0
         self._store.shrink(window)
@@ -301,9 +301,9 @@ def _limit_length(
     """Return ``info`` with the longest sequence that is drafted for, and the rows that it takes.
 
     A sliding window accepts any length."""
-    bounded("context_length", context_length, 0, info.context_length)
+    check_range("context_length", context_length, 0, info.context_length)
     limit = context_length or min(info.context_length, default)
-    bounded("window", window, 0, limit)
+    check_range("window", window, 0, limit)
     trained = min(trained, limit)
     slides = window or (trained and not context_length)
     longest = mf.MAX_CONTEXT_LENGTH if slides else limit
@@ -344,7 +344,7 @@ class OnnxDrafter(GraphDrafter):
         info, capacity = _limit_length(
             manifest.model, context_length, mf.MAX_CONTEXT_LENGTH, window, manifest.window
         )
-        bounded("chunk", chunk, 1, CHUNK)
+        check_range("chunk", chunk, 1, CHUNK)
         path = folder / mf.MODEL_FILE
         if why := mf.find_damage(folder, manifest, (mf.MODEL_FILE, f"{mf.MODEL_FILE}.data")):
             raise mf.DraftModelError(f"{why}; export or copy the draft again")

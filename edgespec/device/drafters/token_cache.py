@@ -13,7 +13,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.device.memory import MemoryGuard
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, Twinned, never_cancelled
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.constraint import ConstrainedText
 from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, TokenCounts
 
@@ -37,11 +37,11 @@ class TokenCache:
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         """Start an empty sequence. Raises ``ValueError`` if the prompt cannot fit."""
-        bounded("prompt length", prompt_length, 1, self._info.context_length)
+        check_range("prompt length", prompt_length, 1, self._info.context_length)
         self.tokens.clear()
         self._prompt_length = prompt_length
         self.sampling = sampling
-        self.counts = TokenCounts(self._info.vocabulary_size) if sampling.penalised else None
+        self.counts = TokenCounts(self._info.vocabulary_size) if sampling.is_penalised else None
         constraint, ends = sampling.constraint, self._info.eos_token_ids
         is_readable = constraint is not None and constraint.matcher is not None and ends
         self.constrained = ConstrainedText(constraint, ends) if constraint and is_readable else None

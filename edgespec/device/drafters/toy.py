@@ -65,9 +65,9 @@ class ToyDrafter(SilentDrafter):
         logits = masked(self._model.logits(cache.tokens), cache.allowed_mask())
         if max(logits) == -math.inf:
             return ()
-        prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
+        prompt, output = (cache.prompt, cache.output) if params.is_penalised else ((), ())
         candidates = rank_candidates(warp(logits, params, prompt, output), params, position, width)
-        if len(candidates) == width or params.greedy:
+        if len(candidates) == width or params.is_greedy:
             return candidates
         open_params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         others = rank_candidates(
@@ -90,7 +90,7 @@ def rank_candidates(
     best = max(scores)
     log_total = best + math.log(math.fsum(math.exp(s - best) for s in scores))
     inside = [(s, token) for token, s in enumerate(scores) if s > -math.inf]
-    if params.greedy:
+    if params.is_greedy:
         ranked = [(s, -token) for s, token in inside]
     else:
         seed = params.seed

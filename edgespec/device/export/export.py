@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.config.files import temporary_folder
 from edgespec.core.device.memory import KvType
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_range
 from edgespec.device.drafters.manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -79,7 +79,7 @@ def export_draft(
 
     shape, info = read_shape(source), folders.model_info(source)
     length = context_length or min(info.context_length, DEFAULT_CONTEXT_LIMIT)
-    bounded("context_length", length, 1, info.context_length)
+    check_range("context_length", length, 1, info.context_length)
     manifest = DraftManifest(
         model=replace(info, context_length=length),
         bits=bits,

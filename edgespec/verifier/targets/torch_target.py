@@ -337,7 +337,7 @@ class TorchTarget(SimpleTarget):
         sequence = self._pool.sequence(request.key)
         params, length = sequence.sampling, sequence.first + len(sequence.tokens)
         counts = None
-        if params.penalised:
+        if params.is_penalised:
             counts = sequence.counts or tensors.TextOccurrences(sequence.prompt_length)
             sequence.counts = counts
             counts.update(sequence.tokens, request.cache_length)

@@ -260,7 +260,7 @@ class ToyTarget(SimpleTarget):
         self, sequence: SequenceText, path: tuple[int, ...]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Prompt and output before the end of ``path``, if penalties look at them."""
-        if not sequence.sampling.penalised:
+        if not sequence.sampling.is_penalised:
             return (), ()
         length = sequence.prompt_length
         return sequence.tokens[:length], [*sequence.tokens[length:], *path]

@@ -105,7 +105,7 @@ class _Text:
         """
         positions = range(end, end + 1 + len(drafts))
         masks = self._masks(positions, vocabulary_size)
-        if not self.params.penalised:
+        if not self.params.is_penalised:
             return SampleBlock(name, self.params, positions, masks=masks)
         known = len(self._tokens)
         self._tokens += tokens[known:end].tolist()

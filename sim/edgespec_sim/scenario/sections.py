@@ -15,7 +15,7 @@ from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
-from edgespec.core.protocol.checks import Section, among, bounded, check_limits, limited
+from edgespec.core.protocol.checks import Section, among, check_limits, check_range, limited
 from edgespec_sim.scenario.verifiers import DEFAULT_SESSIONS, RADIOS, MemorySum, memory_sum
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
@@ -202,7 +202,7 @@ class ArrivalsSection:
                 verb = "is missing" if name == wanted else "is given"
                 raise ValueError(f"{name} {verb}, but {self.kind.value} arrivals take {wanted}")
         if self.kind is ArrivalKind.POISSON:
-            bounded("rate", self.rate, 0.0, MAX_RATE_PER_S, open_low=True)
+            check_range("rate", self.rate, 0.0, MAX_RATE_PER_S, open_low=True)
         if self.rates and len(self.rates) != HOURS:
             raise ValueError(f"rates has {len(self.rates)} numbers, but must have {HOURS}")
         if self.rates and not any(self.rates):
