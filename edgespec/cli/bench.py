@@ -1,7 +1,7 @@
-"""`edgespec bench`: every way of splitting the work, on this machine, over the same link.
+"""`edgespec bench`: compare ways of decoding on this machine, over the same emulated links.
 
-It composes what ``edgespec.bench`` runs: the verifier as a child process, the drafter here, and
-gRPC between them, with the delays of each round-trip time in turn.
+The command composes the parts that ``edgespec.bench`` measures: the verifier in a child process,
+the drafter in this one, and gRPC between them, with the delays of each round-trip time in turn.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DEFAULTS = BenchSettings()
 QUICK = replace(DEFAULTS, rtts_ms=(20.0, 100.0), repeats=2, prompt_limit=3, max_tokens=32)
 _ARM_NAMES = ", ".join(arm.value for arm in Arm)
 _RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
-# What the wire takes by default, whatever the context.
+# The wire's default limit of a prompt, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768
 _BUILT_IN_NAMES = {"short": "built-in", "long": "built-in, long"}
-_WHAT, _TEXT, _TIMES = "What is compared", "The text", "Emulated times"
+_WHAT, _TEXT, _TIMES = "Comparison", "Models and prompts", "Emulation"
 
 
 def _option(panel: str, text: str, *names: str, default: object = None, **more: Any) -> Any:
@@ -55,46 +55,74 @@ def _option(panel: str, text: str, *names: str, default: object = None, **more: 
     return option(text + shown, *names, panel=panel, **more)
 
 
-_ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...", default=_ARM_NAMES)
-_RTTS_MS = _option(_WHAT, "Round trips of the link", "--rtt-ms", metavar="MS,MS,...", default=_RTTS)
-_REPEATS = _option(_WHAT, "How many times to measure everything", default=DEFAULTS.repeats)
+_ARMS = _option(
+    _WHAT,
+    "Ways of decoding to compare; vanilla, pearl and windowed exist for comparison only",
+    metavar="ARM,ARM,...",
+    default=_ARM_NAMES,
+)
+_RTTS_MS = _option(
+    _TIMES,
+    "Milliseconds of round trip of the emulated links",
+    "--rtt-ms",
+    metavar="MS,MS,...",
+    default=_RTTS,
+)
+_REPEATS = _option(
+    _WHAT, "Times to repeat every measurement, to see the spread", default=DEFAULTS.repeats
+)
+_JSON = _option(_WHAT, "Write the results to this file as JSON", metavar="FILE")
 _TAPE = _option(
-    *(_WHAT, "Write a match tape for the simulator there", "--record-tape"), metavar="FILE"
+    *(_WHAT, "Write a match tape, which the simulator can replay, to this file", "--record-tape"),
+    metavar="FILE",
 )
 _THEORY = _option(
-    _WHAT, "Say what theory lets the two models agree on, beside what they do", "--theory"
+    _WHAT,
+    "Compare the acceptance with what theory allows for these two models (needs --temperature)",
+    "--theory",
 )
-_MODEL = _option(_TEXT, "Target, as of a verifier", envvar="EDGESPEC_MODEL")
-_DRAFT = _option(_TEXT, "Draft, as of a device", envvar="EDGESPEC_DRAFT")
+_QUICK = _option(_WHAT, "Measure less of everything, in about two minutes", "--quick")
+_MODEL = _option(
+    *(_TEXT, "Target model, as of `edgespec verifier`"), metavar="MODEL", envvar="EDGESPEC_MODEL"
+)
+_DRAFT = _option(
+    *(_TEXT, "Draft model, as of `edgespec generate`"), metavar="MODEL", envvar="EDGESPEC_DRAFT"
+)
 _SERVER_DRAFT = _option(
     _TEXT,
-    "Draft of the verifier, as its --draft; empty: no arm in which the server drafts",
+    "Draft model of the verifier; empty leaves out the arms in which the verifier drafts",
     metavar="MODEL",
-    default="bundled or toy as --draft is, else empty",
+    default="that of --draft if it is bundled or toy, else empty",
 )
 _PROMPTS = _option(
     _TEXT,
-    "Built-in prompts of some 30 tokens or of 400 to 500, or a file of your own",
+    "Built-in prompts of about 30 tokens (short) or 400 to 500 (long), or a file of your own",
     metavar="short|long|FILE.jsonl",
 )
-_LIMIT = _option(_TEXT, "Use the first so many prompts", default=DEFAULTS.prompt_limit)
-_TOKENS = _option(_TEXT, "Length of each text", "--max-tokens", "-n", default=DEFAULTS.max_tokens)
-_TEMPERATURE = _option(_TEXT, "0 is greedy", "--temperature", "-t")
-_PASS_MS = _option(_TIMES, "A target pass; 0: as fast as the machine goes")
+_LIMIT = _option(_TEXT, "Number of prompts to use, from the first", default=DEFAULTS.prompt_limit)
+_CHAT = _option(_TEXT, "Wrap each prompt in the model's chat template", "--chat")
+_TOKENS = _option(
+    *(_TEXT, "Tokens of each output", "--max-tokens", "-n"), default=DEFAULTS.max_tokens
+)
+_TEMPERATURE = _option(_TEXT, "Sampling temperature; 0 is greedy", "--temperature", "-t")
+_SEED = _option(_TEXT, "Seed of the sampling; the same seed gives the same outputs")
+_PASS_MS = _option(_TIMES, "Milliseconds of a target pass; 0 runs at this machine's own speed")
 _DRAFT_MS = _option(
     _TIMES,
-    "A draft step; 0: as fast as the machine goes",
+    "Milliseconds of a draft step; 0 runs at this machine's own speed",
     default=f"{DEFAULTS.draft_ms:g}; with --draft lookup 0",
 )
 _SERVER_DRAFT_MS = _option(
-    _TIMES, "A draft step on the server; 0: as fast as the machine goes", "--server-draft-ms"
+    _TIMES,
+    "Milliseconds of a draft step on the verifier; 0 runs at this machine's own speed",
+    "--server-draft-ms",
 )
 
 
 def bench(
     arms: Annotated[str | None, _ARMS] = None,
     rtt_ms: Annotated[str | None, _RTTS_MS] = None,
-    json: Annotated[Path | None, _option(_WHAT, "Write the results there", metavar="FILE")] = None,
+    json: Annotated[Path | None, _JSON] = None,
     tape: Annotated[Path | None, _TAPE] = None,
     theory: Annotated[bool, _THEORY] = False,
     model: Annotated[str, _MODEL] = "bundled",
@@ -102,25 +130,26 @@ def bench(
     server_draft: Annotated[str | None, _SERVER_DRAFT] = None,
     prompts: Annotated[str, _PROMPTS] = "short",
     limit: Annotated[int | None, _LIMIT] = None,
-    chat: Annotated[bool, _option(_TEXT, "Wrap prompts by the chat template", "--chat")] = False,
+    chat: Annotated[bool, _CHAT] = False,
     max_tokens: Annotated[int | None, _TOKENS] = None,
     repeats: Annotated[int | None, _REPEATS] = None,
     temperature: Annotated[float, _TEMPERATURE] = DEFAULTS.temperature,
-    seed: Annotated[int, _option(_TEXT, "The same seed gives the same text")] = DEFAULTS.seed,
+    seed: Annotated[int, _SEED] = DEFAULTS.seed,
     pass_ms: Annotated[float, _PASS_MS] = DEFAULTS.pass_ms,
     draft_ms: Annotated[float | None, _DRAFT_MS] = None,
     server_draft_ms: Annotated[float, _SERVER_DRAFT_MS] = DEFAULTS.server_draft_ms,
-    quick: Annotated[bool, _option(_WHAT, "Two minutes: less of everything", "--quick")] = False,
+    quick: Annotated[bool, _QUICK] = False,
 ) -> None:
-    """Compare target-only streaming, split decoding, a server that drafts itself (server-draft),
-    a device that does (edgespec), and both, at several round-trip times.
+    """Compare ways of decoding at several round-trip times.
 
-    All arms run the same code, link, models and prompts, in turns, and must give the same tokens.
-    By default the times of passes and draft steps are emulated; the tokens are real.
+    The arms are plain streaming (target-only), split decoding (vanilla, pearl, windowed), drafts by
+    the device (edgespec), by the verifier (server-draft), and by both. All run the same code,
+    links, models and prompts, in turns, and must give the same tokens. By default the durations of
+    passes and draft steps are emulated; the tokens are real.
     """
-    if draft_ms is None:  # no emulated model stands behind what is looked up
+    if draft_ms is None:  # lookup runs no model whose step could be emulated
         draft_ms = 0.0 if draft == build.LOOKUP else DEFAULTS.draft_ms
-    if server_draft is None:  # what a device drafts with may be a graph without weights
+    if server_draft is None:  # a verifier cannot run a device's graph, which has no weights
         server_draft = draft if draft in (BUNDLED, TOY) else ""
     with reporting_errors():
         try:
@@ -142,26 +171,27 @@ def bench(
             )
             if theory and not temperature:
                 raise ValueError(
-                    "temperature is 0, but --theory compares two laws, which are one token each"
-                    " then: give --temperature 0.7"
+                    "temperature is 0, but --theory compares two laws, and a greedy law is a single"
+                    " token: give --temperature 0.7"
                 )
             named = _BUILT_IN_NAMES.get(prompts, prompts)
             subject = report.Subject(model, draft, server_draft, "", "", named, chat)
             config = AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms))
-            whole = _Bench(settings, subject, config, _prompts(prompts), tape, theory)
+            run_bench = _Bench(settings, subject, config, _read_prompts(prompts), tape, theory)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         for path in (json, tape):
-            if path is not None:  # told before the long run
+            if path is not None:  # an error must show before the long run
                 if path.is_dir():
-                    raise ConfigError(f"to write to is {path}, which is a folder")
+                    raise ConfigError(f"the output file is {path}, which is a folder; name a file")
                 path.parent.mkdir(parents=True, exist_ok=True)
-        if status := whole.execute(json):
+        if status := run_bench.execute(json):
             raise typer.Exit(status)
 
 
 def _arms(asked: str | None, server_draft: str) -> tuple[Arm, ...]:
-    """Raises ``ValueError`` for those that the server would need a draft for."""
+    """Return the arms that were asked for. Raises ``ValueError`` for an unknown one, and for one in
+    which the verifier drafts if it has no draft model."""
     if asked is None:
         return tuple(Arm) if server_draft else DEVICE_ARMS
     arms = parsed("arms", asked, Arm, _ARM_NAMES)
@@ -172,7 +202,7 @@ def _arms(asked: str | None, server_draft: str) -> tuple[Arm, ...]:
 
 @dataclass(slots=True)
 class _Bench:
-    """One bench from its parts to its report."""
+    """One run of the command, from its parts to its report."""
 
     settings: BenchSettings
     subject: report.Subject
@@ -186,15 +216,18 @@ class _Bench:
     stderr: Console = field(default_factory=lambda: Console(stderr=True))
 
     def execute(self, path: Path | None) -> int:
-        """Run, print, write; the exit status."""
+        """Measure, print and write the results, and return the exit status."""
         draft, recorded = self.subject.draft, self.tape_path is not None or self.theory
         drafter = build.load_drafter(self.config, say=self._say)
         if recorded and draft in (build.NONE, build.LOOKUP):
             what = "compare" if self.theory else "tape"
             raise ValueError(f"draft is {draft!r}, so there is nothing to {what}")
         if drafter is None and any(arm.drafts for arm in self.settings.arms):
-            raise ValueError(f"draft is {draft!r}, so target-only is the only arm there is")
-        self._say(f"{self.settings.timing}; Ctrl-C reports what there is")
+            raise ValueError(
+                f"draft is {draft!r}, so target-only is the only arm there is: give --arms"
+                " target-only, or another --draft"
+            )
+        self._say(f"{self.settings.timing}; Ctrl-C stops and reports what was measured")
         failure, stopped_by = None, 0
         try:
             if self.theory and drafter is not None:
@@ -226,7 +259,7 @@ class _Bench:
             def station(arm: Arm, options: AgentOptions, rtt_ms: float) -> Station:
                 meter = TrafficMeter()
                 up, down = build.link_models(LinkSection(rtt_ms=rtt_ms))
-                # Also without delay: all arms and links go through the same code.
+                # A link without delay is shaped too, so that all arms run the same code.
                 address = drafting if arm.on_server else plain
                 transport = ShapedTransport(build.connect(address), up, down, meter=meter)
                 lent = LentDrafter(drafter) if drafter is not None and arm.drafts else None
@@ -252,7 +285,8 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def _verifiers(self) -> AsyncIterator[tuple[str, str]]:
-        """Two of the same model; the second, whose address is empty if no arm needs it, drafts."""
+        """Yield the addresses of two verifiers of the same model. The second one drafts; its
+        address is empty if no arm needs it."""
         settings, subject = self.settings, self.subject
         pass_ms = f"{settings.pass_ms:g}"
         arguments = ["--model", subject.model, "--pass-ms", pass_ms, PLAIN_STREAMING]
@@ -275,11 +309,11 @@ class _Bench:
             eos_token_ids=info.eos_token_ids,
         )
         if workload.too_long:
-            self._say(f"{workload.too_long} prompts left out: longer than the context allows")
+            self._say(f"{workload.too_long} prompts are not used: too long for the context")
         return workload
 
     def _report(self, path: Path | None, *, interrupted: bool, failure: str | None) -> int:
-        """Print and write what there is; the number of mismatches."""
+        """Print and write the results so far, and return the number of mismatches."""
         runner = self.runner
         rows = runner.rows if runner else []
         content = report.document(
@@ -312,7 +346,7 @@ class _Bench:
         if failure is not None:
             self._say(f"error: {failure}")
         elif interrupted:
-            self._say("interrupted: only what had been measured is reported")
+            self._say("interrupted: the report covers what was measured before")
         return mismatches
 
     def _say(self, text: str) -> None:
@@ -320,7 +354,7 @@ class _Bench:
 
 
 async def fetch_verifier_info(address: str) -> VerifierInfo:
-    """What the verifier there says of itself."""
+    """Return the description of the verifier at ``address``."""
     transport = build.connect(address)
     try:
         return await transport.info()
@@ -328,7 +362,8 @@ async def fetch_verifier_info(address: str) -> VerifierInfo:
         await transport.close()
 
 
-def _prompts(asked: str) -> Iterator[BenchPrompt]:
-    """The first one is read at once: a wrong file is an error before anything is loaded."""
-    prompts = iter(BUILT_IN[asked]) if asked in BUILT_IN else read_prompts(Path(asked))
+def _read_prompts(name: str) -> Iterator[BenchPrompt]:
+    """Return the prompts of a built-in set or of a file. The first one is read at once, so that a
+    wrong file is an error before anything is loaded."""
+    prompts = iter(BUILT_IN[name]) if name in BUILT_IN else read_prompts(Path(name))
     return chain([next(prompts)], prompts)

@@ -1,4 +1,4 @@
-"""``edgespec distill``: a draft learns to guess a target's tokens on a user's kind of text."""
+"""``edgespec distill``: train a draft to predict a target's tokens on a user's kind of text."""
 
 from __future__ import annotations
 
@@ -43,55 +43,64 @@ if TYPE_CHECKING:
 
 _DEFAULT_MINUTES: Final = 10.0
 _SAY_EVERY_S: Final = 10.0
-_what, _text, _how = (
-    partial(option, panel=panel) for panel in ("What is trained", "The text", "How")
-)
+_what, _text, _how = (partial(option, panel=panel) for panel in ("Models", "Texts", "Training"))
 _DEFAULTS = TrainingSettings()
-_DRAFT = _what("Draft to begin with: a Hugging Face folder or Hub id")
-_OUT = _what("Folder to write; must not hold anything yet, or with --online a draft", "--out")
-_RESUME = _what("Go on with the run that was stopped or refused", "--resume")
+_TARGET = _what("Target model, as of `edgespec verifier`", metavar="MODEL")
+_DRAFT = _what("Draft to begin with: a Hugging Face folder or a Hub id", metavar="MODEL")
+_OUT = _what("Folder to write, which must be empty or not exist; with --online, a draft", "--out")
+_RESUME = _what("Continue the run that was stopped or refused", "--resume")
 _FORCE = _what("Write the draft even if it is not better", "--force")
 _PROMPTS = _text(
-    "Prompts, after which the target writes: JSON Lines as for `bench --prompts`, or plain text;"
-    " may be given more than once",
+    "Prompts that the target continues, and the draft learns from: JSON Lines as for"
+    " `bench --prompts`, or plain text; may be given more than once",
     metavar="FILE",
 )
-_TEXTS = _text("Texts to learn from as they are, in the same formats", metavar="FILE")
+_TEXTS = _text("Texts that the draft learns from as they are, in the same formats", metavar="FILE")
 _ONLINE = _text(
-    "Texts that `--record` kept, to learn from: a draft in --out learns on, and is replaced if the"
-    " new one is better beyond its interval; may be given more than once",
+    "Recordings of `--record` to learn from, for a regular run: the draft in --out is trained"
+    " further, and replaced if the new one is clearly better; may be given more than once",
     "--online",
     metavar="RECORDING",
 )
-_CHAT = _text("Wrap prompts by the target's chat template", "--chat")
+_CHAT = _text("Wrap each prompt in the target's chat template", "--chat")
 _HEAT = _text(
-    "Of what is written; several take turns \\[default: 0 and 0.7]", "--temperature", "-t"
+    "Temperature at which texts are written; several are used in turn \\[default: 0 and 0.7]",
+    *("--temperature", "-t"),
+    metavar="NUMBER",
 )
-_LENGTH = _text("Tokens of a text, half of them for its prompt")
-_LOSS = _how("What is made small; the papers are in docs/papers.md")
+_LENGTH = _text("Longest text in tokens, of which the prompt is half")
+_LOSS = _how(
+    "Loss that training minimises; docs/papers.md compares them",
+    metavar="|".join(loss.value for loss in LossName),
+)
 _MINUTES = _how(
-    "Limit of the whole command: loading, writing texts, training, judging"
+    "Time limit of the whole command: loading, writing texts, training and judging"
     f" \\[default: {_DEFAULT_MINUTES:g}]"
 )
 _MEMORY = _how(
-    "Most memory that the process may hold, as `4GiB` or `50%`; auto: nearly all that is free",
-    "--memory-budget",
+    "Most memory that the process may hold, as 4GiB or 50%; auto takes nearly all that is free",
+    *("--memory-budget",),
+    metavar="SIZE",
 )
 _HELD_BACK_SHARE: Final = 0.2
-"""Of the minutes, for the texts that are held back: fewer of them on a slow machine."""
+"""Share of the minutes for preparing held-back texts. A slow machine prepares fewer of them."""
 _SLACK: Final = 1.3
-"""The last judgement takes so many times the first at most: machines are busy now and then."""
+"""Margin for the last judgement, relative to the first one, because machines are sometimes busy."""
 _WRITING_S: Final = 5.0
 """Seconds to write the draft and to end."""
-_STEPS = _how("Train so many steps instead: the same seed, the same weights")
-_BITS = _how("Of the export to come: 4, 8 or 32", "--bits")
-_RATE = _how("0: by the size of the draft, with --online a fifth of it", "--learning-rate")
+_STEPS = _how("Steps to train, instead of minutes; the same seed then gives the same weights")
+_SEED = _how("Seed of all random choices")
+_BITS = _how("Bits of the later export, for which the draft is trained: 4, 8 or 32", "--bits")
+_RATE = _how(
+    "Learning rate; 0 derives it from the size of the draft, and takes a fifth with --online",
+    "--learning-rate",
+)
 _ONLINE_RATE: Final = 0.2
 
 
 def distill(
     out: Annotated[Path, _OUT],
-    target: Annotated[str, _what("Target, as of a verifier")] = folders.BUNDLED,
+    target: Annotated[str, _TARGET] = folders.BUNDLED,
     draft: Annotated[str, _DRAFT] = folders.BUNDLED,
     resume: Annotated[bool, _RESUME] = False,
     force: Annotated[bool, _FORCE] = False,
@@ -104,15 +113,15 @@ def distill(
     loss: Annotated[LossName, _LOSS] = _DEFAULTS.loss,
     minutes: Annotated[float | None, _MINUTES] = None,
     steps: Annotated[int | None, _STEPS] = None,
-    seed: Annotated[int, _how("Of all chance")] = 0,
+    seed: Annotated[int, _SEED] = 0,
     bits: Annotated[int, _BITS] = DEFAULT_BITS,
     learning_rate: Annotated[float, _RATE] = 0.0,
     memory_budget: Annotated[str, _MEMORY] = AUTO,
 ) -> None:
-    """Train a draft on a target and on texts like yours, so that more guesses are right.
+    """Train a draft on texts like yours, so that the target accepts more of its tokens.
 
-    Acceptance before and after is counted on texts that are held back; a draft that is not better
-    is not written. Ctrl-C, and the end of the time, keep what was written and learned for --resume.
+    Acceptance before and after is measured on texts that are held back. A draft that is not better
+    is not written. Ctrl-C and the time limit save the state of the training for --resume.
 
     [dim]edgespec distill --prompts mine.jsonl --out ./mine[/]
 
@@ -124,10 +133,12 @@ def distill(
     began_s = time.monotonic()
     with reporting_errors():
         if sum(map(bool, (prompts, texts, online))) != 1:
-            raise ConfigError("give either --prompts or --texts or --online")
+            raise ConfigError("give exactly one of --prompts, --texts and --online")
         files = prompts or texts or online or []
         if chat and (not prompts or any(file.suffix != ".jsonl" for file in files)):
-            raise ConfigError("--chat wraps the prompts of .jsonl files, and nothing else")
+            raise ConfigError(
+                "--chat is given, but it applies to --prompts in .jsonl files only: leave it out"
+            )
         try:
             heat = tuple(temperature or _DEFAULTS.temperatures)
             share = _ONLINE_RATE if online else 1.0
@@ -164,12 +175,13 @@ def distill(
 
 
 def _before(out: Path) -> Path:
-    """Where the draft is kept that was in ``out`` before."""
+    """Return the folder in which the former draft of ``out`` is kept."""
     return out.with_name(f"{out.name}.before")
 
 
 def _in_use(out: Path, draft: str) -> str:
-    """The draft to begin with, by its name: the one in ``out``, or else ``draft``."""
+    """Return the name of the draft to begin with: the one in ``out``, if there is one, else
+    ``draft``."""
     if (before := _before(out)).exists():
         folders.check_checkpoint(before)  # it will be removed
         if not out.exists():  # a run was killed between two renames
@@ -221,13 +233,13 @@ class _Job:
         from edgespec.training import distill as training
         from edgespec.training.texts import HeldBack, Pace, Text, read_pieces, split
 
-        begun = f"{self._kept} is a run that was not finished"
+        begun = f"{self._kept} holds a run that was not finished"
         resume = self.resume
         if self.online and self._kept.exists() and not resume:
-            say(f"{begun}: it goes on, with the texts it had")
+            say(f"{begun}: continuing it, with the texts it had")
             resume = True
         if self._kept.exists() != resume:
-            none = f"there is no {self._kept} to go on from"
+            none = f"--resume is given, but there is no {self._kept} to continue"
             fail(none if resume else f"{begun}: give --resume, or remove it")
         kept = training.read_state(self._kept) if resume else {}
         length = self.settings.length
@@ -241,8 +253,8 @@ class _Job:
         for name, value in known.items() if resume else ():
             if kept.get(name) != value:
                 raise folders.ModelFolderError(
-                    f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume goes on"
-                    " with the same models, texts and settings"
+                    f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume needs the"
+                    " same models, texts and settings"
                 )
         target = training.load_model(self.target, exact=False)
         draft = training.load_model(self.draft, exact=True)
@@ -259,7 +271,7 @@ class _Job:
         job: training.Distillation | None = None
 
         def left_s() -> float:
-            """Seconds of the limit that are left, less what the end of the command takes."""
+            """Return the seconds left for training: the end of the command is set aside."""
             if budget.steps:
                 return math.inf
             used_s = spent_s + time.monotonic() - self.began_s
@@ -271,7 +283,7 @@ class _Job:
                 raise training.TimeUpError
 
         def save() -> None:
-            # A recording has other texts by the time that a run goes on.
+            # A recording may have other texts when the run is resumed.
             lines = [[tuple(piece) for piece in text] for text in pieces if self.online]
             self._kept.parent.mkdir(parents=True, exist_ok=True)
             state = kept.get("state") if job is None else job.state()
@@ -293,7 +305,7 @@ class _Job:
                         *(target, some, length // 2, size, check_time),
                         kept=rounds,
                         wrote=pace.count,
-                        # A run that goes on judges by the texts that it has judged by.
+                        # A resumed run judges by the same texts as before.
                         is_enough=lambda: held_ready or left_s() < enough_s,
                         at_once=at_once,
                     )
@@ -301,8 +313,8 @@ class _Job:
                 )
                 held_ready = True
                 if len(choosing) + len(judging) < count:
-                    some = f"{len(choosing) + len(judging)} of the {count} texts held back"
-                    say(f"{some} are used: the others would take too much of the time")
+                    used = f"{len(choosing) + len(judging)} of the {count} texts held back"
+                    say(f"{used} are used: the others would take too much of the time")
                 looked_s = time.monotonic()
                 before = judging.acceptance(draft)
                 reserve_s = _SLACK * (time.monotonic() - looked_s) + _WRITING_S
@@ -316,7 +328,7 @@ class _Job:
                 verdict = training.Verdict.of(before, judging.acceptance(draft))
             except Interrupted:
                 save()
-                say(f"stopped; {self._kept} keeps what was learned, and --resume goes on")
+                say(f"stopped; {self._kept} keeps what was learned, and --resume continues")
                 raise
             except training.TimeUpError:
                 save()
@@ -324,7 +336,7 @@ class _Job:
                 fail(
                     f"the {budget.minutes:g} minutes are over before the first step: {ready} of"
                     f" {count} texts held back are written. {self._kept} keeps them: --resume with"
-                    " more --minutes goes on, or begin anew with a smaller --length"
+                    " more --minutes continues, or begin again with a smaller --length"
                 )
         self._finish(draft, verdict, save, improved=job.improved)
 
@@ -345,7 +357,7 @@ class _Job:
         return plan_memory(target, draft, *how)
 
     def _identity(self, pieces: Pieces) -> dict[str, str]:
-        """What a run that goes on must have in common with the one that was stopped."""
+        """Return the properties in which a resumed run must equal the one that was stopped."""
         settings = self.settings
         return {
             "target": folders.weights_fingerprint(self.target),
@@ -363,28 +375,27 @@ class _Job:
         sure = improved and verdict.gain.interval[0] > 0
         if self.online and not (self.force or sure):
             self._kept.unlink(missing_ok=True)
-            typer.echo("not better beyond its interval: no draft is written, none is replaced")
+            typer.echo("not better beyond its interval, so no draft is written or replaced")
             return
         if not (self.force or (improved and verdict.gain.mean > 0)):
             save()
             fail(
                 "the draft guesses no better on texts that it did not learn from, so nothing was"
-                f" written. {self._kept} is kept: --resume with more minutes goes on, --resume"
-                " --force writes it as it is"
+                f" written. {self._kept} is kept: --resume with more minutes continues, --resume"
+                " --force writes the draft as it is"
             )
         if verdict.gain.interval[0] <= 0:
-            say("warning: not better beyond its interval; more texts or minutes would tell")
+            say("warning: not better beyond its interval; give more texts or minutes to be sure")
         with output_folder(self.out, _before(self.out) if self.online else None) as work:
             write_checkpoint(draft, self.draft, work, self.settings.length - 1)
         self._kept.unlink(missing_ok=True)
         if self.online:
-            takes = f"a device that starts takes it: --draft {self.out}"
-            typer.echo(f"{self.out} is written; {takes}")
+            typer.echo(f"{self.out} is written; use it: --draft {self.out}")
             return
         bits = self.settings.bits
         words = ["edgespec", "export", str(self.out), f"{self.out}-draft"]
         words += [] if bits == DEFAULT_BITS else ["--bits", str(bits)]
-        typer.echo(f"{self.out} is written; export it:\n{shlex.join(words)}")
+        typer.echo(f"{self.out} is written; export it for devices:\n{shlex.join(words)}")
 
 
 def _table(verdict: Verdict) -> str:
@@ -401,8 +412,8 @@ def _table(verdict: Verdict) -> str:
 
 
 class _Shown:
-    """Shows texts that are written and steps on a terminal; elsewhere a line every while, and with
-    each new acceptance."""
+    """Progress of texts and steps: a bar on a terminal, elsewhere a line now and then and with each
+    new acceptance."""
 
     def __init__(self, bar: BenchProgress, *, is_terminal: bool) -> None:
         self._bar, self._is_terminal = bar, is_terminal

@@ -591,7 +591,7 @@ def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
     steps = stopped_at_step_three(monkeypatch)
     stopped = distill(folder, tmp_path / "out")
     assert (stopped.exit_code, len(steps)) == (130, 3)
-    assert "--resume goes on" in stopped.stderr
+    assert "--resume continues" in stopped.stderr
     assert [path.name for path in tmp_path.glob("out*")] == ["out.training"]
     assert "give --resume, or remove it" in distill(folder, tmp_path / "out").stderr
     other = distill(folder, tmp_path / "out", "--resume", "--seed", 1)
@@ -636,7 +636,7 @@ def test_minutes_are_those_of_the_whole_command(
     assert over.exit_code == 1
     said = " ".join(over.stderr.split())
     assert "minutes are over before the first step" in said
-    assert "--resume with more --minutes goes on" in said
+    assert "--resume with more --minutes continues" in said
     assert (tmp_path / "out.training").exists()
     resumed = call("distill", *given, "--resume", "--steps", 1, "--force")
     assert resumed.exit_code == 0, resumed.output
@@ -691,7 +691,7 @@ def test_a_draft_in_use_is_replaced_by_a_better_one_alone(folder: Path, tmp_path
     shutil.copytree(folder / "target", out)
     refused = online(folder, out)
     assert refused.exit_code == 0, refused.output
-    assert "not better beyond its interval: no draft is written, none is replaced" in refused.stdout
+    assert "not better beyond its interval, so no draft is written or replaced" in refused.stdout
     assert weights(out) == weights(folder / "target")
     assert weights(before) == third
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.before"]
@@ -707,7 +707,7 @@ def test_an_online_run_goes_on_with_the_texts_that_it_began_with(
     Recording(more, 1 << 20).add(model_info(folder / "target").vocabulary, [1], [2] * 9)
     resumed = online(folder, tmp_path / "out", "--force", "--online", more)
     assert resumed.exit_code == 0, resumed.output
-    assert "it goes on, with the texts it had" in " ".join(resumed.stderr.split())
+    assert "continuing it, with the texts it had" in " ".join(resumed.stderr.split())
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
