@@ -1,7 +1,7 @@
 """edgespec: speculative decoding between edge devices and a verifier.
 
-The names below are loaded when they are first used, so that ``import edgespec`` costs nothing. The
-import does one thing: it turns the telemetry of other libraries off (``TELEMETRY_OFF``).
+The public names are loaded on first use, so that ``import edgespec`` is quick. The import itself
+only turns off the telemetry of other libraries (``TELEMETRY_OFF``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TELEMETRY_OFF = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # huggingface_hub, transformers and hf_xet
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",  # vLLM across several machines
-    "DO_NOT_TRACK": "1",  # what others agreed on
+    "DO_NOT_TRACK": "1",  # a convention of several projects
 }
 """Environment variables that keep dependencies from reporting to their makers.
 
-They are set here, because every program of this project imports this module first, and some of the
-libraries read their variable once. Child processes inherit them. The values always win: no command
-of edgespec reports anything to anybody (docs/security.md)."""
+They are set here because every program of this project imports this module first, and some
+libraries read their variable only once. Child processes inherit them. These values replace any that
+the user has set: no command of edgespec sends telemetry (docs/security.md)."""
 os.environ.update(TELEMETRY_OFF)
 
 __all__ = [

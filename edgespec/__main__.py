@@ -1,7 +1,7 @@
-"""The commands ``edgespec`` and ``edgespec-sim``, from the first import on.
+"""Entry points of the commands ``edgespec`` and ``edgespec-sim``.
 
-Nothing but the standard library is imported here at the top: what a Ctrl-C does must be settled
-before the other imports begin.
+Only the standard library is imported at the top, because Ctrl-C has to be handled before the other
+imports begin.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def simulator() -> None:
 
 
 def _run(module: str) -> None:
-    # Until there is something to tidy up, a Ctrl-C ends the process as it ends any other: an
-    # exception inside an import would be printed in many ways. ``start`` takes over. Where a shell
-    # has sent the command to the background, the signal stays ignored.
+    # A Ctrl-C during the imports ends the process at once, because an exception inside an import
+    # would be printed in one of many ways. ``start`` installs another handler. If a shell runs the
+    # command in the background, the signal stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     app = importlib.import_module(module).app

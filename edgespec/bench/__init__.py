@@ -1,1 +1,1 @@
-"""`edgespec bench`: every way of splitting the work, with the same code, link and models."""
+"""Parts of `edgespec bench`, which compares ways of decoding with the same code and models."""

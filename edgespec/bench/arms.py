@@ -1,11 +1,11 @@
-"""The arms of a comparison: settings of one machine.
+"""Arms of a comparison: the settings that a benchmark or a simulation compares.
 
-``target-only`` is plain streaming; ``vanilla`` stop-and-wait split decoding at its best draft
-length; ``pearl`` pre-verify and post-verify with its adaptive draft length; ``windowed`` streams
-one chain of drafts; ``edgespec`` is what the agent does by default. The first needs no drafter,
-the next three wait for drafts as the literature has it. Where the verifier has a draft model of its
-own, ``server-draft`` is speculation there and no device's drafts, ``both`` is ``edgespec`` beside
-it.
+``target-only`` is plain streaming. ``vanilla`` is stop-and-wait split decoding at its best draft
+length. ``pearl`` pre-verifies and post-verifies with its adaptive draft length. ``windowed``
+streams one chain of drafts. ``edgespec`` is what the agent does by default. ``target-only`` needs
+no drafter. In ``vanilla``, ``pearl`` and ``windowed`` the verifier waits for drafts, as in the
+literature. If the verifier has a draft model of its own, ``server-draft`` uses its drafts alone,
+and ``both`` adds them to ``edgespec``.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ class Arm(Enum):
 
 
 DEVICE_ARMS = tuple(arm for arm in Arm if not arm.on_server)
-"""Those that every verifier serves."""
+"""Arms that need no draft model on the verifier."""
 
 
 def arm_settings(
     arm: Arm, gamma: int | None = None, policy: DraftPolicy | None = None
 ) -> tuple[DraftPolicy, RunAhead]:
-    """What a device is set to: how it drafts, and whether the verifier may decode on. ``gamma`` is
-    the draft length of ``vanilla`` (None: adaptive), ``policy`` that of ``edgespec`` and ``both``
-    (None: the agent's own default); others ignore them."""
+    """Return the draft policy of a device under ``arm``, and whether the verifier runs ahead.
+
+    ``gamma`` is the draft length of ``vanilla``; None adapts it. ``policy`` is that of ``edgespec``
+    and ``both``; None takes the agent's default. The other arms ignore both."""
     match arm:
         case Arm.TARGET_ONLY | Arm.SERVER_DRAFT:
             return make_policy(), RunAhead.ALWAYS

@@ -1,9 +1,10 @@
-"""What one request took, timed on the device, and how requests become the rows of a result.
+"""Measurement of one request, timed on the device, and the rows of a result.
 
-Times are of tokens before the end token; TPOT is (last - first) / (tokens - 1) of a request, and
-its percentiles, mean and interval go over requests. Passes are those that committed a token of this
-session. Bytes are payload: up per *drafted* token (drafts, acknowledgements and cancels; the
-request with its prompt and gRPC's framing stand apart), down per committed token (everything).
+Only tokens before the end token are timed. TPOT is (last - first) / (tokens - 1) of a request; its
+percentiles, mean and interval are over requests. A pass counts if it committed a token of this
+session. Bytes are payload. Bytes up are per *drafted* token and include drafts, acknowledgements
+and cancels; the request with its prompt, and gRPC's framing, are counted separately. Bytes down are
+per committed token and include every message.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from edgespec.device.agent import Agent, GenerationError
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """``times_s`` are of the tokens before the end token only, since the request was made."""
+    """Tokens, times and counters of one request."""
 
     tokens: tuple[int, ...]
-    """All that was delivered, an end token too."""
+    """All tokens received, an end token included."""
     times_s: tuple[float, ...]
+    """Seconds from the request to each token before the end token."""
     counters: DraftCounters
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None with fewer than two."""
+        """Mean seconds per token after the first, or None with fewer than two tokens."""
         if len(self.times_s) < 2:
             return None
         return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
@@ -48,8 +50,8 @@ async def measure(
     sampling: SamplingParams,
     eos_token_ids: Collection[int],
 ) -> Measurement:
-    """Run one generation to its end. Raises ``GenerationError`` as the agent does, and when the
-    drafter failed: what follows would be measured under the wrong name."""
+    """Run one generation to its end. Raises ``GenerationError`` as the agent does, and if the
+    drafter failed, because the rest would be measured without drafts."""
     tokens: list[int] = []
     times_s: list[float] = []
     start_s = time.monotonic()
@@ -65,20 +67,21 @@ async def measure(
 
 
 class LentDrafter:
-    """``Drafter`` that passes everything on but ``close``; agents must use it one at a time."""
+    """``Drafter`` that shares another one and does not close it. Only one agent may use it at a
+    time."""
 
     def __init__(self, owned: Drafter) -> None:
         self.info, self.begin, self.step = owned.info, owned.begin, owned.step
 
     def close(self) -> None:
-        """Nothing: the owner closes it."""
+        """Do nothing, because the owner closes the drafter."""
 
 
 Row = dict[str, Any]
 Traffic = Mapping[str, float]
-"""A ``TrafficMeter``'s totals."""
+"""Totals of a ``TrafficMeter``."""
 Interval = list[float]
-"""Lowest and highest value."""
+"""Lower and upper bound."""
 _KEYS = ("arm", "rtt_ms", "repeat")
 _SPREAD = ("ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p95", "itl_ms_p95", "tokens_per_second")
 
@@ -91,8 +94,10 @@ def row_of(
     references: Sequence[Sequence[int]],
     traffic: Traffic,
 ) -> Row:
-    """Of the requests of one arm at one RTT in one repeat: ``references`` is what target-only
-    delivered for the same prompts, ``traffic`` that of these requests alone."""
+    """Return the row of one arm at one RTT in one repeat.
+
+    ``done`` are the measurements of its requests, ``references`` the tokens of target-only for the
+    same prompts, and ``traffic`` the totals of these requests alone."""
     names = ("committed", "passes", "hits", "tried", "wasted", "reconnects", "verify_s")
     sums = {name: sum(getattr(m.counters, name) for m in done) for name in names}
     committed, passes, verify_ms = sums["committed"], sums["passes"], 1e3 * sums["verify_s"]
@@ -121,7 +126,7 @@ def row_of(
         "open_bytes_per_request": _ratio(opens, len(done)),
         "framing_bytes_per_committed_token": _ratio(framed - up - down, committed),
         "reconnects": sums["reconnects"],
-        # Those that only one of the texts has included.
+        # Tokens that only one of the two outputs has are counted too.
         "mismatches": sum(a != b for m, text in pairs for a, b in zip_longest(m.tokens, text)),
     }
 
@@ -129,7 +134,7 @@ def row_of(
 def _times(done: Sequence[Measurement]) -> Row:
     tpots_ms = [1e3 * m.tpot_s for m in done if m.tpot_s is not None]
     flow_s = sum(m.times_s[-1] for m in done if m.times_s)
-    # Between neighbouring tokens; 0 within a commit.
+    # Gaps between neighbouring tokens, which are 0 within a commit.
     gaps_ms = [1e3 * (later - one) for m in done for one, later in pairwise(m.times_s)]
     return {
         "ttft_ms_p50": percentile([1e3 * m.times_s[0] for m in done if m.times_s], 50),
@@ -142,9 +147,11 @@ def _times(done: Sequence[Measurement]) -> Row:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """One row an arm and RTT, in order of first appearance: medians over the repeats, the sum of
-    the mismatches, ``spread`` (lowest and highest repeat), and over the texts ``tpot_ms_mean`` and
-    ``speedup`` (target-only's mean over the arm's own) with an ``interval`` of 95 % each."""
+    """Return one row per arm and RTT, in order of first appearance.
+
+    A row holds medians over the repeats, the sum of the mismatches, and ``spread`` (lowest and
+    highest repeat). Over the prompts it holds ``tpot_ms_mean`` and ``speedup`` (target-only's mean
+    over the arm's own), each with an ``interval`` of 95 %."""
     groups = _grouped(rows)
     texts = {key: _by_text(group) for key, group in groups.items()}
     summary = []
@@ -160,8 +167,8 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
 
 
 def beside(rows: Sequence[Row]) -> list[Row]:
-    """How ``both`` does beside each end alone: one row an RTT and end, with the ratio of the mean
-    times per token over the texts and its ``interval`` of 95 %."""
+    """Compare ``both`` with each end alone. Return one row per RTT and end, with the ratio of the
+    mean times per token over the prompts and its ``interval`` of 95 %."""
     texts = {key: _by_text(group) for key, group in _grouped(rows).items()}
     found: list[Row] = []
     for (arm, rtt_ms), both in texts.items():
@@ -174,7 +181,7 @@ def beside(rows: Sequence[Row]) -> list[Row]:
 
 
 def _grouped(rows: Sequence[Row]) -> dict[tuple[object, object], list[Row]]:
-    """By arm and RTT, in order of first appearance."""
+    """Return the rows by arm and RTT, in order of first appearance."""
     groups: dict[tuple[object, object], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["arm"], row["rtt_ms"]), []).append(row)
@@ -182,7 +189,8 @@ def _grouped(rows: Sequence[Row]) -> dict[tuple[object, object], list[Row]]:
 
 
 def _by_text(group: Sequence[Row]) -> dict[int, float]:
-    """The mean TPOT in ms over the repeats, by the number of the prompt, of those that have one."""
+    """Return the mean TPOT in ms over the repeats, by the number of the prompt. Prompts without a
+    TPOT are left out."""
     found: dict[int, list[float]] = {}
     for row in group:
         for number, tpot_ms in enumerate(row["tpots_ms"]):
@@ -194,7 +202,8 @@ def _by_text(group: Sequence[Row]) -> dict[int, float]:
 def _ratio_over(
     upper: Mapping[int, float], lower: Mapping[int, float]
 ) -> tuple[float, Interval] | None:
-    """mean(upper) / mean(lower) over the texts that both have; None where that cannot be said."""
+    """Return mean(upper) / mean(lower) over the prompts that both have, with its interval, or None
+    if that is undefined."""
     same = [number for number in upper if number in lower]
     above, below = [upper[one] for one in same], [lower[one] for one in same]
     if min(below, default=0.0) <= 0.0:
@@ -214,13 +223,14 @@ def _summary(group: Sequence[Row]) -> Row:
 
 
 def numbers(rows: Sequence[Row], name: str) -> list[float]:
-    """The values of one column, without those that could not be measured."""
+    """Return the values of one column, without those that could not be measured."""
     values = [row.get(name) for row in rows]
     return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Between the two nearest ranks, linearly; None without values."""
+    """Return a percentile, interpolated linearly between the two nearest ranks, or None without
+    values."""
     return float(np.percentile(values, percent)) if values else None
 
 
@@ -229,24 +239,24 @@ def _ratio(part: float, whole: float) -> float:
 
 
 # --- the best draft length of stop-and-wait ------------------------------------------------------
-# Stop-and-wait drafts nothing while a draft is under way, and which drafts hit is a function of
-# the prompt and the seed. So a request takes what it takes without a link, plus one round trip
-# for each of its passes, whatever the link: one sweep without a link, on the bench's own prompts,
-# ranks the draft lengths at every RTT, free of the link's noise.
+# Stop-and-wait drafts nothing while a draft is under way, and whether a draft is accepted is a
+# function of the prompt and the seed. So on any link a request takes its time without a link, plus
+# one round trip for each of its passes. One sweep without a link, on the benchmark's own prompts,
+# therefore ranks the draft lengths at every RTT, free of the link's noise.
 
 GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16)
 PROMPT_COUNT = 9
-"""How many prompts the sweep runs."""
+"""Number of prompts that the sweep runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GammaCost:
-    """Of one draft length, over the sweep's requests."""
+    """Cost of one draft length, over the sweep's requests."""
 
     flow_s: float
-    """From first to last tokens, without a link."""
+    """Seconds from the first to the last tokens, without a link."""
     rounds: int
-    """Passes after the first tokens: each costs a round trip more on a link."""
+    """Passes after the first tokens. Each of them costs one more round trip on a link."""
     tokens: int
 
     def tpot_s(self, rtt_s: float) -> float:
@@ -254,7 +264,7 @@ class GammaCost:
 
 
 def gamma_cost(measurements: Iterable[Measurement]) -> GammaCost | None:
-    """None when no request had two tokens to measure between."""
+    """Return the cost of a draft length, or None if no request has two tokens."""
     usable = [m for m in measurements if len(m.times_s) >= 2]
     if not usable:
         return None
@@ -266,27 +276,29 @@ def gamma_cost(measurements: Iterable[Measurement]) -> GammaCost | None:
 
 
 def best_gamma_at(costs: Mapping[int, GammaCost], rtt_s: float) -> int:
-    """The draft length with the least time per token, the first one of equals, and of all where
-    nothing was measured."""
+    """Return the draft length with the least time per token. The first one wins among equals, and
+    if nothing was measured."""
     return min(costs, key=lambda gamma: costs[gamma].tpot_s(rtt_s), default=GAMMAS[0])
 
 
-# --- how sure a mean over texts is -------------------------------------------------------------
-# Texts differ more than runs of the same text do. Intervals are 95 % by a bootstrap (Efron, 1979):
-# the mean of as many texts drawn with replacement, 2,000 times. A ratio of two arms draws the same
-# texts for both, which ran them all. Draws are seeded, so a result printed twice says the same.
+# --- confidence intervals of means over prompts --------------------------------------------------
+# Prompts differ more than runs of the same prompt do. Intervals are 95 % by a bootstrap (Efron,
+# 1979): the mean of as many prompts, drawn with replacement, 2,000 times. A ratio of two arms draws
+# the same prompts for both. Draws are seeded, so a result printed twice is the same.
 
 _DRAWS = 2000
 _SHARE = 0.95
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Of the mean of at least one value; a single one is its own interval."""
+    """Return the 95 % interval of the mean of at least one value. A single value is its own
+    interval."""
     return _bootstrap(len(values), lambda drawn: fmean([values[index] for index in drawn]))
 
 
 def ratio_interval(upper: Sequence[float], lower: Sequence[float]) -> Interval:
-    """Of mean(upper) / mean(lower), value by value of the same texts; lower ones are above 0."""
+    """Return the 95 % interval of mean(upper) / mean(lower), whose values belong pairwise to the
+    same prompts. The lower values must be above 0."""
 
     def ratio(drawn: Sequence[int]) -> float:
         return sum([upper[index] for index in drawn]) / sum([lower[index] for index in drawn])

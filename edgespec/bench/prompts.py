@@ -1,8 +1,8 @@
-"""The texts a bench runs on: a built-in set, or a JSON Lines file.
+"""Prompts of a benchmark: a built-in set, or a JSON Lines file.
 
 A line is an object with the prompt in ``prompt`` (HumanEval, OASST), ``question`` (GSM8K), ``text``
-(MBPP) or the first of ``turns`` (MT-bench, Spec-Bench); the first of these it has counts, other
-fields are ignored. Blank lines are skipped.
+(MBPP) or the first of ``turns`` (MT-bench, Spec-Bench). The first of these fields that the object
+has is used, and all others are ignored. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FIELDS = ("prompt", "question", "text")
 
 
 class PromptError(ValueError):
-    """A prompt file cannot be used; the message names the file and the line."""
+    """A prompt file cannot be used. The message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """A text to go on with."""
+    """Prompt to continue, with its name in the report."""
 
     name: str
     text: str
@@ -37,15 +37,16 @@ def _built_in(name: str) -> tuple[BenchPrompt, ...]:
     return tuple([BenchPrompt(row["name"], row["prompt"]) for row in rows])
 
 
-# Three kinds that a small model can go on with, in turn: any first few hold each of them. The long
-# ones have 400 to 500 tokens of the bundled tokenizer, more than the bundled draft was trained on.
+# Prompts of three kinds that a small model can continue, in turn, so that the first few hold each
+# kind. The long ones have 400 to 500 tokens of the bundled tokenizer, which is more than the
+# bundled draft was trained on.
 DEFAULT_PROMPTS = _built_in("short")
 BUILT_IN = {"short": DEFAULT_PROMPTS, "long": _built_in("long")}
-"""Sets of prompts by the name that ``edgespec bench --prompts`` knows them by."""
+"""Sets of prompts by their names for ``edgespec bench --prompts``."""
 
 
 def whole_text(path: Path) -> str:
-    """Of a file of at most ``MAX_FILE_BYTES``. Raises ``PromptError``."""
+    """Return the text of a file of at most ``MAX_FILE_BYTES``. Raises ``PromptError``."""
     try:
         return read_text(path, MAX_FILE_BYTES)
     except FileNotFoundError:
@@ -55,8 +56,8 @@ def whole_text(path: Path) -> str:
 
 
 def read_prompts(path: Path) -> Iterator[BenchPrompt]:
-    """The prompts of a file, in order, read as they are asked for; named ``file:line``. Raises
-    ``PromptError``."""
+    """Yield the prompts of a file in order, named ``file:line``. Lines are parsed one by one, so an
+    error in a later line shows late. Raises ``PromptError``."""
     lines = whole_text(path).split("\n")
     texts = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not 1 <= len(texts) <= MAX_PROMPTS:
@@ -89,14 +90,14 @@ def _text(line: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every arm is asked: prompts as token ids, with their names; and the ids that end a
-    text."""
+    """Prompts that every arm continues, as token ids with their names, and the token ids that end
+    an output."""
 
     names: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
     eos_token_ids: frozenset[int]
     too_long: int = 0
-    """Prompts left out because they do not fit with their output into the context."""
+    """Number of prompts that were left out, because they and their output exceed the context."""
 
 
 def choose_workload(
@@ -107,8 +108,8 @@ def choose_workload(
     room: int,
     eos_token_ids: Iterable[int],
 ) -> Workload:
-    """The first ``limit`` prompts of at most ``room`` tokens. Raises ``ValueError`` when there is
-    none."""
+    """Return the first ``limit`` prompts of at most ``room`` tokens. Raises ``ValueError`` if there
+    is none."""
     chosen: list[tuple[str, tuple[int, ...]]] = []
     too_long = 0
     for prompt in prompts:

@@ -1,6 +1,6 @@
-"""What a bench leaves behind: one JSON document, and a table to read.
+"""Report of a benchmark: one JSON document, and a table for people.
 
-Both say what was run, on which machine, with which versions, and whether the times are emulated.
+Both name the command, the machine, the versions, and whether the durations are emulated.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from edgespec.core.protocol.sampling import SamplingParams
 
 _PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
 
-# What a stream and its messages may add to an emulated pass.
+# Share of an emulated pass that a stream and its messages may add to it.
 _LATE = 0.08
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured: models as they were asked for and as they call themselves."""
+    """Models and prompts of a benchmark, as they were given and by their own names."""
 
     model: str
     draft: str
     server_draft: str
-    """Of the verifier; empty: it has none."""
+    """Draft model of the verifier, or empty if it has none."""
     target_name: str
     draft_name: str
     prompts: str
-    """The file, or ``built-in``."""
+    """File of the prompts, or ``built-in``."""
     chat: bool
-    """Prompts were wrapped by the chat template."""
+    """Prompts were wrapped in the chat template."""
 
 
 def document(
@@ -59,8 +59,8 @@ def document(
     *,
     interrupted: bool,
 ) -> dict[str, Any]:
-    """The whole result, ready for JSON; ``vanilla_sweep`` is what chose ``vanilla_gamma``. Without
-    a ``runner`` nothing was measured."""
+    """Return the whole result, ready for JSON. The measurements in ``vanilla_sweep`` decided
+    ``vanilla_gamma``. Without a ``runner`` nothing was measured."""
     workload = runner.workload if runner else Workload((), (), frozenset())
     rows, gammas = (runner.rows, runner.vanilla_gammas) if runner else ([], {})
     sweep = runner.gamma_costs if runner else {}
@@ -91,15 +91,17 @@ def document(
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write ``content``, so that a file is complete or not there. Raises ``OSError``."""
+    """Write ``content`` to a file, which is either complete or unchanged. Raises ``OSError``."""
     write_output(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
-    """One line an RTT and arm: TPOT and speed as means over the texts with intervals of 95 %, the
-    others as medians over the repeats. ``server ms`` is time of the verifier a token, its own draft
-    steps included, ``wasted`` nodes a token, ``B up`` bytes a drafted token, ``B down`` bytes a
-    committed one, ``differ`` the mismatches."""
+    """Return a table with one line per RTT and arm.
+
+    TPOT and speed are means over the prompts with intervals of 95 %, the others medians over the
+    repeats. ``server ms`` is the verifier's time per token, its own draft steps included.
+    ``wasted`` is nodes per token. ``B up`` is bytes per drafted token, ``B down`` per committed
+    token. ``differ`` counts the mismatches."""
     title = f"time per token by round-trip time ({settings.timing})"
     table = Table(title=title, title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("RTT ms", justify="right", no_wrap=True)
@@ -118,7 +120,7 @@ def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
 
 
 def footer(content: Mapping[str, Any]) -> Iterator[str]:
-    """Lines below the table: set-up, machine, versions, command."""
+    """Yield the lines below the table: settings, machine, versions, command."""
     settings, machine, versions = content["settings"], content["machine"], content["versions"]
     if settings["vanilla_gamma"]:
         gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
@@ -149,7 +151,8 @@ def footer(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beside(ratios: Sequence[Row]) -> Iterator[str]:
-    """A line an end: the time per token of ``both`` over that of the end alone, at each RTT."""
+    """Yield one line per end: the time per token of ``both`` over that of this end alone, at each
+    RTT."""
     for end in dict.fromkeys(row["to"] for row in ratios):
         values = [
             f"{_between(row, 'ratio', 2)} at {row['rtt_ms']:g} ms"
@@ -160,8 +163,8 @@ def _beside(ratios: Sequence[Row]) -> Iterator[str]:
 
 
 def _late(pass_ms: float, summary: Sequence[Row]) -> str | None:
-    """A line where plain streaming was slower than the emulated passes: the machine's own time is
-    in all rows then, and hides a part of what drafts save."""
+    """Return a warning if plain streaming was slower than the emulated passes, else None. Then the
+    machine's own time is in all rows, and hides a part of the time that drafts save."""
     plain = [row for row in summary if row["arm"] == Arm.TARGET_ONLY.value]
     slowest = max(numbers(plain, "tpot_ms_mean"), default=0.0)
     if not pass_ms or slowest <= pass_ms * (1.0 + _LATE):
@@ -174,7 +177,7 @@ def _late(pass_ms: float, summary: Sequence[Row]) -> str | None:
 
 
 def verdict(rows: Sequence[Row]) -> tuple[int, str]:
-    """Mismatches in all, and a sentence on them."""
+    """Return the number of mismatches, and a sentence about them."""
     count = int(sum(numbers(rows, "mismatches")))
     tokens = int(sum(numbers(rows, "tokens")))
     if count:
@@ -183,7 +186,8 @@ def verdict(rows: Sequence[Row]) -> tuple[int, str]:
 
 
 def machine() -> dict[str, object]:
-    """Where it ran; the load is of the last minute, other programs' included."""
+    """Return a description of this machine. The load is that of the last minute, and includes other
+    programs."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -236,7 +240,8 @@ _COLUMNS: Mapping[str, Callable[[Row], str]] = {
 
 
 def _processor() -> str:
-    """The model's name; ``platform.processor`` is empty or only the architecture on Linux."""
+    """Return the name of the processor. On Linux it is read from /proc, because
+    ``platform.processor`` is empty or names only the architecture there."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -247,7 +252,8 @@ def _processor() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Where, with what and when: what a reader needs to trust a file that the simulator reads."""
+    """Return the machine, versions, command and date, with which a file for the simulator shows
+    where its numbers come from."""
     found = machine()
     return {
         "machine": f"{found['processor']}, {found['cpu_count']} cores",

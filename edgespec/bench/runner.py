@@ -1,9 +1,8 @@
-"""What a bench is asked to do, and how it is run: reference, draft length of stop-and-wait,
-warm-up, then all arms interleaved.
+"""Settings of a benchmark, and its run: reference, draft length of stop-and-wait, warm-up, arms.
 
-At each RTT of each repeat, all arms run a prompt before any runs the next one, and a different one
-goes first each time: what the machine does meanwhile falls on all of them alike. A repeat that
-is cut short keeps the prompts that all arms have finished.
+At each RTT of each repeat, all arms run one prompt before any of them runs the next one, and a
+different arm goes first each time. So other load of the machine falls on all arms alike. A repeat
+that is cut short keeps the prompts that all arms have finished.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings(Section):
-    """Raises ``ValueError`` naming the setting, the value and the limit."""
+    """Settings of a benchmark. ``ValueError`` names the setting, the value and the limit."""
 
     arms: tuple[Arm, ...] = tuple(Arm)
     rtts_ms: tuple[float, ...] = limited((2.0, 20.0, 50.0, 100.0, 200.0), 0.0, 10_000.0)
     repeats: int = limited(1, 1, 1000)
     prompt_limit: int = limited(9, 1, 100_000)
-    """Use the first so many prompts that fit into the models' context."""
+    """Number of prompts to use, the first ones that fit into the models' context."""
     max_tokens: int = limited(96, 2, 1 << 20)
     temperature: float = 0.0
     seed: int = 0
     pass_ms: float = limited(25.0, 0.0, MINUTE_MS)
-    """Emulated time of a target pass; 0 is as fast as the machine goes."""
+    """Emulated duration of a target pass. 0 runs at the machine's own speed."""
     draft_ms: float = limited(8.0, 0.0, MINUTE_MS)
-    """The same for a draft step."""
+    """Emulated duration of a draft step on the device. 0 runs at the machine's own speed."""
     server_draft_ms: float = limited(2.5, 0.0, MINUTE_MS)
-    """The same for a step of the verifier's own draft model."""
+    """Emulated duration of a step of the verifier's draft model. 0 runs at the machine's speed."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -65,7 +64,7 @@ class BenchSettings(Section):
 
     @property
     def timing(self) -> str:
-        """What the times of a result are times of; belongs beside every one of them."""
+        """Description of the durations of passes and steps, to stand beside every measured time."""
         passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
         if self.drafts_on_server:
@@ -75,8 +74,10 @@ class BenchSettings(Section):
 
 
 def parsed(what: str, text: str, kind: Callable[[str], _Parsed], known: str) -> tuple[_Parsed, ...]:
-    """A comma-separated list of what ``kind`` reads, each once. Raises ``ValueError``, which says
-    what is ``known``."""
+    """Return the values of a comma-separated list.
+
+    ``what`` is the list's name, ``kind`` parses one value, and ``known`` describes the values for
+    the error message. Raises ``ValueError`` for an empty list and for a repeated or wrong value."""
     try:
         found = tuple(kind(name.strip()) for name in text.split(",") if name.strip())
     except ValueError as error:
@@ -101,7 +102,7 @@ OpenStation = Callable[[Arm, AgentOptions, float], Station]
 
 
 class BenchProgress(Progress):
-    """A bar on a terminal, a line a step in a log."""
+    """Progress of a benchmark: a bar on a terminal, one line per step elsewhere."""
 
     def __init__(self, console: Console) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
@@ -112,29 +113,31 @@ class BenchProgress(Progress):
         self._task = self.add_task("loading", total=None)
 
     def expect(self, total: float) -> None:
-        """So many requests will be made."""
+        """Set the number of requests that the whole run will make."""
         self.update(self._task, total=total)
 
     def say(self, text: str) -> None:
-        """A step begins."""
+        """Show that a step begins."""
         if self.console.is_terminal:
             self.update(self._task, description=text)
         else:
             self.console.print(text, markup=False, highlight=False)
 
     def done(self, what: str, count: float = 1.0) -> None:
-        """``count`` of the requests were made."""
+        """Record that ``count`` more requests were made, and describe the last one by ``what``."""
         self.update(self._task, advance=count, description=what)
 
 
 _Finished = tuple[measured.Measurement, Counter[str]]
-"""Of one prompt on one arm, with its traffic."""
+"""Measurement of one prompt on one arm, and its traffic."""
 
 
 class BenchRunner:
-    """``run`` once; ``rows`` holds what is complete at any time, also after a cancellation. Raises
-    ``GenerationError`` when the verifier refuses or is lost: a bench does not go on with holes in
-    it."""
+    """Runs one benchmark. Call ``run`` once.
+
+    ``rows`` holds the complete results at any time, also after a cancellation. ``run`` raises
+    ``GenerationError`` if the verifier refuses a request or is lost, because results with gaps
+    could not be compared."""
 
     def __init__(
         self,
@@ -145,12 +148,12 @@ class BenchRunner:
     ) -> None:
         self.rows: list[measured.Row] = []
         self.vanilla_gammas: dict[float, int] = {}
-        """Chosen draft length of stop-and-wait by RTT in ms."""
+        """Best draft length of stop-and-wait, by RTT in ms."""
         self.gamma_costs: dict[int, measured.GammaCost] = {}
         self.workload, self._settings = workload, settings
         self._open_station, self._progress = open_station, progress
         self.references: tuple[tuple[int, ...], ...] = ()
-        """What target-only delivers for each prompt."""
+        """Tokens of target-only for each prompt."""
 
     async def run(self) -> None:
         settings, prompts = self._settings, len(self.workload.prompts)
@@ -225,7 +228,8 @@ class BenchRunner:
     async def _measure(
         self, agent: Agent, prompt: Sequence[int], *, warm_up: bool = False
     ) -> measured.Measurement:
-        """``warm_up``: connect the channel, touch the models; not counted."""
+        """Measure one prompt. With ``warm_up`` it is short and only connects the channel and
+        touches the models."""
         sampling = self._settings.sampling
         if warm_up:
             sampling = replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens))
