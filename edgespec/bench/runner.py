@@ -91,14 +91,14 @@ def parsed(what: str, text: str, kind: Callable[[str], _Parsed], known: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """An agent on a link of its own, and that link's meter."""
+    """Agent on a link of its own, and the meter of that link."""
 
     agent: Agent
     meter: TrafficMeter
 
 
 OpenStation = Callable[[Arm, AgentOptions, float], Station]
-"""Makes a station of an arm with this round-trip time in ms; the runner closes its agent."""
+"""Function that makes the station of an arm for a round trip in ms. The runner closes its agent."""
 
 
 class BenchProgress(Progress):

@@ -1,30 +1,32 @@
-"""What theory allows a draft, beside what it does: ``edgespec bench --theory``.
+"""Comparison of a draft's measured acceptance with theory: ``edgespec bench --theory``.
 
-Theory of operation. At each place of the target's own texts there are two laws of the next token at
-the session's temperature, the target's p and the draft's q. With TV = sum |p - q| / 2,
+Theory of operation. At each place of the target's own outputs there are two laws of the next token
+at the session's temperature, the target's p and the draft's q. With TV = sum |p - q| / 2,
 
     ideal      1 - TV: no rule accepts a token drawn from q more often and keeps p (Leviathan et
                al., arXiv 2211.17192)
     expected   sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x): how often both ends, which
                share their noise, draw the same token
-    bound      (1 - TV) / (1 + TV): it is at least that (Daliri, Musco and Suresh, arXiv 2408.07978)
+    bound      (1 - TV) / (1 + TV): a lower bound of the expected value (Daliri, Musco and Suresh,
+               arXiv 2408.07978)
 
 For two siblings no rule covers the target's token more often than 1 - max over A of p(A) - P(one
 of them is in A). Sets of the tokens with the largest p / q are tried, with siblings drawn without
-replacement (as here; RSD, arXiv 2402.14160) and independently (SpecTr, arXiv 2310.15141).
+replacement (as edgespec does; RSD, arXiv 2402.14160) and independently (SpecTr, arXiv 2310.15141).
 
-A chain of up to g tokens a pass, of which one is right with chance a behind one that was not and
-with b behind one that was (b - a is the correlation of neighbours), brings in the long run
+Let a drafted token be accepted with probability a after a rejected one and b after an accepted one,
+so that b - a is the correlation of neighbours. A chain of up to g tokens per pass then gives, in
+the long run,
 
     1 + f * (1 - b**g) / (1 - b),  f = a + s * (b - a),  s = a * b**g / (1 - b**g * (b - a))
 
-tokens a pass: f is the chance of its first token, s how often the token before it was right. At a =
-b it is Leviathan's (1 - a**(g + 1)) / (1 - a). Worked: a = 0.5, b = 0.8, g = 2: s = 0.32 / 0.808 =
-0.396, f = 0.619, 1 + 0.619 * 0.36 / 0.2 = 2.11 tokens.
+tokens per pass. f is the probability that its first token is accepted, and s that the token before
+it was accepted. For a = b this is Leviathan's (1 - a**(g + 1)) / (1 - a). Worked: a = 0.5, b = 0.8,
+g = 2: s = 0.32 / 0.808 = 0.396, f = 0.619, 1 + 0.619 * 0.36 / 0.2 = 2.11 tokens.
 
-Means are over the places of a text and then over texts, intervals 95 % over texts (which share one
-seed, so equal positions have equal noise). What is measured above the ideal, or below what is
-certain, beyond its interval, is a bug, and is said to be one.
+Means are over the places of an output and then over outputs; intervals are 95 % over outputs, which
+share one seed, so that equal positions have equal noise. A value that is measured above the ideal,
+or below the bound, beyond its interval, is a bug, and the report says so.
 """
 
 from __future__ import annotations
@@ -48,26 +50,26 @@ from edgespec.sampling.arrays import Row, probabilities
 GAMMAS: Final = (1, 2, 4, 8)
 _EDGES: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.01)
 _SLACK: Final = 1e-3
-"""Of rounding, which is no bug."""
+"""Difference that rounding can cause, which is no bug."""
 _LEAST_REST: Final = 1e-9
-"""Below that two siblings are taken for likelier to hit than they are."""
+"""Smallest 1 - q that is divided by. Below it the ideal of two siblings comes out too high."""
 _FEWEST_TEXTS: Final = 5
-"""Of fewer no interval says that something is impossible."""
+"""Fewest outputs whose interval may show that something is impossible."""
 
 Law = NDArray[np.float64]
 
 
 class Place(NamedTuple):
-    """What theory says of one context, and what was measured there."""
+    """Theoretical and measured values of one context."""
 
     variation: float
     expected: float
     pair_ideal: float
-    """Of two siblings drawn without replacement."""
+    """Ideal of two siblings drawn without replacement."""
     independent_ideal: float
-    """Of two drawn independently."""
+    """Ideal of two siblings drawn independently."""
     rank: int = -1
-    """Of the target's token among the draft's guesses; -1: it was not among them."""
+    """Rank of the target's token among the draft's candidates, or -1 if it was not among them."""
 
     @property
     def ideal(self) -> float:
@@ -87,14 +89,15 @@ class Place(NamedTuple):
 
     @property
     def luck(self) -> float:
-        """What was measured less what was expected."""
+        """Measured minus expected value."""
         return self.measured - self.expected
 
 
 def compared(p: Law, q: Law) -> Place:
-    """The target's law p and the draft's q, [V] each. With tokens by p / q, the largest first,
-    max(p_y / p_x, q_y / q_x) is the first for all y up to x and the second behind it, so running
-    sums give ``expected``."""
+    """Compare the target's law p with the draft's law q, [V] each.
+
+    With tokens ordered by p / q, the largest first, max(p_y / p_x, q_y / q_x) is its first term for
+    all y up to x and its second term after it, so running sums give ``expected``."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(p > 0.0, p / q, 0.0)
     order = np.argsort(-ratios, kind="stable")
@@ -115,22 +118,22 @@ def compared(p: Law, q: Law) -> Place:
 
 
 def _behind(values: Law) -> Law:
-    """The sum of what stands behind each of ``values``."""
+    """Return, for each of ``values``, the sum of all later ones."""
     return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
 
 
 class ComparedText(NamedTuple):
-    """One text, at least one place."""
+    """Places of one output, at least one."""
 
     name: str
     places: tuple[Place, ...]
 
 
 class TheoryRecorder:
-    """Compares the laws along the texts that ``record_tape`` walks."""
+    """Compares the laws along the outputs that ``record_tape`` visits."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, sampling: SamplingParams) -> None:
-        """Raises ``ValueError`` for a model that shows no logits."""
+        """Raise ``ValueError`` for a model that shows no logits."""
         inner = getattr(drafter, "inner", drafter)  # of a paced one
         for name, one, shows in (("target", target, "run_pass"), ("draft", inner, "logits")):
             if not hasattr(one, shows):
@@ -141,7 +144,8 @@ class TheoryRecorder:
         self._sampling = sampling
 
     def places(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Place]:
-        """One for each of ``tokens``, to be asked for behind the drafter's step there."""
+        """Yield the place of each of ``tokens``. The caller advances the generator right after the
+        drafter's step at that place, whose logits are read."""
         for row in self._target_rows(prompt, tokens):
             laws = [probabilities(one, self._sampling) for one in (row, self._drafter.logits)]
             size = max(one.size for one in laws)
@@ -149,7 +153,8 @@ class TheoryRecorder:
             yield compared(p, q)
 
     def _target_rows(self, prompt: Sequence[int], tokens: Sequence[int]) -> Row:
-        """The logits behind ``prompt`` and each of ``tokens`` but the last, of one pass."""
+        """Return the logits after ``prompt`` and after each of ``tokens`` but the last, from one
+        pass."""
         nodes = tuple(tokens[:-1])
         request = PassRequest("theory", 0, tuple(prompt), nodes, tuple(range(-1, len(nodes) - 1)))
         self._target.open(request.key, len(prompt), self._sampling)
@@ -162,7 +167,8 @@ class TheoryRecorder:
 
 
 def chain_tokens(behind_miss: float, behind_hit: float, gamma: int) -> float:
-    """Tokens a pass, by the formula above."""
+    """Return the tokens per pass by the formula at the head of this file. ``behind_miss`` is a,
+    ``behind_hit`` is b."""
     full = behind_hit**gamma
     again = full * (behind_hit - behind_miss)
     started = behind_miss * full / (1.0 - again) if behind_miss else 0.0
@@ -172,7 +178,7 @@ def chain_tokens(behind_miss: float, behind_hit: float, gamma: int) -> float:
 
 
 def replayed_tokens(hits: Sequence[bool], gamma: int) -> float:
-    """Tokens a pass of chains of ``gamma`` along these places."""
+    """Return the tokens per pass of chains of ``gamma`` tokens along these places."""
     at = passes = 0
     while at < len(hits):
         right = 0
@@ -183,7 +189,7 @@ def replayed_tokens(hits: Sequence[bool], gamma: int) -> float:
 
 
 def beside_theory(texts: Sequence[ComparedText]) -> dict[str, Any]:
-    """Everything, ready for JSON; at least one text."""
+    """Return the whole comparison of at least one output, ready for JSON."""
     hits = [[place.rank == 0 for place in text.places] for text in texts]
     pairs = [pair for one in hits for pair in pairwise(one)]
     rate = fmean([hit for one in hits for hit in one])
@@ -226,8 +232,8 @@ def _estimate(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _by_variation(texts: Sequence[ComparedText]) -> Iterator[dict[str, Any]]:
-    """The places in groups by their total variation: means over the places of a group, with an
-    interval of what was measured."""
+    """Yield one row per group of places by their total variation: means over the places of the
+    group, with an interval of the measured value."""
     for low, high in pairwise(_EDGES):
         groups = [[one for one in text.places if low <= one.variation < high] for text in texts]
         groups = [group for group in groups if group]
@@ -244,7 +250,7 @@ def _by_variation(texts: Sequence[ComparedText]) -> Iterator[dict[str, Any]]:
 
 
 def _impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
-    """What cannot be, in words."""
+    """Yield a sentence about each measured value that theory rules out."""
     for what, more, than, less in (
         ("the first guess is right", "measured", "1 - TV", "ideal"),
         ("a guess of two is right", "pair_measured", "two can", "pair_ideal"),
@@ -261,7 +267,7 @@ def _impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
 
 
 def theory_table(found: Mapping[str, Any]) -> Table:
-    """One line a group of places, by their total variation, and one of all."""
+    """Return a table with one line per group of places by total variation, and one for all."""
     title = "how often the first guess is right, by the total variation of the two laws there"
     table = Table(title=title, title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("TV", "places", "at least", "expected", "measured", "at most"):
@@ -278,7 +284,7 @@ def theory_table(found: Mapping[str, Any]) -> Table:
 
 
 def theory_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """What stands below the table; what is impossible comes last."""
+    """Yield the lines below the table. Sentences about impossible values come last."""
     means = found["means"]
     yield f"measured less expected of the shared noise: {_shown(means['luck'])}"
     more = means["pair_measured"]["mean"] - means["measured"]["mean"]

@@ -1,8 +1,8 @@
-"""What a training holds of memory, said before it begins.
+"""Memory plan of a training, which is printed before it begins.
 
-The sizes of the models decide most of it: both in float32, and of the draft another five copies
-(weights in full precision, gradients, two moments of the optimizer, the best weights so far). What
-remains goes to the texts that are learned from or written together, which the plan counts out.
+Most of the memory depends on the sizes of the models: both in float32, and five more copies of the
+draft (weights in full precision, gradients, two moments of the optimizer, the best weights so far).
+The rest is for texts that are learned from or written together; the plan decides how many fit.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from edgespec.training.texts import LOGITS_AT_ONCE
 
 DRAFT_COPIES: Final = 5
 SELECTIVE_COPIES: Final = 2
-"""The draft that came in, and the reference."""
+"""Further copies for ``selective``: the initial draft and the reference."""
 _LOGITS_COPIES: Final = 10
 """Tensors of logits that live at once in a loss and its backward pass, as measured."""
 _FULL_WIDTHS, _INNER_WIDTHS = 18, 5
-"""Numbers that one layer keeps for one token until the backward pass, in widths of the layer."""
+"""Numbers that one layer keeps per token until the backward pass, in units of its widths."""
 _MOST_AT_ONCE_BYTES: Final = 1 << 30
-"""More of it makes no step quicker, and a machine with more memory computes the same sums."""
+"""Most memory for texts at once. More makes no step quicker, and with a fixed limit a machine with
+more memory computes the same sums."""
 _FLOAT: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """How much fits at once, and the most that the process then holds."""
+    """Numbers of texts that fit at once, and the most memory that the process then holds."""
 
     texts_at_once: int
     """Texts of one forward and backward pass."""
     written_at_once: int
-    """Texts that are written together."""
+    """Texts that a model writes together."""
     models_bytes: int
     copies_bytes: int
     step_bytes: int
@@ -55,9 +56,14 @@ def plan_memory(
     held_bytes: int,
     limit_bytes: int,
 ) -> TrainingMemory:
-    """Plan a training of the loaded models ``target`` and ``draft`` in a process that holds
-    ``held_bytes`` with them, and may hold ``limit_bytes``. Raises ``ValueError`` where not even one
-    text fits."""
+    """Plan the memory of a training.
+
+    ``target``, ``draft``: the loaded models.
+    ``written_together``: texts that would be written together if memory allowed.
+    ``held_bytes``: memory that the process holds now, with both models.
+    ``limit_bytes``: memory that it may hold.
+
+    Raises ``ValueError`` if not even one text fits."""
     weights = sum(weight.numel() for weight in draft.parameters()) * _FLOAT
     models = weights + sum(one.numel() * one.element_size() for one in target.parameters())
     selective = settings.loss is LossName.SELECTIVE
@@ -83,19 +89,19 @@ def plan_memory(
 
 
 def _learned_bytes(config: Any) -> int:
-    """Bytes that the backward pass needs of one token."""
+    """Return the bytes per token that the backward pass needs."""
     widths = _FULL_WIDTHS * config.hidden_size + _INNER_WIDTHS * config.intermediate_size
     return int(config.num_hidden_layers * widths * _FLOAT)
 
 
 def _read_bytes(config: Any) -> int:
-    """Bytes that one token takes in a pass without a backward pass: one layer's."""
+    """Return the bytes per token of a pass without a backward pass: those of one layer."""
     widths = _FULL_WIDTHS * config.hidden_size + _INNER_WIDTHS * config.intermediate_size
     return int(widths * _FLOAT)
 
 
 def _cached_bytes(config: Any) -> int:
-    """Bytes of a token's keys and values, and a layer's own numbers while a prompt is read."""
+    """Return the bytes per token of keys and values, and of one layer while a prompt is read."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # While a token is appended, the old and the new keys and values of a layer are both there.

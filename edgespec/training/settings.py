@@ -1,4 +1,4 @@
-"""How a draft is trained: the names of the losses, and every number that changes the weights."""
+"""Settings of a training: the names of the losses, and every number that changes the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgespec.core.protocol.checks import Section, among, limited
 
 
 class LossName(Enum):
-    """What the draft learns of the target's next-token distribution."""
+    """Loss between the draft's and the target's next-token distributions."""
 
     FIRST_CHOICE = "first-choice"
     FORWARD_KL = "forward-kl"
@@ -19,34 +19,35 @@ class LossName(Enum):
 
     @property
     def on_own_samples(self) -> bool:
-        """Whether the texts are the draft's own, which change as it learns."""
+        """Whether the draft itself writes the texts, which change as it learns."""
         return self in (LossName.REVERSE_KL, LossName.TOTAL_VARIATION)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings(Section):
-    """The same settings, texts and models give the same weights on one machine, if the budget
-    counts steps. Raises ``ValueError`` naming field, value and range."""
+    """Settings that determine the weights: the same settings, texts and models give the same
+    weights on one machine, if the budget counts steps. ``ValueError`` names field, value and range.
+    """
 
     loss: LossName = LossName.FORWARD_KL
     seed: int = limited(0, 0, 2**32 - 1)
     length: int = limited(256, 16, 8192)
-    """Tokens of a text, at most; a prompt takes up to half of them."""
+    """Longest text in tokens, of which a prompt takes up to half."""
     temperatures: tuple[float, ...] = limited((0.0, 0.7), 0.0, 10.0)
-    """Of what the target, or the draft, writes: each for its share of the texts."""
+    """Temperatures at which the target, or the draft, writes texts, in turn."""
     bits: int = among(4, (4, 8, 32))
-    """Of the export to come. With 4 the weights are trained through the rounding."""
+    """Bits of the later export. With 4 the weights are trained through the rounding."""
     learning_rate: float = limited(0.0, 0.0, 1.0)
-    """0: by the size of the draft, times ``rate_share``."""
+    """Learning rate. 0 derives it from the size of the draft, times ``rate_share``."""
     rate_share: float = 1.0
-    """Less for a draft that is good already: it forgets otherwise."""
+    """Factor of the derived learning rate. A good draft needs a lower one, or it forgets."""
     rows: int = limited(16, 1, 4096)
-    """Texts of a step."""
+    """Texts of one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: so many steps, or so many minutes of the whole command."""
+    """Length of a training: either a number of steps, or the minutes of the whole command."""
 
     steps: int = 0
     minutes: float = 0.0
