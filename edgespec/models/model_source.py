@@ -3,8 +3,9 @@
 A reference is ``toy``; ``bundled`` (the small pair inside this package), ``bundled:target`` or
 ``bundled:draft``; a folder; a Hub id ``owner/name[@revision]``; or, for a draft, an ``.onnx`` file.
 ``resolve_source`` turns it into a ``ModelSource``, which knows the kind of the model, its files,
-its configuration, its vocabulary and its fingerprint. Nothing else in edgespec looks at a
-reference.
+its configuration, its vocabulary and its fingerprint. No other code decides what a reference means.
+(The device's choice of a drafter also has the words ``none``, ``lookup`` and ``random``, which name
+no model.)
 
 Graphs of other tools are in the folder itself or in its ``onnx/``, one file for each *variant*:
 ``model_q4.onnx`` is ``q4``, ``model.onnx`` is ``fp32``, and the one that a ``genai_config.json``
