@@ -142,8 +142,9 @@ _BUCKET_SPAN = 32.0
 
 
 class Support(NamedTuple):
-    """The tokens that truncation keeps: all scores above ``floor``, and of those at ``floor`` the
-    ids up to ``last``. ``mass`` is the sum of exp(score) over them, or None if it is not known."""
+    """The tokens that truncation keeps: all scores above ``floor``, and among equal ones at
+    ``floor`` the ids up to ``last``. ``mass`` is the sum of exp(score) over the kept tokens, or
+    None if it is not known."""
 
     floor: float = -math.inf
     last: int | None = None
@@ -173,7 +174,7 @@ class Support(NamedTuple):
         kept = np.greater_equal(scores, self.floor, out=work.flags(scores.size))
         if np.count_nonzero(kept) * 8 < kept.size:
             return math.log(np.exp(scores[self.ids(scores)]).sum(dtype=np.float64))
-        # Gathering this many scores costs more than weighing all. ``last`` excludes none of them:
+        # Gathering this many scores costs more than weighing all. ``last`` excludes no score here:
         # it is set only beside a known mass.
         np.exp(scores, out=weights)
         weights *= kept

@@ -156,8 +156,8 @@ class TextOccurrences:
         """Counts in the prompt (row 0) and in the output (row 1), by the token's index."""
 
     def update(self, text: Sequence[int], unchanged_length: int) -> None:
-        """Update the counts to those of ``text``, whose first ``unchanged_length`` tokens are the
-        same as at the last call."""
+        """Update the counts to ``text``, whose first ``unchanged_length`` tokens are the same as at
+        the last call."""
         kept = min(unchanged_length, len(self._counted), len(text))
         for position in range(len(self._counted) - 1, kept - 1, -1):
             self._add(self._counted[position], position, -1)

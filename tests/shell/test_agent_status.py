@@ -173,7 +173,7 @@ def test_drafting_is_judged_by_the_verifiers_price() -> None:
     assert "0.80" in why
     busy = "the verifier's passes are busy: it takes no drafts now"  # its places may all be free
     assert judged(credit=0) == (False, busy)
-    priced = f"{busy}, a row pays from a chance of 0.80 on"
+    priced = f"{busy}, a row is worth its price from a chance of 0.80 on"
     assert judged(credit=0, least_chance=0.8) == (False, priced)
     worth, why = judged(draft_failure="RuntimeError: no memory")
     assert worth is False

@@ -205,12 +205,14 @@ def explain_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstima
     if price.credit == 0:
         # The verifier may have room for sessions; what is short are its passes.
         why, least = "the verifier's passes are busy: it takes no drafts now", price.least_chance
-        return f"{why}, a row pays from a chance of {least:.2f} on" if least else why
+        if least:
+            why += f", a row is worth its price from a chance of {least:.2f} on"
+        return why
     chance = estimates.acceptance.rate(0)
     if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.least_chance > chance:
         return (
-            f"a row is dear: it pays from a chance of {price.least_chance:.2f} on, and the draft's"
-            f" first choice is expected right with {chance:.2f}"
+            f"a row is worth its price from a chance of {price.least_chance:.2f} on, and the"
+            f" draft's first candidate is expected to be right with {chance:.2f}"
         )
     if isinstance(policy, GoodputPolicy):
         tree = SpeculationTree(CommittedPrefix((0,)))
