@@ -1,11 +1,11 @@
 #!/bin/sh
-# A user who asks again and again: one prompt after the other, with a pause to read.
+# Emulates a user who sends one prompt after another, with a pause to read.
 set -eu
 config=${1:?the first argument is the configuration of the device}
 pause_s=${PAUSE_S:-2}
 trap 'exit 143' TERM INT
 
-# In the background and waited for, so that a signal is heard at once.
+# Runs in the background with a wait, so that a signal takes effect at once.
 ask() {
     edgespec generate "$1" --config "$config" --seed "$2" --stats &
     child=$!

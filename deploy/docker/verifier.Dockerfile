@@ -3,8 +3,8 @@
 #
 #   docker build -f deploy/docker/verifier.Dockerfile -t edgespec/verifier:0.1.0 .
 #
-# PyTorch's wheels bring CUDA's libraries along, so the base needs no more of CUDA than what says to
-# the container runtime that a GPU is wanted. Without a GPU, give TORCH_INDEX the CPU builds:
+# PyTorch's wheels include CUDA's libraries, so the base image needs only the settings that ask the
+# container runtime for a GPU. Without a GPU, give TORCH_INDEX the CPU builds:
 #
 #   --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG BASE=nvidia/cuda:12.9.1-base-ubuntu24.04
@@ -14,7 +14,7 @@ ARG TORCH_INDEX=https://pypi.org/simple
 ARG HATCHLING=1.27.0
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
-# Of the distribution's release that the base's tag names: its archive keeps only the newest build.
+# The base image's tag fixes the distribution's release, whose archive keeps only the newest build.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv \
@@ -22,7 +22,7 @@ RUN apt-get update \
     && python3 -m venv /opt/edgespec
 ENV PATH=/opt/edgespec/bin:${PATH}
 WORKDIR /src
-# What changes seldom comes first, and stays in the builder's cache.
+# Layers that rarely change come first, so that they stay in the builder's cache.
 COPY constraints.txt ./
 RUN pip install --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)" \
     && pip install "hatchling==${HATCHLING}"
@@ -66,5 +66,5 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
     CMD ["edgespec", "doctor", "--probe", "5", "--verifier", "127.0.0.1:7420"]
 ENTRYPOINT ["edgespec"]
-# Listening beyond the container needs a certificate, or the word --insecure.
+# Listening beyond the container requires a certificate or the option --insecure.
 CMD ["verifier"]

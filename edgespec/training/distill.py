@@ -1,17 +1,17 @@
-"""A draft learns its target's next-token distribution.
+"""Training of a draft on its target's next-token distribution.
 
-The loop is plain: take the texts that were learned from least, ask target and draft for their
-distributions behind each prefix, take the loss between them (``LOSSES``), step. Texts are
-recorded ones, what the target writes after prompts, or what the draft itself writes; new ones are
-written as they are used up.
+Each step takes the texts that were used least, computes the distributions of target and draft after
+each prefix, and descends the loss between them (``LOSSES``). Texts are recorded ones, those that
+the target writes after prompts, or those that the draft itself writes. New ones are written as they
+are used up.
 
 Drafts are exported in 4 bits, so training goes *through* the rounding (straight-through estimator,
 Bengio et al. 1308.3432): the model computes with rounded weights, its gradients move weights that
-are kept in full, and the rounded ones are what is saved. The exporter finds integers and scales
+are kept in full precision, and the rounded ones are saved. The exporter finds integers and scales
 that reproduce them, so int4 costs no acceptance.
 
-Chance comes from the seed and from counters alone, never from what ran before: a run that was
-stopped and goes on ends with the same weights, if its budget counts steps.
+Random numbers depend on the seed and on counters only, never on earlier work. So a run that was
+stopped and resumed ends with the same weights, if its budget counts steps.
 """
 
 from __future__ import annotations
@@ -54,62 +54,67 @@ from edgespec.training.texts import (
 )
 from edgespec.verifier.targets.loading import check_loading
 
-BLOCK_SIZE: Final = 32  # of a scale, as ``models/weight_blocks.py`` cuts
+BLOCK_SIZE: Final = 32  # weights that share a scale, as in ``models/weight_blocks.py``
 LARGEST_RATE, OF_SIZE = 1e-3, 2e6
-"""The learning rate of a draft of so many weights and fewer; a larger one's falls with the root."""
+"""Learning rate of a draft with up to ``OF_SIZE`` weights. A larger draft's falls with the square
+root of its size."""
 LOOKS: Final = 10
-"""How often the held-back texts are looked at."""
+"""Number of times that acceptance is measured on the held-back texts during a training."""
 SAVE_EVERY_S: Final = 60.0
 ROUND: Final = 32
 """Texts that are written before the next step."""
-# How often a text is learned from on average, and the rounds that are written ahead. A draft's own
-# texts grow old as it learns: few of them are kept.
+# Mean number of uses of a text, and the rounds that are written ahead. A draft's own texts become
+# outdated as it learns, so few of them are kept.
 _USES, _AHEAD = 4, 4
 _OWN_USES, _OWN_AHEAD, _OWN_KEPT = 2, 1, 4
 _ROUNDED_AT_ONCE: Final = 1 << 22  # weights
 FIRST_CHOICE_WEIGHT: Final = 0.5
 SELECTED_SHARE: Final = 0.4
-"""Of the tokens of a step, as in AdaSPEC."""
+"""Share of a step's tokens that ``selective`` learns from, as in AdaSPEC."""
 
 
 # --- losses of a draft's next-token distribution q against the target's p -------------------------
 #
-# Each takes log-probabilities [rows, vocabulary] of the draft and of the target, one row for each
-# token to be guessed, and returns one loss a row. Gradients go into the draft alone.
+# Each function takes log-probabilities [rows, vocabulary] of the draft and of the target, one row
+# for each token to be predicted, and returns one loss per row. Gradients go into the draft alone.
 
 
 def forward_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(p || q): the draft covers all that the target may say (FastDraft, 2411.11055)."""
+    """Return KL(p || q): the draft must cover every token that is likely in the target (FastDraft,
+    arXiv 2411.11055)."""
     return (target.exp() * (target - draft)).sum(-1)
 
 
 def reverse_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(q || p): the draft says nothing that the target would not (DistillSpec, 2310.08461)."""
+    """Return KL(q || p): the draft must avoid tokens that are unlikely in the target (DistillSpec,
+    arXiv 2310.08461)."""
     return (draft.exp() * (draft - target)).sum(-1)
 
 
 def total_variation(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """TV(p, q), the share that even the best coupling rejects (DistillSpec, 2310.08461)."""
+    """Return TV(p, q), the share that even the best coupling rejects (DistillSpec, arXiv
+    2310.08461)."""
     return 0.5 * (draft.exp() - target.exp()).abs().sum(-1)
 
 
 def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) plus half the cross-entropy on the target's first choice, which is what greedy
-    acceptance counts; the bundled pair was trained by it."""
+    """Return KL(p || q) plus half the cross-entropy of the target's likeliest token, on which
+    greedy acceptance depends. The bundled pair was trained with this loss."""
     best = target.argmax(-1, keepdim=True)
     likelihood = draft.gather(-1, best).squeeze(-1)
     return forward_kl(draft, target) - FIRST_CHOICE_WEIGHT * likelihood
 
 
 def lag(draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return by how much the draft is behind ``reference``, a trained draft of its size: one number
-    a row (AdaSPEC, 2510.19779)."""
+    """Return by how much the draft is worse than ``reference``, a trained draft of its size: one
+    number per row (AdaSPEC, arXiv 2510.19779)."""
     return (forward_kl(draft, target) - forward_kl(reference, target)).detach()
 
 
 def furthest(behind: torch.Tensor, share: float) -> torch.Tensor:
-    """Return bool [rows]: the ``share`` of rows, at least one, that are furthest ``behind``. What
-    no draft of this size learns is left out. Ties go to the first rows."""
+    """Return bool [rows] that marks the ``share`` of rows, at least one, that are furthest
+    ``behind``. Rows that no draft of this size can learn are left out. Ties go to the first rows.
+    """
     order = behind.argsort(descending=True, stable=True)
     chosen = torch.zeros(len(behind), dtype=torch.bool, device=behind.device)
     chosen[order[: max(1, round(share * len(behind)))]] = True
@@ -123,12 +128,13 @@ LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Ten
     LossName.TOTAL_VARIATION: total_variation,
     LossName.SELECTIVE: forward_kl,
 }
-"""``selective`` takes the rows that are ``furthest`` behind alone, once there is a reference."""
+"""Loss function by name. ``selective`` uses only the rows that are ``furthest`` behind, once there
+is a reference."""
 
 
 def load_model(folder: Path, *, exact: bool) -> Any:
-    """The model in ``folder``, on a GPU if there is one; ``exact``: in float32, as on every CPU.
-    Raises ``ValueError`` or ``OSError`` naming the folder."""
+    """Return the model in ``folder``, on a GPU if there is one. With ``exact``, and on every CPU,
+    it is in float32. Raises ``ValueError`` or ``OSError``, which name the folder."""
     disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -144,9 +150,10 @@ def load_model(folder: Path, *, exact: bool) -> Any:
 
 
 def choose_threads(model: Any) -> int:
-    """Set the number of threads that PyTorch computes with to the quicker one of all and one, and
-    return it. On a busy machine threads wait for one another in each operation: with two of them on
-    two cores that fifteen others wanted too, a text took twenty times as long as with one."""
+    """Let PyTorch use all threads or one, whichever is quicker, and return the number.
+
+    On a busy machine threads wait for one another in each operation. With two threads on two cores
+    that fifteen other processes used too, a text took twenty times as long as with one."""
     tokens = torch.zeros(8, 8, dtype=torch.long, device=model.device)
     seconds = {}
     for count in (torch.get_num_threads(), 1):
@@ -162,8 +169,8 @@ def choose_threads(model: Any) -> int:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """``weight`` [N, K] on the 4-bit grid of its blocks of 32 along K; K is filled up with zeros
-    meanwhile."""
+    """Return ``weight`` [N, K] rounded to the 4-bit grid of its blocks of 32 along K. A last block
+    that is not full is padded with zeros for the computation."""
     filled = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % BLOCK_SIZE))
     blocks = filled.unflatten(-1, (-1, BLOCK_SIZE))
     peak = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
@@ -174,7 +181,8 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def rate(share: float) -> float:
-    """Learning-rate factor after ``share`` of the budget: warm-up 2 %, flat, linear to 0.02."""
+    """Return the learning-rate factor after ``share`` of the budget: 2 % warm-up, a constant part,
+    and a linear descent to 0.02 over the last 45 %."""
     if share < 0.02:
         return share / 0.02
     return max(0.02, min(1.0, (1.0 - share) / 0.45))
@@ -182,15 +190,17 @@ def rate(share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a training is; ``acceptance`` is the last one on held-back texts."""
+    """State of a training after a step."""
 
     step: int
     share: float
+    """Share of the budget that is used up."""
     loss: float
     acceptance: float
+    """Last acceptance that was measured on held-back texts."""
     left_s: float
     tokens_per_s: float
-    """Tokens to be guessed that were learned from, over all time since the training began."""
+    """Predicted tokens that were learned from, per second since the training began."""
 
 
 class TimeUpError(Exception):
@@ -198,17 +208,23 @@ class TimeUpError(Exception):
 
 
 def _never() -> float:
-    """Nothing limits the time from outside."""
+    """Return infinity, as the seconds left of a training without a time limit."""
     return math.inf
 
 
 class Distillation:
-    """``draft`` learns from ``target`` and ends with the weights that were best on ``choosing``.
-    ``pieces`` are prompts, after which ``target`` writes, or texts as they are; a loss on the
-    draft's own samples takes their beginnings as prompts. ``selective`` spends half of the budget
-    on a reference, then begins again with the draft that came in. ``check`` is called where a stop
-    loses nothing, and may raise; ``state`` then has all that ``restore`` needs. At most
-    ``texts_at_once`` are learned from, and ``written_at_once`` written, in one pass."""
+    """Training of ``draft`` on ``target``, which ends with the weights that were best on
+    ``choosing``.
+
+    ``pieces``: prompts, which ``target`` continues, or texts as they are. A loss on the draft's own
+    samples uses their beginnings as prompts.
+    ``check``: called at points where the training can stop without a loss; it may raise. ``state``
+    then returns all that ``restore`` needs.
+    ``texts_at_once``, ``written_at_once``: most texts that are learned from, or written, in one
+    pass.
+
+    ``selective`` spends half of the budget on a reference, then begins again with the initial
+    draft."""
 
     def __init__(
         self,
@@ -241,7 +257,7 @@ class Distillation:
         self._begin()
 
     def _begin(self) -> None:
-        """Train the weights that the draft has now, those that came in."""
+        """Begin a training of the weights that the draft has now."""
         self._masters = [weight.detach().clone() for weight in self._draft.parameters()]
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0
@@ -252,7 +268,7 @@ class Distillation:
 
     @property
     def improved(self) -> bool:
-        """Whether a checkpoint was better on the held-back texts than the draft that came in."""
+        """Whether a checkpoint was better on the held-back texts than the initial draft."""
         return bool(self._best)
 
     def run(
@@ -263,16 +279,18 @@ class Distillation:
         left_s: Callable[[], float] | None = None,
         wrote: Callable[[Writing], None] = lambda now: None,
     ) -> None:
-        """Train until the budget is used up, then take the best weights; the last ones where none
-        ``improved``.
+        """Train until the budget is used up, then restore the best weights. If none ``improved``,
+        the last weights stay.
 
-        ``report`` gets each step, ``wrote`` the texts that are written between them; ``save`` is
-        called about once a minute. ``left_s`` returns the seconds that a budget of minutes leaves
-        to the training; None: the budget is the training's alone. No step and no round of texts is
-        begun that would not end in time.
+        ``report``: called after each step.
+        ``save``: called about once a minute.
+        ``left_s``: returns the seconds that a budget of minutes leaves to the training. None means
+        that the training may use the whole budget.
+        ``wrote``: called while texts are written between steps.
 
-        Raises ``TimeUpError`` where the time ends before the first step, ``ValueError`` where the
-        loss is no number, and what ``check`` and ``save`` raise."""
+        A step or a round of texts that could not end in time is not begun. Raises ``TimeUpError``
+        if the time ends before the first step, ``ValueError`` if the loss is not finite, and
+        anything that ``check`` and ``save`` raise."""
         began = saved = time.monotonic()
         before, step_s = self._seconds, 0.0
         if budget.steps:
@@ -283,7 +301,7 @@ class Distillation:
         self._left_s = left_s
 
         def used() -> float:
-            """Share of the budget that is used up."""
+            """Return the share of the budget that is used up."""
             if budget.steps:
                 return min(1.0, self._step / budget.steps)
             left = left_s()
@@ -328,7 +346,7 @@ class Distillation:
             self._draft.load_state_dict(self._best)
 
     def _learn(self, share: float) -> float:
-        """One step on the texts that were used least; the mean loss of a token."""
+        """Take one step on the texts that were used least, and return the mean loss per token."""
         settings, dice = self._settings, random.Random(f"{self._settings.seed}:{self._step}")
         order = sorted((used, dice.random(), at) for at, used in enumerate(self._uses))
         chosen = [at for _, _, at in order[: settings.rows]]
@@ -357,10 +375,11 @@ class Distillation:
         return loss
 
     def _add_gradients(self, texts: Sequence[Text], total: int) -> float:
-        """Add the gradients of these texts' share of a loss over ``total`` tokens; return it.
+        """Add the gradients of these texts' share of a loss over ``total`` tokens, and return that
+        share.
 
-        The draft's decoder runs once, forward and backward; in between its head and the loss take a
-        few rows at a time, so that no tensor holds the logits of all tokens."""
+        The draft's decoder runs once, forward and backward. In between, its head and the loss are
+        computed for a few rows at a time, so that no tensor holds the logits of all tokens."""
         tokens, places = padded(texts, self._draft.device)
         loss = LOSSES[self._settings.loss]
         with torch.no_grad():
@@ -397,7 +416,7 @@ class Distillation:
             return hidden_rows(model, tokens, places)
 
     def _log_law(self, model: Any, hidden: Hidden, part: slice) -> torch.Tensor:
-        """Log-probabilities [rows, vocabulary] of the rows in ``part``."""
+        """Return the log-probabilities [rows, vocabulary] of the rows in ``part``."""
         output, rows = hidden
         with self._autocast(rows.device.type):
             logits = head_logits(model, output, rows[part])
@@ -409,8 +428,8 @@ class Distillation:
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=quick)
 
     def _write_ahead(self, report: Callable[[Writing], None]) -> None:
-        """Let target or draft write texts until there are enough for the steps to come. The first
-        step needs one round; those written ahead are added in the next few steps."""
+        """Let target or draft write texts until there are enough for the next steps. The first step
+        needs one round; the rounds ahead are added within the next few steps."""
         settings, model, uses, ahead = self._settings, self._target, _USES, _AHEAD
         if self._own:
             model, uses, ahead = self._draft, _OWN_USES, _OWN_AHEAD
@@ -420,7 +439,7 @@ class Distillation:
         count = settings.length // 2
         while self._prompts and self._written < wanted:
             if self._texts and self._left_s() < 2 * self._round_s:
-                return  # what is written so late would hardly be learned from
+                return  # texts that are written so late would hardly be learned from
             began = time.monotonic()
             numbers = range(self._written, self._written + ROUND)
             prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
@@ -438,7 +457,8 @@ class Distillation:
                     return
                 raise
             self._round_s = time.monotonic() - began
-            # They join the pass that is on, or they alone would be drawn for a while.
+            # The new texts start at the lowest number of uses. With 0, only they would be chosen
+            # for a while.
             self._uses += [min(self._uses, default=0)] * len(new)
             self._texts += new
             if self._own:
@@ -451,14 +471,15 @@ class Distillation:
             raise TimeUpError
 
     def _temperature(self, number: int) -> float:
-        """Of the text of this number. A greedy text is written once after each prompt."""
+        """Return the temperature of the text of this number. A greedy text is written only once
+        after each prompt."""
         heat = self._settings.temperatures
         passes = number // len(self._prompts)
         found = heat[(number + passes) % len(heat)]
         return found if found or passes < len(heat) else max(heat)
 
     def _place(self) -> None:
-        """The model computes with rounded weights."""
+        """Put the weights into the model, rounded if it is exported in 4 bits."""
         with torch.no_grad():
             for master, weight in zip(self._masters, self._draft.parameters(), strict=True):
                 if self._settings.bits != 4 or master.ndim != 2:
@@ -481,7 +502,7 @@ class Distillation:
         return self._settings.learning_rate or self._settings.rate_share * by_size
 
     def state(self) -> dict[str, Any]:
-        """All that changes, in types that ``torch.load`` reads without running code."""
+        """Return all that changes, in types that ``torch.load`` reads without running code."""
         return {
             "counters": [self._step, self._written, self._looked],
             "numbers": [self._seconds, self.acceptance, self.best_score, float(self._tokens)],
@@ -494,7 +515,7 @@ class Distillation:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state`` of the same models, texts and settings."""
+        """Continue from a ``state`` of the same models, texts and settings."""
         self._step, self._written, self._looked = state["counters"]
         self._seconds, self.acceptance, self.best_score, tokens = state["numbers"]
         self._tokens = int(tokens)
@@ -512,7 +533,8 @@ class Distillation:
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Put ``state`` at ``path`` in one step. Raises ``OSError``; then ``path`` is as it was."""
+    """Write ``state`` to the file ``path`` in one step. Raises ``OSError`` and leaves the file
+    unchanged if that fails."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -523,34 +545,35 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             partial.unlink()
-        # torch answers an error of the disk with one of its own.
+        # torch raises an error of its own for an error of the disk.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"{path} cannot be written: {cause}") from error
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What ``save_state`` wrote. Raises ``OSError``, or ``ValueError`` naming the file."""
+    """Return the state that ``save_state`` wrote. Raises ``OSError``, or ``ValueError`` that names
+    the file."""
     try:
         found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # of zip, pickle and torch, which share no base
+    except Exception as error:  # errors of zip, pickle and torch have no common base
         raise ValueError(f"{path} holds no state of a training: {error}") from error
     return found
 
 
 def write_checkpoint(draft: Any, source: Path, folder: Path, length: int) -> None:
     """Write ``draft``, trained on texts of ``length`` tokens, into ``folder``, with the tokenizer
-    of ``source``, which it came from. Raises ``OSError``."""
+    of ``source``, the folder of the initial draft. Raises ``OSError``."""
     if known := trained_length(source):
         draft.config.trained_length = max(known, length)
-    draft.generation_config = GenerationConfig()  # it is copied, and need not be valid
+    draft.generation_config = GenerationConfig()  # the source's may be invalid; it is copied below
     try:
         draft.save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(f"{folder} cannot be written: {error}") from error
     for written in folder.glob("*.safetensors"):
-        written.chmod(0o644)  # as any other file, not as a secret one
+        written.chmod(0o644)  # the usual mode of a file; a temporary one is private
     (folder / "generation_config.json").unlink(missing_ok=True)
     for name in COPIED_FILES:
         if name != "config.json" and (source / name).is_file():
@@ -558,7 +581,7 @@ def write_checkpoint(draft: Any, source: Path, folder: Path, length: int) -> Non
 
 
 class Judged(NamedTuple):
-    """A mean over texts with its 95 % interval."""
+    """Mean over texts, with its 95 % interval."""
 
     mean: float
     interval: Interval
@@ -570,12 +593,12 @@ def judged(values: Sequence[float]) -> Judged:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Acceptance on texts that chose nothing."""
+    """Acceptance on texts that were not used to choose a checkpoint."""
 
     by_temperature: dict[float, tuple[Judged, Judged, Judged]]
-    """Before, after and the gain, text by text."""
+    """Acceptance before and after the training, and the gain of each text, by temperature."""
     gain: Judged
-    """Over all temperatures."""
+    """Gain over all temperatures."""
     texts: int
 
     @classmethod

@@ -1,8 +1,8 @@
-"""The texts that a draft learns from and is judged on: read from files, or written by a model.
+"""Texts that a draft learns from and is judged on, read from files or written by a model.
 
-A text is token ids and the place from which on they count: what stands before, a prompt, is only
-read. Noise is the one that device and verifier share, so acceptance here is what it is in service,
-for a chain of guesses.
+A text is a list of token ids, and the position from which they are to be predicted; the tokens
+before it, a prompt, are only read. Texts are written with the noise that device and verifier share,
+so acceptance here equals acceptance in service, for chains of draft nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from edgespec.sampling.tensors import gumbel_noise
 from edgespec.telemetry.recording import RecordedText, is_recording, read_recording
 
 SHORTEST: Final = 8
-"""Tokens to be guessed of a piece of a text; shorter ones are left out, as prompts of none are."""
+"""Fewest tokens to be predicted in a piece of a text. Shorter pieces and empty prompts are left
+out."""
 HELD_BACK_SHARE, LEAST_HELD_BACK, MOST_HELD_BACK = 0.2, 12, 96
 JUDGED_TEMPERATURES: Final = (0.0, 0.7)
 HELD_BACK_ROUND: Final = 8
@@ -30,19 +31,19 @@ HELD_BACK_ROUND: Final = 8
 
 
 class Text(NamedTuple):
-    """``tokens`` of which those from ``start`` on are to be guessed; ``start`` is at least 1."""
+    """Token ids. Those from ``start`` on, which is at least 1, are to be predicted."""
 
     tokens: list[int]
     start: int
 
     @property
     def is_prompt(self) -> bool:
-        """Nothing of it is to be guessed: what a model writes after it is."""
+        """Whether no token is to be predicted: a model will continue this text."""
         return self.start == len(self.tokens)
 
 
 Pieces = list[list[Text]]
-"""Of texts: those of one inner list are learned from together, or held back together."""
+"""Pieces of texts. Those of one inner list are all used for training, or all held back."""
 
 
 def read_pieces(
@@ -53,11 +54,14 @@ def read_pieces(
     *,
     as_prompts: bool,
 ) -> Pieces:
-    """The files' texts. A JSON Lines file has a prompt or text a line, by the fields that
-    ``edgespec bench --prompts`` knows; a recording has what was committed in ``vocabulary``; any
-    other file is one text. ``as_prompts``: a line's last ``length // 2`` tokens, or pieces of
-    ``length // 4`` of a whole text; else all is cut into pieces of ``length``, of a recording half
-    of it what stands before. Raises ``ValueError`` or ``OSError`` naming the file."""
+    """Return the texts of the files, cut into pieces.
+
+    A JSON Lines file has one prompt or text per line, in the fields that ``edgespec bench
+    --prompts`` knows. A recording holds tokens that were committed in ``vocabulary``. Any other
+    file is one text. With ``as_prompts``, a line gives its last ``length // 2`` tokens, and a whole
+    text gives pieces of ``length // 4``. Otherwise everything is cut into pieces of ``length``; in
+    a piece of a recording, up to half are the tokens before it. Raises ``ValueError`` or
+    ``OSError``, which name the file."""
     pieces: Pieces = []
     for path in paths:
         jsonl = path.suffix == ".jsonl"
@@ -77,7 +81,8 @@ def read_pieces(
 
 
 def _committed(text: RecordedText, size: int) -> list[Text]:
-    """Each committed token once, behind up to ``size`` others, so many of a piece."""
+    """Return pieces of a recorded text that hold each committed token once, up to ``size`` of them
+    per piece, after up to ``size`` earlier tokens."""
     tokens, places = text.tokens.tolist(), range(text.start, len(text.tokens), size)
     return [
         Text(tokens[max(0, at - size) : at + size], min(at, size))
@@ -87,7 +92,7 @@ def _committed(text: RecordedText, size: int) -> list[Text]:
 
 
 class Split(NamedTuple):
-    """Pieces by what they are for; ``choosing`` and ``judging`` are held back from training."""
+    """Pieces by their use. ``choosing`` and ``judging`` are held back from training."""
 
     training: list[Text]
     choosing: list[Text]
@@ -95,8 +100,10 @@ class Split(NamedTuple):
 
 
 def split(pieces: Pieces, seed: int) -> Split:
-    """A fifth is held back, 12 to 96 pieces: a third of them to choose the best checkpoint by, the
-    others to judge it. Raises ``ValueError`` where fewer are left for training."""
+    """Split the pieces for training and judging.
+
+    A fifth, 12 to 96 pieces, is held back: a third of it chooses the best checkpoint, the rest
+    judges that. Raises ``ValueError`` if fewer pieces than that remain for training."""
     texts = list({repr(text): text for text in pieces}.values())
     random.Random(seed).shuffle(texts)
     order = list(chain.from_iterable(texts))
@@ -111,7 +118,7 @@ def split(pieces: Pieces, seed: int) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """Progress of texts that are being written: how many tokens there are, of how many at most."""
+    """Progress of texts that are being written: tokens so far, and the most that there can be."""
 
     what: str
     tokens: int
@@ -124,7 +131,7 @@ class Writing:
 
     @property
     def left_s(self) -> float:
-        """Seconds until all texts are there, if none ends early."""
+        """Seconds until all texts are written, if none ends early."""
         return (self.most_tokens - self.tokens) / max(1e-9, self.tokens_per_s)
 
 
@@ -136,7 +143,7 @@ class Pace:
         self._tokens, self._began_s = 0, time.monotonic()
 
     def count(self, tokens: int) -> None:
-        """Record that so many more tokens were written."""
+        """Record that ``tokens`` more tokens were written."""
         self._tokens = min(self._most_tokens, self._tokens + tokens)
         seconds = time.monotonic() - self._began_s
         self._report(Writing(self._what, self._tokens, self._most_tokens, seconds))
@@ -144,16 +151,16 @@ class Pace:
 
 # --- logits without a tensor of [tokens, vocabulary] ----------------------------------------------
 #
-# A vocabulary of 256,000 makes 268 MB of the logits of 256 tokens, and a loss needs several such
+# With a vocabulary of 256,000, the logits of 256 tokens take 268 MB, and a loss needs several such
 # tensors. So the decoder runs once for all tokens, and its head for a few rows at a time.
 
 Hidden = tuple[Any, torch.Tensor]
-"""What a decoder returned, and its last hidden states [rows, width] at the rows that count."""
+"""Output of a decoder, and its last hidden states [rows, width] at the rows to be predicted."""
 
 
 def hidden_rows(model: Any, tokens: torch.Tensor, places: torch.Tensor) -> Hidden:
-    """Run the decoder of ``model`` over ``tokens`` [texts, longest], and keep the rows at
-    ``places`` in the flat [texts * longest] of them."""
+    """Run the decoder of ``model`` over ``tokens`` [texts, longest]. Return its output, and the
+    rows at ``places``, which index the flat [texts * longest]."""
     output = model.base_model(tokens, use_cache=False)
     return output, output.last_hidden_state.flatten(0, 1)[places]
 
@@ -161,11 +168,11 @@ def hidden_rows(model: Any, tokens: torch.Tensor, places: torch.Tensor) -> Hidde
 def head_logits(model: Any, output: Any, rows: torch.Tensor) -> torch.Tensor:
     """Return the logits [rows, vocabulary] of ``model`` for hidden states ``rows`` [rows, width].
 
-    The model's own ``forward`` computes them, with whatever scale or cap it has; meanwhile its
-    decoder answers with ``output``, which it has returned before."""
+    The model's own ``forward`` computes them, with any scale or cap that it has. Meanwhile its
+    decoder is replaced by a function that returns ``output``, an earlier output of it."""
     decoder = model.base_model
     output.last_hidden_state = rows[None]
-    decoder.forward = lambda *_, **__: output  # of this instance; its class has its own
+    decoder.forward = lambda *_, **__: output  # shadows the method of the class in this instance
     try:
         logits: torch.Tensor = model(torch.zeros(1, 1, dtype=torch.long, device=rows.device)).logits
     finally:
@@ -174,8 +181,8 @@ def head_logits(model: Any, output: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def row_parts(count: int, vocabulary_size: int, numbers: int) -> Iterator[slice]:
-    """Slices of ``count`` rows, so that the logits of each are at most ``numbers`` numbers, or one
-    row."""
+    """Return slices of ``count`` rows. The logits of each slice are at most ``numbers`` numbers, or
+    one row."""
     size = max(1, numbers // vocabulary_size)
     return (slice(first, min(count, first + size)) for first in range(0, count, size))
 
@@ -185,7 +192,7 @@ LOGITS_AT_ONCE: Final = 1 << 23
 
 
 def _no_count(tokens: int) -> None:
-    """Nobody wants to know how many tokens were written."""
+    """Ignore how many tokens were written."""
 
 
 @torch.inference_mode()
@@ -199,10 +206,13 @@ def write(
     wrote: Callable[[int], None] = _no_count,
     at_once: int = 1 << 30,
 ) -> list[Text]:
-    """Let ``model`` write after each prompt, of at least one token: up to ``count`` tokens, or to
-    the end of the text. ``check`` is called before each token and may raise; ``wrote`` gets the
-    number of tokens that were written since. ``at_once`` bounds how many texts have a cache at the
-    same time."""
+    """Let ``model`` continue each prompt, of at least one token, and return the texts.
+
+    ``temperatures``, ``seeds``: one for each prompt.
+    ``count``: most tokens to write for a prompt; an end token ends it earlier.
+    ``check``: called before each token; it may raise.
+    ``wrote``: called with the number of tokens that were written since the last call.
+    ``at_once``: most texts that have a KV cache at the same time."""
     if len(prompts) > at_once:
         texts = list[Text]()
         for first in range(0, len(prompts), at_once):
@@ -247,15 +257,15 @@ def write(
 
 
 def end_ids(model: Any) -> set[int | None]:
-    """The tokens that end a text of ``model``."""
+    """Return the tokens that end an output of ``model``."""
     found = getattr(model.generation_config, "eos_token_id", None)
     found = model.config.eos_token_id if found is None else found
     return set(found) if isinstance(found, list | tuple) else {found}
 
 
 def padded(texts: Sequence[Text], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [texts, longest] filled up at the right, and where in the flat [texts * longest] of
-    them the next token is one to be guessed, text by text."""
+    """Return the tokens [texts, longest], padded at the right, and the indices in the flat
+    [texts * longest] after which the next token is to be predicted, text by text."""
     longest = max(len(text.tokens) for text in texts)
     tokens = torch.tensor([t.tokens + [0] * (longest - len(t.tokens)) for t in texts])
     places = [
@@ -275,8 +285,8 @@ def choices(
     vocabulary_size: int,
     check: Callable[[], None],
 ) -> list[torch.Tensor]:
-    """Return, for each text, the tokens that ``model`` would choose behind each prefix, where they
-    count."""
+    """Return, for each text, the tokens that ``model`` would choose at the positions to be
+    predicted."""
     found: list[torch.Tensor] = []
     for text, seed in zip(texts, seeds, strict=True):
         check()
@@ -296,12 +306,13 @@ def choices(
 
 
 class HeldBack:
-    """Texts that nobody learns from, with the target's choices at each temperature that is judged:
-    ``pieces``, or what the target writes after those that are prompts, up to ``count`` tokens.
+    """Texts that are held back from training, with the target's choices at each judged temperature.
 
-    They are prepared in rounds. ``kept`` has the rounds of a run before, and gets those of this
-    one, in types that ``torch.load`` reads without running code. ``is_enough`` is asked after each
-    round; the texts that are left then are not used at all."""
+    The texts are ``pieces``; those that are prompts are continued by the target, with up to
+    ``count`` tokens. They are prepared in rounds. ``kept`` holds the rounds of an earlier run, and
+    those of this run are added to it, in types that ``torch.load`` reads without running code.
+    ``is_enough`` is called after each round; once it returns True, the remaining texts are not used
+    at all."""
 
     def __init__(
         self,
@@ -354,8 +365,8 @@ class HeldBack:
         return sum(len(seeds) for seeds, _ in self._rounds)
 
     def acceptance(self, draft: Any) -> dict[float, list[float]]:
-        """Return, by temperature, the share of the target's choices that are ``draft``'s too, text
-        by text."""
+        """Return, by temperature, the share of the target's choices that ``draft`` makes too, for
+        each text."""
         shares: dict[float, list[float]] = {heat: [] for heat in JUDGED_TEMPERATURES}
         for seeds, prepared in self._rounds:
             for heat, texts, wanted in prepared:
