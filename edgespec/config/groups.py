@@ -16,7 +16,7 @@ _MARK: Final = "group"
 
 
 class Group(Enum):
-    """What a user may expect of a key."""
+    """Group of configuration keys, which tells users how far to rely on them."""
 
     STABLE = "stable"
     """Keys for everyday use, which keep their names and meanings from release to release."""
