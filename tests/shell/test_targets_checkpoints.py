@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,10 @@ from safetensors.torch import load_file, save_file
 
 from edgespec.core.ports import ModelOutputError, PassRequest, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets import linear_layers
+from edgespec.verifier.targets import cpu_threads, linear_layers
 from edgespec.verifier.targets import loading as checkpoints
 from edgespec.verifier.targets import quantized_linear as quantized
+from edgespec.verifier.targets.graph_passes import GRAPH_FAMILIES, GraphModel
 from edgespec.verifier.targets.loading import check_family, load_model
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.tiny_checkpoints import (
@@ -36,13 +38,23 @@ from tests.shell.tiny_checkpoints import (
     tiny_tensors,
     write_checkpoint,
 )
-from tests.shell.torch_schedules import GREEDY, decode_alone, decode_beside, generated, torch_target
+from tests.shell.torch_schedules import (
+    GREEDY,
+    Recorder,
+    check_random_schedule,
+    decode_alone,
+    decode_beside,
+    generated,
+    torch_target,
+)
 from tests.tables import tabled
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(20, 61))]
 COUNT = 20
 # Of a logit, by how much inputs of 8 bits, or bfloat16, may move the difference of two.
 _NEAR_TIE = 0.25
+_INPUT_ERROR = 0.08
+"""The error of logits that inputs of 8 bits may make in two layers, as a share of their spread."""
 Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
@@ -205,6 +217,60 @@ def _rounded_twin(folder: Path, number_format: str) -> Any:
             # A new parameter, for a tied embedding keeps its own numbers.
             part.weight = torch.nn.Parameter(quantized.rounded(part.weight, bits))
     return model
+
+
+@pytest.mark.parametrize("number_format", ["int8", "int4"])
+@pytest.mark.parametrize("family", sorted(GRAPH_FAMILIES))
+def test_logits_of_the_graph_are_those_of_the_library_up_to_rounded_inputs(
+    tmp_path: Path, family: str, number_format: str
+) -> None:
+    """Texts are longer than a window of 12 tokens and than the shortest line of keys."""
+    family_model(family).save_pretrained(tmp_path)
+    recorder = Recorder(tmp_path, quantize=number_format)
+    assert recorder.target._graph is not None
+    text = PROMPTS[1] + PROMPTS[0] + PROMPTS[1]
+    found = recorder.reference(text, 19)
+    wanted = _logits(_rounded_twin(tmp_path, number_format), [*text, 0], 19)
+    assert float((found - wanted).square().mean().sqrt()) <= _INPUT_ERROR * float(wanted.std())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "number_format"),
+    [("gemma2", "int8"), ("gemma3_text", "int4"), ("llama", "int4"), ("qwen3", "int8")],
+)
+def test_bits_of_the_graph_do_not_depend_on_the_schedule(
+    tmp_path: Path, family: str, number_format: str, threads: int
+) -> None:
+    family_model(family).save_pretrained(tmp_path)
+    before = torch.get_num_threads(), cpu_threads.count()
+    try:
+        recorder = Recorder(tmp_path, quantize=number_format, model_threads=threads)
+        assert recorder.target._graph is not None
+        rng = random.Random(f"{family} {threads}")
+        for length in (2, 5, 63, 64, 65, 130, 300):
+            check_random_schedule(rng, recorder, length)
+    finally:
+        torch.set_num_threads(before[0])
+        cpu_threads.set_count(before[1])
+
+
+def test_a_graph_whose_bits_depend_on_the_row_count_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then the products are rounded one by one, and canonical mode is tried with them."""
+    right = GraphModel._run
+
+    def wrong(model: GraphModel, rows: Any, bounds: Any, padded: int, *others: Any) -> Any:
+        return right(model, rows, bounds, padded, *others) * (1 + padded * 1e-6)
+
+    monkeypatch.setattr(GraphModel, "_run", wrong)
+    with caplog.at_level(logging.WARNING):
+        target = torch_target(folder, quantize="int4")
+    assert target._graph is None
+    assert target.canonical
+    assert "layers are not computed as one graph, so slower: chunked differs by" in caplog.text
+    assert len(decode_alone(target, PROMPTS[0], COUNT)) == COUNT
 
 
 @pytest.mark.parametrize("number_format", ["int8", "int4"])

@@ -21,10 +21,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.core.ports import UnsupportedModelError
+from edgespec.verifier.targets.graph_passes import GRAPH_FAMILIES, GraphModel
 from edgespec.verifier.targets.kv_pool import DraftMemory
 from edgespec.verifier.targets.pass_plan import ATTENTION, register_attention
 from edgespec.verifier.targets.quantized_linear import FORMATS as QUANTIZE_FORMATS
-from edgespec.verifier.targets.quantized_linear import quantize_model
+from edgespec.verifier.targets.quantized_linear import check_dense, missing_package, quantize_model
 
 FAMILIES: Final = {
     "gemma": "Gemma",
@@ -271,6 +272,8 @@ class LoadedModel:
     device: torch.device
     weight_count: int
     """Numbers in the model, before any layer was packed or rounded."""
+    graph: GraphModel | None = None
+    """The layers with rounded weights as one graph; then ``model`` has no layers."""
 
 
 def load_model(
@@ -280,12 +283,14 @@ def load_model(
     device: str = "auto",
     context_length: int | None = None,
     quantize: str = "",
+    as_graph: bool = True,
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
     ``dtype`` auto is float32 on a CPU, else what the checkpoint says; ``device`` is cpu, cuda,
     cuda:N or auto. ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in
-    float32.
+    float32; its layers are then one graph where the graph knows the family and ``as_graph`` is
+    true, else their products are rounded one by one.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -296,6 +301,9 @@ def load_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
     model, weight_count = _read(path, config, _dtype(dtype, where), where, quantize)
+    graph = None
+    if quantize:
+        graph = _quantized(path, model, quantize, served_length if as_graph else 0)
     return LoadedModel(
         model=model,
         layer_count=config.num_hidden_layers,
@@ -306,7 +314,22 @@ def load_model(
         dtype=model.dtype,
         device=where,
         weight_count=weight_count,
+        graph=graph,
     )
+
+
+def _quantized(path: str, model: Any, quantize: str, context_length: int) -> GraphModel | None:
+    """Round the weights of ``model``. Return its layers as one graph, or None where their products
+    were rounded one by one: for a family that the graph does not know, or a context of 0."""
+    check_dense(path, model, quantize)
+    if not context_length or model.config.model_type not in GRAPH_FAMILIES:
+        quantize_model(path, model, quantize)
+        return None
+    try:
+        from edgespec.verifier.targets.decoder_graph import load_graph  # needs onnx
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from error
+    return load_graph(path, model, quantize, context_length)
 
 
 def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:
@@ -364,8 +387,6 @@ def _read(
     check_loading(path, info)
     check_numbers(path, model)
     count = sum(tensor.numel() for tensor in model.parameters())
-    if quantize:
-        quantize_model(path, model, quantize)
     return model.to(device).eval(), count
 
 

@@ -97,17 +97,28 @@ class QuantizedPart(torch.nn.Module):
         return self.whole.part(rows, self.first, self.last)
 
 
-def quantize_model(path: str, model: Any, number_format: str) -> None:
-    """Replace the linear layers of ``model``, whose weights are float32, by rounded ones.
+def missing_package(error: ImportError) -> UnsupportedModelError:
+    """Return the error that names the package that was not found and how to install it."""
+    return UnsupportedModelError(
+        f"--quantize needs {error.name}: pip install 'edgespec[server,cpu,export]'"
+    )
 
-    Raises ``UnsupportedModelError`` for a model with experts, where onnxruntime or onnx is missing,
-    and where this machine's products are wrong."""
+
+def check_dense(path: str, model: Any, number_format: str) -> None:
+    """Raise ``UnsupportedModelError`` for a model with experts."""
     for name, part in model.named_modules():
         if any(tensor.ndim > 2 for tensor in part.parameters(recurse=False)):
             raise UnsupportedModelError(
                 f"{path}: quantize {number_format} is for dense models; {name} holds the weights "
                 "of experts"
             )
+
+
+def quantize_model(path: str, model: Any, number_format: str) -> None:
+    """Replace the linear layers of ``model``, whose weights are float32, by rounded ones.
+
+    Raises ``UnsupportedModelError`` where onnxruntime or onnx is missing, and where this machine's
+    products are wrong."""
     head, tried = model.get_output_embeddings(), set[int]()
     for names in list(_products(model)):
         layers = [model.get_submodule(name) for name in names]
@@ -137,6 +148,11 @@ def _products(model: Any) -> Iterator[tuple[str, ...]]:
                 break
         else:
             yield (name,)
+
+
+def check_product(path: str, name: str, layers: Sequence[torch.nn.Linear], bits: int) -> None:
+    """Raise ``UnsupportedModelError`` where the joint product of ``layers`` is wrong."""
+    _check_product(path, name, layers, QuantizedLinear(layers, bits))
 
 
 def _check_product(
@@ -177,9 +193,7 @@ def _session(
 
         from edgespec.models.onnx_runtime import ort
     except ImportError as error:
-        raise UnsupportedModelError(
-            f"--quantize needs {error.name}: pip install 'edgespec[server,cpu,export]'"
-        ) from error
+        raise missing_package(error) from error
     outputs = len(integers)
     node = helper.make_node(
         "MatMulNBits",

@@ -14,7 +14,7 @@ number of threads may change how sums are split, so a product always has the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -74,19 +74,24 @@ class RowTiles:
         return f"row tiles of {self.base}{more}"
 
 
-def cut(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The pieces of ``sizes`` (ascending) that cover ``count`` rows at the least cost, the largest
-    first. Each reads all weights, so 30 rows are one piece of 32 rather than 16, 8, 4 and 2."""
+def cut(count: int, sizes: tuple[int, ...], piece_rows: int = _PIECE_ROWS) -> tuple[int, ...]:
+    """Return the pieces of ``sizes`` (ascending) that cover ``count`` rows at the least cost, the
+    largest first.
+
+    A piece costs as much as its rows and ``piece_rows`` more, for it reads all weights. So 30 rows
+    are one piece of 32 rather than 16, 8, 4 and 2."""
     whole, rest = divmod(count, sizes[-1])
-    return (sizes[-1],) * whole + _soonest(rest, sizes)
+    return (sizes[-1],) * whole + _cheapest_pieces(rest, sizes, piece_rows)
 
 
 @lru_cache(maxsize=4096)
-def _soonest(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _cheapest_pieces(count: int, sizes: tuple[int, ...], piece_rows: int) -> tuple[int, ...]:
     if count <= 0:
         return ()
-    choices = [(size, *_soonest(count - size, sizes)) for size in reversed(sizes)]
-    best = min(choices, key=lambda pieces: sum(pieces) + _PIECE_ROWS * len(pieces))
+    choices = [
+        (size, *_cheapest_pieces(count - size, sizes, piece_rows)) for size in reversed(sizes)
+    ]
+    best = min(choices, key=lambda pieces: sum(pieces) + piece_rows * len(pieces))
     return tuple(sorted(best, reverse=True))
 
 
@@ -96,9 +101,14 @@ def whole_vector_rows(base: int, widths: Iterable[int]) -> int:
     return math.lcm(base, *(_VECTOR_ELEMENTS // math.gcd(_VECTOR_ELEMENTS, w) for w in widths))
 
 
-def agreeing_sizes(product: Product, probes: torch.Tensor, base: int) -> tuple[int, ...]:
-    """The candidate row counts at which ``product`` gives every row of ``probes`` [count, width]
-    the bits it has in ``base``. Empty when equal rows differ in the base itself."""
+def agreeing_sizes(
+    product: Product, probes: torch.Tensor, base: int, candidates: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return the row counts at which ``product`` gives every row of ``probes`` [count, width] the
+    bits that it has in ``base``, the base first.
+
+    Row counts are those of ``candidates`` that are multiples of the base, or ``SIZES`` of the base.
+    Returns nothing when equal rows differ in the base itself."""
     expected = []
     for probe in probes:
         tile = product(probe.expand(base, -1).contiguous())
@@ -107,7 +117,8 @@ def agreeing_sizes(product: Product, probes: torch.Tensor, base: int) -> tuple[i
         expected.append(tile[0].clone())
     reference, count = torch.stack(expected), len(probes)
     sizes = [base]
-    for size in SIZES[base][1:]:
+    larger = [size for size in candidates if size > base and size % base == 0]
+    for size in larger if candidates else SIZES[base][1:]:
         # Repeated with a shift, so that no two neighbouring groups of rows look the same.
         which = torch.tensor([(i + i // count) % count for i in range(size)], device=probes.device)
         if torch.equal(product(probes[which]), reference[which]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from edgespec.verifier.targets.canonical_mode import (
     run_self_test,
     tree_logits,
 )
+from edgespec.verifier.targets.graph_passes import GraphModel, find_counts
 from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
 from edgespec.verifier.targets.paged_attention import PagedAttention
@@ -90,13 +92,18 @@ class TorchTarget(SimpleTarget):
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
-        loaded = load_model(
+        if model_threads is not None:
+            torch.set_num_threads(model_threads)
+        cpu_threads.set_count(torch.get_num_threads())
+        load = partial(
+            load_model,
             path,
             dtype=dtype,
             device=device,
             context_length=context_length,
             quantize=quantize,
         )
+        loaded = load()
         if packed:
             pack_model(loaded.model)
         self._model = loaded.model
@@ -121,12 +128,16 @@ class TorchTarget(SimpleTarget):
         self._recorded: RecordedPasses | None = None
         if loaded.device.type == "cuda":
             self._attention = self._gpu_attention(loaded)
-        if model_threads is not None:
-            torch.set_num_threads(model_threads)
-        cpu_threads.set_count(torch.get_num_threads())
+        self._graph = loaded.graph
         bearable = loaded.device.type == "cpu" or isinstance(self._attention, PagedAttention)
         if bearable if canonical is None else canonical:
-            self._enter_canonical_mode(loaded, required=canonical is True)
+            if loaded.graph is not None and not self._enter_canonical_graph(loaded.graph):
+                loaded = load(as_graph=False)
+                self._model, self._graph = loaded.model, None
+            if self._graph is None:
+                self._enter_canonical_mode(loaded, required=canonical is True)
+        if self._graph is not None:
+            self._graph.probe = None
         if not finite_logits(self._pool, self._run, self.info.vocabulary_size):
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
@@ -227,6 +238,25 @@ class TorchTarget(SimpleTarget):
             f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
         )
 
+    def _enter_canonical_graph(self, graph: GraphModel) -> bool:
+        """Enter canonical mode with ``graph`` and return whether it holds."""
+        counts = find_counts(graph)
+        if isinstance(counts, str):
+            why_not = counts
+        else:
+            graph.counts = counts
+            why_not = self.self_test()
+            if not why_not:
+                self._row_tiles = RowTiles(
+                    base=counts.rows[0],
+                    row_multiple=counts.rows[0],
+                    attention_sizes=counts.group_rows,
+                    largest=counts.rows[-1],
+                )
+                return True
+        logger.warning("layers are not computed as one graph, so slower: %s", why_not)
+        return False
+
     def _enter_canonical_mode(self, loaded: LoadedModel, *, required: bool) -> None:
         plain = self._attention
         paged = isinstance(plain, PagedAttention)
@@ -300,6 +330,8 @@ class TorchTarget(SimpleTarget):
         torch.get_num_threads()
         with torch.inference_mode():
             rows = BatchRows(self._pool, batch)
+            if self._graph is not None:
+                return self._graph.run_pass(rows)
             if self._recorded is not None:
                 logits = self._recorded.run(rows)
                 if logits is not None:
