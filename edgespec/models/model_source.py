@@ -1,7 +1,8 @@
 """The one resolver of model references, and what a reference leads to.
 
 A reference is ``toy``; ``bundled`` (the small pair inside this package), ``bundled:target`` or
-``bundled:draft``; a folder; a Hub id ``owner/name[@revision]``; or, for a draft, an ``.onnx`` file.
+``bundled:draft``; a folder; a Hub id ``owner/name[@revision]``; a GGUF file, a folder with one,
+``ollama:NAME[:TAG]`` or ``hf.co/USER/REPO:QUANT``; or, for a draft, an ``.onnx`` file.
 ``resolve_source`` turns it into a ``ModelSource``, which knows the kind of the model, its files,
 its configuration, its vocabulary and its fingerprint. No other code decides what a reference means.
 (The device's choice of a drafter also has the words ``none``, ``lookup`` and ``random``, which name
@@ -16,8 +17,8 @@ Only the needed files of a repository on the Hub are fetched. For a draft that i
 files, then the tokenizer and configuration to compare vocabularies, then one variant with its
 external data.
 
-Another kind of source (a GGUF file, for example) is another member of ``SourceKind``, a branch of
-``resolve_source``, and its reading of the properties of ``ModelSource``.
+A GGUF model becomes the folder of a checkpoint in the cache (``gguf_folder.py``), and is a
+checkpoint from then on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from weakref import WeakValueDictionary
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import folders
+from edgespec.models.gguf_file import GgufError
+from edgespec.models.gguf_folder import folder_of_gguf, is_gguf, only_gguf_in
+from edgespec.models.gguf_references import OLLAMA, hub_file, hub_name, ollama_file
 from edgespec.models.lent_texts import is_lent
 from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.text_process import template_worker
@@ -247,16 +251,40 @@ def _find_folder(reference: str, purpose: Purpose, patterns: Sequence[str]) -> P
                 f"{folder}: the bundled {folder.name} is not in this installation"
             )
         return folder
+    if (gguf := _find_gguf(reference)) is not None:
+        try:
+            name = reference.removeprefix(OLLAMA) if reference.startswith(OLLAMA) else ""
+            return folder_of_gguf(gguf, folders.cache_folder(), name=name)
+        except (GgufError, OSError) as error:
+            raise folders.ModelFolderError(str(error)) from error
     path = Path(os.path.expanduser(reference))
     if reference and path.is_dir():
         return path
     if path.is_file():
-        raise folders.ModelFolderError(f"model {reference!r} is a file; give the folder it is in")
+        raise folders.ModelFolderError(
+            f"model {reference!r} is a file; give a *.gguf file, or the folder it is in"
+        )
     if folders.HUB_ID.fullmatch(reference):
         return folders.fetch(reference, patterns)
     raise folders.ModelFolderError(
         f"model {reference!r} is neither 'bundled', nor a folder, nor a Hub id 'owner/name'"
     )
+
+
+def _find_gguf(reference: str) -> Path | None:
+    """Return the GGUF file that ``reference`` stands for, after fetching it if it is on the Hub;
+    None if it stands for something else. Raises ``ModelFolderError``."""
+    try:
+        if reference.startswith(OLLAMA):
+            return ollama_file(reference)
+        if hub_name(reference) is not None:
+            return hub_file(reference, folders.list_hub_files, folders.fetch)
+        path = Path(os.path.expanduser(reference))
+        if reference and path.is_dir():
+            return only_gguf_in(path)
+        return path if is_gguf(path) else None
+    except GgufError as error:
+        raise folders.ModelFolderError(str(error)) from error
 
 
 @lru_cache(maxsize=16)

@@ -27,7 +27,7 @@ BLOCK_SIZE = 32
 # Multiples of the full-range scale (largest magnitude over integer range) that are tried, with both
 # signs.
 _GRID_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.07, 1.14)
-_GRID_8 = (1.0,)
+_GRID_8 = (1.0, 128 / 127)  # the second is that of GGUF's Q8_0, whose integers are kept so
 _ROWS_AT_ONCE = 2048
 
 

@@ -21,6 +21,7 @@ from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
 from edgespec.models import folders
+from edgespec.models.gguf_folder import is_gguf
 from edgespec.models.grammar import target_grammar_reader
 from edgespec.models.model_source import ModelSource, Purpose, SourceKind, resolve_source
 from edgespec.models.shared_ids import find_differing_ids
@@ -165,7 +166,9 @@ def model_name(config: VerifierConfig) -> str:
     if config.name:
         return config.name
     path = Path(os.path.expanduser(config.model))
-    return path.resolve().name if path.is_dir() else config.model
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if is_gguf(path) else config.model
 
 
 def prefer_reproducible_products() -> None:
