@@ -34,6 +34,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.device import agent as device
 from edgespec.models.toy import ToyTokenizer, toy_info
+from edgespec.telemetry.logs import log_failure
 from edgespec.wire import codec
 from edgespec.wire.shaped import Pipe, TrafficMeter
 
@@ -185,7 +186,7 @@ class LoopbackTransport:
         except LinkError:
             pass  # The device has closed the stream.
         except Exception as error:
-            _LOG.exception("a loopback stream failed")
+            log_failure(_LOG, "a loopback stream failed", error=error, may_quote_client=True)
             why = f"the verifier failed: {type(error).__name__}"
             await stream.send_last(Fault(FaultCode.INTERNAL, why))
         finally:

@@ -450,13 +450,12 @@ def chat(
         settings = replace(settings, record="")
     if not takes_target_texts(settings):
         _chat_tokenizer(settings)  # an error is reported before the verifier is probed
+    runner = terminal.SignalRunner()
     with (
+        runner,
         # These signals unwind the stack, so that the terminal is restored: it may outlive this
         # process, which a shell or a script can end by SIGHUP.
-        signals_handled_by(
-            lambda number, _: sys.exit(128 + number), (signal.SIGTERM, signal.SIGHUP)
-        ),
-        asyncio.Runner() as runner,
+        signals_handled_by(runner.end, (signal.SIGTERM, signal.SIGHUP)),
         trace_to(settings.trace, settings.trace_tokens) as tracer,
     ):
         settings, info = runner.run(device.choose_verifier(settings))

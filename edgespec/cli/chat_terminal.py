@@ -12,10 +12,11 @@ import os
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextvars import Context
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from prompt_toolkit.history import FileHistory
 from rich.console import Console, Group, RenderableType
@@ -34,6 +35,7 @@ from edgespec.telemetry.agent_status import AgentStatus, VerifierState
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
+_T = TypeVar("_T")
 PROMPT: Final = "> "
 FRAME_S: Final = 0.1
 """Shortest time between two drawings of a growing reply."""
@@ -159,6 +161,44 @@ def silent_keyboard() -> Iterator[None]:
     finally:
         with contextlib.suppress(termios.error):  # the terminal has gone
             termios.tcsetattr(number, termios.TCSANOW, before)
+
+
+class SignalRunner(asyncio.Runner):
+    """Runs coroutines, one after the other, in one event loop that a signal can end.
+
+    ``end`` is the handler of the signals. It cancels the coroutine that runs, so that this can
+    clean up, and ``run`` then raises ``SystemExit``. Raised in the handler itself, the exception
+    would hit whatever step the loop happens to take, and the loop would report it as the failure of
+    that step. Where no coroutine runs, the handler raises it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._task: asyncio.Task[Any] | None = None
+        self._number = 0
+        """Number of the signal that is to end the process; 0 if there is none."""
+
+    def run(self, coro: Coroutine[Any, Any, _T], *, context: Context | None = None) -> _T:
+        """Run ``coro``, and return what it returns. Raises ``SystemExit`` after a signal."""
+        try:
+            return super().run(self._watch(coro), context=context)
+        finally:
+            if number := self._number:
+                self._number = 0  # what closes the agent afterwards is run to its end
+                raise SystemExit(128 + number)
+
+    async def _watch(self, coro: Coroutine[Any, Any, _T]) -> _T:
+        self._task = asyncio.current_task()
+        try:
+            return await coro
+        finally:
+            self._task = None
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal that ends the process."""
+        if self._task is None:
+            raise SystemExit(128 + number)
+        self._number = number
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
 class CtrlC:
