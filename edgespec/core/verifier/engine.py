@@ -25,7 +25,7 @@ from edgespec.core.verifier.admission import DISPLACED_FAULT, SessionSlots, limi
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.run_ahead import RUN_AHEAD, RunAheadPolicy
+from edgespec.core.verifier.run_ahead import RUN_AHEAD, DraftHistories, RunAheadPolicy
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from edgespec.core.verifier.server_model import ChainStart
@@ -73,6 +73,7 @@ class SessionRegistry:
         self.draft_sources = ServerDraftsFactory(
             text=engine_limits.server_drafts, model=model_drafts
         )
+        self._histories = DraftHistories()
         self._cached: set[str] = set()
 
     # --- streams ---------------------------------------------------------------------------
@@ -125,6 +126,11 @@ class SessionRegistry:
         rule, run_ahead = self._rules(request.rule), self._run_ahead(request.run_ahead)
         model = self._model_of(request)
         draft_sources = self.draft_sources(request, credential, model.eos_token_ids)
+        history = self._histories.get(
+            credential.name,
+            samples=request.sampling.temperature > 0.0,
+            run_ahead=request.run_ahead,
+        )
         self.sessions[key] = VerifySession(
             request=request,
             model=model,
@@ -134,6 +140,7 @@ class SessionRegistry:
             now=now,
             server_drafts=draft_sources,
             trees=self._trees,
+            history=history,
         )
         self._slots.occupy(key, event.peer, credential, now)
         self._cached.add(key)
@@ -207,10 +214,10 @@ class SessionRegistry:
             request = action.request
         return request
 
-    def offer_chain(self, key: str, offer: ev.Offer, now: float) -> ChainStart | None:
+    def offer_chain(self, key: str, offer: ev.DraftOffer, now: float) -> ChainStart | None:
         """Return where a chain of the server model would begin for this session, or None."""
         start = None
-        for action in self._handle(key, ev.DraftOffer(offer), now):
+        for action in self._handle(key, offer, now):
             assert isinstance(action, ev.WantChain)
             start = action.start
         return start

@@ -7,12 +7,63 @@ arrives soon. ``ArrivalEstimator`` estimates when it arrives; a policy decides u
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from edgespec.core.protocol.estimators import MovingAverage
+from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.statically_frozen import statically_frozen
+
+MAX_HISTORIES: Final = 64
+"""Most histories that a verifier keeps; the one whose last session is oldest is dropped first."""
+
+# Weights of the newest sample: of a session's own averages, and of those over many sessions.
+_SESSION_WEIGHT, _HISTORY_WEIGHT = 0.25, 0.1
+
+
+class DraftHistory:
+    """Averages over the drafts of earlier sessions, with which a new session's estimates begin.
+
+    A generation is often over after ten passes, so a session that began without estimates would
+    spend most of its passes to learn what the session before had learned.
+    """
+
+    def __init__(self) -> None:
+        self.response_s = MovingAverage(_HISTORY_WEIGHT)
+        self.response_depth = MovingAverage(_HISTORY_WEIGHT)
+        self.interval_s = MovingAverage(_HISTORY_WEIGHT)
+        self.places = MovingAverage(_HISTORY_WEIGHT)
+        self.acceptance = AcceptanceEstimator()
+
+
+class DraftHistories:
+    """The histories of a verifier.
+
+    Sessions share a history if their devices probably draft alike: they have the same credential,
+    both sample or neither does, and their verifier waits for drafts in the same way. All sessions
+    without a key share theirs. A history holds times and rates only, nothing of an output.
+    """
+
+    def __init__(self) -> None:
+        self._histories: OrderedDict[tuple[str, bool, RunAhead], DraftHistory] = OrderedDict()
+
+    def get(self, credential_name: str, *, samples: bool, run_ahead: RunAhead) -> DraftHistory:
+        """Return the history of such sessions, an empty one for the first of them."""
+        key = credential_name, samples, run_ahead
+        history = self._histories.setdefault(key, DraftHistory())
+        self._histories.move_to_end(key)
+        if len(self._histories) > MAX_HISTORIES:
+            self._histories.popitem(last=False)
+        return history
+
+
+def _begin_average(history: MovingAverage) -> MovingAverage:
+    """Return a session's average whose first sample is the mean of the history."""
+    average = MovingAverage(_SESSION_WEIGHT)
+    if history.count:
+        average.add(history.get(0.0))
+    return average
 
 
 class ArrivalEstimator:
@@ -24,12 +75,26 @@ class ArrivalEstimator:
     the gap.
     """
 
-    def __init__(self) -> None:
-        self._response_s = MovingAverage(0.25)
-        self._gap_s = MovingAverage(0.25)
-        self._depth = MovingAverage(0.25)
+    def __init__(self, history: DraftHistory | None = None) -> None:
+        self._history = history = history or DraftHistory()
+        self._response_s = _begin_average(history.response_s)
+        self._depth = _begin_average(history.response_depth)
+        self._gap_s = MovingAverage(_SESSION_WEIGHT)
+        self._interval_s = _begin_average(history.interval_s)
+        self._places = _begin_average(history.places)
         self._missed_at: float | None = None
         self._arrived_at: float | None = None
+
+    @property
+    def place_s(self) -> float | None:
+        """Time in which the device drafts one more place, in seconds; None if it is not known.
+
+        This is the mean time between two drafts, or between a miss and the draft after it, over the
+        mean number of places in a draft. It includes the round trip after a miss, so a distant
+        device counts as slow.
+        """
+        places = self._places.get(0.0)
+        return self._interval_s.get(0.0) / places if places > 0.0 else None
 
     @property
     def response_s(self) -> float:
@@ -47,12 +112,21 @@ class ArrivalEstimator:
         if self._missed_at is None:
             self._missed_at = now
 
-    def on_useful_draft(self, now: float, depth: int = 1) -> None:
+    def on_useful_draft(self, now: float, depth: int = 1, places: int = 1) -> None:
         """Note that a draft with a usable node arrived, after which the tree is ``depth`` nodes
-        deep."""
+        deep. The draft has candidates for ``places`` places."""
+        history = self._history
+        since = self._arrived_at if self._missed_at is None else self._missed_at
+        if since is not None:
+            for average in (self._interval_s, history.interval_s):
+                average.add(now - since)
+            for average in (self._places, history.places):
+                average.add(places)
         if self._missed_at is not None:
-            self._response_s.add(now - self._missed_at)
-            self._depth.add(depth)
+            for average in (self._response_s, history.response_s):
+                average.add(now - self._missed_at)
+            for average in (self._depth, history.response_depth):
+                average.add(depth)
         elif self._arrived_at is not None:
             self._gap_s.add(now - self._arrived_at)
         self._missed_at, self._arrived_at = None, now
@@ -96,6 +170,9 @@ class RunAheadView:
     """Usual depth of the first draft after a miss, in nodes."""
     response_s: float = 0.0
     """Usual delay of the first draft after a miss; 0 if the next draft is not such a one."""
+    server_draft_s: float = math.inf
+    """Time in which the server model would propose as much as the device's next draft is expected
+    to bring; infinite if it does not draft now."""
 
 
 RunAheadPolicy = Callable[[RunAheadView], float]
@@ -131,6 +208,8 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
     node costs nothing at a rate above 0.92, and 5 % of the speed at 0.8 (virtual time,
     docs/measurements.md).
 
+    No wait begins for a draft that the server model can match before it arrives.
+
     If others have a pass now, the session takes part at once: waiting would cost that whole pass,
     and what the device drafts meanwhile can still be used in the next pass.
     """
@@ -140,7 +219,7 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
     saved = rate - math.pow(rate, view.response_depth)
     share = max(saved, min(1.0, (rate - unsure) / (sure - unsure)))
     latest = view.idle_since + share * pass_s
-    if view.expected_at > latest:
+    if view.expected_at > min(latest, view.now + view.server_draft_s):
         return view.now
     return min(latest, view.expected_at + max(OVERDUE_SHARE * pass_s, view.response_s))
 

@@ -45,7 +45,7 @@ from edgespec.core.verifier.server_model import (
     chain_length,
 )
 from edgespec.core.verifier.session import VerifySession
-from edgespec.core.verifier.session_events import Offer
+from edgespec.core.verifier.session_events import DraftOffer, Offer
 
 
 @statically_frozen
@@ -275,7 +275,7 @@ _PROMPT_DIVISOR = 8
 
 OfferRows = Callable[[str, Offer, float], PassRequest | None]
 """Offers rows to a session; returns its request, or None if it declines."""
-OfferChain = Callable[[str, Offer, float], ChainStart | None]
+OfferChain = Callable[[str, DraftOffer, float], ChainStart | None]
 """Returns where a chain of the server model would begin before that offer; None for nowhere."""
 
 
@@ -396,10 +396,12 @@ class PassScheduler:
             if len(decoding) < len(self._waiting)
             else LONGEST_CHAIN,
         )
+        is_alone = len(self._waiting) == 1 and not self._awaiting_draft
+        draft_offer = DraftOffer(offer, times.step_s, is_alone)
         starts: list[ChainStart] = []
         prompt_rows = times.prompt_rows
         for key in decoding:
-            start = offer_chain(key, offer, now)
+            start = offer_chain(key, draft_offer, now)
             if start is None:
                 continue
             if not start.step.guess:  # The last one may exceed the rest.
@@ -506,8 +508,6 @@ class PassScheduler:
     def _begin_forming(self, began_at: float | None = None) -> FormingPass:
         pass_s, most = self.price.pass_s, self._limits.max_rows_per_session
         wait_s = ASSUMED_PASS_S if pass_s is None else pass_s
-        if self._limits.drafter:  # no longer than a round of the server model
-            wait_s = self.draft_times.round_times(wait_s, 0.0).step_s
         offer = Offer(
             most,
             wait_s,

@@ -194,13 +194,19 @@ class ServerDrafts:
         return self.chain is not None and bool(self.chain.tokens)
 
     def begin_chain(
-        self, tree: PassTree, text: Sequence[int], depth: int, least_lookup_chance: float
+        self,
+        tree: PassTree,
+        text: Sequence[int],
+        depth: int,
+        least_lookup_chance: float,
+        device_tokens: float = 0.0,
     ) -> ChainStart | None:
         """Return where a chain would begin behind ``text`` and what the draft model must be fed for
         it.
 
         ``text`` holds the committed tokens, ``tree`` the device's nodes. No node may be deeper than
-        ``depth``. Returns None if there is no model, no room, or a chain already.
+        ``depth``; ``device_tokens`` is as in ``ChainStart``. Returns None if there is no model, no
+        room, or a chain already.
         """
         chain = self.chain
         if chain is None or chain.tokens:
@@ -209,7 +215,8 @@ class ServerDrafts:
         nodes = self._add_forced(tree, text, depth, least_lookup_chance)
         path = tuple([tree.tokens[node] for node in nodes])
         reaches = [tree.reach[node] for node in nodes]
-        return chain.begin_chain(self._key, text, path, reaches, min(depth, tree.room))
+        room = min(depth, tree.room)
+        return chain.begin_chain(self._key, text, path, reaches, room, device_tokens)
 
     def record_round(self, chain: Chain, *, wanted: bool) -> None:
         """Record the result of a round; the chain is dropped unless ``wanted``, since the output

@@ -21,6 +21,7 @@ commits at least one token; no token is committed past a stop id, max_tokens or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hmac import compare_digest
@@ -49,8 +50,9 @@ from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.drafts import DraftInbox
 from edgespec.core.verifier.pass_tree import PassTree
 from edgespec.core.verifier.row_price import PricedShare
-from edgespec.core.verifier.run_ahead import RunAheadPolicy
+from edgespec.core.verifier.run_ahead import DraftHistory, RunAheadPolicy
 from edgespec.core.verifier.server_drafts import ServerDrafts
+from edgespec.core.verifier.server_model import LONGEST_CHAIN
 from edgespec.core.verifier.session_events import VERIFY_MOVES
 
 READ_REPORT_S: Final = 1.0
@@ -197,12 +199,13 @@ class VerifySession:
         server_drafts: ServerDrafts | None = None,
         *,
         trees: bool = True,
+        history: DraftHistory | None = None,
     ) -> None:
         self.request = request
         self.state = ev.READY
         self.finish: FinishReason | None = None
         self.prefix = CommittedPrefix(request.prompt, request.committed)
-        self.inbox = DraftInbox(self.prefix, model.vocabulary_size, limits)
+        self.inbox = DraftInbox(self.prefix, model.vocabulary_size, limits, history)
         self.passes = self.device_accepted = 0
         """Passes that sampled, and device nodes that they accepted."""
         self.cache_length = 0
@@ -215,6 +218,8 @@ class VerifySession:
         self._server_drafts = server_drafts
         self.device = Attachment(self.prefix.length, now, detached_at=now)
         self._idle_since, self._scores = now, ScoreKeeper()
+        self._drafts_at = math.inf
+        """Time until which the session rather waits for its device than for the server model."""
         self._pass: ev.RunningPass | None = None
         self._replaced_positions: list[int] = []
         """Positions of committed tokens that are not the target's own."""
@@ -264,8 +269,8 @@ class VerifySession:
                 return self._on_offer(event, now)
             case ev.PassDone():
                 return self._on_pass_done(event, now)
-            case ev.DraftOffer(offer):
-                return self._on_draft_offer(offer, now)
+            case ev.DraftOffer():
+                return self._on_draft_offer(event, now)
             case ev.Drafted(chain):
                 assert self._server_drafts is not None
                 self._server_drafts.record_round(chain, wanted=self.state is ev.READY)
@@ -381,7 +386,8 @@ class VerifySession:
             return ()
         assert offer.max_rows >= 1
         self.deadline = None
-        start_at = self._earliest_start(offer, now)
+        start_at = min(self._earliest_start(offer, now), self._drafts_at)
+        self._drafts_at = math.inf
         if start_at > now:
             self.deadline = start_at
             return ()
@@ -400,31 +406,48 @@ class VerifySession:
         decoding = prefix.prompt_length < self.cache_length + 1 == prefix.length
         return decoding and prefix.length < self._ending.end - 1
 
-    def _earliest_start(self, offer: ev.Offer, now: float) -> float:
+    def _earliest_start(
+        self, offer: ev.Offer, now: float, server_draft_s: float = math.inf
+    ) -> float:
         """Return the time from which the session takes part in a pass.
 
         The run-ahead policy decides if the session could wait for a draft of its device and has no
-        nodes yet; otherwise it takes part at once.
+        nodes yet; otherwise it takes part at once. ``server_draft_s`` is as in ``RunAheadView``.
         """
         has_chain = self._server_drafts is not None and self._server_drafts.has_chain
         if not self._may_draft or self.inbox.tree.nodes or has_chain:
             return now
         view = self.inbox.run_ahead_view(
-            now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway
+            now,
+            self._idle_since,
+            offer.pass_s,
+            runs_anyway=offer.runs_anyway,
+            server_draft_s=server_draft_s,
         )
         return self._run_ahead(view)
 
-    def _on_draft_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
-        server_drafts = self._server_drafts
+    def _on_draft_offer(self, event: ev.DraftOffer, now: float) -> tuple[ev.VerifyAction, ...]:
+        """Take part in a round of the server model, unless the device's next draft is expected to
+        bring as much sooner.
+
+        In company the wait is compared with a single step: the round runs for the others anyway.
+        """
+        server_drafts, offer, rate = self._server_drafts, event.offer, self.chain_rate
         if server_drafts is None or not self.rows_to_feed or not self._may_draft:
             return ()
-        if self._earliest_start(offer, now) > now:
+        server_draft_s = event.step_s
+        if event.is_alone and rate is not None:
+            server_draft_s *= self.inbox.count_matching_steps(rate, LONGEST_CHAIN)
+        start_at = self._earliest_start(offer, now, server_draft_s)
+        if start_at > now:
+            self._drafts_at = start_at
             return ()
         start = server_drafts.begin_chain(
             self._device_tree(offer, 1),
             self.prefix.tokens,
             self._max_depth,
             self._least_lookup_chance(offer),
+            self.inbox.tokens_per_pass(offer.pass_s),
         )
         return () if start is None else (ev.WantChain(start),)
 
@@ -433,7 +456,7 @@ class VerifySession:
         done, self._pass = self._pass, None
         if self.state is ev.FINISHED:  # cancelled meanwhile
             return ()
-        self._idle_since = now
+        self._idle_since, self._drafts_at = now, math.inf
         self.cache_length += len(done.request.feed)
         if not done.request.sample:
             self.state = transition(VERIFY_MOVES, self.state, ev.READY)
