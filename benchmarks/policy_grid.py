@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:sim python benchmarks/policy_grid.py [--jobs 2] [--ends both] [--out grid.json]
 
-Plays the grid of ``tests/sim/policy_grid.py`` in virtual time, prints the worst cells by kind and
-pass time, and each cell that is not within the limit. The exit status is 1 if there is one.
+Plays the grid of ``tests/sim/policy_grid.py`` in virtual time. Prints the worst ratio by pass and
+round-trip time, and each cell that is not within the limit. The exit status is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from tests.sim.policy_grid import (
 )
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """The worst ratio by kind of cell and pass time, as a table in Markdown."""
-    kinds = list(dict.fromkeys((one.cell.temperature, one.cell.both_ends) for one in verdicts))
-    passes = sorted({one.cell.pass_ms for one in verdicts})
-    head = "| temperature | who drafts | " + " | ".join(f"pass {ms:g}" for ms in passes) + " |"
-    lines = [head, "| ---: | --- |" + " ---: |" * len(passes)]
-    for temperature, both in kinds:
-        row = [f"{temperature:g}", "both ends" if both else "device alone"]
-        for ms in passes:
-            mine = [
+def make_table(verdicts: Sequence[Verdict]) -> str:
+    """Return the worst ratio by who drafts, pass time and round-trip time, in Markdown."""
+    rtts = sorted({one.cell.rtt_ms for one in verdicts})
+    rows = sorted({(one.cell.both_ends, one.cell.pass_ms) for one in verdicts})
+    head = "| who drafts | pass ms | " + " | ".join(f"RTT {ms:g}" for ms in rtts) + " |"
+    lines = [head, "| --- | ---: |" + " ---: |" * len(rtts)]
+    for both_ends, pass_ms in rows:
+        shown = ["both ends" if both_ends else "device alone", f"{pass_ms:g}"]
+        for rtt_ms in rtts:
+            here = [
                 one
                 for one in verdicts
-                if (one.cell.temperature, one.cell.both_ends) == (temperature, both)
-                and one.cell.pass_ms == ms
+                if (one.cell.both_ends, one.cell.pass_ms, one.cell.rtt_ms)
+                == (both_ends, pass_ms, rtt_ms)
             ]
-            worst = max(mine, key=lambda one: one.ratio)
-            row.append(f"{worst.ratio:.3f} ({worst.low:.3f}–{worst.high:.3f})")
-        lines.append("| " + " | ".join(row) + " |")
+            worst = max(here, key=lambda one: one.ratio, default=None)
+            shown.append(
+                "" if worst is None else f"{worst.ratio:.3f} ({worst.low:.3f}–{worst.high:.3f})"
+            )
+        lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
 
-def told(one: Verdict) -> str:
-    """A line about a cell."""
+def describe(one: Verdict) -> str:
+    """Return a line about a cell."""
     cell = one.cell
     ends = "both ends" if cell.both_ends else "device alone"
     shown = ", ".join(f"{arm} {ms:.2f}" for arm, ms in one.ms.items())
@@ -66,7 +68,7 @@ def told(one: Verdict) -> str:
 
 
 def _play_all(pool: PoolType, worlds: Sequence[World]) -> Iterator[Played]:
-    """Play worlds in the pool's processes, and say on stderr how far they are."""
+    """Play worlds in the pool's processes; print the progress on stderr."""
     for done, played in enumerate(pool.imap(play_world, worlds, 4), 1):
         if not done % 100 or done == len(worlds):
             print(f"{done} of {len(worlds)} worlds played", file=sys.stderr, flush=True)
@@ -77,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Play the grid, print the table and the worst cells."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--most-seeds", type=int, default=MAX_SEEDS, help="seeds of a cell")
+    parser.add_argument("--most-seeds", type=int, default=MAX_SEEDS, help="most seeds of a cell")
     parser.add_argument("--ends", choices=("alone", "both"), help="one kind of cells only")
-    parser.add_argument("--every", type=int, default=1, help="play one cell in so many")
+    parser.add_argument("--every", type=int, default=1, help="play every Nth cell only")
     parser.add_argument("--out", help="a file for all verdicts, as JSON")
     args = parser.parse_args(argv)
     cells = [
@@ -93,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             json.dump([asdict(one) | {"rival": one.rival.value} for one in verdicts], file)
-    print(table(verdicts))
+    print(make_table(verdicts))
     failed = [one for one in verdicts if one.high > LIMIT]
     for one in sorted(failed, key=lambda one: -one.ratio):
-        print(("above: " if one.low > LIMIT else "open: ") + told(one))
-    print("worst: " + told(max(verdicts, key=lambda one: one.ratio)))
+        print(("above: " if one.low > LIMIT else "open: ") + describe(one))
+    print("worst: " + describe(max(verdicts, key=lambda one: one.ratio)))
     print(f"{len(cells)} cells, {len(failed)} not within {LIMIT}, {time.monotonic() - begun:.0f} s")
     return 1 if failed else 0
 

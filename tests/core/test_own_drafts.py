@@ -11,14 +11,17 @@ from typing import TypeVar
 import pytest
 
 from edgespec.core.protocol.estimators import CalibratedChances
-from edgespec.core.protocol.messages import Commit, Limits, Open, Received, RunAhead
+from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import server_model as od
 from edgespec.core.verifier.credential import ANYBODY
+from edgespec.core.verifier.drafts import DraftInbox
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.pass_tree import DraftSource, PassTree
+from edgespec.core.verifier.run_ahead import MAX_HISTORIES, DraftHistories, DraftHistory
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from tests.core.scenes import chain
 from tests.core.test_constraints import EOS, Automaton
@@ -488,6 +491,90 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
         ran += 1
         drafting.record_step([(Candidate(1, -0.1),)] * len(batch), 0.008)
     assert ran == steps
+
+
+@pytest.mark.parametrize(("device_tokens", "steps"), [(0.0, 13), (6.0, 7), (9.4, 0)])
+def test_a_quick_device_makes_a_step_dear(device_tokens: float, steps: int) -> None:
+    """A step of 4 ms beside passes of 40 ms costs 0.10 of a token, 0.60 beside a device that
+    adds 6 tokens to a pass (with the margin 0.69, and 0.95**7 is 0.70), and 0.94 beside one that
+    adds 9.4."""
+    start = od.ChainStart(
+        *(DraftStep("s", 0, (1,)), 1.0, 0.95, 16, 1, CalibratedChances(), 1.0),
+        device_tokens=device_tokens,
+    )
+    drafting, ran = od.DraftRound(od.RunDrafts((start,), od.RoundTimes(0.04, 0.004, 0, 0, 512))), 0
+    while batch := drafting.next_step():
+        ran += 1
+        drafting.record_step([(Candidate(1, -0.01),)] * len(batch), 0.004)
+    assert ran == steps
+
+
+def test_one_sessions_quick_device_leaves_the_others_their_steps() -> None:
+    def start(key: str, device_tokens: float) -> od.ChainStart:
+        step, chances = DraftStep(key, 0, (1,)), CalibratedChances()
+        return od.ChainStart(step, 1.0, 0.9, 16, 1, chances, 1.0, device_tokens)
+
+    starts = (start("quick", 40.0), *[start(str(number), 0.0) for number in range(7)])
+    drafting = od.DraftRound(od.RunDrafts(starts, od.RoundTimes(0.025, 0.0025, 1e-3, 0.0, 512)))
+    assert [step.key for step in drafting.next_step()] == [str(number) for number in range(7)]
+
+
+def inbox(prefix: CommittedPrefix, history: DraftHistory) -> DraftInbox:
+    return DraftInbox(prefix, 100, Limits(max_nodes_outstanding=64), history)
+
+
+def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
+    """A device answers each miss after 30 ms with ten places, of which the first are right."""
+    history, now = DraftHistory(), 0.0
+    for _ in range(3):
+        prefix = CommittedPrefix((1, 2))
+        drafts, first_node_id = inbox(prefix, history), 1
+        for _ in range(8):
+            drafts.arrivals.on_miss(now)
+            now += 0.03
+            base = prefix.length
+            parents = (0, *range(first_node_id, first_node_id + 9))
+            tokens = tuple(range(10, 20))
+            draft = Draft(first_node_id, parents, tokens, base, prefix.hash_at(base))
+            assert drafts.receive(draft, now) is None
+            first_node_id += 10
+            drafts.commit((*tokens[:9], 99), now, True)
+    later = inbox(CommittedPrefix((1, 2)), history)
+    later.arrivals.on_miss(now)
+    assert later.arrivals.expected_at() == pytest.approx(now + 0.03)
+    assert later.arrivals.response_depth == pytest.approx(10.0)
+    assert later.arrivals.place_s == pytest.approx(0.003)
+    assert later.top_acceptance_rate == pytest.approx(0.9, abs=0.05)
+    rate, places = later.top_acceptance_rate, 10 + 10 / 3  # ten after 30 ms, then 10 ms more
+    wanted = rate * (1 - rate**places) / (1 - rate)
+    assert later.tokens_per_pass(0.04, now) == pytest.approx(wanted)
+    assert later.tokens_per_pass(0.02, now) == 0.0, "the first draft comes after the pass"
+    later.no_draft_coming = True
+    assert later.tokens_per_pass(0.04, now) == 0.0
+    assert inbox(CommittedPrefix((1, 2)), DraftHistory()).tokens_per_pass(0.04, now) == 0.0
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(0.9, 1), (0.7, 1), (0.35, 3), (0.01, 16)])
+def test_a_better_server_model_matches_a_draft_in_fewer_steps(rate: float, steps: int) -> None:
+    """A device of which nothing is known: one place, taken to be right with 0.5 here."""
+    drafts = inbox(CommittedPrefix((1, 2)), DraftHistory())
+    drafts._acceptance.rates[0] = 0.5
+    assert drafts.count_matching_steps(rate, 16) == steps
+
+
+def test_histories_are_kept_by_kind_of_session_and_bounded() -> None:
+    histories = DraftHistories()
+    greedy = histories.get("", samples=False, run_ahead=RunAhead.AUTO)
+    assert histories.get("", samples=False, run_ahead=RunAhead.AUTO) is greedy
+    for name, samples, run_ahead in (
+        ("alice", False, RunAhead.AUTO),
+        ("", True, RunAhead.AUTO),
+        ("", False, RunAhead.NEVER),
+    ):
+        assert histories.get(name, samples=samples, run_ahead=run_ahead) is not greedy
+    for number in range(2 * MAX_HISTORIES):
+        histories.get(f"device {number}", samples=False, run_ahead=RunAhead.AUTO)
+    assert histories.get("", samples=False, run_ahead=RunAhead.AUTO) is not greedy
 
 
 def test_a_round_that_prompts_wait_for_is_short() -> None:

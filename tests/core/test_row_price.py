@@ -334,6 +334,16 @@ def test_auto_waits_for_a_draft_that_comes_soon_and_will_do() -> None:
     assert auto_run_ahead(soon, unsure=0.5, sure=1.0) == pytest.approx(10.05)
 
 
+@pytest.mark.parametrize(("server_draft_s", "start_at"), [(0.03, 10.0), (0.05, 10.05)])
+def test_auto_waits_for_no_draft_that_the_server_model_can_match(
+    server_draft_s: float, start_at: float
+) -> None:
+    """The draft is expected after 40 ms."""
+    soon = replace(VIEW, idle_since=10.0, expected_at=10.04, hit_rate=0.75)
+    view = replace(soon, server_draft_s=server_draft_s)
+    assert auto_run_ahead(view, unsure=0.5, sure=1.0) == pytest.approx(start_at)
+
+
 @pytest.mark.parametrize("expected_at", [8.0, 9.0, 9.99, 10.0, 10.01, 10.03, 10.1, 11.0])
 @pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.75, 0.8, 0.9, 1.0])
 def test_auto_never_waits_past_its_share_for_an_overdue_draft(

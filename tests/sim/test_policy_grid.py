@@ -34,6 +34,11 @@ CELLS = (
     Cell(0.7, False, rtt_ms=5.0, step_ms=1.0, pass_ms=3.0, acceptance=0.8),
     Cell(0.7, True, rtt_ms=5.0, step_ms=1.0, pass_ms=8.0, acceptance=0.8),
     Cell(0.0, True, rtt_ms=0.5, step_ms=3.0, pass_ms=8.0, acceptance=0.6),
+    # Both ends, and a device that drafts faster than the server.
+    Cell(0.0, True, rtt_ms=5.0, step_ms=3.0, pass_ms=40.0, acceptance=0.95),
+    Cell(0.7, True, rtt_ms=0.5, step_ms=1.0, pass_ms=40.0, acceptance=0.95),
+    # A device alone whose first draft after a miss is worth waiting for.
+    Cell(0.7, False, rtt_ms=0.5, step_ms=1.0, pass_ms=40.0, acceptance=0.9),
 )
 
 

@@ -124,19 +124,29 @@ class DraftInbox:
         pay."""
         return self._acceptance.rate(0)
 
-    def tokens_per_pass(self, pass_s: float) -> float:
+    def tokens_per_pass(self, pass_s: float, now: float) -> float:
         """Return how many tokens the device's drafts are expected to add to a pass of ``pass_s``
-        seconds while the device stays ahead of the verifier; 0 if nothing is known of it.
+        seconds that begins when one is over that begins now; 0 if nothing is known of the device.
 
         Formula: a + a**2 + .. + a**n, with a the acceptance rate of first candidates and n the
-        places that the device drafts while a pass runs. A device that needs 3 ms for a place, right
+        places that the device drafts while a pass runs. After a miss these are the places of its
+        first draft and those of the rest of the pass behind it. A device adds nothing if it usually
+        needs more than a pass to answer a miss, or if its answer is overdue. A device that needs 3 ms for a place, right
         with 0.9, has 13 places in a pass of 40 ms, and 6.8 tokens of them.
         """
         place_s = self.arrivals.place_s
-        if place_s is None or self.no_draft_coming:
+        response_s = self.arrivals.usual_response_s
+        if place_s is None or self.no_draft_coming or response_s > pass_s:
             return 0.0
+        left_s, places = pass_s, 0.0
+        if not self.tree.nodes:
+            expected_at = self.arrivals.expected_at()
+            if expected_at is None or not now - response_s <= expected_at <= now + pass_s:
+                return 0.0
+            left_s -= max(0.0, expected_at - now)
+            places = self.arrivals.response_depth
+        places += left_s / max(place_s, _MIN_PLACE_S)
         rate = min(self._acceptance.rate(0), _MAX_RATE)
-        places = pass_s / max(place_s, _MIN_PLACE_S)
         return rate * (1.0 - math.pow(rate, places)) / (1.0 - rate)
 
     def count_matching_steps(self, rate: float, max_steps: int) -> int:

@@ -97,6 +97,11 @@ class ArrivalEstimator:
         return self._interval_s.get(0.0) / places if places > 0.0 else None
 
     @property
+    def usual_response_s(self) -> float:
+        """Usual delay of the first draft after a miss, in seconds; 0 before one has arrived."""
+        return self._response_s.get(0.0)
+
+    @property
     def response_s(self) -> float:
         """Usual delay of the first draft after a miss, in seconds; 0 if the next draft is not such
         a one."""

@@ -447,7 +447,7 @@ class VerifySession:
             self.prefix.tokens,
             self._max_depth,
             self._least_lookup_chance(offer),
-            self.inbox.tokens_per_pass(offer.pass_s),
+            self.inbox.tokens_per_pass(offer.pass_s, now),
         )
         return () if start is None else (ev.WantChain(start),)
 
