@@ -131,8 +131,8 @@ class DraftInbox:
         Formula: a + a**2 + .. + a**n, with a the acceptance rate of first candidates and n the
         places that the device drafts while a pass runs. After a miss these are the places of its
         first draft and those of the rest of the pass behind it. A device adds nothing if it usually
-        needs more than a pass to answer a miss, or if its answer is overdue. A device that needs 3 ms for a place, right
-        with 0.9, has 13 places in a pass of 40 ms, and 6.8 tokens of them.
+        needs more than a pass to answer a miss, or if its answer is overdue. A device that needs
+        3 ms for a place, right with 0.9, has 13 places in a pass of 40 ms, and 6.8 tokens of them.
         """
         place_s = self.arrivals.place_s
         response_s = self.arrivals.usual_response_s
