@@ -1,4 +1,4 @@
-"""The layers of a dense decoder with rounded weights as one onnxruntime graph, for a CPU.
+"""Builds one onnxruntime graph of the layers of a dense decoder with rounded weights, for a CPU.
 
 Theory of operation. In a small model the operations between the products take as long as the
 products, so one call of a graph, with fused operators, takes the place of some thousand calls of
@@ -212,8 +212,8 @@ class _GraphBuilder:
         return attended, (key, value)
 
     def _line(self, name: str, pool: str, places: str, new: str) -> str:
-        """Append what brings the keys (or values) of all lines into place; ``new`` are those of
-        the run's own rows."""
+        """Append the nodes that gather the keys (or values) of all lines. ``new`` are those of the
+        run's own rows."""
         graph = self._graph
         cached = graph.node("Gather", [pool, places], f"{name}.cached", axis=0)
         own = graph.node("Reshape", [new, "by_head"], f"{name}.own")

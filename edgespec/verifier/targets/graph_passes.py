@@ -209,9 +209,9 @@ class Lines:
     positions: Indices
     """[G, R]: the position of each row, which is the last key on the line that it sees."""
     fresh: Indices
-    """[n]: the run's rows whose keys stand on a line."""
+    """[n]: rows of the run whose keys are on a line, so that they are not read from the pool."""
     goals: Indices
-    """[n, 2]: the group and the place on its line of each of them."""
+    """[n, 2]: the group of each fresh key, and its place on the group's line."""
 
     def inputs(self, shape: GraphShape, padded: int) -> dict[str, Array]:
         """Return the inputs of the graph for a run of ``padded`` rows."""
@@ -305,8 +305,8 @@ def _groups_of(rows: BatchRows, start: int, stop: int) -> list[Group]:
 
 @lru_cache(maxsize=2048)
 def leaf_lines(parents: tuple[int, ...]) -> tuple[tuple[Indices, Indices], ...]:
-    """Return for each leaf of a tree the nodes from the root to it, and those of them that are on
-    no line before."""
+    """Return for each leaf of a tree the nodes on the path from the root to the leaf, and those of
+    them that are on the path of no earlier leaf."""
     inner = set(parents)
     placed: set[int] = set()
     found = []
@@ -327,8 +327,10 @@ def leaf_lines(parents: tuple[int, ...]) -> tuple[tuple[Indices, Indices], ...]:
 def _equal_groups(
     groups: Sequence[Group], sizes: Sequence[int]
 ) -> tuple[list[Group], Indices, Indices]:
-    """Cut groups into equal ones of the count in ``sizes`` that takes least time. Return the group
-    that each is a part of, its rows [groups, size], and how many of them do not fill it up."""
+    """Cut groups into parts of equally many rows, a count of ``sizes`` that takes the least time.
+
+    Returns for each part its group, its rows [parts, size], and how many of the rows are no
+    repetition of the last one."""
     counts = [len(group.rows) for group in groups]
 
     def cost(size: int) -> int:
@@ -378,8 +380,8 @@ def _fresh_keys(
 
 
 def find_counts(model: GraphModel) -> Counts | str:
-    """Return the counts with which a row has the bits that it has alone, or in words why there are
-    none. They are tried on a graph of one layer, whose shapes are those of all layers."""
+    """Return the counts with which a row has the bits that it has alone, or a description of why
+    there are none. They are tried on a graph of one layer, whose shapes all layers share."""
     probe = _Probe(model)
     rows = _widest(lambda base: agreeing_sizes(probe.rows, probe.tokens, base, ROW_COUNTS))
     if not rows:
@@ -401,7 +403,8 @@ def probe_logits(model: GraphModel) -> Array:
 
 
 def _widest(sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-    """Return those of the counts with each base that reach furthest, with the smallest base."""
+    """Return the counts that reach furthest among those of all bases. The smallest base wins a
+    tie."""
     best: tuple[int, ...] = ()
     for base in BASES:
         sizes = sizes_of(base)
@@ -432,8 +435,8 @@ class _Probe:
         return self._run(tokens, len(tokens), _TRIED_POSITION, 2 * LINE_KEYS)
 
     def lines(self, group_rows: Sequence[int]) -> str:
-        """Say in words where the length of a line changes the bits of a row that sees less of it;
-        empty: nowhere."""
+        """Return a description of where the length of a line changes the bits of a row that sees
+        less of it, which is empty if it changes none."""
         longest = line_length(min(self._model.context_length, _LONGEST_TRIED_LINE))
         lengths = sorted({line_length(keys) for keys in range(LINE_KEYS, longest + 1, LINE_KEYS)})
         for size in {group_rows[0], group_rows[-1]}:

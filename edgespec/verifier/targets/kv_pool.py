@@ -1,12 +1,12 @@
 """Keys and values of all sequences, in blocks of one pool.
 
 Theory of operation. A sequence's table lists its blocks of ``BLOCK_SIZE`` slots. Tables come with
-the requests of each pass: the engine's ledger decides who holds which block
-(``core/verifier/block_ledger.py``), the pool only holds the memory. During a pass the tree's nodes
-lie behind the fed tokens; ``keep`` copies the kept ones to their positions and forgets the rest.
-The copies of all sessions are made at once, when ``data`` is next looked at. Block 0 belongs to
-nobody: masked keys point at it, rows of padding write to it, and it never holds NaN, as stale
-memory may. For requests without tables (tools, the self-test) the pool keeps its own ledger.
+the requests of each pass: the engine's ledger (``core/verifier/block_ledger.py``) decides which
+sequence holds which block, and the pool only holds the memory. During a pass the tree's nodes lie
+behind the fed tokens. ``keep`` copies the kept ones to their positions and forgets the rest. The
+copies of all sessions are made at once, when ``data`` is next read. Block 0 belongs to no sequence:
+masked keys point at it, rows of padding write to it, and it never holds NaN, as stale memory may.
+For requests without tables (tools, the self-test) the pool keeps its own ledger.
 
 Invariant. ``length`` tokens of a sequence are committed and their keys are in the pool; the nodes
 of its last pass lie behind them until ``keep`` or the next ``reserve``.
@@ -37,7 +37,8 @@ from edgespec.verifier.targets.pass_requests import SequenceText, check_table
 
 BLOCK_SIZE = 16
 TOKENS_NEEDED = 160
-"""Of the self-test's longest schedule: prompt and siblings in whole blocks, and another session."""
+"""Room for the self-test's longest schedule: a prompt and siblings in whole blocks, and another
+session."""
 
 KeySlots = npt.NDArray[np.int32]
 
@@ -45,9 +46,10 @@ _LEAST_ROWS, _LEAST_COLUMNS = 8, 16
 
 
 class BlockTables:
-    """The sessions' block tables as one array, and beside it the *slots* of each session's keys, 0
-    behind its last: what attention gathers by. Of a table only what differs from the last pass is
-    written, and a pass adds its own slots, so a long text costs no more than a short one."""
+    """The sessions' block tables as one array, and the *slots* of each session's keys as another,
+    by which attention gathers. Slots behind a session's last key are 0. Only the part of a table
+    that differs from the last pass is written, and a pass adds its own slots, so a long text costs
+    no more than a short one."""
 
     def __init__(self) -> None:
         self._host = np.zeros((_LEAST_ROWS, _LEAST_COLUMNS), dtype=np.int64)
@@ -71,7 +73,7 @@ class BlockTables:
         self._free.append(row)
 
     def write(self, row: int, blocks: tuple[int, ...]) -> None:
-        """From now on ``row`` lists ``blocks``."""
+        """Make ``row`` list ``blocks``."""
         before = self._tables[row]
         if blocks == before:
             return
@@ -87,28 +89,30 @@ class BlockTables:
         self._tables[row] = blocks
 
     def extend(self, rows: Indices, ends: Indices) -> None:
-        """Each of ``rows``, all different, has as many keys as ``ends`` says."""
+        """Set the number of keys of each of ``rows``, which are all different, to ``ends``."""
         more = ends - self._filled[rows]
         if int(more.min()) < 0:
             for place in np.flatnonzero(more < 0).tolist():
                 self._forget(int(rows[place]), int(ends[place]))
             more = np.maximum(more, 0)
         row = np.repeat(rows, more)
-        # Of each row the keys from ``filled`` on.
+        # The keys of each row from ``filled`` on.
         key = np.arange(len(row)) + np.repeat(ends - np.cumsum(more), more)
         self._slots[row, key] = self.slots_of(row, key)
         self._filled[rows] = ends
 
     def slots_of(self, rows: Indices, keys: Indices) -> Indices:
-        """[any]: where key ``keys[i]`` of row ``rows[i]`` lies."""
+        """Return [any]: the slot of key ``keys[i]`` of row ``rows[i]``."""
         return self._host[rows, keys // BLOCK_SIZE] * BLOCK_SIZE + keys % BLOCK_SIZE
 
     def blocks_of(self, rows: Indices, count: int) -> Indices:
-        """[len(rows), count or fewer]: the first blocks of each row, and anything behind them."""
+        """Return [len(rows), count or fewer]: the first blocks of each row. Entries behind a row's
+        last block have no meaning."""
         return self._host[:, :count].take(rows, axis=0)
 
     def key_slots(self, rows: Indices, count: int) -> KeySlots:
-        """[len(rows), count]: slots of the first keys, as of the last ``extend``; 0 behind them."""
+        """Return [len(rows), count or fewer]: slots of the first keys as of the last ``extend``,
+        and 0 behind a row's last key."""
         return self._slots[:, :count].take(rows, axis=0)
 
     def _forget(self, row: int, first: int) -> None:
@@ -131,15 +135,15 @@ NULL_SLOT = 0
 @dataclass(slots=True)
 class CachedSequence(SequenceText):
     table: int = 0
-    """Its row of ``KvPool.tables``."""
+    """The sequence's row of ``KvPool.tables``."""
     blocks: tuple[int, ...] = ()
-    """Its table in the last pass."""
+    """The sequence's table in the last pass."""
     counts: TextOccurrences | None = None
-    """How often it has each token, where its sampling has penalties."""
+    """Token counts of the sequence, where its sampling has penalties."""
 
 
 class KvPool:
-    """``max_tokens`` (rounded up to whole blocks) key and value rows for every layer.
+    """Memory for ``max_tokens`` (rounded up to whole blocks) key and value rows of every layer.
 
     ``data[0, layer]`` holds the keys and ``data[1, layer]`` the values, [slots, heads * head_dim].
     """
@@ -160,14 +164,15 @@ class KvPool:
         self.device, self.dtype = self._data.device, dtype
         self.token_bytes = 2 * layer_count * row_width * self._data.element_size()
         self._moves: list[tuple[int, int, int]] = []
-        """Keys to copy: row of ``tables``, from which place and to which."""
+        """Keys to copy: the row of ``tables``, the key index to copy from, and the one to copy
+        to."""
         self._placed: list[Indices] = []
-        """[2, keys] each: the same by slots, of tables that have changed since."""
+        """[2, keys] each: moves as slots, because their tables have changed since."""
         self.tables = BlockTables()
         self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
         self.sequences: dict[str, CachedSequence] = {}
         self.special: set[str] = set()
-        """Sequences whose tokens are not just the largest logits."""
+        """Keys of sequences whose tokens are not simply the largest logits."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -186,7 +191,7 @@ class KvPool:
 
     @property
     def free_tokens(self) -> int:
-        """Room, in tokens (whole blocks), that requests without tables have left."""
+        """Tokens, in whole blocks, that requests without tables may still reserve."""
         return self._own.free_count * BLOCK_SIZE
 
     def open(
@@ -212,17 +217,18 @@ class KvPool:
         return self.sequences[key]
 
     def cached_length(self, request: PassRequest) -> int:
-        """How many tokens the request may find cached. Raises as ``sequence`` does."""
+        """Return how many tokens the request may find cached. Raises as ``sequence`` does."""
         return self.sequence(request.key).reach(request)
 
     def reserve(self, batch: Sequence[PassRequest]) -> None:
-        """Bring every sequence to its ``cache_length`` and take over its table. Raises before
-        anything has changed: ``ValueError`` for a table that is too short or names a block that is
-        not there, ``CapacityError`` when requests without tables find no room."""
+        """Bring every sequence to its ``cache_length`` and adopt its table.
+
+        Raises before anything has changed: ``ValueError`` for a table that is too short or names a
+        block that does not exist, ``CapacityError`` when requests without tables find no room."""
         batch = PassBatch.of(batch)
         sequences = [self.sequence(key) for key in batch.keys]
         held = [sequence.blocks for sequence in sequences]
-        # The usual pass: every table is as it was. Lists compare in C.
+        # In the usual pass every table is as it was, and lists compare in C.
         changed = (
             []
             if all(batch.tables) and held == list(batch.tables)
@@ -262,7 +268,8 @@ class KvPool:
         self.commit_all(PassBatch.of([request]))
 
     def commit_all(self, batch: PassBatch) -> None:
-        """The pass has run: its fed tokens are cached, its nodes wait for ``keep``."""
+        """Record that the pass has run: its fed tokens are cached, and its nodes wait for
+        ``keep``."""
         for key, feed in zip(batch.keys, batch.feeds, strict=True):
             self.sequences[key].tokens += feed
         if batch.has_nodes:
@@ -285,7 +292,7 @@ class KvPool:
         self._own.trim(key, len(sequence.tokens))
 
     def cached_lengths(self, batch: PassBatch) -> Indices:
-        """[sessions]: tokens that passes have cached. Raises as ``sequence`` does."""
+        """Return [sessions]: tokens that passes have cached. Raises as ``sequence`` does."""
         try:
             found = [len(self.sequences[key].tokens) for key in batch.keys]
         except KeyError as error:
@@ -307,22 +314,23 @@ class KvPool:
 
 # --- How many tokens fit beside the weights and the largest pass ---------------------------
 #
-# A verifier that is given memory instead of a number of tokens loads its weights, measures what its
-# largest pass takes for a moment, and fills what is left, less a copy of one layer's keys and
-# values. A share of a GPU holds all of it, what other programs have there included. A draft model
-# that is loaded afterwards gets a pool of as many tokens out of the same memory.
+# A verifier with a memory budget instead of a number of tokens loads its weights, measures the peak
+# memory of its largest pass, and uses what is left for the pool, less a copy of one layer's keys
+# and values. A share of a GPU includes what other programs have there. A draft model that is loaded
+# afterwards gets a pool of as many tokens out of the same memory.
 
 SESSION_ROWS = 16
 """Rows of each session in the measured pass: a fed token and a chain of nodes."""
 
-# A CPU is not kept busy for a minute at its start: what so many rows take is scaled up.
+# The measured pass has at most so many rows on a CPU, and its memory is scaled up: a larger one
+# would take a minute.
 _MOST_CPU_ROWS = 256
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """What a draft model beside the target takes, in bytes."""
+    """Memory of a draft model beside the target, in bytes."""
 
     weights: int = 0
     token_bytes: int = 0
@@ -337,29 +345,30 @@ class DraftMemory:
 
 @dataclass(frozen=True, slots=True)
 class PoolBudget:
-    """Memory for keys and values, as the operator grants it; exactly one of the first two."""
+    """Memory for keys and values that the operator grants. Exactly one of ``kv`` and ``gpu_share``
+    is given."""
 
     kv: MemoryBudget | None
-    """Of the pool alone; a share is one of the machine's or the GPU's memory."""
+    """The budget of the pool alone. A share counts the machine's or the GPU's memory."""
     gpu_share: float | None
-    """Of a GPU's memory, for all there is on it: weights, pool, passes, other programs."""
+    """The share of a GPU's memory for everything on it: weights, pool, passes, other programs."""
     rows: int
-    """Of the largest pass."""
+    """Rows of the largest pass."""
     draft: DraftMemory = DraftMemory()
-    """Of the draft model that will be loaded beside the target."""
+    """Memory of the draft model that will be loaded beside the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """What is known before the pool is made, in bytes."""
+    """Memory figures that are known before the pool is made, in bytes."""
 
     total: int
     free: int
-    """With the weights loaded, between passes."""
+    """Free memory with the weights loaded, between passes."""
     activations: int
-    """What the largest pass takes for a moment."""
+    """Peak memory of the largest pass."""
     rows: int
-    """Of that pass."""
+    """Rows of the largest pass."""
     token_bytes: int
     """Keys and values of a token, all layers."""
     layer_count: int
@@ -373,10 +382,12 @@ class MemoryFigures:
 
 
 def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) -> int:
-    """The tokens that the pool may hold, in whole blocks; of a share of a GPU and of ``auto`` at
-    most ``most_tokens``, what all sessions can fill. Raises ``UnsupportedModelError`` with all
-    figures where it would be too small to serve, or larger than what is free."""
-    # One more layer for the copy of a layer that a pass makes.
+    """Return how many tokens the pool may hold, in whole blocks.
+
+    With a share of a GPU, or ``auto``, they are at most ``most_tokens``, which all sessions
+    together can fill. Raises ``UnsupportedModelError`` with all figures where the pool would be too
+    small to serve, or larger than what is free."""
+    # A pass makes a copy of one layer's keys and values, so one more layer is counted.
     with_copy = figures.token_bytes * (figures.layer_count + 1) / figures.layer_count
     draft, said = budget.draft, str(figures)
     if draft.weights:
@@ -411,8 +422,8 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
 
 
 def check_draft_fits(draft: DraftMemory, tokens: int, device: torch.device) -> None:
-    """Raises ``UnsupportedModelError`` with all figures when a draft model with a pool of so many
-    tokens does not fit beside what is there."""
+    """Raise ``UnsupportedModelError`` with all figures when a draft model with a pool of ``tokens``
+    does not fit beside what is loaded."""
     free, _ = _free_and_total(device)
     needed = draft.weights + tokens * draft.token_bytes
     if needed > free:
@@ -424,8 +435,8 @@ def check_draft_fits(draft: DraftMemory, tokens: int, device: torch.device) -> N
 
 
 def starting_tokens(budget: PoolBudget, device: torch.device) -> int:
-    """The pool that the self-test and the measured pass need, in tokens. Raises ``ValueError`` for
-    a share of a GPU on another device."""
+    """Return the tokens that the self-test and the measured pass need. Raises ``ValueError`` for a
+    share of a GPU on another device."""
     if budget.gpu_share is not None and device.type != "cuda":
         raise ValueError(
             f"gpu_memory_utilization is {budget.gpu_share:g}, but the model is on {device}; give "
@@ -436,7 +447,7 @@ def starting_tokens(budget: PoolBudget, device: torch.device) -> int:
 
 
 def measured_rows(rows: int, device: torch.device) -> int:
-    """How many rows the measured pass has when the largest has ``rows``."""
+    """Return how many rows the measured pass has when the largest has ``rows``."""
     return rows if device.type == "cuda" else min(rows, _MOST_CPU_ROWS)
 
 

@@ -1,13 +1,13 @@
 """Linear layers whose weights lie in memory as the CPU's matrix kernels read them.
 
-Theory of operation. A library that finds weights in rows, as checkpoints have them, copies them
-into the order of its kernel in every pass; oneDNN can be given them in that order once and for all.
-The packed form takes the place of the other, which can be got back to the bit. Small matrices do
-not win back the microseconds that a call costs more.
+Theory of operation. Checkpoints store weights in rows, and a library copies them into the order of
+its kernel in every pass. oneDNN accepts weights that are in that order already. The packed form
+replaces the rows, which can be restored to the bit. Small matrices stay as they are, because a
+packed call costs some microseconds more than they gain.
 
-A head whose weights are the embedding's is packed too, though they then lie in memory twice, for it
+A head that shares the embedding's weights is packed too, although they are then in memory twice: it
 is the largest product and gains most. Where all of the embedding's float32 numbers are bfloat16
-numbers, as in most checkpoints, the table keeps them as such.
+numbers, as in most checkpoints, the embedding table is stored in bfloat16.
 
 These products are not part of torch's public interface, so the first layer of each shape is
 compared with the plain product before any is trusted.
@@ -25,16 +25,19 @@ from torch.nn import functional
 logger = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 17
-"""Of a layer; smaller ones are not packed."""
+"""Layers with fewer weights are not packed."""
 _TRIED_ROWS = 5
 _COMPARED_ROWS = 4096
 
-# Of the largest result, what two orders of float32 sums may differ by, or two rounded results.
+# Two orders of float32 sums, or two rounded results, may differ by this share of the largest
+# result.
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
 class PackedLinear(torch.nn.Module):
-    """``torch.nn.Linear`` with packed weights, on a CPU; those of the embedding ``tied_to``."""
+    """A ``torch.nn.Linear`` with packed weights, on a CPU.
+
+    ``tied_to`` is the name of the embedding that has the same weights, or empty."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, tied_to: str = ""
@@ -42,20 +45,21 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype, self.tied_to = weight.dtype, tied_to
-        # No buffer: torch's own ways of moving and storing tensors do not know this layout.
+        # This is no buffer, because torch cannot move or store tensors in this layout.
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
         self._quick_rows = quick_rows()
         self.bias = bias
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """[count, out_features] of ``rows`` [count, in_features]."""
+        """Return the product [count, out_features] with ``rows`` [count, in_features]."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._packed, self.bias, "none", [], ""
         )
         return out
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """``product`` of [.., count, in_features]; fewer rows than are quickest are padded."""
+        """Return ``product`` of ``rows`` [.., count, in_features]. Few rows are padded to the count
+        that takes the least time."""
         count = rows.shape[-2]
         if count >= self._quick_rows:
             return self.product(rows)
@@ -63,18 +67,18 @@ class PackedLinear(torch.nn.Module):
         return self.product(padded)[..., :count, :]
 
     def unpacked(self) -> torch.Tensor:
-        """The weights [out_features, in_features] that were packed, bit for bit."""
+        """Return the weights [out_features, in_features] that were packed, bit for bit."""
         weights: torch.Tensor = self._packed.to_dense()
         return weights
 
 
 class NarrowEmbedding(torch.nn.Module):
-    """``torch.nn.Embedding`` of float32 numbers, kept in bfloat16, which holds all of them."""
+    """A ``torch.nn.Embedding`` whose float32 numbers are stored as bfloat16 without loss."""
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
         self.table: torch.Tensor
-        # No parameter: a model says that its number format is that of its first one.
+        # This is no parameter, because a model reports the number format of its first parameter.
         self.register_buffer("table", table)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -82,14 +86,15 @@ class NarrowEmbedding(torch.nn.Module):
 
 
 def quick_rows() -> int:
-    """The row count below which a packed product takes no less time: with AVX512 oneDNN computes 4
-    rows sooner than 1 or 2 (measurements.md)."""
+    """Return the row count below which a packed product takes no less time. With AVX512 oneDNN
+    computes 4 rows in less time than 1 or 2 (measurements.md)."""
     return 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
 
 
 def pack_model(model: Any) -> int:
     """Replace large linear layers of ``model``, on a CPU and in float32 or bfloat16, by packed
-    ones; how many. 0 where torch lacks oneDNN or its products are wrong here, which is logged."""
+    ones. Return how many were replaced: none where torch lacks oneDNN or its products are wrong on
+    this machine, which is logged."""
     found = _packable(model)
     if not found:
         return 0
@@ -99,7 +104,7 @@ def pack_model(model: Any) -> int:
     for name, tied_to in found.items():
         if why_not:
             break
-        layer = model.get_submodule(name)  # one by one: the plain weights go before the next
+        layer = model.get_submodule(name)  # its plain weights are freed before the next is packed
         try:
             with torch.inference_mode():
                 packed = PackedLinear(layer.weight, layer.bias, tied_to=tied_to)
@@ -145,13 +150,13 @@ def unpack_model(model: Any) -> int:
 
 
 def _packable(model: Any) -> dict[str, str]:
-    """Plain layers with enough weights and nothing hooked on, by name: the embedding that reads
-    these weights too, or nothing."""
+    """Return the names of plain layers with enough weights and no hooks, each with the name of the
+    embedding that has the same weights, or an empty one."""
     readers: dict[int, list[tuple[str, torch.nn.Module]]] = defaultdict(list)
     for name, part in model.named_modules():
         for parameter in part.parameters(recurse=False):
             readers[id(parameter)].append((name, part))
-    # A CPU without bfloat16 products spends its time elsewhere than on reading weights.
+    # Without bfloat16 instructions a CPU spends its time on arithmetic, not on reading weights.
     computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     formats = (torch.float32, torch.bfloat16) if computes else (torch.float32,)
     found = {}
@@ -176,23 +181,24 @@ def _hooked(part: torch.nn.Module) -> bool:
 
 
 def _narrow(model: Any, name: str) -> None:
-    """Keep the embedding ``name`` in bfloat16 where that changes no number of it."""
+    """Store the embedding ``name`` in bfloat16 where that changes no number of it."""
     part = model.get_submodule(name)
-    # Others, such as Gemma's, do more than to look up.
+    # Subclasses, such as Gemma's, compute something beside the look-up.
     if type(part) is not torch.nn.Embedding or part.max_norm is not None or _hooked(part):
         return
     weight = part.weight.detach()
     if weight.dtype != torch.float32:
         return
     table = weight.bfloat16()
-    # In parts: a float32 copy of a large table would be memory for nothing.
+    # The comparison goes in parts, so that no float32 copy of a large table is made.
     parts = zip(table.split(_COMPARED_ROWS), weight.split(_COMPARED_ROWS), strict=True)
     if all(torch.equal(few.float(), whole) for few, whole in parts):
         model.set_submodule(name, NarrowEmbedding(table))
 
 
 def _difference(name: str, layer: torch.nn.Linear, packed: PackedLinear) -> str:
-    """What the products of some rows differ by, in words; empty where they agree."""
+    """Return a description of how the products of some rows differ, which is empty where they
+    agree."""
     rows = _tried_rows(layer).to(packed.dtype)
     expected = functional.linear(rows, layer.weight, layer.bias).float()
     error, size = _error(packed.product(rows), expected)
@@ -207,5 +213,5 @@ def _tried_rows(layer: torch.nn.Linear) -> torch.Tensor:
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """The largest difference from what is expected, and the largest of that."""
+    """Return the largest difference from ``expected``, and the largest magnitude in it."""
     return float((found.float() - expected).abs().max()), float(expected.abs().max())

@@ -1,9 +1,10 @@
 """Open a causal language model from a folder or a hub id, or refuse it by name.
 
-Let in are decoders whose layers attend to all earlier tokens or to a window of them, dense or with
-experts, with rotary embeddings that depend on a token's position alone; each family is held against
-the library's own ``generate``. transformers fills what a checkpoint lacks with random numbers and
-takes whole numbers for weights, with a warning at most: such are refused by the tensor's name.
+Supported are decoders whose layers attend to all earlier tokens or to a window of them, dense or
+with experts, with rotary embeddings that depend on a token's position alone. A test compares each
+family with the library's own ``generate``. transformers fills what a checkpoint lacks with random
+numbers, and accepts integers as weights, with a warning at most. Such checkpoints are refused, and
+the error names the tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FAMILIES: Final = {
     "qwen3_moe": "Qwen3-MoE",
 }
 
-"""Model types of ``config.json``, and what people call them."""
+"""Model types of ``config.json``, and their common names."""
 
 # "dynamic" changes earlier positions' angles when a text grows: cached keys go stale. So does
 # "longrope" where a text grows beyond the original context, and only there.
@@ -51,8 +52,10 @@ _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
 
 def check_family(config: Any, context_length: int | None = None) -> int:
-    """The context length that a model with this transformers ``config`` is served with. Raises
-    ``UnsupportedModelError`` naming what is not supported, ``ValueError`` for a bad length."""
+    """Return the context length that a model with this transformers ``config`` is served with.
+
+    Raises ``UnsupportedModelError`` naming what is not supported, ``ValueError`` for a bad
+    length."""
     if config.model_type not in FAMILIES:
         media = getattr(config, "text_config", None) is not None
         hint = " (a model of text and other media; serve a checkpoint of its text model alone)"
@@ -104,7 +107,8 @@ def _check_rope(rope: dict[str, Any], length: int) -> None:
 
 
 def _check_layers(config: Any) -> None:
-    """A layer's window itself comes with its calls of attention."""
+    """Refuse unknown layer types, and windows that are no positive number. A layer passes its
+    window to attention itself."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     other = sorted(kinds - _LAYER_TYPES)
@@ -123,7 +127,7 @@ def _check_layers(config: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
     packages: tuple[str, ...] = ()
-    """What has to be installed, by the names of the package index."""
+    """Names of the packages that have to be installed."""
     unpacks: bool = False
     """Whether transformers can turn it into ordinary weights when it loads."""
 
@@ -137,14 +141,15 @@ FORMATS: Final = {
     "torchao": CheckpointFormat(("torchao",)),
 }
 
-"""By the ``quant_method`` of ``config.json``."""
+"""Checkpoint formats by the ``quant_method`` of ``config.json``."""
 
 
 def prepare_format(path: str, config: Any, *, on_cpu: bool) -> str:
-    """The ``quant_method`` of the checkpoint, or "" for one with ordinary weights. On a CPU
-    ``config`` is changed so that the weights are unpacked where they can be: its products are then
-    dense ones, and canonical mode holds. Raises ``UnsupportedModelError`` naming the unknown format
-    or the missing packages."""
+    """Return the ``quant_method`` of the checkpoint, or "" for one with ordinary weights.
+
+    On a CPU ``config`` is changed so that weights are unpacked where they can be. The products are
+    then dense ones, for which canonical mode holds. Raises ``UnsupportedModelError`` naming the
+    unknown format or the missing packages."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return ""
@@ -168,18 +173,20 @@ def prepare_format(path: str, config: Any, *, on_cpu: bool) -> str:
     return method
 
 
-# Computed from the configuration; older exports stored it beside the weights.
+# This tensor is computed from the configuration. Older exports stored it beside the weights.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _NAMED_TENSORS = 5
 _WEIGHTS: Final = "model.safetensors"
 _REAL_NUMBERS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""As the headers of safetensors files name them."""
+"""Types of real numbers, as the headers of safetensors files name them."""
 
 
 def check_types(path: str) -> None:
-    """Raises ``UnsupportedModelError`` naming tensors of a folder that are not stored as real
-    numbers, which a checkpoint without a quantisation of its own cannot mean; ``OSError``, or what
-    safetensors raises for a file that it cannot read."""
+    """Refuse a folder whose weights are not stored as real numbers although it names no
+    quantisation.
+
+    Raises ``UnsupportedModelError`` naming the tensors; ``OSError``, or what safetensors raises,
+    for a file that cannot be read."""
     others = []
     for file in _files(Path(path)):
         with safe_open(file, framework="pt") as tensors:
@@ -202,8 +209,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def check_loading(path: str, info: dict[str, Any]) -> None:
-    """Raises ``UnsupportedModelError`` naming tensors that are missing, unexpected or of another
-    shape; ``info`` is what ``from_pretrained(output_loading_info=True)`` tells."""
+    """Refuse a checkpoint that does not fill the model. ``info`` is the second result of
+    ``from_pretrained(output_loading_info=True)``.
+
+    Raises ``UnsupportedModelError`` naming tensors that are missing, unexpected or of another
+    shape."""
     missing = _names(info["missing_keys"])
     hint = ""
     if "lm_head.weight" in missing:
@@ -227,10 +237,10 @@ def check_loading(path: str, info: dict[str, Any]) -> None:
 
 
 def check_numbers(path: str, model: Any) -> None:
-    """Raises ``UnsupportedModelError`` naming the first tensor that holds NaN or infinity."""
+    """Refuse NaN and infinity. Raises ``UnsupportedModelError`` naming the first such tensor."""
     for name, tensor in model.named_parameters():
         if not tensor.is_floating_point() or tensor.element_size() == 1:
-            continue  # whole numbers, and 8-bit floats, which torch cannot compare
+            continue  # torch cannot compare 8-bit floats; integers are always finite
         low, high = torch.aminmax(tensor.detach())  # both are NaN where any element is
         if not (torch.isfinite(low) and torch.isfinite(high)):
             raise UnsupportedModelError(
@@ -333,8 +343,8 @@ def _quantized(path: str, model: Any, quantize: str, context_length: int) -> Gra
 
 
 def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:
-    """What the draft model in the folder ``path`` will take, from its files and configuration,
-    before it is loaded. Raises as ``load_model`` does."""
+    """Return how much memory the draft model in the folder ``path`` will take, according to its
+    files and configuration. Raises as ``load_model`` does."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     check_family(config)
     stored = getattr(config, "dtype", None) or torch.float32

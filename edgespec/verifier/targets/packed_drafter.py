@@ -1,22 +1,23 @@
 """The verifier's own draft model: all sessions that draft share one packed step.
 
 A draft step is a pass that samples, so a draft model is served by the class that serves targets.
-What is added here is what the engine does for a target: who holds which blocks of the key-value
-cache, and what becomes of a session whose part of a step fails.
+This file adds what the engine does for a target: it decides which sequence holds which blocks of
+the key-value cache, and it handles the failure of one session within a step.
 
 Life of a step: cut each sequence to what the core keeps -> use blocks that others have filled ->
-reserve blocks, from the sequences that were not used for longest if none is free -> one pass ->
-publish the blocks that are full. A cache is only a cache: a sequence that loses its blocks is fed
-again, and finds those of them that nobody has needed meanwhile. Its text never waits for that.
+reserve blocks, taking them from the least recently used sequences if none is free -> one pass ->
+publish the blocks that are full. A sequence that loses its blocks is fed again, and finds those of
+them that no other sequence has needed meanwhile. The target's generation never waits for that.
 
-The model looks at a *window*: a text that outgrows it goes on as if it began in the middle of the
-window, whose second half is fed again, with the noise of its true positions. A window of 256 tokens
-is left at token 257 and begins anew with the last 128, so a token costs one more row on average. Of
-a prompt that slides by nothing is computed before a guess is wanted.
+The model sees a *window* of the text. A text that outgrows the window is continued as if it began
+in the middle of the window: the second half is fed again, with the noise of its true positions. A
+window of 256 tokens is left at token 257 and begins anew with the last 128, so a token costs one
+more row on average. A prompt that is longer than the window is not computed before the first guess
+is requested.
 
-Invariant. ``prefix`` is a beginning of what is cached, and blocks are published of it alone.
-Guesses come and go behind it: it ends at least a block before the last token, unless a long feed (a
-part of a prompt) came at once. A sequence that is cut inside of its prefix enters the cache anew.
+Invariant. ``prefix`` is a prefix of what is cached, and only its blocks are published. Guesses are
+added and dropped behind it. It ends at least a block before the last token, unless a long feed (a
+part of a prompt) came at once. A sequence that is cut inside its prefix enters the cache anew.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ from edgespec.core.verifier.server_model import CHOICES
 
 
 class DraftModel(TargetModel, Protocol):
-    """What a draft model is served by."""
+    """A target model with the two operations that a draft model needs."""
 
     def shift(self, key: str, first: int) -> None:
-        """The sequence, just opened, begins at position ``first`` of its text, for the noise."""
+        """Set the position of the first token of a sequence that was just opened. The sampling
+        noise depends on it."""
 
     def guess(self, batch: Sequence[PassRequest], width: int) -> list[tuple[Candidate, ...]]:
-        """As ``forward``, of requests without nodes: of each that samples the ``width`` best
-        choices, or fewer, the best first."""
+        """Compute a pass like ``forward``, of requests without nodes.
+
+        Returns for each request that samples up to ``width`` candidates, the best first, and
+        nothing for the others."""
 
 
 @dataclass(slots=True)
@@ -51,22 +55,24 @@ class _DraftSequence:
     prompt_length: int
     sampling: SamplingParams
     text: list[int] = field(default_factory=list)
-    """All that was fed and not cut."""
+    """Tokens that were fed and not cut."""
     first: int = 0
-    """Where in it the window begins: the first row of the cache."""
+    """The index in ``text`` of the window's first token, which is the first row of the cache."""
     end: int = 0
-    """Of ``text``, as much is cached, from ``first`` on."""
+    """The index in ``text`` behind the last cached token; the tokens from ``first`` on are
+    cached."""
     prefix: CommittedPrefix = field(default_factory=lambda: CommittedPrefix(()))
 
 
 class PackedDrafter:
-    """``ports.ServerDrafter`` on a ``model`` that has a key-value cache. Guesses are below
-    ``vocabulary_size``, the target's, which may be padded less than the draft's, and none of
-    ``apart``, whose text is another there.
+    """A ``ports.ServerDrafter`` on a ``model`` that has a key-value cache.
 
-    ``share_prefixes``: texts that begin alike use the same cached blocks; else only a sequence that
-    has lost its own finds them again. ``window``: tokens that the model looks at, at most; None is
-    its context. Behind a window that holds none of the prompt a constrained text gets no guess."""
+    Guesses are below ``vocabulary_size``, the target's, because the draft's vocabulary may be
+    padded further. They are none of ``apart``, the token ids whose text differs between the two.
+    With ``share_prefixes`` texts that begin alike use the same cached blocks; otherwise only a
+    sequence that has lost its own blocks finds them again. ``window`` is the most tokens that the
+    model sees; None is its context. A constrained text whose window holds none of the prompt gets
+    no guess."""
 
     def __init__(
         self,
@@ -85,10 +91,10 @@ class PackedDrafter:
         owner_of = (lambda key: "") if share_prefixes else (lambda key: key)
         self._sharing = PrefixSharing(self._ledger, owner_of)
         self._sequences: OrderedDict[str, _DraftSequence] = OrderedDict()
-        """The one whose last step is longest ago first."""
+        """Sequences by key, the least recently used first."""
         self.evictions = 0
         self.shared_tokens = 0
-        """Fed tokens whose blocks were there."""
+        """The number of fed tokens that were found in cached blocks."""
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -119,7 +125,7 @@ class PackedDrafter:
 
     def _cut_and_extend(self, step: DraftStep) -> bool:
         """Make the step's text that of the sequence, with a stand-in for each token that the draft
-        does not have; False: it cannot be."""
+        does not have. Return False if the sequence is shorter than what the step keeps."""
         sequence, size = self._sequences[step.key], self.info.vocabulary_size
         if step.keep_length > len(sequence.text):
             return False
@@ -131,7 +137,7 @@ class PackedDrafter:
         return True
 
     def _slides_by(self, step: DraftStep) -> bool:
-        """Move the window where the text has left it; whether nothing is to be computed now."""
+        """Move the window if the text has left it. Return whether the step computes nothing."""
         sequence, length = self._sequences[step.key], len(step.feed) + step.keep_length
         inside = sequence.first <= sequence.end and length - sequence.first <= self._window
         passes = sequence.end == sequence.first > 0 and not step.guess
@@ -141,7 +147,8 @@ class PackedDrafter:
         return not step.guess
 
     def _request(self, step: DraftStep, spared: Collection[str]) -> PassRequest | None:
-        """The step as a pass of the model, on blocks of its own; None when it cannot take part."""
+        """Return the step as a request of a pass, with its blocks reserved, or None when it cannot
+        take part."""
         key, sequence = step.key, self._sequences[step.key]
         start, stop = sequence.end - sequence.first, len(sequence.text) - sequence.first
         self._ledger.trim(key, start)
@@ -156,8 +163,10 @@ class PackedDrafter:
         return PassRequest(key, start, feed, sample=step.guess, blocks=blocks)
 
     def _shared(self, key: str, sequence: _DraftSequence, start: int, *, new: bool) -> int:
-        """Take hold of what is cached anywhere of the sequence's window; how many tokens that are,
-        at least one less than there are. ``new``: not even ``start`` of them are its own."""
+        """Acquire the cached blocks that hold the beginning of the sequence's window.
+
+        Returns how many tokens they hold, at most one less than the window has. ``new`` means that
+        the sequence holds no blocks yet."""
         window = sequence.text[sequence.first :]
         if new:
             sequence.prefix = CommittedPrefix(window)
@@ -169,8 +178,8 @@ class PackedDrafter:
         return found
 
     def _opened(self, key: str, sequence: _DraftSequence, length: int) -> bool:
-        """Tell the model of the window, of which ``length`` tokens are cached; False: it is too
-        much for the model, by its constraint."""
+        """Open the window in the model, with ``length`` tokens cached. Return False where the model
+        refuses it, or where a constraint's prompt lies before the window."""
         first, sampling = sequence.first, sequence.sampling
         prompt_length = sequence.prompt_length - first
         if sampling.constraint is not None and prompt_length < 1:
@@ -197,7 +206,8 @@ class PackedDrafter:
         return True
 
     def _run(self, requests: list[PassRequest]) -> Iterable[tuple[str, tuple[Candidate, ...]]]:
-        """One pass, without the sequences that the model cannot go on with."""
+        """Compute one pass. Sequences for which the model raises are emptied, and the pass is
+        repeated without them."""
         while requests:
             try:
                 found = self._model.guess(requests, CHOICES)
@@ -206,7 +216,7 @@ class PackedDrafter:
                 self._ledger.withdraw(error.key)
                 self._empty(error.key)
                 requests = [request for request in requests if request.key != error.key]
-            except Exception:  # what is cached now, nobody knows
+            except Exception:  # it is not known what is cached now
                 for request in requests:
                     self._ledger.withdraw(request.key)
                     self._empty(request.key)
@@ -214,7 +224,8 @@ class PackedDrafter:
         return []
 
     def _settle(self, step: DraftStep, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """The step went well: all of the window is cached."""
+        """Record that the whole window is cached, and return the candidates that the target can
+        use."""
         sequence, size = self._sequences[step.key], self._ledger.block_tokens
         text, first, prefix = sequence.text, sequence.first, sequence.prefix
         sequence.end = len(text)
@@ -222,7 +233,7 @@ class PackedDrafter:
         if settled > prefix.length:
             prefix.extend(text[first + prefix.length : first + settled])
         self._sharing.publish(step.key, prefix.length)
-        # Neither padding, which the target does not have, nor what means another text there.
+        # Padding ids and ids with another text are no tokens of the target.
         most, apart = self._vocabulary_size, self._apart
         found = tuple([one for one in found if one.token < most and one.token not in apart])
         if step.guess and not found:
@@ -230,7 +241,7 @@ class PackedDrafter:
         return found
 
     def _empty(self, key: str) -> None:
-        """Nothing is cached of the sequence any more."""
+        """Release all that is cached of the sequence."""
         self._model.close(key)
         self._ledger.release(key)
         sequence = self._sequences[key]

@@ -27,7 +27,8 @@ from edgespec.verifier.targets import cpu_threads
 FORMATS: Final = {"int8": 8, "int4": 4}
 """Bits of a weight by the name of the format."""
 HEAD_BITS: Final = 8
-"""Of the output head in either format: it is the layer whose rounding changes most texts."""
+"""Bits of a weight of the output head in either format. It is the layer whose rounding changes most
+texts."""
 _SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers of one parent that read the same rows."""
 _LEAST_SHARE = 32
@@ -76,8 +77,8 @@ class QuantizedLinear(torch.nn.Module):
         return self.product(flat).view(*rows.shape[:-1], self.out_features)
 
     def part(self, rows: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Return outputs ``first`` to ``last``. The parts of the same ``rows`` are asked for one
-        after the other; they are computed once, and kept until the last part was asked for."""
+        """Return outputs ``first`` to ``last`` of ``rows``. They are computed once for all parts,
+        which are called one after the other, and kept until the last part was called."""
         if self._last is None or self._last[0] is not rows:
             self._last = rows, self(rows)
         out = self._last[1][..., first:last]
@@ -136,7 +137,7 @@ def quantize_model(path: str, model: Any, number_format: str) -> None:
 
 
 def _products(model: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the names of linear layers, those that read the same rows together."""
+    """Yield the names of all linear layers. Layers that read the same rows come together."""
     linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
     for name in sorted(linear):
         parent, _, own = name.rpartition(".")
@@ -173,7 +174,7 @@ def _check_product(
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return float32 [outputs, inputs]: the weights that the integers stand for."""
+    """Return float32 [outputs, inputs]: the weights that the rounded integers represent."""
     integers, scales = quantize_matrix(weight.detach().float().numpy(), bits)
     if bits == 4:
         integers = np.stack([integers & 15, integers >> 4], axis=-1).reshape(*scales.shape, -1)

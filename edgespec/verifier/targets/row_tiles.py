@@ -31,13 +31,14 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 TiledLayer = torch.nn.Linear | PackedLinear | QuantizedLinear
 
 ALIGNMENT_BYTES = 64
-# Elements that torch's longest vector loop takes at once: two vectors of 32 bfloat16.
+# torch's longest vector loop takes this many elements at once: two vectors of 32 bfloat16.
 _VECTOR_ELEMENTS = 64
-# Rows of the weights that are tried; a layer with more outputs repeats them.
+# Only so many rows of the weights are random when a layer is tried; more outputs repeat them.
 _DISTINCT_OUTPUTS = 512
-# Each takes what the others leave of a row's sum, down to the last of bfloat16's 8 bits.
+# Each correction cancels what the others leave of a row's sum, down to the last bit of bfloat16.
 _CORRECTIONS = 4
-# What reading the weights once takes, in rows computed: 17 to 20 on two shapes (measurements.md).
+# Reading the weights once takes as long as computing 17 to 20 rows on two shapes
+# (measurements.md).
 _PIECE_ROWS = 16
 SIZES = {
     1: (*range(1, 17), 32, 64, 128, 256, 512),
@@ -56,14 +57,15 @@ class RowTiles:
     """How a pass is padded and cut so that its arithmetic is the same under every schedule."""
 
     base: int = 8
-    """The smallest row count of a matrix product. A layer may have a larger
-    one of its own, to which it pads its rows."""
+    """The smallest row count of a matrix product. A layer may have a larger one of its own, to
+    which it pads its rows."""
     row_multiple: int = 8
     """The rows of a pass are padded to a multiple of this."""
     attention_sizes: tuple[int, ...] = SIZES[8]
     """Row counts of an attention group, ascending."""
     attention_batch: int = 1
-    """Attention groups that one call may compute together without changing a bit of them."""
+    """The number of attention groups that one call may compute together without changing a bit of
+    them."""
     largest: int = 8
     """The largest row count that agrees with ``base`` in every matrix product."""
 
@@ -96,8 +98,9 @@ def _cheapest_pieces(count: int, sizes: tuple[int, ...], piece_rows: int) -> tup
 
 
 def whole_vector_rows(base: int, widths: Iterable[int]) -> int:
-    """The least multiple of ``base`` at which rows of each of ``widths`` fill whole vectors: silu
-    and cosine treat what is left over with a scalar function that differs in the last bit."""
+    """Return the least multiple of ``base`` at which rows of each of ``widths`` fill whole vectors.
+
+    silu and cosine treat what is left over with a scalar function that differs in the last bit."""
     return math.lcm(base, *(_VECTOR_ELEMENTS // math.gcd(_VECTOR_ELEMENTS, w) for w in widths))
 
 
@@ -129,8 +132,10 @@ def agreeing_sizes(
 def agreeing_linear_sizes(
     weight: torch.Tensor, bias: torch.Tensor | None, base: int
 ) -> tuple[int, ...]:
-    """``agreeing_sizes`` of a linear layer, tried with weights of its shape and alignment whose
-    products nearly cancel: a bfloat16 result would hide most differences of its float32 sum."""
+    """Return the ``agreeing_sizes`` of a linear layer.
+
+    It is tried with weights of its shape and alignment whose products nearly cancel, because a
+    bfloat16 result would hide most differences of its float32 sum."""
     tried = _cancelling_like(weight)
     zero_bias = None if bias is None else torch.zeros_like(bias)
     product = partial(functional.linear, weight=tried, bias=zero_bias)
@@ -138,17 +143,18 @@ def agreeing_linear_sizes(
 
 
 def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
-    """``agreeing_linear_sizes`` of a packed layer."""
+    """Return the ``agreeing_linear_sizes`` of a packed layer."""
     shape = (layer.out_features, layer.in_features)
     zero_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
-    # Only the packed copy of what is tried lives on: that of a large head takes much memory.
+    # The plain weights are dropped once they are packed: those of a large head take much memory.
     tried = PackedLinear(_cancelling_like(torch.empty(shape, dtype=layer.dtype)), zero_bias)
     rows = _equal_numbers(torch.empty((1, layer.in_features), dtype=layer.dtype))
     return agreeing_sizes(partial(cpu_threads.in_threads, tried.product), rows, base)
 
 
 def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
-    """``product`` of ``rows`` [..., width], in pieces of ``sizes`` that rows of zeros fill."""
+    """Return ``product`` of ``rows`` [..., width], computed in pieces whose row counts are among
+    ``sizes``; rows of zeros fill up the last piece."""
     flat = rows.reshape(-1, rows.shape[-1])
     count, cuts = len(flat), cut(len(flat), sizes)
     if missing := sum(cuts) - count:
@@ -175,18 +181,19 @@ def install(layers: Iterable[tuple[TiledLayer, tuple[int, ...]]]) -> None:
 
 
 def remove(layers: Iterable[TiledLayer]) -> None:
-    """Undo ``install``; layers without it stay as they are."""
+    """Undo ``install``. Layers that compute in one piece stay as they are."""
     for layer in layers:
         layer.__dict__.pop("forward", None)
 
 
 def _cancelling_like(weight: torch.Tensor) -> torch.Tensor:
-    """Weights whose rows sum to nearly zero, with the shape, type and alignment of ``weight``."""
+    """Return weights whose rows sum to nearly zero, with the shape, type and alignment of
+    ``weight``."""
     outputs, width = weight.shape
     generator = torch.Generator().manual_seed(width)
     shape = (min(outputs, _DISTINCT_OUTPUTS), width)
     sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-    # Magnitudes over so many powers of two that float32 must round their sums.
+    # Magnitudes spread over many powers of two, so that float32 has to round their sums.
     reach = 8 if weight.dtype == torch.float16 else 12
     block = sign * torch.exp2(reach * (2 * torch.rand(shape, generator=generator) - 1))
     block = block.to(weight.dtype)
@@ -204,6 +211,7 @@ def _cancelling_like(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _equal_numbers(weight: torch.Tensor) -> torch.Tensor:
-    """Rows [4, inputs] to try with ``_cancelling_like`` weights, each of one number."""
+    """Return rows [4, inputs] to try with ``_cancelling_like`` weights; each row repeats one
+    number."""
     scales = torch.tensor([1.0, -2.0, 4.0, -0.5], dtype=weight.dtype, device=weight.device)
     return scales[:, None].expand(-1, weight.shape[1])

@@ -158,13 +158,13 @@ class TorchTarget(SimpleTarget):
 
     @property
     def canonical(self) -> bool:
-        """Whether canonical mode is on: then a text is promised to be the same, bit for bit,
-        whatever is drafted; else it may differ where the two best tokens nearly tie."""
+        """Whether canonical mode is on. Then a text is promised to be the same, bit for bit,
+        whatever is drafted. Else it may differ where the two best tokens nearly tie."""
         return self._row_tiles is not None
 
     @property
     def mode(self) -> str:
-        """How the target computes, in words for those who start it."""
+        """A description of how the target computes, for the ready line."""
         how = "plain (texts may differ where two tokens nearly tie)"
         if self._row_tiles is not None:
             how = f"canonical ({self._row_tiles})"
@@ -179,9 +179,11 @@ class TorchTarget(SimpleTarget):
         self._pool.open(key, prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        """As in the port. Raises ``CapacityError`` or ``ValueError`` before anything changes, and
-        ``ModelOutputError`` before any token is chosen; the same sessions, less the one that the
-        latter names, can go on with another batch from the same ``cache_length``."""
+        """Compute a pass, as ``ports.TargetModel.forward``.
+
+        Raises ``CapacityError`` or ``ValueError`` before anything changes, and ``ModelOutputError``
+        before any token is chosen. All sessions but the one that a ``ModelOutputError`` names can
+        then go on with another batch from the same ``cache_length``."""
         if not batch:
             return []
         batch = self._checked(batch)
@@ -194,7 +196,7 @@ class TorchTarget(SimpleTarget):
         return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
 
     def guess(self, batch: Sequence[PassRequest], width: int) -> list[tuple[Candidate, ...]]:
-        """As ``packed_drafter.DraftModel.guess``."""
+        """Return candidates for each request, as ``packed_drafter.DraftModel.guess``."""
         batch = self._checked(batch)
         logits = self._pass(batch)
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
@@ -203,7 +205,7 @@ class TorchTarget(SimpleTarget):
         return [next(found) if sample else () for sample in batch.samples]
 
     def _pass(self, batch: PassBatch) -> torch.Tensor:
-        """Logits [sampled rows, vocabulary], until the next pass."""
+        """Return logits [sampled rows, vocabulary], which are valid until the next pass."""
         self._pool.reserve(batch)
         logits = self._run(batch)
         self._pool.commit_all(batch)
@@ -217,11 +219,12 @@ class TorchTarget(SimpleTarget):
         self._constrained.close(key)
 
     def shift(self, key: str, first: int) -> None:
-        """As ``packed_drafter.DraftModel.shift``."""
+        """Move the window of a sequence, as ``packed_drafter.DraftModel.shift``."""
         self._pool.sequence(key).first = first
 
     def self_test(self) -> str:
-        """Where logits depend on the schedule, in words; empty: nowhere. Only between sessions."""
+        """Return a description of where logits depend on the schedule, which is empty if they do
+        not. Call it only while no session is open."""
         return run_self_test(self._pool, self._run, self.info.vocabulary_size)
 
     def _size_pool(self, loaded: LoadedModel, budget: kv_pool.PoolBudget) -> None:
@@ -288,7 +291,8 @@ class TorchTarget(SimpleTarget):
         )
 
     def _gpu_attention(self, loaded: LoadedModel) -> AttentionBackend:
-        """The paged kernel where Triton is installed and agrees with what torch computes."""
+        """Return the paged kernel where Triton is installed and agrees with what torch computes,
+        else the attention of a CPU."""
         plain, size = self._attention, self.info.vocabulary_size
         try:
             from edgespec.verifier.targets.paged_kernel import attend  # needs Triton
@@ -306,7 +310,7 @@ class TorchTarget(SimpleTarget):
         return plain
 
     def _record_passes(self, attention: PagedAttention) -> None:
-        """From now on small passes are repeated from recordings, unless their logits differ."""
+        """Repeat small passes from recordings from now on, unless their logits differ."""
         size = self.info.vocabulary_size
         wanted = tree_logits(self._pool, self._run, size)
 
@@ -324,9 +328,9 @@ class TorchTarget(SimpleTarget):
         self._recorded = None
 
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
-        """Logits [sampled rows, vocabulary] of a reserved batch."""
-        # A thread takes over the process's count when it asks for it first. oneDNN does not ask:
-        # it would have as many threads as there are cores, whatever canonical mode has set.
+        """Return logits [sampled rows, vocabulary] of a reserved batch."""
+        # A thread takes over the process's thread count when it first reads it. oneDNN does not
+        # read it, so without this call it would use all cores whatever canonical mode has set.
         torch.get_num_threads()
         with torch.inference_mode():
             rows = BatchRows(self._pool, batch)
@@ -354,7 +358,8 @@ class TorchTarget(SimpleTarget):
     def _choose(
         self, logits: torch.Tensor, batch: PassBatch
     ) -> tuple[list[int], Mapping[str, tuple[NodeScore, ...]]]:
-        """The sampled rows' tokens, and what nodes are worth, by the key of a session that asks."""
+        """Return the tokens of the sampled rows, and the node scores of sessions that want them,
+        by key."""
         asked = any(batch.node_scores)
         if not asked and self._pool.special.isdisjoint(batch.keys):
             best = tensors.best_tokens(logits)
@@ -365,7 +370,8 @@ class TorchTarget(SimpleTarget):
         return tokens, tensors.score_nodes(logits, batch, blocks) if asked else {}
 
     def _sample_block(self, request: PassRequest) -> tensors.SampleBlock:
-        """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""
+        """Return the rows of ``request`` whose tokens are wanted. The sequence's token counts are
+        brought up to date in any case."""
         sequence = self._pool.sequence(request.key)
         params, length = sequence.sampling, sequence.first + len(sequence.tokens)
         counts = None
@@ -398,7 +404,8 @@ def _pool(loaded: LoadedModel, max_cached_tokens: int) -> kv_pool.KvPool:
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits are those of the same model, computed another way."""
+    """Return whether two logits differ by no more than another way of computing the same model
+    may make them."""
     most = (1e-3 if dtype == torch.float32 else 0.1) * float(wanted.abs().max())
     return bool((found - wanted).abs().max() <= most)
 
