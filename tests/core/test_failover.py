@@ -37,7 +37,6 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.work import ModelInfo
 from tests.present import present
-from tests.tables import tabled
 
 MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")
 OTHER = ModelInfo("big", "words", 100, 4096, (), "fp-2")
@@ -48,7 +47,19 @@ MOVED, FULL = FaultCode.SHUTTING_DOWN, FaultCode.OVERLOADED
 Identity = tuple[str, str, int]
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("begun", "here", "reason"),
+    [
+        (("big", "fp-1", 4096), ("renamed", "fp-1", 4096), None),
+        (("big", "fp-1", 4096), ("big", "fp-2", 4096), "but the generation began on 'big' (fp-1)"),
+        (("big", "fp-1", 4096), ("big", "", 4096), "the model 'big' (no fingerprint)"),
+        (("big", "fp-1", 4096), ("big", "fp-1", 200), None),
+        (("big", "fp-1", 4096), ("big", "fp-1", 199), "its context is 199 tokens"),
+        # Verifiers that tell no fingerprint are told apart by name.
+        (("big", "", 0), ("big", "", 0), None),
+        (("big", "", 0), ("small", "", 0), "'small'"),
+    ],
+)
 def test_who_may_continue(begun: Identity, here: Identity, reason: str | None) -> None:
     why = describe_model_mismatch(ModelIdentity(*begun), ModelIdentity(*here), 200)
     assert why is None if reason is None else reason in str(why)

@@ -28,7 +28,6 @@ from edgespec.core.link_model import (
     SharedQueue,
     StepSchedule,
 )
-from tests.tables import tabled
 
 RATE = 8e6
 TWICE = OutageSchedule(((1.0, 2.0), (4.0, 5.0)), period_s=10.0)
@@ -39,7 +38,37 @@ SCHEDULES: dict[Any, Any] = {
 }
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("settings", "rate", "messages"),
+    [
+        ({}, None, ((1.0, 1000000000, 1.0), (2.0, 0, 2.0))),
+        # Propagation delays every message alike and does not queue.
+        ({"one_way_s": 0.05}, None, ((0.0, 1000, 0.05), (0.0, 9000, 0.05), (0.01, 10, 0.06))),
+        # Serialisation queues, and frees the link before propagation ends.
+        (
+            {"one_way_s": 0.05},
+            8000000.0,
+            ((0.0, 1000, 0.051), (0.0, 1000, 0.052), (0.01, 2000, 0.062)),
+        ),
+        ({"overhead_bytes": 500}, 8000000.0, ((0.0, 500, 0.001), (0.0, 0, 0.0015))),
+        # It leaves before an outage, would be cut off in the middle, and waits.
+        (
+            {"one_way_s": 0.05, "outages_s": ((0.1, 0.3), (0.3, 0.4), (9.0, 10.0))},
+            8000000.0,
+            ((0.09, 1000, 0.141), (0.0995, 1000, 0.451), (0.2, 1000, 0.452), (0.5, 1000, 0.551)),
+        ),
+        # A late message holds up those behind it.
+        ({"schedule": "late first"}, None, ((0.9, 10, 1.4), (1.0, 10, 1.4), (1.5, 10, 1.51))),
+        (
+            {"outage_schedule": "twice", "schedule_offset_s": 3.0},
+            None,
+            ((0.5, 1, 0.5), (1.5, 1, 2.0), (8.5, 1, 9.0), (21.2, 1, 22.0)),
+        ),
+        ({"outage_schedule": "twice", "outages_s": ((2.0, 3.0),)}, None, ((1.5, 1, 3.0),)),
+        # One that just fits between two outages, and one that is longer than any gap.
+        ({"outage_schedule": "half"}, 8.0, ((0.0, 1, 1.0), (9.0, 3, 17.0))),
+    ],
+)
 def test_one_link(
     settings: dict[str, Any], rate: float | None, messages: list[tuple[float, int, float]]
 ) -> None:
@@ -50,7 +79,22 @@ def test_one_link(
         assert model.arrival(now_s, size_bytes) == pytest.approx(arrival_s, abs=1e-12)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("first", "second", "messages"),
+    [
+        (
+            {},
+            {"one_way_s": 0.1},
+            ((0, 0.0, 1000, 0.001), (1, 0.0, 1000, 0.102), (0, 0.0, 1000, 0.003)),
+        ),
+        (
+            {"outages_s": ((0.0, 1.0),)},
+            {},
+            ((0, 0.5, 1000, 1.001), (1, 0.5, 1000, 0.501), (1, 0.9995, 1000, 1.002)),
+        ),
+        ({}, {"outages_s": ((0.05, 0.2),)}, ((0, 0.0, 100000, 0.1), (1, 0.0, 1000, 0.201))),
+    ],
+)
 def test_links_that_share_a_queue(
     first: dict[str, Any], second: dict[str, Any], messages: list[tuple[int, float, int, float]]
 ) -> None:

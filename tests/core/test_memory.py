@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.core.device import memory as me
-from tests.tables import tabled
 
 FOUND = yaml.safe_load(Path(__file__).with_name("draft_variants.yaml").read_text(encoding="utf-8"))
 LARGE, SMALL = (me.DraftVariant(kv_type=me.KvType.FLOAT32, **one) for one in FOUND)
@@ -112,7 +111,19 @@ def test_a_refusal_names_the_smallest_budget() -> None:
 MACHINE = me.MachineMemory(total=8000 * me.MIB, available=1000 * me.MIB, resident=80 * me.MIB)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("600MiB", 629145600),
+        ("600 MB", 600000000),
+        ("0.5gib", 536870912),
+        ("1GB", 1000000000),
+        ("4096KiB", 4194304),
+        # Of a machine of 8000 MiB with 1000 left, where the process has 80.
+        ("25%", 2097152000),
+        ("auto", 1027604480),
+    ],
+)
 def test_budgets_that_can_be_read(text: str, expected: int) -> None:
     assert me.parse_budget(text).resolve(MACHINE) == expected
 

@@ -26,7 +26,6 @@ from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from tests.core.scenes import chain
 from tests.core.test_constraints import EOS, Automaton
 from tests.present import present
-from tests.tables import tabled
 
 TOKENS = 120
 DRAFTS = ee.EngineLimits(drafter=True)
@@ -352,7 +351,19 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
         assert start.step.feed == (1, 2, 5, *lawful)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("text", "path", "depth", "least", "found"),
+    [
+        ((), (), 9, 0.4, (5,)),
+        ((5,), (), 9, 0.4, ()),
+        ((5, 7), (), 9, 0.4, (3, 4)),
+        ((5, 7), (), 1, 0.4, (3,)),
+        ((5,), (9,), 9, 0.4, (9, 3, 4)),
+        ((5,), (9,), 9, 0.6, (9,)),
+        ((), (9,), 9, 0.6, (9, 5)),
+        ((5, 7, 3, 4), (), 9, 0.4, ()),
+    ],
+)
 def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
     text: Sequence[int], path: Sequence[int], depth: int, least: float, found: Sequence[int]
 ) -> None:

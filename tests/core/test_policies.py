@@ -32,7 +32,6 @@ from edgespec.core.protocol.estimators import ASSUMED_RTT_S, CalibratedChances, 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 from tests.core.draft_scripts import RECONNECT, REQUEST
-from tests.tables import tabled
 
 CHAIN = (0, 1, 2, 3)
 
@@ -168,7 +167,22 @@ def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
     assert policy.choose_parent(view) == 2
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("policy", "length", "world", "found"),
+    [
+        # 0.7 ** 3 = 0.34
+        ({"least_chance": 0.3}, 3, {}, 3),
+        ({"least_chance": 0.4}, 3, {}, None),
+        # It guesses wildly while a long pass runs: 0.7 ** 10 = 0.028 against 0.1 * 0.01 / 0.03.
+        ({"least_chance": 0.05, "step_price": 0.1}, 10, {"pass_s": 0.03, "row_s": 0.0}, None),
+        ({"least_chance": 0.05, "step_price": 0.1}, 10, {"pass_s": 0.04, "row_s": 0.0}, 10),
+        # Rows may be dear, for all it knows.
+        ({"least_chance": 0.05, "step_price": 0.1}, 10, {"pass_s": 0.04}, None),
+        # A token takes 10 ms; behind a chain of 0.34 a step hits with 0.7: 0.23 / 0.7 = 0.33.
+        ({}, 3, {"row_s": 0.0023}, 3),
+        ({}, 3, {"row_s": 0.0025}, None),
+    ],
+)
 def test_windowed_rests_where_a_guess_does_not_pay(
     policy: dict[str, float], length: int, world: dict[str, float], found: int | None
 ) -> None:
@@ -275,7 +289,16 @@ def test_who_names_no_policy_has_goodput() -> None:
     assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, goodput_policy.GoodputPolicy]
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("price", "rate", "why"),
+    [
+        ((), 0.9, None),
+        ((0.0, 0), 0.9, "the verifier's passes are busy: it takes no drafts now"),
+        ((0.5, 0), 0.9, "takes no drafts now, a row is worth its price from a chance of 0.50 on"),
+        ((0.8,), 0.5, "from a chance of 0.80 on, .* expected to be right with 0\\."),
+        ((), 0.01, "a draft step would save 0.0.* tokens, and has to save"),
+    ],
+)
 def test_a_device_says_why_it_rests(price: tuple[Any, ...], rate: float, why: str | None) -> None:
     estimates = _guessed(rate=rate).estimates
     found = goodput_policy.explain_resting(

@@ -40,7 +40,6 @@ from edgespec.core.verifier.run_ahead import ArrivalEstimator
 from edgespec.wire.codec import payload_bytes
 from edgespec_sim.sessions import message_bytes
 from tests.sim.faults.checks import check_tree
-from tests.tables import tabled
 
 PROMPT = (7, 7)
 Text = tuple[int, ...]
@@ -359,6 +358,16 @@ def test_what_cannot_be_is_named(refusal: str) -> None:
         KINDS[kind](**fields)
 
 
-@tabled
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": ""},
+        {"vocabulary": ""},
+        {"prompt": (99, 99, 99, 99, 99, 99, 99)},
+        {"committed": (0, 99, 1, 2)},
+        {"prompt": (1, 1, 1, 1, 1), "committed": (1, 2, 3)},
+    ],
+)
 def test_a_request_that_can_be_served_is_taken(changes: dict[str, Any]) -> None:
     assert why_not(**changes) == ""

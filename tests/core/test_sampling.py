@@ -56,7 +56,6 @@ from tests.core import draft_scripts, scenes
 from tests.core.scenes import REQUEST, commit_in, new_session, offer
 from tests.core.test_constraints import EOS, Automaton
 from tests.sim.one_session import alone
-from tests.tables import tabled
 
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
@@ -95,7 +94,15 @@ def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
     assert min(row[t] for t in kept) >= max([row[t] for t in set(range(len(row))) - kept] or [-99])
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        ({"temperature": 1.0, "min_p": 0.2}, (0, 1)),
+        ({"temperature": 1.0, "top_p": 0.7}, (0, 1)),
+        # The temperature comes first.
+        ({"temperature": 0.5, "top_p": 0.7}, (0,)),
+    ],
+)
 def test_min_p_is_a_share_of_the_best(sampling: dict[str, Any], kept: tuple[int, ...]) -> None:
     logits = [math.log(p) for p in (0.6, 0.25, 0.1, 0.05)]
     assert _kept(sa.warp(logits, sa.SamplingParams(**sampling))) == {*kept}
@@ -113,7 +120,15 @@ def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
     assert sa.choose([1.0, 0.0], biased, 0) == 1
 
 
-@tabled
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.8},
+    ],
+)
 def test_draws_follow_the_warped_softmax(sampling: dict[str, Any]) -> None:
     params = sa.SamplingParams(**sampling)
     row = [1.5, 0.2, -0.3, 2.0, 0.9, 0.0, 1.1, -1.0]

@@ -33,7 +33,6 @@ from edgespec.core.verifier.session import VerifySession
 from tests.core.draft_scripts import GREETING, RECONNECT, messages
 from tests.core.scenes import LIMITS, MODEL, chain, commit_in
 from tests.present import present
-from tests.tables import tabled
 
 REQUEST = Open("s", "", "", (1,))
 
@@ -365,7 +364,17 @@ class Phrases:
         self.after = lambda end: (length, named)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("length", "phrases", "named"),
+    [
+        (0, (), (7,)),
+        (3, ((20, 0.6), (30, 0.3)), (7, 20)),
+        # the chances are equal
+        (16, ((20, 1.0), (30, 0.1)), (7, 20)),
+        (16, ((7, 1.0),), (7,)),
+        (2, ((7, 0.9), (20, 0.1)), (7, 20)),
+    ],
+)
 def test_the_likelier_is_named_first_and_nothing_twice(
     length: int, phrases: Sequence[tuple[int, float]], named: Sequence[int]
 ) -> None:

@@ -18,7 +18,6 @@ from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import Live, over_nobody, over_toy
 from tests.present import present
 from tests.shell.live_verifier import toy_text
-from tests.tables import tabled
 
 TEXT = ToyTokenizer()
 PROMPT = "once upon a time"
@@ -85,7 +84,20 @@ async def test_completions_of_several_prompts_and_n_both_ways(client: Any) -> No
     assert present(done.usage).prompt_tokens == len(PROMPT) + 3
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("given", "extra", "sampling"),
+    [
+        ({"temperature": 0.5, "top_p": 0.6}, {}, {"temperature": 0.5, "top_p": 0.6}),
+        ({"temperature": 2.0}, {"top_k": 3}, {"temperature": 2.0, "top_k": 3}),
+        ({"temperature": 2.0}, {"top_k": -1}, {"temperature": 2.0}),
+        ({"temperature": 1.0}, {"min_p": 0.2}, {"min_p": 0.2, "temperature": 1.0}),
+        ({}, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"presence_penalty": 2.0}, {}, {"presence_penalty": 2.0}),
+        ({"frequency_penalty": 1.5}, {}, {"frequency_penalty": 1.5}),
+        ({"logit_bias": {"7": 50}}, {}, {"logit_bias": {7: 50.0}}),
+        ({}, {"stop_token_ids": (7, 8, 9, 10, 11)}, {"stop_token_ids": (7, 8, 9, 10, 11)}),
+    ],
+)
 async def test_sampling_parameters_reach_the_target(
     client: Any, given: Mapping[str, Any], extra: Mapping[str, Any], sampling: Mapping[str, Any]
 ) -> None:

@@ -66,7 +66,6 @@ from tests.endpoint.live_endpoint import (
 from tests.shell.failing_verifiers import PATIENT, gates
 from tests.shell.fake_vllm import adapted_toy
 from tests.shell.live_verifier import GatedTarget, serving, toy_text, until
-from tests.tables import tabled
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 WORDS = st.sampled_from(["user", "system", "tool", "auto", "function", "text", "a", "", "\ud800"])
@@ -136,7 +135,50 @@ def test_what_asks_for_nothing_passes_and_what_asks_is_named(name: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        (
+            {"response_format": {"type": "text"}, "guided_json": {"type": "object"}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        (
+            {"guided_json": {"type": "object"}, "response_format": {"type": "text"}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
+            {"json_schema": '{"type":"array"}'},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": {"type": "array"}}},
+            {"json_schema": '{"type":"array"}'},
+        ),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        (
+            {
+                "structured_outputs": {
+                    "json": None,
+                    "json_object": True,
+                    "disable_any_whitespace": False,
+                }
+            },
+            {"json_schema": '{"type": "object"}'},
+        ),
+        ({"guided_json": {"type": "object"}}, {"json_schema": '{"type":"object"}'}),
+        ({"guided_json": '{"type": "object"}'}, {"json_schema": '{"type":"object"}'}),
+        ({"json_schema": {"type": "object"}}, {"json_schema": '{"type":"object"}'}),
+        (
+            {"structured_outputs": {"json": {"type": "object"}}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ("a b", "c.d")}, {"regex": "a b|c\\.d"}),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, {"grammar": "start: /a/"}),
+    ],
+)
 def test_other_servers_names_are_understood(
     given: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
@@ -282,7 +324,17 @@ def test_many_small_values_are_counted_before_they_are_read() -> None:
     assert read_object(json.dumps(chat).encode()) == chat
 
 
-@tabled
+@pytest.mark.parametrize(
+    "around",
+    [
+        '{"prompt": "a", "temperature": DEEP}',
+        (
+            '{"prompt": "a", "response_format": {"type": "json_schema", '
+            '"json_schema": {"schema": {"a": DEEP}}}}'
+        ),
+        '{"prompt": "a", "metadata": DEEP}',
+    ],
+)
 async def test_what_is_nested_deep_is_no_failure_of_ours(around: str) -> None:
     """Somewhere between what is read with ease and what cannot be read lies what can be read and
     not be written again."""

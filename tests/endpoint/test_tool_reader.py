@@ -36,7 +36,6 @@ from edgespec.models.tokenizer import TextTokenizer
 from tests.present import present
 from tests.shell.letters import Untried
 from tests.shell.tiny_checkpoints import write_tokenizer
-from tests.tables import tabled
 
 NAMES = ["weather", "time", "server/look up"]
 PARTS = [
@@ -116,7 +115,155 @@ def test_marks_that_are_tokens_stand_where_they_were(
     ]
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        # A mark in prose, at any place, with its white space.
+        ("hermes", "Models write <tool_call> first.", ("Models write <tool_call> first.",)),
+        (
+            "hermes",
+            "one\n\n<tool_call>\nno json\n</tool_call>\n",
+            ("one\n\n<tool_call>\nno json\n</tool_call>\n",),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "time"} or </tool_call> ',
+            ('<tool_call>{"name": "time"} or </tool_call> ',),
+        ),
+        (
+            "hermes",
+            'a <tool_call> b <tool_call>{"name": "time"}</tool_call>',
+            ("a <tool_call> b", ("time", {})),
+        ),
+        ("mistral", "Say [TOOL_CALLS] twice", ("Say [TOOL_CALLS] twice",)),
+        ("mistral", "Say [TOOL_CALLS][1, 2]", ("Say [TOOL_CALLS][1, 2]",)),
+        (
+            "mistral_named",
+            "[TOOL_CALLS]time is a function {",
+            ("[TOOL_CALLS]time is a function {",),
+        ),
+        ("llama", "The <|python_tag|> opens code", ("The <|python_tag|> opens code",)),
+        (
+            "llama",
+            '{"name": "time", "parameters": {}} is JSON',
+            ('{"name": "time", "parameters": {}} is JSON',),
+        ),
+        # A mark inside an argument.
+        (
+            "hermes",
+            '<tool_call>{"name": "time", "arguments": {"at": "</tool_call>"}}</tool_call>',
+            (("time", {"at": "</tool_call>"}),),
+        ),
+        (
+            "hermes",
+            (
+                '<tool_call>{"name": "time", "arguments": {"at": '
+                '"\\"<tool_call>{\\\\"}}</tool_call>!'
+            ),
+            (("time", {"at": '"<tool_call>{\\'}), "!"),
+        ),
+        (
+            "hermes",
+            (
+                '<tool_call>{"name": "time", "arguments": {"at": '
+                '"\\\\\\"<tool_call>{"}}</tool_call>!'
+            ),
+            (("time", {"at": '\\"<tool_call>{'}), "!"),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "time", "arguments": {"at": "[TOOL_CALLS]]}"}}]',
+            (("time", {"at": "[TOOL_CALLS]]}"}),),
+        ),
+        (
+            "mistral_named",
+            '[TOOL_CALLS]time[ARGS]{"at": "[TOOL_CALLS][ARGS]{"}',
+            (("time", {"at": "[TOOL_CALLS][ARGS]{"}),),
+        ),
+        (
+            "llama",
+            '{"name": "time", "parameters": {"at": "<|python_tag|>; {"}}',
+            (("time", {"at": "<|python_tag|>; {"}),),
+        ),
+        # Line breaks inside a text of JSON, which models write.
+        (
+            "hermes",
+            '<tool_call>{"name": "time", "arguments": {"at": "a\nb"}}</tool_call>',
+            (("time", {"at": "a\nb"}),),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "time", "arguments": "{\\"at\\": \\"a\nb\\"}"}</tool_call>',
+            (("time", {"at": "a\nb"}),),
+        ),
+        # Code fences and code in a line.
+        (
+            "hermes",
+            'So:\n```xml\n<tool_call>{"name": "time"}</tool_call>\n```\n',
+            ('So:\n```xml\n<tool_call>{"name": "time"}</tool_call>\n```\n',),
+        ),
+        (
+            "hermes",
+            '~~~~\n```\n~~~\n<tool_call>{"name": "time"}</tool_call>',
+            ('~~~~\n```\n~~~\n<tool_call>{"name": "time"}</tool_call>',),
+        ),
+        (
+            "hermes",
+            '```\nx\n```\n<tool_call>{"name": "time"}</tool_call>',
+            ("```\nx\n```", ("time", {})),
+        ),
+        (
+            "hermes",
+            'Write `<tool_call>{"name": "time"}</tool_call>`',
+            ('Write `<tool_call>{"name": "time"}</tool_call>`',),
+        ),
+        ("mistral", "```\n[TOOL_CALLS]time{}\n```", ("```\n[TOOL_CALLS]time{}\n```",)),
+        # Thoughts.
+        (
+            "hermes",
+            '<think>a <tool_call>{"name": "time"}</tool_call> b</think>\n\nHello.',
+            ('<think>a <tool_call>{"name": "time"}</tool_call> b</think>\n\nHello.',),
+        ),
+        (
+            "hermes",
+            '<think>```\n</think>\n<tool_call>{"name": "time"}</tool_call>',
+            ("<think>```\n</think>", ("time", {})),
+        ),
+        (
+            "hermes",
+            '<think>a <tool_call>{"name": "time"}</tool_call>',
+            ('<think>a <tool_call>{"name": "time"}</tool_call>',),
+        ),
+        (
+            "hermes",
+            'The tag <think> is old. <tool_call>{"name": "time"}</tool_call>',
+            ("The tag <think> is old.", ("time", {})),
+        ),
+        (
+            "mistral",
+            "[THINK][TOOL_CALLS]time{}[/THINK] So [TOOL_CALLS]time{}",
+            ("[THINK][TOOL_CALLS]time{}[/THINK] So", ("time", {})),
+        ),
+        (
+            "llama",
+            '<think>{"name": "time"}</think>\n{"name": "time"}',
+            ('<think>{"name": "time"}</think>', ("time", {})),
+        ),
+        # Names with what clients put into them, ids, and ends that are missing.
+        ("mistral_named", "[TOOL_CALLS]server/look up[ARGS]{}", (("server/look up", {}),)),
+        (
+            "mistral_named",
+            '[TOOL_CALLS]a/b:c [CALL_ID]x1 [ARGS] {"k": {}}',
+            (("a/b:c", {"k": {}}),),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "time"}<tool_call>{"name": "weather"}',
+            (("time", {}), ("weather", {})),
+        ),
+        ("hermes", '<tool_call>{"name": "time"}</tool_', (("time", {}),)),
+    ],
+)
 def test_only_a_whole_call_in_its_place_is_a_call(
     form: str, text: str, expected: Sequence[Any]
 ) -> None:

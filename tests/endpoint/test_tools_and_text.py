@@ -55,7 +55,6 @@ from tests.present import present
 from tests.shell.letters import LETTERS, READER, LettersTokenizer, text_of
 from tests.shell.scripted_verifier import QUICK, loopback, streaming
 from tests.shell.tiny_checkpoints import write_tokenizer
-from tests.tables import tabled
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOLS = [
@@ -79,7 +78,110 @@ def text_in(found: Sequence[str | ToolCall]) -> str:
     return "".join(one for one in found if isinstance(one, str))
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("form", "text", "said", "calls"),
+    [
+        (
+            "hermes",
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>',
+            "",
+            (("weather", {"city": "Köln"}),),
+        ),
+        (
+            "hermes",
+            (
+                'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": '
+                '"Köln"}}\n</tool_call>\n<tool_call>\n{"name": "weather", "arguments": '
+                '{"city": "Köln"}}\n</tool_call>\n'
+            ),
+            "I look.",
+            (("weather", {"city": "Köln"}), ("weather", {"city": "Köln"})),
+        ),
+        (
+            "hermes",
+            (
+                '<tool_call>\n{"name": "weather", "arguments": {"city": '
+                '"Köln"}}\n</tool_call> and more '
+            ),
+            "and more ",
+            (("weather", {"city": "Köln"}),),
+        ),
+        ("hermes", "a < b <tool> c ", "a < b <tool> c ", ()),
+        ("hermes", "<tool_call>nonsense</tool_call>!", "<tool_call>nonsense</tool_call>!", ()),
+        (
+            "hermes",
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n',
+            "",
+            (("weather", {"city": "Köln"}),),
+        ),
+        ("hermes", '<tool_call>{"name": "we', '<tool_call>{"name": "we', ()),
+        ("hermes", '<tool_call>{"name": "time"}</tool_call>', "", (("time", {}),)),
+        ("hermes", '<tool_call>{"name": 1, "arguments": {}}', None, ()),
+        (
+            "hermes",
+            '<tool_call>{"name": "time", "arguments": {"at": "ü\\ud83d"}}</tool_call>',
+            "",
+            (("time", {"at": "ü\ud83d"}),),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "time", "arguments": "{\\"at\\": \\"ü\\ud83d\\"}"}</tool_call>',
+            "",
+            (("time", {"at": "ü\ud83d"}),),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+            (),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln"}}]',
+            "",
+            (("weather", {"city": "Köln"}),),
+        ),
+        (
+            "mistral",
+            'I look. [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln"}}]',
+            "I look.",
+            (("weather", {"city": "Köln"}),),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}',
+            "",
+            (("weather", {"city": "Köln"}),),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]time{}[TOOL_CALLS]weather{"city": "Köln"}',
+            "",
+            (("time", {}), ("weather", {"city": "Köln"})),
+        ),
+        ("mistral", "[TOOL_CALLS]oh", "[TOOL_CALLS]oh", ()),
+        ("mistral", "a [TOOL", "a [TOOL", ()),
+        (
+            "llama",
+            '{"name": "weather", "parameters": {"city": "Köln"}}',
+            "",
+            (("weather", {"city": "Köln"}),),
+        ),
+        (
+            "llama",
+            (
+                '<|python_tag|>{"name": "weather", "parameters": {"city": "Köln"}}; '
+                '{"name": "weather", "parameters": {"city": "Köln"}}'
+            ),
+            "",
+            (("weather", {"city": "Köln"}), ("weather", {"city": "Köln"})),
+        ),
+        ("llama", '{"name": "unknown", "parameters": {}}', None, ()),
+        ("llama", '{"answer": 42}', None, ()),
+        ("llama", 'It is {"name": "weather", "parameters": {"city": "Köln"}}', None, ()),
+        ("llama", "  ", None, ()),
+    ],
+)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_calls_are_found_however_the_text_is_cut(
@@ -152,7 +254,17 @@ CUT = CALL[: CALL.index("}\n")]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (64,)])
-@tabled
+@pytest.mark.parametrize(
+    ("stop", "said", "calls"),
+    [
+        (("}\n?", "k.\nYou"), "I look.!", 2),
+        (("}\n!",), 'I look.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}', 1),
+        (("}\n\n",), 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}', 0),
+        (("k.\n\n",), "I loo", 0),
+        (("\n\n\n",), "I look.", 1),
+        (("!?",), "I look.!", 2),
+    ],
+)
 async def test_marks_stand_where_they_were_said_whatever_a_stop_string_holds_back(
     tmp_path: Path, stop: list[str], said: str, calls: int, sizes: Sequence[int]
 ) -> None:
@@ -168,7 +280,12 @@ async def test_marks_stand_where_they_were_said_whatever_a_stop_string_holds_bac
     assert sum(len(one.get("tool_calls", ())) for one in deltas) == calls
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ tools }}{{ raise_exception('no') }}", "refuses the messages: no"),
+    ],
+)
 async def test_tools_that_cannot_be(tmp_path: Path, template: str, message: str) -> None:
     async with over_script(ScriptedAgent(), chat_tokenizer(tmp_path, template)) as found:
         reply = await ask(found, CHAT, request())
@@ -502,7 +619,24 @@ def test_whether_a_template_knows_tools() -> None:
     assert known == {"llama": True, "qwen": True, "mistral": True, "gemma": False, "phi": False}
 
 
-@tabled
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update(a=1) }}",
+        "{% set x = namespace() %}{{ x.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ ('{0.__class__.__init__}').format(messages) }}",
+        "{{ (''|attr('format'))|attr('__self__') }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ raise_exception.__closure__[0] }}",
+        "{% for a in range(10**9) %}x{% endfor %}",
+        "{{ 'a' * messages }}",
+        "{% include 'x' %}",
+        "{% if %}",
+    ],
+)
 def test_a_hostile_template_fails_and_does_nothing(source: str) -> None:
     """What the sandbox keeps to itself is undefined, which shows as nothing, or an error."""
     messages = [dict(USER)]

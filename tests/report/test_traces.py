@@ -44,7 +44,6 @@ from edgespec_sim.sessions import message_bytes
 from tests.present import present
 from tests.report.samples import SAMPLED, agent_config, traced_run
 from tests.shell.live_verifier import serving
-from tests.tables import tabled
 
 RTT_MS = 8.0
 PROMPTS = ("the quick brown fox", "once upon a time")
@@ -218,7 +217,19 @@ def test_a_cut_off_last_line_is_left_out(real: RealRun, tmp_path: Path) -> None:
     assert len(list(read_lines([cut, real.verifier]))) == len(real.both) - 1
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        # HUGE is an integer that no float holds.
+        ("{}", "have 'at_s'"),
+        ("{oops}", "not a line of a trace"),
+        ('{"at_s":"soon","side":"device","session":"","kind":"event","name":"Start"}', "'soon'"),
+        ('{"at_s":NaN,"side":"device","session":"","kind":"event","name":"Start"}', "nan"),
+        ('{"at_s":HUGE,"side":"device","session":"","kind":"","name":"Start"}', "at_s 1"),
+        ('{"at_s":1.0,"side":"device","session":7,"kind":"event","name":"Start"}', "session is 7"),
+        ('{"at_s":1.0,"side":"moon","session":"","kind":"event","name":"Start"}', "'moon'"),
+    ],
+)
 def test_a_line_that_is_none_is_named(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "trace.jsonl"
     good = '{"at_s":1.0,"side":"device","session":"a","kind":"event","name":"Start"}\n'
@@ -227,7 +238,17 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, text: str, why: str) -> No
         list(read_lines([path]))
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("side", "name", "field", "value"),
+    [
+        ("device", "Transmit", "message", {"name": "Draft", "parents": (float("inf"),)}),
+        ("device", "Deliver", "kinds", 3),
+        ("verifier", "StreamMessage", "message", (1,)),
+        ("verifier", "SendTo", "message", {"name": "Commit", "tokens": 7}),
+        ("verifier", "CloseStream", "stream", ()),
+        ("verifier", "RunBatch", "requests", ((),)),
+    ],
+)
 def test_a_line_that_breaks_its_promise_is_told_in_words(
     real: RealRun, tmp_path: Path, side: str, name: str, field: str, value: object
 ) -> None:

@@ -43,7 +43,6 @@ from tests.shell.scripted_verifier import (
     streaming,
     undrafted,
 )
-from tests.tables import tabled
 
 LETTERS = ToyModel(len(TOY_ALPHABET), order=2)
 TOKENS = [5, 9, 3, 7, 1, 2, 8, 4, 6, 5, 3, 1]
@@ -154,7 +153,24 @@ async def told(one: Agent) -> list[int] | str:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-@tabled
+@pytest.mark.parametrize(
+    ("place", "at"),
+    [
+        ("connect", 1),
+        ("send", 1),
+        ("send", 2),
+        ("close", 1),
+        ("begin", 1),
+        ("step", 1),
+        ("step", 2),
+        ("trace", 1),
+        ("trace", 12),
+        ("receive", 1),
+        ("receive", 2),
+        ("receive", 9),
+        ("receive", 14),
+    ],
+)
 async def test_an_exception_ends_the_generation_or_does_no_harm(
     place: str, at: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +346,22 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
     assert one_by_one.finish is m.FinishReason.STOP
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        # The bytes are "once".
+        ((), "ValueError", "the prompt is empty"),
+        ((1.5,), "TypeError", "prompt\\[0\\] is 1.5, but must be a token id"),
+        ((1, 2.0), "TypeError", "prompt\\[1\\] is 2.0"),
+        (("a",), "TypeError", "prompt\\[0\\] is 'a'"),
+        ((True,), "TypeError", "prompt\\[0\\] is True"),
+        ((None,), "TypeError", "prompt\\[0\\] is None"),
+        (b"once", "TypeError", "the prompt is bytes"),
+        (7, "TypeError", "int"),
+        ((3, -1), "ValueError", "prompt\\[1\\] is the token id -1, but must be in \\[0, "),
+        ((1099511627776,), "ValueError", "must be in \\[0, 16777215\\]"),
+    ],
+)
 async def test_a_prompt_that_cannot_be_is_refused_before_anything_starts(
     prompt: Sequence[int], error: str, message: str
 ) -> None:

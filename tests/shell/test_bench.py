@@ -54,7 +54,6 @@ from edgespec_sim.token_sources.match_tape import read_tape, walk_along
 from tests.present import present
 from tests.shell.live_verifier import call
 from tests.sim.faults.checks import target_stream
-from tests.tables import tabled
 
 # Five tokens in three passes; the last one ended the text, so four count.
 ONE = measurement.Measurement(
@@ -183,7 +182,17 @@ def written(folder: Path, *lines: str) -> Path:
     return path
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"question_id": 81, "category": "writing", "turns": ("hello", "and then?")}, "hello"),
+        ({"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"}, "def f():\n"),
+        ({"id": 2, "question": "How many?", "answer": "3"}, "How many?"),
+        ({"task_id": 9, "text": "Write a function.", "test": "assert f()"}, "Write a function."),
+        ({"id": 0, "prompt": "What is it?"}, "What is it?"),
+        ({"text": "  kept as it is "}, "  kept as it is "),
+    ],
+)
 def test_each_format_gives_its_prompt(row: object, text: str, tmp_path: Path) -> None:
     path = written(tmp_path, json.dumps(row))
     assert [prompt.text for prompt in read_prompts(path)] == [text]
@@ -449,7 +458,16 @@ def test_noise_that_is_shared_agrees_as_often_as_is_expected() -> None:
     assert found.expected < covered / count < found.pair_ideal + 0.025
 
 
-@tabled
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 5, "logit_bias": {3: 2.0}},
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 0.8, "min_p": 0.2},
+    ],
+)
 def test_a_law_is_the_scalar_one(sampling: dict[str, Any]) -> None:
     params = SamplingParams(**sampling)
     logits = [random.Random(seed).gauss(0.0, 2.0) for seed in range(30)]

@@ -37,7 +37,6 @@ from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import call, ready, serving, start
 from tests.shell.tiny_checkpoints import write_checkpoint
-from tests.tables import tabled
 
 WITHIN_S = 200.0
 NAMES = ("tokenizer.json", "tokenizer_config.json")
@@ -186,7 +185,14 @@ def test_archives_that_no_device_takes(
         unpack_texts(archive)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("hash_bytes", "size", "message"),
+    [
+        (5, 9, "bytes of the SHA-256 is 5, but must be in"),
+        (32, 0, "bytes of the archive is 0, but must be in"),
+        (32, 67108865, "bytes of the archive is 67108865"),
+    ],
+)
 async def test_what_cannot_be_an_archive_is_not_fetched(
     hash_bytes: int, size: int, message: str
 ) -> None:

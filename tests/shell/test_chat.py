@@ -43,7 +43,6 @@ from edgespec.telemetry.agent_status import (
 )
 from tests.shell.live_verifier import daemon, toy_text
 from tests.shell.terminal import Screen, Terminal, on_terminal
-from tests.tables import tabled
 
 INFO = ModelInfo("m", "v", 64, 512)
 TALK = Record(
@@ -253,7 +252,15 @@ def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
     assert capsys.readouterr().err.count("(an empty line sends your message again)") == 2
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/foo", "unknown command '/foo'; /help lists the commands"),
+        ("/quti", "did you mean /quit?"),
+        ("/save", "/save needs the name of a file"),
+        ("/reset now", "/reset takes no argument, but got 'now'"),
+    ],
+)
 def test_what_is_no_command_says_what_would_be_one(line: str, said: str) -> None:
     with pytest.raises(ConversationError) as error:
         parse(line)

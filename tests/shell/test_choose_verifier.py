@@ -24,7 +24,6 @@ from edgespec.verifier.build import load_target
 from tests.present import present
 from tests.shell.echo_verifier import echo
 from tests.shell.live_verifier import GatedTarget, call, serving, toy_text
-from tests.tables import tabled
 
 MODEL = ModelInfo("toy", "v1", 64, 4096)
 SLOW_S = 0.150
@@ -119,7 +118,24 @@ async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
     assert present(answers["bad"].error).retryable is retryable
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("known", "order"),
+    [
+        ((("far", (0, 0), 0, 0.1), ("near", (0, 0), 0, 0.02)), "near far"),
+        ((("near", (0, 400000), 0, 0.0), ("far", (0, 20000), 0, 0.15)), "far near"),
+        # One that has timed no pass yet counts as an average one.
+        (
+            (("new", (0, 0), 0, 0.0), ("quick", (0, 10000), 0, 0.0), ("slow", (0, 40000), 0, 0.0)),
+            "quick new slow",
+        ),
+        ((("full", (8, 0), 8, 0.0), ("free", (7, 0), 7, 0.1)), "free full"),
+        ((("full", (8, 0), 8, 0.0), ("too", (8, 0), 8, 0.1)), "full too"),
+        ((("busy", (5, 0), 5, 0.0), ("idle", (2, 0), 2, 0.0)), "idle busy"),
+        ((("first", (0, 0), 0, 0.0), ("second", (0, 0), 0, 0.0)), "first second"),
+        # Nothing is known of one: it counts as the others do.
+        ((("there", (0, 20000), 0, 0.02), ("new", None, None, None)), "there new"),
+    ],
+)
 def test_the_shortest_round_comes_first(
     known: list[tuple[str, tuple[int, int] | None, int | None, float | None]], order: str
 ) -> None:

@@ -49,7 +49,6 @@ from edgespec.verifier.build import load_target
 from edgespec_sim.commands.main import app as simulator
 from tests.shell.live_verifier import call, toy_text
 from tests.shell.tiny_checkpoints import write_checkpoint
-from tests.tables import tabled
 
 PROMPT = "once upon a time"
 COUNT = 24
@@ -149,7 +148,13 @@ def test_a_name_without_an_address_is_no_reason_to_start_a_verifier() -> None:
     assert "edgespec verifier" not in told
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("verifier", "--model", "toy"), "Address already in use"),
+        (("serve", "--draft", "no/such"), "choose another with --port"),
+    ],
+)
 def test_a_port_in_use_is_said_before_a_model_is_loaded(
     command: tuple[str, ...], said: str
 ) -> None:
@@ -279,7 +284,19 @@ def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
     assert result.stdout.count(expected("hello ")) == 1, "a message with a reply is not sent again"
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("installed", "state", "advice"),
+    [
+        ({"onnxruntime": "1.23"}, "GOOD", ""),
+        ({"onnxruntime-openvino": "1.24.1"}, "GOOD", ""),
+        ({}, "BAD", "pip install 'edgespec[cpu]'"),
+        (
+            {"onnxruntime": "1", "onnxruntime-openvino": "1"},
+            "BAD",
+            "pip uninstall -y onnxruntime onnxruntime-openvino",
+        ),
+    ],
+)
 def test_the_doctor_sees_two_onnxruntimes(
     installed: dict[str, str], state: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,7 +388,39 @@ def test_the_bundled_pair_does_not_loop_unless_it_is_told_how_to_sample() -> Non
     assert with_bundled_sampling(chosen, served("bundled")) == chosen
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (None, {}),
+        ({"temperature": 0.6}, {}),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.6}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "x": 1},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {
+                "do_sample": True,
+                "temperature": None,
+                "top_k": None,
+                "top_p": None,
+                "min_p": None,
+                "repetition_penalty": None,
+            },
+            {"temperature": 1.0},
+        ),
+        ({"do_sample": True, "temperature": 0, "top_k": 5}, {"top_k": 5}),
+        ({"do_sample": True, "temperature": 0.0, "top_k": 0}, {}),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),
+        (
+            {"do_sample": None, "temperature": 0.6, "repetition_penalty": 2},
+            {"repetition_penalty": 2.0},
+        ),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": False, "top_k": 50, "some_new_key": (1,), "eos_token_id": (1, 2)}, {}),
+    ],
+)
 def test_what_is_left_open_is_as_the_model_says(
     said: dict[str, object] | None, found: dict[str, float], tmp_path: Path
 ) -> None:
@@ -384,7 +433,25 @@ def test_what_is_left_open_is_as_the_model_says(
     assert with_model_sampling(chosen, str(tmp_path)) == chosen
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"temperature": True}, "temperature is True"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": (0.6,)}, "temperature is [0.6]"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": "many"}, "top_k is 'many'"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": 7}, "top_p is 7"),
+        ({"min_p": -1}, "min_p is -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": {}}, "repetition_penalty is {}"),
+        ({"do_sample": "yes"}, "do_sample is 'yes'"),
+    ],
+)
 def test_a_generation_config_that_cannot_be_is_named(
     said: dict[str, object], message: str, tmp_path: Path
 ) -> None:
@@ -411,7 +478,19 @@ def test_a_generation_config_beyond_its_limit_is_not_parsed(tmp_path: Path) -> N
         with_model_sampling(SamplingParams(), str(tmp_path))
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        ({"model": "bundled"}, ""),
+        ({"host": "0.0.0.0", "model": "bundled"}, ""),
+        ({"host": "::1", "model": "bundled"}, " --verifier [::1]:7420"),
+        ({"model": "toy", "port": 9}, " --verifier 127.0.0.1:9 --draft toy"),
+        (
+            {"host": "10.0.0.7", "model": "some/model", "port": 9},
+            " --verifier 10.0.0.7:9 --draft lookup",
+        ),
+    ],
+)
 def test_a_verifier_says_what_to_type_next(given: dict[str, Any], command: str) -> None:
     config = VerifierConfig(insecure=True, **given)
     assert next_command(config, config.port) == f'edgespec generate "def fibonacci(n):"{command}'

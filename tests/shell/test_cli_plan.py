@@ -59,7 +59,6 @@ from edgespec_sim.world.run import Job, make_token_source, play
 from edgespec_sim.world.site import WorldSetup
 from tests.present import present
 from tests.shell.live_verifier import call
-from tests.tables import tabled
 
 # Users who ask for a word or two: small worlds.
 SETTINGS = (
@@ -151,7 +150,13 @@ def test_a_fixed_pass_takes_one_verifier_and_every_round_has_seeds_of_its_own() 
     assert seeds[-1] == [1, 2], "two worlds at once, no seed twice"
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("users", "pass_time", "work", "slo", "right"),
+    [
+        (12, (10.0, 4.0), (4, 8, 0.5), {"tpot_p95_ms": 30.0}, 2),
+        (8, (10.0, 5.0), (40, 4, 1.0), {"ttft_p95_ms": 800.0}, 3),
+    ],
+)
 def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
     users: int,
     pass_time: tuple[float, float],
@@ -429,7 +434,14 @@ def test_run_ahead_wins_at_usual_round_trips() -> None:
     assert found["arms"]["vanilla"]["speed_up"] < 1.0
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("arguments", "because"),
+    [
+        (("--draft-ms", "60"), "a draft step (60 ms) takes no less than a pass (25 ms)"),
+        (("--rtt-ms", "2000", "--acceptance", "0.3"), "is only 1.00 times as fast"),
+        (("--acceptance", "0.05", "--draft-ms", "24.5"), "is only 1.00 times as fast"),
+    ],
+)
 def test_where_drafting_does_not_pay_streaming_is_advised(
     arguments: tuple[str, ...], because: str
 ) -> None:

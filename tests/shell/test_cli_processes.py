@@ -29,7 +29,6 @@ from edgespec.models.toy import ToyTokenizer
 from tests.present import present
 from tests.shell.live_verifier import daemon, environment, python, start, toy_text
 from tests.sources import ROOT
-from tests.tables import tabled
 
 WITHIN_S = 200
 
@@ -52,7 +51,16 @@ def shell(script: str, *arguments: str | bytes) -> tuple[int, str]:
     return done.returncode, output
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("streams", "arguments", "code", "said"),
+    [
+        (">&-", ("--version",), 0, ""),
+        (">&-", ("generate", "x", "--verifier", "127.0.0.1:1"), 1, "no verifier answers"),
+        ("2>&-", ("generate", "x", "--verifier", "127.0.0.1:1"), 1, ""),
+        ("<&-", ("generate", "-"), 2, "the prompt is empty"),
+        ("<&- >&- 2>&-", ("export", "--inspect", "bundled"), 0, ""),
+    ],
+)
 def test_closed_streams_are_empty_ones(
     streams: str, arguments: tuple[str, ...], code: int, said: str
 ) -> None:

@@ -59,7 +59,6 @@ from edgespec.training.texts import (
 from tests.present import present
 from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
-from tests.tables import tabled
 from tools.train_pair import beginnings
 from tools.train_pair.bundle import cripple
 from tools.train_pair.corpus import Document
@@ -728,7 +727,23 @@ def test_what_is_no_draft_is_not_replaced(folder: Path, tmp_path: Path, name: st
     assert [*(tmp_path / name).iterdir()] == [tmp_path / name / "diary"]
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--texts", "x.txt"), 2, "exactly one of --prompts, --texts and --online"),
+        (("--online", "x"), 2, "exactly one of --prompts, --texts and --online"),
+        (("--minutes", 1), 2, "steps is 6 and minutes 1, but one must be above 0"),
+        (("--length", 512), 2, "length is 512, but the context is 256 tokens"),
+        (("--length", 8), 2, "length is 8, but must be in [16, 8192]"),
+        (("--bits", 5), 2, "bits is 5, but must be one of 4, 8, 32"),
+        (("--temperature", -1), 2, "temperatures is -1.0, but must be in [0.0, 10.0]"),
+        (("--prompts", "missing.jsonl"), 1, "missing.jsonl: no such file"),
+        (("--resume",), 1, "to continue"),
+        (("--draft", "bundled"), 1, "with the same tokenizer"),
+        (("--draft", "missing"), 1, "model 'missing' is neither"),
+        (("--draft", "exported"), 1, "give the checkpoint that it was made from"),
+    ],
+)
 def test_what_cannot_be_trained_is_refused_by_name(
     folder: Path, tmp_path: Path, arguments: tuple[object, ...], code: int, words: str
 ) -> None:

@@ -48,7 +48,6 @@ from tests.adversarial import AdversarialDrafter
 from tests.present import present
 from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
 from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
-from tests.tables import tabled
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=99)
 MODEL = ToyModel(vocabulary_size=20)
@@ -462,7 +461,27 @@ CHANGES: dict[str, Callable[..., None]] = {
 }
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("rename_input", "input_ids", "tokens"), "input 'tokens' \\(int64 .* is not known"),
+        (
+            ("rename_input", "position_ids", "input_embeds"),
+            "Expected are input_ids, attention_mask",
+        ),
+        (("add_input", "past_conv.0", 1, 64, 3), "'past_conv.0'.*cannot be rolled back"),
+        (("add_input", "inputs_embeds", 1, 4, 64), "'inputs_embeds'.*several files"),
+        (("add_input", "encoder_hidden_states", 1, 4, 64), "'encoder_hidden_states'"),
+        (
+            ("add_input", "past_key_values.7.key", 1, 2, 3, 16),
+            "inputs are missing: past value of lay",
+        ),
+        (("drop_output", "present.1.value"), "outputs are missing: present value of layer 1"),
+        (("drop_output", "logits"), "output 'logits' is missing"),
+        (("fix_length",), "a cache of a fixed length of 128"),
+        (("distort_the_past",), "differs from decoding at once by"),
+    ],
+)
 def test_a_graph_that_cannot_draft_is_refused_by_name(
     change: tuple[Any, ...], message: str, tmp_path: Path
 ) -> None:

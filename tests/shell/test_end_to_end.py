@@ -40,7 +40,6 @@ from tests.shell.fake_vllm import adapted_toy
 from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
 from tests.shell.scripted_verifier import loopback, streaming
 from tests.shell.tiny_checkpoints import write_checkpoint
-from tests.tables import tabled
 
 PROMPT = "the quick brown fox"
 IDS = ToyTokenizer().encode(PROMPT)
@@ -73,7 +72,15 @@ def tokens(chunks: list[Chunk]) -> list[int]:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("run_ahead", list(RunAhead))
-@tabled
+@pytest.mark.parametrize(
+    ("name", "gamma", "width"),
+    [
+        ("windowed", None, 2),
+        ("pearl", None, 1),
+        ("fixed", 4, 1),
+        ("fixed", 3, 2),
+    ],
+)
 async def test_the_text_is_the_targets_own(
     name: str, gamma: int | None, width: int, run_ahead: RunAhead, params: SamplingParams
 ) -> None:
@@ -113,7 +120,14 @@ async def _into(received: list[Chunk], agent: Agent) -> None:
         received.append(chunk)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"model": "other"}, "UNKNOWN_MODEL", "unknown model 'other'.*serves 'toy'"),
+        ({"draft": None}, "VOCABULARY_MISMATCH", "must share one tokenizer"),
+        ({"prompt": "long"}, "CONTEXT_TOO_LONG", "4096"),
+    ],
+)
 async def test_a_refusal_says_why(change: dict[str, str | None], code: str, message: str) -> None:
     text = ToyTokenizer()
     async with serving() as (address, _):
@@ -381,6 +395,15 @@ def test_cut_off_weights_are_named(tmp_path: Path) -> None:
         load_target(VerifierConfig(model=str(folder), device="cpu"))
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("address", "whole"),
+    [
+        ("host", "host:7420"),
+        ("host:1", "host:1"),
+        ("[::1]", "[::1]:7420"),
+        ("[::1]:2", "[::1]:2"),
+        ("unix:verifier.sock", "unix:verifier.sock"),
+    ],
+)
 def test_an_address_without_a_port_gets_the_default_one(address: str, whole: str) -> None:
     assert with_port(address) == whole

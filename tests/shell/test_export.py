@@ -42,7 +42,6 @@ from tests.shell.tiny_checkpoints import (
     write_checkpoint,
     write_tokenizer,
 )
-from tests.tables import tabled
 
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, VOCABULARY_SIZE, 80)]
 EXPORTS = yaml.safe_load(Path(__file__).with_name("exports.yaml").read_text(encoding="utf-8"))
@@ -228,7 +227,20 @@ def test_what_a_config_leaves_out_is_the_family_s_default(tmp_path: Path) -> Non
 # --- what is refused ------------------------------------------------------------------------
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+        ({"head_dim": 15}, "head size 15 is odd"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs factor, which is None"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "gemma"}, "model_type 'gemma' is not one of"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope_type 'longrope'"),
+        ({"layer_types": ("full_attention", "sliding_attention")}, "layer_types"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
 def test_a_model_that_cannot_be_built_is_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -281,7 +293,18 @@ def test_a_missing_or_corrupt_file_is_named(draft: Path, name: str) -> None:
         OnnxDrafter(draft)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("layers", 3, "has 2 layers, but the manifest says 3"),
+        ("layers", 1, "has 2 layers, but the manifest says 1"),
+        ("layers", 0, "layers is 0"),
+        ("kv_heads", 1, "has 2 kv_heads, but the manifest says 1"),
+        ("head_dim", "x", "head_dim is 'x'"),
+        ("format", 2, "format must be 1"),
+        ("surprise", 2, "surprise"),
+    ],
+)
 def test_a_manifest_that_does_not_fit_the_graph_is_refused(
     draft: Path, field: str, value: object, message: str
 ) -> None:
@@ -373,7 +396,25 @@ def test_optimum_s_graph_drafts_as_ours(
         assert sorted(large) == [1, 2]  # scales and integers
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        (
+            "fails",
+            (),
+            (
+                "Optimum wrote no model.onnx (exit code 3); its messages are above. "
+                "If it is not installed,"
+            ),
+        ),
+        ("fails", (), "\n  run: python -m venv optimum-env && optimum-env/bin/pip install optimum"),
+        ("empty", (), "Optimum wrote no model.onnx (exit code 0)"),
+        ("newer", (), "config.json: has rope_parameters without rope_theta"),
+        ("good", ("--kv-type", "int8"), "--optimum is given with --context-length or --kv-type"),
+        ("good", ("--bits", "5"), "bits is 5, but must be one of (4, 8, 32)"),
+        ("good", ("--optimum", "nowhere/python"), "nowhere/python: No such file"),
+    ],
+)
 def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
     mode: str, options: tuple[str, ...], message: str, plain_source: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,6 @@ from tests.shell.failing_verifiers import (
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import daemon, serving, toy_text
 from tests.shell.scripted_verifier import loopback, streaming
-from tests.tables import tabled
 
 
 @pytest.mark.parametrize(("draft", "most"), [("toy", 21), ("none", 6)])
@@ -491,7 +490,17 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     assert all(one.closed for one in (second, third, again))
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("verifier", "asked"),
+    [
+        ("gpu-box:7420", True),
+        ("127.0.0.1:7420", False),
+        ("[::1]:7420", False),
+        ("unix:/run/edgespec.sock", False),
+        ("dns:///gpu-box:1", False),
+        ("gpu-box", False),
+    ],
+)
 def test_only_names_are_looked_up(verifier: str, asked: bool) -> None:
     assert is_name(verifier) is asked
 

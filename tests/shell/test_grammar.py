@@ -54,7 +54,6 @@ from tests.present import present
 from tests.shell import tiny_checkpoints
 from tests.shell.letters import LETTERS, MODEL, READER, Untried, pair, text_of
 from tests.shell.live_verifier import environment
-from tests.tables import tabled
 
 PROMPT = [40, 50]
 SAMPLED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=400)
@@ -203,7 +202,26 @@ def test_a_model_with_words_and_padding_is_held_to_a_schema(tiny: tuple[TorchTar
 ENDLESS = schema({"allOf": [{"type": "string", "pattern": f".*a{n}.*"} for n in range(30)]})
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("json_schema", "{", "json_schema cannot be used: Expecting"),
+        ("json_schema", '{"type": "objekt"}', "json_schema cannot be used: Invalid type: objekt"),
+        ("json_schema", '{"not": {}}', 'Unimplemented keys: .*"not"'),
+        (
+            "json_schema",
+            '{"$ref": "http://127.0.0.1:9/x.json"}',
+            "json_schema cannot be used: .*retriev",
+        ),
+        ("grammar", "start: foo", 'unknown name: "foo"'),
+        ("regex", "(a", "regex cannot be used"),
+        ("grammar", 'root ::= "a', "not readable as GBNF: Unexpected end"),
+        ("grammar", "root ::= @(*5000", "not readable as GBNF"),
+        ("grammar", "x ::= @x*8192", "GBNF of 8198 characters"),
+        ("grammar", "root ::= foo", "not readable as GBNF: Rule 'foo' not found"),
+        ("grammar", 'foo ::= "a"', "not readable as GBNF: No 'root' rule found"),
+    ],
+)
 def test_what_cannot_be_read_is_refused_by_name(kind: str, text: str, why: str) -> None:
     text = re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
     with pytest.raises(ConstraintError, match=why):

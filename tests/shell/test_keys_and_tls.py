@@ -57,7 +57,6 @@ from tests.present import present
 from tests.shell import guarded
 from tests.shell.guarded import Pki
 from tests.shell.live_verifier import call, own_port, serving
-from tests.tables import tabled
 
 
 def now() -> datetime:
@@ -102,7 +101,19 @@ def test_nothing_is_replaced_unless_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "ca.pem").read_bytes() == before[tmp_path / "ca.pem"]
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("server", "no host"), "'no host' is no host name and no address"),
+        (
+            ("server", "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx.example"),
+            "is no host name",
+        ),
+        (("server", "localhost", "--out", "../server"), "cannot be the name of a file"),
+        (("server", "localhost", "--out", "ca"), "is the CA's own"),
+        (("device", "a/b"), "cannot be the name of a file"),
+    ],
+)
 def test_what_cannot_be_made_is_refused(
     arguments: tuple[str, ...], why: str, pki: Pki, tmp_path: Path
 ) -> None:
@@ -445,7 +456,20 @@ async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("address", "sent"),
+    [
+        ("127.0.0.1:7420", True),
+        ("127.8.9.1:7420", True),
+        ("[::1]:7420", True),
+        ("localhost", True),
+        ("unix:edge.sock", True),
+        ("10.0.0.7:7420", False),
+        ("gpu-box:7420", False),
+        ("[2001:db8::1]:7420", False),
+        ("localhost.example:7420", False),
+    ],
+)
 def test_a_key_stays_where_nobody_listens(address: str, sent: bool, pki: Pki) -> None:
     config = guarded.device_config(address)
     environment = {"EDGESPEC_API_KEY": "edgespec-secret"}
@@ -490,7 +514,17 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return made
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("server", "device", "said"),
+    [
+        ("own", "other", "its certificate is not trusted.*--ca FILE"),
+        ("other", "other", "its certificate is for another name; --set tls.server_name"),
+        ("mutual", "own", "it may require tls.client_cert"),
+        ("mutual", "shown by other", "it may not accept tls.client_cert"),
+        ("own", "none", "it may require TLS: --ca FILE, or --set tls.enabled=true"),
+        ("none", "own", "it does not use TLS"),
+    ],
+)
 async def test_a_handshake_that_fails_is_explained(
     server: str, device: str, said: str, pki: Pki, strangers: Pki
 ) -> None:

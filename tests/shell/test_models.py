@@ -45,7 +45,6 @@ from tests.present import present
 from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
 from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, write_checkpoint, write_tokenizer
-from tests.tables import tabled
 
 
 @pytest.fixture
@@ -171,14 +170,34 @@ def test_layout_does_not_count(tmp_path: Path) -> None:
     assert fingerprint(tmp_path, unigram) == expected
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("vocabulary", "added"),
+    [
+        ({"a": 1, "b": 0, "ü": 2}, ({"id": 3, "content": "<|end|>", "special": True},)),
+        ({"a": 0, "b": 1, "u": 2}, ({"id": 3, "content": "<|end|>", "special": True},)),
+        ({"a": 0, "b": 1}, ({"id": 3, "content": "<|end|>", "special": True},)),
+        ({"a": 0, "b": 1, "ü": 2}, ()),
+        ({"a": 0, "b": 1, "ü": 2}, ({"id": 4, "content": "<|end|>"},)),
+        ({"a": 0, "b": 1, "ü": 2}, ({"id": 2, "content": "<|end|>"},)),
+        ({"a": 0, "b1 1 ü": 1}, ({"id": 3, "content": "<|end|>", "special": True},)),
+    ],
+)
 def test_every_difference_counts(
     tmp_path: Path, vocabulary: dict[str, int], added: list[dict[str, Any]]
 ) -> None:
     assert fingerprint(tmp_path, vocabulary, added) != fingerprint(tmp_path, VOCABULARY)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "message"),
+    [
+        ({"a": 0}, ({"id": 1000000000, "content": "b"},), "token ids 0 to 1000000000, limit 0 to"),
+        ({"a": -1}, (), "token ids -1 to -1, limit 0 to"),
+        ({"a": "b"}, (), "unreadable vocabulary entry"),
+        ({"a": float("inf")}, (), "unreadable vocabulary entry"),
+        ({"a": float("nan")}, (), "unreadable vocabulary entry"),
+    ],
+)
 def test_ids_that_are_none_are_named_with_their_file(
     tmp_path: Path, vocabulary: dict[str, Any], added: list[dict[str, Any]], message: str
 ) -> None:

@@ -16,7 +16,6 @@ import pytest
 from edgespec_sim.commands.profile import collect_samples, fit_errors, fit_profile
 from edgespec_sim.cost_profile import ProfileError, read_profile
 from edgespec_sim.report.timeline import TraceLine
-from tests.tables import tabled
 
 DRAFT_S, DRAFT_ROW_S, DRAFT_CONTEXT_S = 4e-3, 5e-4, 2e-6
 PASS_S, PASS_ROW_S, PASS_CONTEXT_S = 20e-3, 1e-3, 4e-6
@@ -142,7 +141,16 @@ def test_a_line_that_lacks_something_is_refused() -> None:
         collect_samples(made.device, made.verifier)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("connect_s", float("nan"), "connect_s is nan, but must be a finite number"),
+        ("connect_s", -1.0, "connect_s is -1.0, but must be"),
+        ("about", (), "about is \\[\\], but must be keys and values"),
+        ("draft_step", {"table": ((float("nan"), 1.0),)}, "the rows of a time law must increase"),
+        ("draft_step", None, "draft_step: key 'table' is missing"),
+    ],
+)
 def test_a_profile_that_is_none_is_named(
     tmp_path: Path, field: str, value: object, why: str
 ) -> None:

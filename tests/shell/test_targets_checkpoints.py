@@ -47,7 +47,6 @@ from tests.shell.torch_schedules import (
     generated,
     torch_target,
 )
-from tests.tables import tabled
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(20, 61))]
 COUNT = 20
@@ -73,7 +72,42 @@ def _refused(folder: Path, why: str, **options: Any) -> str:
 # --- families -------------------------------------------------------------------------------
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        (
+            "GPT2",
+            {},
+            "model type 'gpt2' is not supported; supported are gemma \\(Gemma\\), .*Qwen3-MoE",
+        ),
+        ("Gemma3", {}, "'gemma3' is not supported \\(a model of text and other media; serve a"),
+        (
+            "Qwen3",
+            {"layer_types": ("full_attention", "chunked_attention")},
+            "layer types chunked_attention are not supported; supported are full_attention",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+            "rope type 'dynamic' depends on the length",
+        ),
+        (
+            "Gemma3Text",
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "dynamic",
+                        "factor": 2.0,
+                        "rope_theta": 10000.0,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+            },
+            "rope type 'dynamic' depends on the length",
+        ),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, "attends in both directions"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_by_name(
     family: str, options: dict[str, Any], message: str
 ) -> None:
@@ -118,7 +152,27 @@ def test_contexts_and_windows_have_bounds() -> None:
 # --- damage ---------------------------------------------------------------------------------
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "layers.1.mlp.up_proj",
+            float("nan"),
+            "the checkpoint is damaged: tensor model.layers.1.mlp.",
+        ),
+        (
+            "layers.1.mlp.up_proj",
+            float("inf"),
+            "the checkpoint is damaged: tensor model.layers.1.mlp.",
+        ),
+        (
+            "layers.1.mlp.up_proj",
+            float("-inf"),
+            "the checkpoint is damaged: tensor model.layers.1.mlp.",
+        ),
+        ("norm", 3e38, "the model's logits are NaN or infinite"),
+    ],
+)
 def test_weights_that_are_no_numbers_or_make_none_are_refused(
     tmp_path: Path, name: str, value: float, message: str
 ) -> None:
@@ -355,7 +409,17 @@ def _come_as(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("bitsandbytes", "quantised as 'bitsandbytes', which is not supported; supported are awq,"),
+        ("gptq", "to load it transformers needs gptqmodel and optimum: pip install gptqmodel opt"),
+        ("awq", "transformers needs gptqmodel and accelerate: pip install"),
+        ("fp8", "transformers needs accelerate: pip install accelerate"),
+        ("compressed-tensors", "pip install compressed-tensors"),
+        ("torchao", "pip install torchao"),
+    ],
+)
 def test_a_format_is_refused_with_the_packages_that_are_missing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, message: str
 ) -> None:

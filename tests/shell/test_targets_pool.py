@@ -41,7 +41,6 @@ from tests.present import present
 from tests.shell.live_verifier import toy_text
 from tests.shell.tiny_checkpoints import write_checkpoint
 from tests.shell.torch_schedules import GREEDY, decode_beside, random_tree, torch_target
-from tests.tables import tabled
 
 INFO = ModelInfo("tiny", "v", 50, 60)
 
@@ -184,7 +183,22 @@ def _budget(kv: str = "", gpu_share: float | None = None) -> kv_pool.PoolBudget:
     return kv_pool.PoolBudget(parse_budget(kv) if kv else None, gpu_share, rows=64)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("kv", "gpu_share", "message"),
+    [
+        ("512KiB", None, "kv_budget is 512KiB: that leaves room for 128 cached tokens, but at"),
+        ("", 0.5, "gpu_memory_utilization is 0.5: that leaves room for 0 cached"),
+        (
+            "410MiB",
+            None,
+            (
+                "104960 cached tokens take 0.40 GiB, but there is room for 102400 "
+                "\\(0.98 GiB of memory, 0.59 GiB free beside the weights, a pass of "
+                "64 rows takes 0.10 GiB, keys and values 4.0 KiB a token\\)"
+            ),
+        ),
+    ],
+)
 def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures(
     kv: str, gpu_share: float | None, message: str
 ) -> None:

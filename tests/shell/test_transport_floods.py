@@ -42,7 +42,6 @@ from tests.shell.echo_verifier import (
     served,
     works,
 )
-from tests.tables import tabled
 
 CALLS = CallLimits(
     peer_rate=50.0, peer_burst=1.0, total_rate=100.0, total_burst=50.0, max_wait_s=5.0
@@ -215,7 +214,20 @@ async def test_an_open_beyond_the_context_is_refused_in_words_about_tokens() -> 
         await wide.close()
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("uri", "peer"),
+    [
+        ("ipv4:127.0.0.1:51234", "ipv4:127.0.0.1"),
+        ("ipv6:%5B2001:db8:1:2:3::4%5D:51234", "ipv6:2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2:ffff::9]:1", "ipv6:2001:db8:1:2::/64"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:51234", "ipv4:10.0.0.7"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:51234", "ipv6:fe80::/64"),
+        ("ipv6:nonsense:1", "ipv6:nonsense"),
+        ("unix:", "unix"),
+        ("unix:edge/verifier.sock", "unix"),
+        ("unknown", "unknown"),
+    ],
+)
 def test_all_connections_of_a_peer_share_an_address(uri: str, peer: str) -> None:
     assert peer_address(uri) == peer
 

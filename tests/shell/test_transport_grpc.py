@@ -41,7 +41,6 @@ from tests.shell.gate import Gate
 from tests.shell.guarded import certs
 from tests.shell.live_verifier import call as run
 from tests.shell.live_verifier import daemon, environment
-from tests.tables import tabled
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -147,7 +146,14 @@ async def test_a_bug_in_the_verifier_ends_its_own_stream_only(
     assert "ZeroDivisionError: a bug" not in getattr(failed, "failure", "") + caplog.text
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("RESYNC", "ABORTED"),
+        ("UNKNOWN_MODEL", "NOT_FOUND"),
+        ("OVERLOADED", "RESOURCE_EXHAUSTED"),
+    ],
+)
 async def test_a_fault_arrives_before_the_status_that_matches_it(name: str, status: str) -> None:
     code = m.FaultCode[name]
     fault = m.Fault(code, "because", 1.5)

@@ -64,7 +64,6 @@ from edgespec.wire.pb import speculation_pb2 as pb
 from tests.shell.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
-from tests.tables import tabled
 
 PROMPT_TEXT = "the quick brown fox jumps"
 PROMPT = ToyTokenizer().encode(PROMPT_TEXT)
@@ -193,7 +192,15 @@ def test_what_is_known_answers_without_a_step() -> None:
     assert known.answer(late) == ports.PassResult("s", (d, e)), "what is proposed stands behind f"
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ((0, (1, 2, 3), (4, 5), (-1, -1)), "parents are \\(-1, -1\\)"),
+        ((0, (1, 2, 3, 4)), "a prefix of 4 tokens, but 3 are known"),
+        ((1, (2, 9)), "fed tokens differ"),
+        ((0, (1, 2)), "2 tokens are before the 3 of the opening"),
+    ],
+)
 def test_a_request_that_does_not_fit_is_refused(asked: Sequence[Any], why: str) -> None:
     with pytest.raises(ValueError, match=f"'s': {why}"):
         KnownText([1, 2, 3]).answer(ports.PassRequest("s", *asked))
@@ -287,7 +294,17 @@ class _OwnSampler(FakeVllm):
         )
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("_ShiftedNoise", "texts differ with right drafts"),
+        ("_Believing", "texts differ with wrong drafts"),
+        ("_Deaf", "right drafts of greedy texts save no steps"),
+        ("_OwnSampler", "a bias of 10000 on token"),
+        ("_Silent", "vLLM's own speculator proposes nothing"),
+        ("_TooLate", "texts differ with vLLM's own drafts"),
+    ],
+)
 def test_the_self_test_finds_what_is_wrong(kind: str, why: str) -> None:
     # Other tokens than in the middle, so that no bias is needed to see one.
     engine = globals()[kind](model=ToyModel(64, order=3, sharpness=3.0))
@@ -543,7 +560,15 @@ def test_a_target_says_which_adapter_it_lacks() -> None:
         ports.SimpleTarget().use_adapter("a", "sql")
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--model", "x"), "--model cannot be passed to vLLM: use --model, before the --"),
+        (("--max-num-seqs=9",), "--max-num-seqs cannot .*: use --set limits.max_sessions="),
+        (("--max-loras", "4"), "--max-loras cannot .*: the engine needs its own"),
+        (("--scheduler_cls", "x.Y"), "--scheduler-cls cannot .*: the engine needs its own"),
+    ],
+)
 def test_flags_that_are_ours_are_refused(flags: Sequence[str], why: str) -> None:
     others = ["--enforce-eager", "--gpu-memory-utilization", "0.8"]
     refuse_our_flags(others)
@@ -567,7 +592,32 @@ def test_speculation_is_read_from_either_kind_of_flags() -> None:
         assert with_draft_bound(settings, 15)["num_speculative_tokens"] == 16, "a multiple"
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("given", "tokens", "why"),
+    [
+        (
+            {"method": "suffix"},
+            None,
+            "the method 'suffix' is not supported: it cannot propose another",
+        ),
+        ({"method": "medusa"}, None, "the method 'medusa' is not supported"),
+        ({"method": "custom_class"}, None, "'custom_class' is not supported"),
+        (
+            {"method": "oracle"},
+            None,
+            "'oracle' is not supported: vLLM 0.32 does not have it; supported",
+        ),
+        ({"method": "ngram"}, None, "num_speculative_tokens is None, but must be 1 or more"),
+        ({"num_speculative_tokens": "3"}, None, "num_speculative_tokens is '3', but must be"),
+        ({"num_speculative_tokens": 0}, None, "num_speculative_tokens is 0, but must be"),
+        (
+            {"num_speculative_tokens": 3, "parallel_drafting": True},
+            None,
+            "sets parallel_drafting, which",
+        ),
+        ({"num_speculative_tokens": 3}, 3, "--spec-tokens and --speculative-config both set"),
+    ],
+)
 def test_speculators_that_do_not_fit_are_refused_by_name(
     given: dict[str, Any], tokens: int | None, why: str
 ) -> None:

@@ -34,7 +34,6 @@ from edgespec.verifier.vllm.loading import check_install, self_test
 from edgespec.verifier.vllm.target import VllmTarget
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.test_end_to_end import collect, tokens
-from tests.tables import tabled
 
 
 def _missing() -> str:
@@ -157,7 +156,17 @@ def test_an_adapter_that_vllm_cannot_load_is_an_error(tmp_path: Path) -> None:
     assert "vLLM cannot load the adapter" in said
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--no-such-flag",), "vLLM rejects the flags --no-such-flag"),
+        (
+            ("--spec-method", "suffix", "--spec-tokens", "4"),
+            "the method 'suffix' is not supported: it",
+        ),
+        (("--enforce-eager", "--gpu-memory-utilization", "0.9999"), "is less than desired"),
+    ],
+)
 def test_what_vllm_cannot_do_is_an_error_with_the_reason(flags: tuple[str, ...], why: str) -> None:
     with start("verifier", "--engine", "vllm", "--port", "0", "--", *flags) as process:
         _, said = process.communicate()

@@ -28,7 +28,6 @@ from edgespec_sim.world.arrivals import (
 from edgespec_sim.world.run import Job, make_jobs, play, summarise
 from tests.present import present
 from tests.sources import ROOT
-from tests.tables import tabled
 
 WORLD = sc.load_scenario(str(ROOT / "tests/sim/worlds/open.yaml"))
 
@@ -104,7 +103,17 @@ def test_recorded_ones_are_played_as_they_were(text: str, tmp_path: Path) -> Non
     assert found[2].output_tokens >= 1
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "contains no arrivals"),
+        ("when\n3\n", "2: time is None, but must be seconds"),
+        ("time_s\nsoon\n", "2: time is 'soon', but must be seconds or a date and time"),
+        ("time_s\nnan\n", "2: time is 'nan', but must be finite"),
+        ("time_s\n3\n1\n", "3: time is earlier than in the row before"),
+        ("time_s,output_tokens\n3,0\n", "2: output_tokens is '0', but must be a whole number"),
+    ],
+)
 def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "load.csv"
     path.write_text(text, encoding="utf-8")

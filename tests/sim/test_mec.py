@@ -27,7 +27,6 @@ from edgespec_sim.world.run import make_token_source
 from edgespec_sim.world.site import WorldSetup
 from tests.present import present
 from tests.sources import ROOT
-from tests.tables import tabled
 
 HERE = Path()
 STEP_S = 0.5
@@ -213,7 +212,21 @@ def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(gap_s > 0.1 for gap_s in gaps_s) <= 12, "one a change and phone"
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("distance_m", "sight", "loss_db"),
+    [
+        # TR 38.901, Table 7.4.1-1, by hand: d3D = sqrt(d^2 + 8.5^2), 20 log 3.5 = 10.8814.
+        # 32.4 + 21 * 2.001564 + 10.8814
+        (100.0, True, 85.314244),
+        # Past the breakpoint of 4 * 9 * 0.5 * 3.5e9 / 3e8 = 210 m.
+        # 32.4 + 40 * 2.699033 + 10.8814 - 9.5 * 4.645149
+        (500.0, True, 107.113805),
+        # 35.3 * 2.001564 + 22.4 + 21.3 * 0.544068
+        (100.0, False, 104.643858),
+        # 32.4 + 21 * 1.118050 + 10.8814, as at 10 m
+        (5.0, True, 66.76045),
+    ],
+)
 def test_path_loss_is_the_reports(distance_m: float, sight: bool, loss_db: float) -> None:
     found = path_loss_db(np.array([distance_m]), np.array([sight]))
     assert found[0] == pytest.approx(loss_db, abs=2e-3)

@@ -55,7 +55,6 @@ from edgespec_sim.world.site import LinkView, WorldSetup
 from tests.present import present
 from tests.shell.live_verifier import python
 from tests.sources import ROOT
-from tests.tables import tabled
 
 HERE = Path()
 WORLDS = ROOT / "tests/sim/worlds"
@@ -432,7 +431,15 @@ def test_no_joule_is_made_or_lost() -> None:
     assert (spare.energy_j, spare.idle_s, spare.idle_j) == (0.0, 3.0, 150.0)
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("section", "known", "idle_known"),
+    [
+        ({"gpu_power": "h200"}, True, True),
+        ({"gpu_power": "h100"}, True, False),
+        ({"busy_w": 700.0}, True, False),
+        ({}, False, False),
+    ],
+)
 def test_what_is_not_known_is_not_told(
     section: dict[str, Any], known: bool, idle_known: bool
 ) -> None:

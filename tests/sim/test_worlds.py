@@ -60,7 +60,6 @@ from tests.sim.random_worlds import (
     play,
 )
 from tests.sources import ROOT
-from tests.tables import tabled
 
 WORLDS = 1600
 SLOW_WORLDS = 5600
@@ -107,7 +106,19 @@ POLICIES: dict[str, DraftPolicy] = {
 }
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("kind", "policies", "run_ahead", "golden"),
+    [
+        ("plain", ("windowed",), "AUTO", (3, 169, 82, 57)),
+        ("sampled", ("windowed",), "AUTO", (8, 154, 81, 52)),
+        ("sampled", ("tree",), "AUTO", (8, 522, 364, 52)),
+        ("plain", ("pearl",), "NEVER", (29, 129, 0, 31)),
+        ("sampled", ("fixed 4",), "NEVER", (35, 88, 0, 25)),
+        ("plain", ("windowed", "pearl", "fixed"), "AUTO", (16, 347, 153, 59)),
+        ("faulty", ("windowed",), "AUTO", (2, 147, 75, 58)),
+        ("faulty", ("windowed",), "NEVER", (28, 190, 55, 31)),
+    ],
+)
 def test_drafts_count_for_as_much_as_ever(
     kind: str, policies: Sequence[str], run_ahead: str, golden: tuple[int, int, int, int]
 ) -> None:

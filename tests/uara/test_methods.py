@@ -35,7 +35,6 @@ from edgespec_uara.cost import (
 from edgespec_uara.methods import Steps, best_gain, two_phase_matching
 from edgespec_uara.sweep import Choices
 from edgespec_uara.world import Snapshot, UaraSettings, UaraWorld
-from tests.tables import tabled
 
 COSTS: tuple[PaperCost, ...] = (PaperCost(), CorrectedCost())
 
@@ -358,7 +357,20 @@ def test_the_sweep_writes_its_results(tmp_path: Path) -> None:
     assert page.count('"error_y"') == 9
 
 
-@tabled
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("sid_m=200", "side_m"),
+        ("side_m=", "NAME=VALUE"),
+        ("side_m=-5", "[1.0, 100000.0]"),
+        ("side_m=nan", "[1.0, 100000.0]"),
+        ("devices=1.5", "1.5"),
+        ("speed_m_s=3", "LOW..HIGH"),
+        ("max_compute=most", "best-heard"),
+        ("slots=0", "[1, 1000]"),
+        ("servers_at=hex", "grid"),
+    ],
+)
 def test_a_choice_that_is_none_is_refused(tmp_path: Path, row: str, said: str) -> None:
     done = run(sweep.main, *QUICK, "--out", str(tmp_path), "--vary", row)
     assert done.exit_code == 2
