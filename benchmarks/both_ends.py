@@ -62,9 +62,9 @@ from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.packed_drafter import DraftModel, PackedDrafter
 from tests.adversarial import WrappedDrafter
+from tests.api.test_end_to_end import PROMPTS
+from tests.kit.live_verifier import until
 from tests.present import present
-from tests.shell.live_verifier import until
-from tests.shell.test_end_to_end import PROMPTS
 
 AT_ONCE = 40
 SERVED = VerifierConfig(

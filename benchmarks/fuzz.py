@@ -60,7 +60,7 @@ from edgespec.wire.codec import (
     encode_uplink,
 )
 from edgespec.wire.pb import speculation_pb2 as pb
-from tests.shell.gate import Gate
+from tests.kit.gate import Gate
 
 VOCABULARY = 64
 CONTEXT_LENGTH, LEASE_S = 256, 1.0

@@ -31,8 +31,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL
-from tests.shell.gate import Gate
-from tests.shell.live_verifier import toy_text
+from tests.kit.gate import Gate
+from tests.kit.live_verifier import toy_text
 
 # A verifier that is overrun may keep a newcomer waiting; nobody should be lost for that.
 PATIENT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=60.0)

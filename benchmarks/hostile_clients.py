@@ -38,7 +38,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.wire.codec import WireLimits, decode_downlink, encode_uplink
 from edgespec.wire.headers import KEY_HEADER, KEY_SCHEME
-from tests.shell.gate import Gate
+from tests.kit.gate import Gate
 
 SERVICE = "/edgespec.v1.Verifier/"
 WIDE = WireLimits.for_context(1 << 20)

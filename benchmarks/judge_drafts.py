@@ -69,7 +69,7 @@ from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.match_tape import MatchTape, TapedGeneration
 from edgespec_sim.token_sources.source import TapeSource
 from edgespec_sim.world.site import Machine
-from tests.shell.torch_schedules import decode_alone
+from tests.verifier.torch_schedules import decode_alone
 
 KINDS: Final = ("code", "chat", "maths")
 PASS_S: Final = 0.025

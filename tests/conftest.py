@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 import edgespec  # noqa: F401 # turns telemetry off in whatever a test imports first
 
 if TYPE_CHECKING:
-    from tests.shell.guarded import Pki
+    from tests.kit.guarded import Pki
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA_VARIABLE = "EDGESPEC_DATA"
@@ -100,7 +100,7 @@ def data_dir() -> Path:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Where the real daemon serves the toy model."""
-    from tests.shell.live_verifier import daemon
+    from tests.kit.live_verifier import daemon
 
     with daemon() as (where, _):
         yield where
@@ -109,7 +109,7 @@ def address() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def dead() -> Iterator[str]:
     """An address of this machine where nobody is."""
-    from tests.shell.live_verifier import nobody
+    from tests.kit.live_verifier import nobody
 
     with nobody() as where:
         yield where
@@ -124,7 +124,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     """Certificates that no test changes."""
-    from tests.shell.guarded import Pki
+    from tests.kit.guarded import Pki
 
     return Pki(tmp_path_factory.mktemp("pki"))
 

@@ -19,8 +19,8 @@ import yaml
 
 from edgespec.cli import main
 from edgespec_sim.commands import main as simulator
+from tests.kit.live_verifier import python
 from tests.present import present
-from tests.shell.live_verifier import python
 from tests.sources import PACKAGES, ROOT, Module, imports, modules, within
 
 TABLE = yaml.safe_load((ROOT / "tests/floors.yaml").read_text(encoding="utf-8"))

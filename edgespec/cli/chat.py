@@ -193,7 +193,7 @@ class Conversation:
     agent: Agent
     tokenizer: build.PromptTokenizer
     config: AgentConfig
-    runner: asyncio.Runner
+    runner: terminal.SignalRunner
     info: ModelInfo
     """Target in use."""
     status: StatusSource

@@ -13,10 +13,9 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextvars import Context
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from prompt_toolkit.history import FileHistory
 from rich.console import Console, Group, RenderableType
@@ -76,7 +75,7 @@ class TerminalEditor:
 
     def __init__(
         self,
-        runner: asyncio.Runner,
+        runner: SignalRunner,
         status: Callable[[int], str],
         history: Path | None,
         commands: Mapping[str, bool],
@@ -163,7 +162,7 @@ def silent_keyboard() -> Iterator[None]:
             termios.tcsetattr(number, termios.TCSANOW, before)
 
 
-class SignalRunner(asyncio.Runner):
+class SignalRunner:
     """Runs coroutines, one after the other, in one event loop that a signal can end.
 
     ``end`` is the handler of the signals. It cancels the coroutine that runs, so that this can
@@ -172,15 +171,22 @@ class SignalRunner(asyncio.Runner):
     that step. Where no coroutine runs, the handler raises it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._runner = asyncio.Runner()
         self._task: asyncio.Task[Any] | None = None
         self._number = 0
         """Number of the signal that is to end the process; 0 if there is none."""
 
-    def run(self, coro: Coroutine[Any, Any, _T], *, context: Context | None = None) -> _T:
+    def __enter__(self) -> Self:
+        self._runner.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.close()
+
+    def run(self, coro: Coroutine[Any, Any, _T]) -> _T:
         """Run ``coro``, and return what it returns. Raises ``SystemExit`` after a signal."""
         try:
-            return super().run(self._watch(coro), context=context)
+            return self._runner.run(self._watch(coro))
         finally:
             if number := self._number:
                 self._number = 0  # what closes the agent afterwards is run to its end

@@ -135,18 +135,18 @@ class PacedEngine:
         self._stream_of[name], self._name_of[self._streams] = self._streams, name
         self.tokens[name] = 0
         opened = ee.StreamOpened(self._streams, opening(name, length), credential=credential)
-        self._take(self.engine.handle(opened, self.now))
+        self._do(self.engine.handle(opened, self.now))
         if name not in self.engine.sessions:
             del self._stream_of[name]
 
     def close(self, name: str) -> None:
-        self._take(
+        self._do(
             self.engine.handle(ee.StreamMessage(self._stream_of.pop(name), m.Cancel()), self.now)
         )
 
     def lose(self, name: str) -> None:
         """The device is gone."""
-        self._take(self.engine.handle(ee.StreamLost(self._stream_of.pop(name)), self.now))
+        self._do(self.engine.handle(ee.StreamLost(self._stream_of.pop(name)), self.now))
 
     def run_pass(self) -> dict[str, int]:
         """The rows that each session had in the pass that ends now; empty if none was running: then
@@ -157,19 +157,19 @@ class PacedEngine:
             assert self.engine.deadline is not None
             assert self.engine.deadline > self.now, "a busy poll"
             self.now = self.engine.deadline
-            self._take(self.engine.handle(ee.Poll(), self.now))
+            self._do(self.engine.handle(ee.Poll(), self.now))
             return rows
         extra = sum(count - 1 for count in rows.values())
         self.now += DECODE_S + self._session_s * len(batch) + self._row_s * extra
         results = [PassResult(one.key, (7,) if one.sample else ()) for one in batch]
-        self._take(self.engine.handle(ee.BatchDone(tuple(results)), self.now))
+        self._do(self.engine.handle(ee.BatchDone(tuple(results)), self.now))
         return rows
 
     def run_until(self, at_s: float) -> None:
         while self.now < at_s:
             self.run_pass()
 
-    def _take(self, actions: tuple[ee.EngineAction, ...]) -> None:
+    def _do(self, actions: tuple[ee.EngineAction, ...]) -> None:
         for action in actions:
             match action:
                 case ee.RunBatch(requests):
@@ -177,6 +177,6 @@ class PacedEngine:
                 case ee.SendTo(stream, m.Commit(position, tokens)) if tokens:
                     self.tokens[self._name_of[stream]] += len(tokens)
                     received = m.Received(position + len(tokens), 0)
-                    self._take(self.engine.handle(ee.StreamMessage(stream, received), self.now))
+                    self._do(self.engine.handle(ee.StreamMessage(stream, received), self.now))
                 case ee.SendTo(_, m.Fault() as fault):
                     self.faults.append(fault)

@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
-from tests.shell.live_verifier import toy_text
+from tests.kit.live_verifier import toy_text
 from tests.sources import ROOT
 
 PAGE = ROOT / "docs/driving-the-core.md"

@@ -82,12 +82,12 @@ def test_a_verifier_says_how_much_it_has_read_and_not_too_often() -> None:
     said: list[Commit] = []
 
     class Listening(PacedEngine):
-        def _take(self, actions: tuple[ee.EngineAction, ...]) -> None:
+        def _do(self, actions: tuple[ee.EngineAction, ...]) -> None:
             for action in actions:
                 match action:
                     case ee.SendTo(_, Commit(tokens=(), finish=None) as commit):
                         said.append(commit)
-            super()._take(actions)
+            super()._do(actions)
 
     slow = Listening(0.01)  # some five seconds for 512 rows
     slow.open("s", 7_000)

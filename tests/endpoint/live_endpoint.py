@@ -33,8 +33,8 @@ from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier
-from tests.shell.letters import READER, LettersTokenizer, pair
-from tests.shell.live_verifier import serving
+from tests.kit.letters import READER, LettersTokenizer, pair
+from tests.kit.live_verifier import serving
 
 QUICK = ReconnectPolicy(give_up_first_s=0.2, first_s=0.01, longest_s=0.05)
 

@@ -25,8 +25,8 @@ from tests.endpoint.live_endpoint import (
     over_toy,
 )
 from tests.endpoint.test_tools_and_text import FAMILIES, HERMES, chat_tokenizer
-from tests.shell.letters import READER
-from tests.shell.tiny_checkpoints import write_tokenizer
+from tests.kit.letters import READER
+from tests.kit.tiny_checkpoints import write_tokenizer
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 IGNORED = "x-edgespec-ignored"

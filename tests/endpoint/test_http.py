@@ -41,9 +41,9 @@ from tests.endpoint.live_endpoint import (
     parse_reply,
     request_bytes,
 )
+from tests.kit.gate import Gate
+from tests.kit.live_verifier import serving, until
 from tests.present import present
-from tests.shell.gate import Gate
-from tests.shell.live_verifier import serving, until
 
 WITHIN_S = 60
 TEXT = ToyTokenizer()

@@ -16,8 +16,8 @@ from edgespec.endpoint.requests import choice_seed
 from edgespec.models.tokenizer import render_chat
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import Live, over_nobody, over_toy
+from tests.kit.live_verifier import toy_text
 from tests.present import present
-from tests.shell.live_verifier import toy_text
 
 TEXT = ToyTokenizer()
 PROMPT = "once upon a time"

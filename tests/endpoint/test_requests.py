@@ -63,9 +63,9 @@ from tests.endpoint.live_endpoint import (
     over_verifiers,
     request_bytes,
 )
-from tests.shell.failing_verifiers import PATIENT, gates
-from tests.shell.fake_vllm import adapted_toy
-from tests.shell.live_verifier import GatedTarget, serving, toy_text, until
+from tests.kit.live_verifier import GatedTarget, serving, toy_text, until
+from tests.verifier.failing_verifiers import PATIENT, gates
+from tests.verifier.fake_vllm import adapted_toy
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 WORDS = st.sampled_from(["user", "system", "tool", "auto", "function", "text", "a", "", "\ud800"])
@@ -478,24 +478,26 @@ def models(*infos: VerifierInfo | None, only: str = "") -> ServedModels:
     return ServedModels(watch, only)
 
 
-def told(model: ModelInfo, *adapters: ModelInfo) -> VerifierInfo:
+def info_of(model: ModelInfo, *adapters: ModelInfo) -> VerifierInfo:
     return VerifierInfo(model, Limits(context_length=0), 0, 8, 0, adapters)
 
 
 def test_one_model_by_two_names_is_asked_for_by_none() -> None:
     """So that a text can go on where it is called otherwise; not where it is another model."""
     twin = replace(BASE, name="twin")
-    found = models(told(BASE), told(twin))
+    found = models(info_of(BASE), info_of(twin))
     assert [found.choose(one).requested_name for one in ("base", "twin")] == ["", ""]
     other = replace(twin, fingerprint="fp-other")
-    assert models(told(BASE), told(other)).choose("twin").requested_name == "twin"
+    assert models(info_of(BASE), info_of(other)).choose("twin").requested_name == "twin"
     nameless = replace(BASE, fingerprint=""), replace(twin, fingerprint="")
-    assert models(*map(told, nameless)).choose("twin").requested_name == "twin"
-    assert models(told(BASE, ADAPTER), told(twin, ADAPTER)).choose("sql").requested_name == "sql"
+    assert models(*map(info_of, nameless)).choose("twin").requested_name == "twin"
+    assert (
+        models(info_of(BASE, ADAPTER), info_of(twin, ADAPTER)).choose("sql").requested_name == "sql"
+    )
 
 
 def test_an_endpoint_held_to_one_name_answers_by_no_other() -> None:
-    found = models(told(BASE, ADAPTER), only="sql")
+    found = models(info_of(BASE, ADAPTER), only="sql")
     assert [one.name for one in found.listed] == ["sql"]
     assert [found.choose(one).requested_name for one in ("", "edgespec", "sql")] == ["sql"] * 3
     for one in (found, models(only="sql")):
@@ -505,14 +507,14 @@ def test_an_endpoint_held_to_one_name_answers_by_no_other() -> None:
 
 
 def test_what_has_another_vocabulary_cannot_be_asked_for() -> None:
-    found = models(told(BASE, replace(ADAPTER, vocabulary="more words")))
+    found = models(info_of(BASE, replace(ADAPTER, vocabulary="more words")))
     assert [one.name for one in found.listed] == ["base"]
 
 
 def test_a_long_list_of_names_is_cut_in_a_message() -> None:
     many = [replace(ADAPTER, name=f"a{number}") for number in range(40)]
     with pytest.raises(ApiError, match=r"there are 'base', 'a0', .*'a14' and 25 more$"):
-        models(told(BASE, *many)).choose("sequel")
+        models(info_of(BASE, *many)).choose("sequel")
 
 
 async def held_up(live: Live, target: GatedTarget) -> None:

@@ -43,8 +43,8 @@ from tests.endpoint.live_endpoint import (
     request_bytes,
 )
 from tests.endpoint.test_http import connected
-from tests.shell.letters import MODEL, LettersTokenizer, text_of
-from tests.shell.live_verifier import until
+from tests.kit.letters import MODEL, LettersTokenizer, text_of
+from tests.kit.live_verifier import until
 
 PATH = "/v1/completions"
 HELLO = {"prompt": "abc", "max_tokens": 4}

@@ -20,7 +20,7 @@ from edgespec.device.build import connect
 from edgespec.endpoint.app import waiting_app
 from edgespec.endpoint.server import EndpointServer
 from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, over_script
-from tests.shell.live_verifier import call, serving
+from tests.kit.live_verifier import call, serving
 
 PATH, HELLO = "/v1/completions", {"prompt": "a"}
 has_ipv6 = pytest.mark.skipif(len(host_names("localhost")) == 1, reason="needs IPv6")

@@ -19,7 +19,7 @@ from edgespec.device.agent import OutputReader
 from edgespec.endpoint.choices import ChatEnvelope, Choice, CompletionEnvelope, Delta
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.tokenizer import TextTokenizer
-from tests.shell.tiny_checkpoints import write_tokenizer
+from tests.kit.tiny_checkpoints import write_tokenizer
 
 TEXT = "日本🙂x"
 USUAL = SamplingParams()

@@ -33,9 +33,9 @@ from edgespec.endpoint.tool_calls import (
 )
 from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import TextTokenizer
+from tests.kit.letters import Untried
+from tests.kit.tiny_checkpoints import write_tokenizer
 from tests.present import present
-from tests.shell.letters import Untried
-from tests.shell.tiny_checkpoints import write_tokenizer
 
 NAMES = ["weather", "time", "server/look up"]
 PARTS = [

@@ -51,10 +51,10 @@ from tests.endpoint.live_endpoint import (
     over_script,
     over_toy,
 )
+from tests.kit.letters import LETTERS, READER, LettersTokenizer, text_of
+from tests.kit.scripted_verifier import QUICK, loopback, streaming
+from tests.kit.tiny_checkpoints import write_tokenizer
 from tests.present import present
-from tests.shell.letters import LETTERS, READER, LettersTokenizer, text_of
-from tests.shell.scripted_verifier import QUICK, loopback, streaming
-from tests.shell.tiny_checkpoints import write_tokenizer
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOLS = [

@@ -28,7 +28,7 @@ from tests.endpoint.live_endpoint import (
     over_script,
     over_toy,
 )
-from tests.shell.live_verifier import toy_text, until
+from tests.kit.live_verifier import toy_text, until
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 TEXT = ToyTokenizer()

@@ -41,9 +41,9 @@ from edgespec_sim.report.timeline import (
 )
 from edgespec_sim.run_summary import GroupSummary
 from edgespec_sim.sessions import message_bytes
+from tests.kit.live_verifier import serving
 from tests.present import present
 from tests.report.samples import SAMPLED, agent_config, traced_run
-from tests.shell.live_verifier import serving
 
 RTT_MS = 8.0
 PROMPTS = ("the quick brown fox", "once upon a time")

@@ -52,8 +52,8 @@ from edgespec_sim.token_sources.source import ToySource
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.run import Job, make_jobs, make_token_source, play, summarise
 from edgespec_sim.world.site import LinkView, WorldSetup
+from tests.kit.live_verifier import python
 from tests.present import present
-from tests.shell.live_verifier import python
 from tests.sources import ROOT
 
 HERE = Path()

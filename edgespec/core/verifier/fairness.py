@@ -211,7 +211,7 @@ class Fairness:
     def spend_tokens(self, key: str, tokens: int, now: float) -> None:
         account = self._accounts.get(self._credential_of.get(key, ANYBODY).name)
         if account is not None and account.bucket is not None:
-            account.bucket.take(tokens, now)
+            account.bucket.consume(tokens, now)
 
     # --- parts -----------------------------------------------------------------------------
 

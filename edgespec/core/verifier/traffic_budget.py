@@ -238,9 +238,9 @@ class TokenBucket:
         self._rate, self._burst, self._level, self._at = rate, burst, burst, now
 
     def level(self, now: float) -> float:
-        return self.take(0.0, now)
+        return self.consume(0.0, now)
 
-    def take(self, amount: float, now: float) -> float:
+    def consume(self, amount: float, now: float) -> float:
         """Take ``amount`` tokens, even if there are fewer, and return the level that is left."""
         level = self._level
         if now > self._at:
@@ -253,7 +253,7 @@ class TokenBucket:
 
     def add(self, amount: float, now: float) -> None:
         """Add ``amount`` tokens; an excess over the burst is lost."""
-        if self.take(-amount, now) > self._burst:
+        if self.consume(-amount, now) > self._burst:
             self._level = self._burst
 
     def limit_debt(self, most: float) -> None:
@@ -263,7 +263,7 @@ class TokenBucket:
     def wait_s(self, now: float, amount: float = 0.0) -> float:
         """Return the seconds until there are ``amount`` tokens; by default, until the debt is
         paid."""
-        level = self.take(0.0, now)
+        level = self.consume(0.0, now)
         return 0.0 if level >= amount else (amount - level) / self._rate
 
 
@@ -345,11 +345,11 @@ class StreamBudget:
         limits, shared = self._limits, self._shared
         cost = 1.0 + size / limits.bytes_per_message
         reason, wait_s = STREAM, 0.0
-        if self._messages.take(cost, now) < 0.0:
+        if self._messages.consume(cost, now) < 0.0:
             wait_s = self._messages.wait_s(now)
-        if shared.total.take(1.0, now) < 0.0:
+        if shared.total.consume(1.0, now) < 0.0:
             shared.total.limit_debt(shared.max_debt)
-        base = self._base.take(1.0, now)
+        base = self._base.consume(1.0, now)
         if base < 0.0:
             self._base.limit_debt(0.0)
         busy = base < limits.message_burst / 2
@@ -439,8 +439,8 @@ class CallBudget:
             total_s = min(total_s, self._shares.wait_s(payer, now, cost=1.0))
         wait_s = max(total_s, bucket.wait_s(now, 1.0))
         if wait_s <= self.limits.max_wait_s:
-            bucket.take(1.0, now)
-            self._total.take(1.0, now)
+            bucket.consume(1.0, now)
+            self._total.consume(1.0, now)
             self._shares.spend(payer, 1.0, now)
         return wait_s
 

@@ -59,7 +59,7 @@ class BlockTables:
         self._tables: list[tuple[int, ...]] = []
         self._free: list[int] = []
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         if self._free:
             return self._free.pop()
         self._tables.append(())
@@ -198,7 +198,7 @@ class KvPool:
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
         """Start a sequence; it holds no block before its first pass. The key is not in use."""
-        table = self.tables.take()
+        table = self.tables.allocate()
         self.sequences[key] = CachedSequence(prompt_length, sampling, text, table=table)
         if not is_plain(sampling):
             self.special.add(key)

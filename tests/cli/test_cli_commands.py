@@ -1,0 +1,496 @@
+"""Commands in this process: what they print, refuse and return; chunks on a terminal and in a pipe,
+what drafts brought, what somebody sees who tries it for the first time. Oracle: the toy's text; the
+bytes and numbers, by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from edgespec.bench.measurement import Measurement
+from edgespec.cli import doctor as checks
+from edgespec.cli import generate as generate_command
+from edgespec.cli.demo import print_report
+from edgespec.cli.device import (
+    JsonView,
+    ReceivedTokens,
+    TextView,
+    describe_generation,
+    with_bundled_sampling,
+)
+from edgespec.cli.doctor import Check, State
+from edgespec.cli.main import app
+from edgespec.cli.options import documented_keys
+from edgespec.cli.verifier import next_command
+from edgespec.config import AgentConfig, VerifierConfig, load_config
+from edgespec.config.common import SetupError
+from edgespec.config.groups import Group
+from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Chunk, Piece
+from edgespec.device.build import with_model_sampling
+from edgespec.models.folders import ModelFolderError
+from edgespec.models.toy import ToyTokenizer, toy_info
+from edgespec.telemetry.recording import read_recording
+from edgespec.verifier.build import load_target
+from edgespec_sim.commands.main import app as simulator
+from tests.kit.live_verifier import call, toy_text
+from tests.kit.tiny_checkpoints import write_checkpoint
+
+PROMPT = "once upon a time"
+COUNT = 24
+WITHIN_S = 60.0
+TEXT = ToyTokenizer()
+
+
+def generate(address: str, *arguments: object, stdin: str | bytes | None = None) -> Result:
+    where = ("--verifier", address, "--draft", "toy", "-n", COUNT)
+    return call("generate", *where, *arguments, stdin=stdin)
+
+
+def chat(address: str, *lines: str) -> Result:
+    """A conversation that has to end well."""
+    where = ("--verifier", address, "--draft", "toy", "-n", COUNT)
+    result = call("chat", *where, stdin="".join(f"{line}\n" for line in lines))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def expected(prompt: str = PROMPT, **params: object) -> str:
+    sampling = SamplingParams(max_tokens=COUNT, **params)  # type: ignore[arg-type]
+    return TEXT.decode(toy_text(TEXT.encode(prompt), sampling))
+
+
+def test_only_the_text_goes_to_stdout(address: str) -> None:
+    result = generate(address, PROMPT, "--stats")
+    assert (result.exit_code, result.stdout) == (0, expected() + "\n")
+    assert f"{COUNT} tokens in" in result.stderr
+    assert "acceptance" in result.stderr
+
+
+def test_a_prompt_from_stdin(address: str) -> None:
+    assert generate(address, "-", stdin=PROMPT).stdout == expected() + "\n"
+
+
+def test_sampling_options_reach_the_target(address: str) -> None:
+    given = (
+        *("-t", "0.8", "--seed", "5", "--set", "sampling.top_k=9", "--set", "sampling.min_p=0.01"),
+        *("--set", "sampling.logit_bias={3: -9}"),
+    )
+    result = generate(address, PROMPT, *given, "--set", "sampling.ignore_eos=true")
+    text = expected(
+        temperature=0.8, top_k=9, min_p=0.01, seed=5, logit_bias={3: -9.0}, ignore_eos=True
+    )
+    assert result.stdout == text + "\n"
+
+
+def test_json_lines(address: str) -> None:
+    shown = generate(address, PROMPT, "--json", "--set", "policy.run_ahead=never").stdout
+    lines = [json.loads(line) for line in shown.splitlines()]
+    assert "".join(line["text"] for line in lines) == expected()
+    assert lines[-1]["finish"] == "length"
+    assert lines[0]["position"] == len(PROMPT)
+    kinds = {piece["kind"] for line in lines for piece in line["pieces"]}
+    assert "accepted" in kinds
+
+
+MISTAKES = (Path(__file__).parent / "mistakes.txt").read_text(encoding="utf-8")
+PROGRAMS = {"edgespec": app, "edgespec-sim": simulator}
+
+
+@pytest.mark.parametrize("mistake", re.findall(r"^[12] .*$", MISTAKES, re.MULTILINE))
+def test_a_mistake_is_one_clear_line(mistake: str, address: str) -> None:
+    head, _, said = mistake.partition(" => ")
+    code, program, words = head.split(maxsplit=2)
+    words = re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), words)
+    words = words.replace("TOYS", "--model toy --draft toy")
+    words = words.replace("DEVICE", f"--verifier {address} --draft toy -n {COUNT}")
+    result = CliRunner().invoke(PROGRAMS[program], shlex.split(words))
+    assert (result.exit_code, result.stdout) == (int(code), "")
+    assert re.fullmatch(rf"error: .*{re.escape(said)}.*\n", result.stderr), result.stderr
+
+
+def test_a_prompt_that_is_no_text_or_too_long_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = generate(address, "-", stdin=b"caf\xe9")
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert "stdin: is not UTF-8: " in told.stderr
+    monkeypatch.setattr(generate_command, "MAX_PROMPT_BYTES", 5)
+    assert generate(address, "-", stdin="é" * 2).exit_code == 0
+    told = generate(address, "-", stdin="é" * 3)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert "stdin: more than 5 bytes" in told.stderr
+
+
+def test_no_verifier_there_says_how_to_start_one(dead: str) -> None:
+    result = generate(dead, PROMPT)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"edgespec verifier --port {dead.rpartition(':')[2]}" in result.stderr
+
+
+def test_a_name_without_an_address_is_no_reason_to_start_a_verifier() -> None:
+    told = generate("nosuch.invalid:7420", PROMPT).stderr
+    assert told.startswith("error: the host name 'nosuch.invalid' cannot be resolved\n")
+    assert "edgespec verifier" not in told
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("verifier", "--model", "toy"), "Address already in use"),
+        (("serve", "--draft", "no/such"), "choose another with --port"),
+    ],
+)
+def test_a_port_in_use_is_said_before_a_model_is_loaded(
+    command: tuple[str, ...], said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = call(*command, "--port", port)
+    assert result.exit_code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert said in result.stderr
+    assert "loading" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["verifier", "generate", "chat", "serve"])
+def test_help_all_explains_every_key_and_reads_back(command: str, tmp_path: Path) -> None:
+    first = call(command, "--help-all", "--set", "log_level=error")
+    assert first.exit_code == 0
+    assert yaml.safe_load(first.stdout)["log_level"] == "error"
+    path = tmp_path / "config.yaml"
+    path.write_text(first.stdout)
+    assert call(command, "--config", str(path), "--help-all").stdout == first.stdout
+    kind: Any = VerifierConfig if command == "verifier" else AgentConfig
+    assert load_config(kind, path) == kind(log_level="error")
+    flag = " (--log-level)" if command == "verifier" else ""
+    about = f"logged: debug, info, warning or error.{flag}\nlog_level: error\n"
+    assert " ".join(about.split()) in " ".join(first.stdout.replace("\n#", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "group"),
+    [
+        (AgentConfig, "draft.model", Group.STABLE),
+        (AgentConfig, "draft.window", Group.ADVANCED),
+        (AgentConfig, "draft.draft_ms", Group.EMULATION),
+        (AgentConfig, "policy.name", Group.ADVANCED),
+        (AgentConfig, "failover.breaker.failures", Group.ADVANCED),
+        (AgentConfig, "link.rtt_ms", Group.EMULATION),
+        (VerifierConfig, "limits.kv_budget", Group.STABLE),
+        (VerifierConfig, "limits.lease_s", Group.ADVANCED),
+        (VerifierConfig, "pacing.row_ms", Group.EMULATION),
+    ],
+)
+def test_a_key_has_the_group_of_its_field_or_of_its_section(
+    kind: type[Any], key: str, group: Group
+) -> None:
+    assert documented_keys(kind)[key].group is group
+
+
+def test_help_shows_advanced_and_emulation_apart() -> None:
+    """Each option stands below the title of its panel."""
+    for command, option, title in (
+        ("verifier", "--pass-ms", "Emulation"),
+        ("generate", "--draft-window", "Advanced"),
+        ("generate", "--draft-corpus", "Drafting"),
+    ):
+        above = call(command, "--help").stdout.partition(option)[0]
+        assert re.findall(r"─ (\w+) ─", above)[-1] == title
+
+
+def test_a_policy_for_comparison_says_so() -> None:
+    text = documented_keys(AgentConfig)["policy.name"].text
+    assert "exist for comparison only: windowed" in text
+    assert call("generate", "--set", "policy.name=windowed", "--help-all").exit_code == 0
+
+
+def test_the_environment_wins_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("verifier: a:1\n")
+    monkeypatch.setenv("EDGESPEC_VERIFIER", "b:2")
+    shown = yaml.safe_load(call("generate", "-c", str(path), "--help-all").stdout)
+    assert shown["verifier"] == "b:2"
+    given = ("--verifier", "c:3", "--help-all")
+    assert yaml.safe_load(call("generate", "-c", str(path), *given).stdout)["verifier"] == "c:3"
+
+
+def test_chat_keeps_the_conversation(address: str) -> None:
+    """The second reply follows from the whole conversation, in the tokenizer's chat format."""
+    result = chat(address, "hello", "again", "/stats", "/foo", "/reset", "/quit")
+    first = expected("hello ")
+    second = expected(f"hello {first} again ")
+    assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
+    assert "unknown command '/foo'" in result.stderr
+    assert f"{COUNT} tokens in" in result.stderr
+    assert "this is a new conversation" in result.stderr
+
+
+def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:
+    """Without a terminal nothing is kept but what is asked for."""
+    saved = tmp_path / "talk.json"
+    lines = ["/system be brief", "hello", "/save ~nobody-here/talk", f"/save {saved}", "/reset"]
+    result = chat(address, *lines, f"/load {saved}", "again", "/model")
+    first = expected("be brief hello ")
+    second = expected(f"be brief hello {first} again ")
+    assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
+    assert "continuing a conversation of 2 messages" in result.stderr
+    assert "error: ~nobody-here/talk: the system knows no such home folder" in result.stderr
+    assert f"verifier  {address}" in result.stderr
+    assert json.loads(saved.read_text())["system"] == "be brief"
+    refused = call("chat", "--verifier", address, "--continue", "--no-history")
+    assert refused.exit_code == 2
+    assert "--continue needs the history" in refused.stderr
+
+
+def test_chat_records_unless_no_history_is_kept(address: str, tmp_path: Path) -> None:
+    path, command = tmp_path / "recording", ("chat", "--verifier", address, "--record")
+    for arguments, texts in ((("--no-history",), 0), ((), 1)):
+        result = call(*command, path, "-n", COUNT, "--draft", "toy", *arguments, stdin="hello\n")
+        assert result.exit_code == 0, result.output
+        assert path.exists() == bool(texts)
+    vocabulary = toy_info().vocabulary
+    (text,) = read_recording(path, vocabulary)
+    assert len(text.tokens) - text.start == COUNT
+
+
+def test_chat_talks_with_the_model_it_is_told(address: str) -> None:
+    result = chat(address, "/model nobody", "/model toy", "hello", "/model")
+    assert "error: unknown model 'nobody'; served are 'toy'" in result.stderr
+    assert "talking with toy from the next reply on" in result.stderr
+    assert expected("hello ") in result.stdout
+
+
+def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
+    result = chat(address, "x" * 5000, "", "hello", "")
+    kept = "(/reset makes room; an empty line sends your message again)"
+    assert result.stderr.count(kept) == 2, "once as it came, once by the empty line"
+    assert result.stdout.count(expected("hello ")) == 1, "a message with a reply is not sent again"
+
+
+@pytest.mark.parametrize(
+    ("installed", "state", "advice"),
+    [
+        ({"onnxruntime": "1.23"}, "GOOD", ""),
+        ({"onnxruntime-openvino": "1.24.1"}, "GOOD", ""),
+        ({}, "BAD", "pip install 'edgespec[cpu]'"),
+        (
+            {"onnxruntime": "1", "onnxruntime-openvino": "1"},
+            "BAD",
+            "pip uninstall -y onnxruntime onnxruntime-openvino",
+        ),
+    ],
+)
+def test_the_doctor_sees_two_onnxruntimes(
+    installed: dict[str, str], state: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "installed_version", installed.get)
+    found = checks.check_onnxruntime()
+    assert found.state is State[state]
+    assert found.advice.startswith(advice)
+
+
+def test_the_doctor_asks_the_verifier(
+    address: str, dead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slow in ("check_draft_step", "check_target"):
+        monkeypatch.setattr(checks, slow, lambda: Check("fine", State.GOOD, ""))
+    no_session, output, deadline_s = "0 of 64 sessions", "", time.monotonic() + WITHIN_S
+    while no_session not in output and time.monotonic() < deadline_s:  # earlier texts end late
+        output = " ".join(call("doctor", "--verifier", address).stdout.split())
+    assert f"verifier at {address}: serves toy" in output
+    assert (
+        f"{no_session}, each with up to 128 draft nodes (64 per pass) and a lease of 30 s" in output
+    )
+    result = call("doctor", "--verifier", dead)
+    assert result.exit_code == 1
+    assert f"edgespec verifier --port {dead.rpartition(':')[2]}" in result.stdout
+
+
+def test_the_doctor_says_whether_texts_are_exact_here() -> None:
+    found = checks.check_target()
+    assert found.state is State.GOOD
+    assert "the bundled target runs in float32 as canonical (row tiles of " in found.finding
+
+
+# --- what a user is shown -------------------------------------------------------------------------
+
+
+EVIL = "a\x1b]0;owned\x07b\n"
+HARMLESS = "a\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}b\n"
+
+
+def chunk(text: str, finish: FinishReason | None = None) -> Chunk:
+    return Chunk(3, (1,), (Piece(text, TokenKind.DECODED),), finish)
+
+
+@pytest.mark.parametrize(
+    ("color", "terminal", "shown"),
+    [(False, False, EVIL), (False, True, HARMLESS), (True, True, HARMLESS)],
+)
+def test_a_text_cannot_control_the_terminal(
+    color: bool, terminal: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = TextView(color, terminal)
+    view.show(chunk(EVIL))
+    view.end()
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("finish", list(FinishReason))
+def test_a_full_context_is_said_beside_the_text(
+    finish: FinishReason, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = TextView(color=False)
+    view.show(chunk("text", finish))
+    view.end()
+    out, err = capsys.readouterr()
+    assert out == "text\n"
+    assert ("context is full" in err) == (finish is FinishReason.CONTEXT)
+    progress = ReceivedTokens()
+    progress.add(chunk("text", finish))
+    assert f"ended by {finish.value}" in describe_generation(progress, None)
+    JsonView().show(chunk("text", finish))
+    assert f'"finish": "{finish.value}"' in capsys.readouterr().out
+
+
+def test_another_text_is_an_error() -> None:
+    plain, other = (Measurement((1, token), (0.1, 0.2), DraftCounters()) for token in (2, 3))
+    with pytest.raises(SetupError, match="drafts changed the output"):
+        print_report(Console(file=io.StringIO()), [plain], [other])
+
+
+def served(name: str) -> ModelInfo:
+    return ModelInfo(name, "v", 64, 512)
+
+
+def test_the_bundled_pair_does_not_loop_unless_it_is_told_how_to_sample() -> None:
+    usual = AgentConfig()
+    assert with_bundled_sampling(usual, served("bundled")).sampling.repetition_penalty == 1.15
+    assert with_bundled_sampling(usual, served("other")) == usual
+    chosen = AgentConfig(sampling=SamplingParams(temperature=0.5))
+    assert with_bundled_sampling(chosen, served("bundled")) == chosen
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (None, {}),
+        ({"temperature": 0.6}, {}),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.6}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "x": 1},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {
+                "do_sample": True,
+                "temperature": None,
+                "top_k": None,
+                "top_p": None,
+                "min_p": None,
+                "repetition_penalty": None,
+            },
+            {"temperature": 1.0},
+        ),
+        ({"do_sample": True, "temperature": 0, "top_k": 5}, {"top_k": 5}),
+        ({"do_sample": True, "temperature": 0.0, "top_k": 0}, {}),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),
+        (
+            {"do_sample": None, "temperature": 0.6, "repetition_penalty": 2},
+            {"repetition_penalty": 2.0},
+        ),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": False, "top_k": 50, "some_new_key": (1,), "eos_token_id": (1, 2)}, {}),
+    ],
+)
+def test_what_is_left_open_is_as_the_model_says(
+    said: dict[str, object] | None, found: dict[str, float], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if said is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    sampling = with_model_sampling(SamplingParams(seed=3), str(tmp_path))
+    assert sampling == SamplingParams(seed=3, **found)  # type: ignore[arg-type]
+    chosen = SamplingParams(top_p=0.5)
+    assert with_model_sampling(chosen, str(tmp_path)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"temperature": True}, "temperature is True"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": (0.6,)}, "temperature is [0.6]"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": "many"}, "top_k is 'many'"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": 7}, "top_p is 7"),
+        ({"min_p": -1}, "min_p is -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": {}}, "repetition_penalty is {}"),
+        ({"do_sample": "yes"}, "do_sample is 'yes'"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_is_named(
+    said: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    """The verifier refuses it before it loads anything; so does a device that reads its draft's."""
+    folder = write_checkpoint(tmp_path / "model")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(said))
+    for read in (
+        lambda: with_model_sampling(SamplingParams(), str(folder)),
+        lambda: load_target(VerifierConfig(model=str(folder))),
+    ):
+        with pytest.raises(ModelFolderError) as refused:
+            read()
+        assert str(path) in str(refused.value)
+        assert message in str(refused.value)
+
+
+def test_a_generation_config_beyond_its_limit_is_not_parsed(tmp_path: Path) -> None:
+    path, most = tmp_path / "generation_config.json", 1 << 20
+    path.write_text("{}".ljust(most))
+    assert with_model_sampling(SamplingParams(), str(tmp_path)) == SamplingParams()
+    path.write_text("{}".ljust(most + 1))
+    with pytest.raises(ModelFolderError, match=r"1048577 bytes, but at most 1048576 are read"):
+        with_model_sampling(SamplingParams(), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        ({"model": "bundled"}, ""),
+        ({"host": "0.0.0.0", "model": "bundled"}, ""),
+        ({"host": "::1", "model": "bundled"}, " --verifier [::1]:7420"),
+        ({"model": "toy", "port": 9}, " --verifier 127.0.0.1:9 --draft toy"),
+        (
+            {"host": "10.0.0.7", "model": "some/model", "port": 9},
+            " --verifier 10.0.0.7:9 --draft lookup",
+        ),
+    ],
+)
+def test_a_verifier_says_what_to_type_next(given: dict[str, Any], command: str) -> None:
+    config = VerifierConfig(insecure=True, **given)
+    assert next_command(config, config.port) == f'edgespec generate "def fibonacci(n):"{command}'

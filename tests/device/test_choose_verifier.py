@@ -1,0 +1,231 @@
+"""Several verifiers: who is asked, who is chosen, what is said. Toy verifiers over real gRPC, and
+loopbacks whose answers take their time on a clock of the test."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from edgespec.cli.device import choose_verifier
+from edgespec.config import AgentConfig, ConfigError, DraftSection, LimitsSection, VerifierConfig
+from edgespec.core.association.known_verifiers import make_views
+from edgespec.core.association.policies import Association, rank_verifiers
+from edgespec.core.ports import DeviceStream, LinkError, ModelInfo
+from edgespec.core.protocol.messages import Limits, VerifierInfo
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device import prober
+from edgespec.device.build import build_agent
+from edgespec.models.toy import ToyTokenizer
+from edgespec.testing import LoopbackTransport
+from edgespec.verifier.build import load_target
+from tests.kit.echo_verifier import echo
+from tests.kit.live_verifier import GatedTarget, call, serving, toy_text
+from tests.present import present
+
+MODEL = ModelInfo("toy", "v1", 64, 4096)
+SLOW_S = 0.150
+PROMPT = "once upon a time"
+
+
+def info_of(sessions: int = 0, pass_us: int = 0) -> VerifierInfo:
+    return VerifierInfo(MODEL, Limits(), sessions, 8, pass_us)
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there may take its time to say so, also where a command asks."""
+    monkeypatch.setattr(prober.probe_all, "__defaults__", (60.0,))
+
+
+class Clock:
+    """Stands still but for the answers that take their time."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Distant(LoopbackTransport):
+    """Answers at once, and ``SLOW_S`` later by the clock; the first time, which opens the channel,
+    later still."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(echo, info_of)
+        self._clock, self._set_up_s = clock, 3.0
+
+    async def info(self) -> VerifierInfo:
+        self._clock.now += SLOW_S + self._set_up_s
+        self._set_up_s = 0.0
+        return await super().info()
+
+
+class Failing:
+    """A transport that does what it is told instead of an answer."""
+
+    is_idle = False
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    async def connect(self) -> DeviceStream:
+        raise NotImplementedError
+
+    async def info(self) -> VerifierInfo:
+        if self._error is not None:
+            raise self._error
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
+
+    async def close(self) -> None: ...
+
+
+async def test_the_round_trip_is_timed_and_not_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prober, "time", clock := Clock())
+    link = Distant(clock)
+    answer = await prober.probe(link, timed=True)
+    await link.close()
+    assert (answer.info, answer.error) == (info_of(), None)
+    assert answer.rtt_s == pytest.approx(SLOW_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "retryable"),
+    [
+        (None, "no answer within 0.05 s", True),
+        (LinkError("nobody home"), "nobody home", True),
+        (LinkError("no key", retryable=False), "no key", False),
+        (
+            ZeroDivisionError("a bug\x1b[2J"),
+            "ZeroDivisionError: a bug\N{REPLACEMENT CHARACTER}[2J",
+            True,
+        ),
+    ],
+)
+async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
+    error: Exception | None, why: str, retryable: bool
+) -> None:
+    good = LoopbackTransport(echo, info_of)
+    answers = await prober.probe_all({"bad": Failing(error), "good": good}, 0.05)
+    await good.close()
+    assert list(answers) == ["bad", "good"]
+    assert answers["good"].info == info_of()
+    assert answers["bad"].info is None
+    assert answers["bad"].why == why
+    assert present(answers["bad"].error).retryable is retryable
+
+
+@pytest.mark.parametrize(
+    ("known", "order"),
+    [
+        ((("far", (0, 0), 0, 0.1), ("near", (0, 0), 0, 0.02)), "near far"),
+        ((("near", (0, 400000), 0, 0.0), ("far", (0, 20000), 0, 0.15)), "far near"),
+        # One that has timed no pass yet counts as an average one.
+        (
+            (("new", (0, 0), 0, 0.0), ("quick", (0, 10000), 0, 0.0), ("slow", (0, 40000), 0, 0.0)),
+            "quick new slow",
+        ),
+        ((("full", (8, 0), 8, 0.0), ("free", (7, 0), 7, 0.1)), "free full"),
+        ((("full", (8, 0), 8, 0.0), ("too", (8, 0), 8, 0.1)), "full too"),
+        ((("busy", (5, 0), 5, 0.0), ("idle", (2, 0), 2, 0.0)), "idle busy"),
+        ((("first", (0, 0), 0, 0.0), ("second", (0, 0), 0, 0.0)), "first second"),
+        # Nothing is known of one: it counts as the others do.
+        ((("there", (0, 20000), 0, 0.02), ("new", None, None, None)), "there new"),
+    ],
+)
+def test_the_shortest_round_comes_first(
+    known: list[tuple[str, tuple[int, int] | None, int | None, float | None]], order: str
+) -> None:
+    """``known``: of each verifier sessions and a pass's microseconds, its load and the delay."""
+    views = make_views(
+        [(name, said and info_of(*said), n, rtt_s) for name, said, n, rtt_s in known]
+    )
+    assert rank_verifiers(Association.LOWEST_DELAY, "", views) == order.split()
+    listed = [address for address, said, _, _ in known if said is None or said[0] < 8]
+    assert rank_verifiers(Association.LISTED, "", views)[: len(listed)] == listed
+
+
+async def test_a_full_verifier_is_passed_over() -> None:
+    small = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_sessions=1))
+    gated = GatedTarget(load_target(small), free_passes=1)
+    async with serving(gated, config=small) as (full, _), serving() as (free, _):
+        async with build_agent(AgentConfig(full, draft=DraftSection("toy"))) as agent:
+            chunks = agent.generate(PROMPT, SamplingParams(max_tokens=400))
+            await anext(chunks)
+            given = AgentConfig((full, free), draft=DraftSection("toy"), tokenizer="toy")
+            config, _ = await choose_verifier(given)
+            gated.gate.set()
+            await chunks.aclose()
+    assert config.verifiers == (free, full)
+
+
+def generate(*arguments: object) -> Result:
+    return call("generate", PROMPT, "--draft", "toy", "-n", 16, *arguments)
+
+
+def text() -> str:
+    tokenizer = ToyTokenizer()
+    ids = toy_text(tokenizer.encode(PROMPT), SamplingParams(max_tokens=16))
+    return tokenizer.decode(ids) + "\n"
+
+
+def test_a_dead_verifier_is_named_and_the_other_one_used(address: str, dead: str) -> None:
+    result = generate("--verifier", dead, "--verifier", address, "--stats")
+    assert (result.exit_code, result.stdout) == (0, text())
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith(f"not used: {dead} (")
+    assert lines[1].startswith(f"using {address} (lowest-delay): round trip ")
+    assert lines[1].endswith("of 64 sessions")
+    assert f"served by {address}; 0 failovers" in result.stderr
+    assert "served by" not in generate("--verifier", address, "--stats").stderr
+
+
+def test_several_come_from_the_environment_and_from_a_file(
+    address: str, dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_VERIFIER", f"{dead} {address}")
+    result = generate()
+    assert (result.exit_code, result.stdout) == (0, text())
+    monkeypatch.delenv("EDGESPEC_VERIFIER")
+    path = tmp_path / "agent.yaml"
+    path.write_text(f"verifier: [{dead}, {address}]\nassociation: listed\n")
+    result = generate("--config", path)
+    assert (result.exit_code, result.stdout) == (0, text())
+    assert f"using {address} (listed)" in result.stderr
+
+
+def test_none_there_says_so_for_each_and_how_to_start_one(dead: str) -> None:
+    other = "127.0.0.1:1"
+    result = generate("--verifier", dead, "--verifier", other)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: none of 2 verifiers can be used" in result.stderr
+    for words in (f"  {dead}: ", f"  {other}: ", "start one:           edgespec verifier"):
+        assert words in result.stderr
+
+
+def test_doctor_asks_each(address: str, dead: str) -> None:
+    shown = call("doctor", "--verifier", address, "--verifier", dead).stdout
+    assert f"verifier at {address}: serves toy" in shown
+    assert f"verifier at {dead}: " in shown
+
+
+async def test_a_command_keeps_the_others_for_when_the_chosen_one_fails() -> None:
+    other = VerifierConfig(model="toy", name="other", port=0)
+    async with serving() as (one, _), serving() as (two, _), serving(config=other) as (wrong, _):
+        dead = "127.0.0.1:1"
+        given = AgentConfig((dead, wrong, one, two), model="toy", draft=DraftSection("toy"))
+        config, info = await choose_verifier(given)
+    assert (info.name, config.association) == ("toy", Association.LISTED)
+    assert set(config.verifiers[:2]) == {one, two}
+    assert config.verifiers[2:] == (dead,)
+
+
+def test_the_key_goes_to_none_of_several_that_others_could_listen_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EDGESPEC_API_KEY", "word")
+    with pytest.raises(ConfigError, match="the key for gpu-box:7420 would be sent without TLS"):
+        build_agent(AgentConfig(("127.0.0.1", "gpu-box"), draft=DraftSection("toy")))

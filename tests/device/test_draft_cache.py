@@ -1,0 +1,448 @@
+"""A draft's cache that grows, slides and is given back, and one of the first and the last tokens.
+
+Oracles: a drafter whose cache is plain zeroed arrays for the whole context, as it was before; a
+fresh drafter that is fed the window's tokens alone; the system's own count of resident pages; lists
+of the rows that a cache would hold; a decoder in plain numpy, which keeps its keys unturned and
+turns them by the rows that they lie in when it looks at them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import random
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgespec.core.device.memory import KvType
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.drafters import kv_buffers
+from edgespec.device.drafters.decoder_graph import CacheTensor
+from edgespec.device.drafters.kv_buffers import PROBED_ROWS, KvBuffers, measure_frequencies
+from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.token_cache import SINKS, DraftWindow
+from edgespec.device.export.checkpoint import read_shape
+from edgespec.device.export.export import export_draft
+from edgespec.device.export.export_graph import rope_tables
+from tests.device.test_export import VARIANTS
+from tests.kit.tiny_checkpoints import (
+    VOCABULARY_SIZE,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+)
+
+MIB = 1 << 20
+GREEDY = SamplingParams()
+gives_back = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_DONTNEED"), reason="this system takes no pages back from a mapping"
+)
+
+
+class PlainBuffers(KvBuffers):
+    """As the cache was before."""
+
+    def arrays(self) -> Iterator[tuple[CacheTensor, NDArray[np.generic]]]:
+        for index, (tensor, array) in enumerate(super().arrays()):
+            yield tensor, self.plain.setdefault(index, np.zeros_like(array))
+
+    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
+        self.plain: dict[int, NDArray[np.generic]] = {}
+        super().__init__(tensors, capacity)
+
+    def shrink(self, length: int) -> None:
+        pass
+
+
+def buffers_of(count: int, heads: int, capacity: int, head_size: int) -> KvBuffers:
+    tensor = CacheTensor("past", "present", "key", "float32", heads, head_size, False)
+    return KvBuffers([tensor] * count, capacity)
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[KvType, Path]:
+    """A context that is no multiple of a block, with two heads of 16."""
+    root = tmp_path_factory.mktemp("drafts")
+    source = write_checkpoint(root / "source", tiny_config(max_position_embeddings=250))
+    found = {}
+    for kv_type in KvType:
+        found[kv_type] = root / kv_type.value
+        export_draft(source, found[kv_type], bits=8, kv_type=kv_type)
+    return found
+
+
+def random_steps(seed: int, count: int, context: int) -> Iterator[tuple[int, list[int]]]:
+    """(tokens kept, tokens fed): commits, rollbacks to anywhere, long feeds."""
+    dice = random.Random(seed)
+    length = 0
+    for _ in range(count):
+        keep = length if dice.random() < 0.6 else dice.randint(0, length)
+        most = min(context - keep, 90 if dice.random() < 0.2 else 3)
+        if most < 1:
+            keep, most = dice.randint(0, context // 2), 3
+        feed = [dice.randrange(VOCABULARY_SIZE) for _ in range(dice.randint(1, most))]
+        yield keep, feed
+        length = keep + len(feed)
+
+
+@pytest.mark.parametrize("kv_type", list(KvType))
+def test_tokens_are_those_of_a_plain_cache(
+    kv_type: KvType, drafts: dict[KvType, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = OnnxDrafter(drafts[kv_type])
+    monkeypatch.setattr(kv_buffers, "KvBuffers", PlainBuffers)
+    plain = OnnxDrafter(drafts[kv_type])
+    for drafter in (grown, plain):
+        drafter.begin(10, GREEDY)
+    for keep, feed in random_steps(3, 60, 250):
+        assert grown.step(keep, feed, 3) == plain.step(keep, feed, 3)
+        np.testing.assert_array_equal(grown.logits, plain.logits)
+    grown.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("kv_type", [KvType.INT8, KvType.FLOAT32])
+def test_a_window_whose_rows_do_not_move_is_a_fresh_draft_of_its_last_tokens(
+    kv_type: KvType,
+    drafts: dict[KvType, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of int8, and of a graph whose keys are turned in no way that is known."""
+    monkeypatch.setattr(kv_buffers, "MAX_RESIDUE", -1.0)
+    folder = drafts[kv_type]
+    sliding, text = OnnxDrafter(folder, window=64), list[int]()
+    assert sliding.info.context_length > 250
+    sliding.begin(10, GREEDY)
+    window, fresh = DraftWindow(64), OnnxDrafter(folder)
+    for keep, feed in random_steps(5, 50, 1000):
+        sliding.step(keep, feed, 2)
+        text[keep:] = feed
+        window.move_to(keep, len(text))
+        window.held_rows = len(text) - window.skipped
+        assert window.held_rows <= 64
+        fresh.begin(1, GREEDY)
+        fresh.step(0, text[window.skipped :], 2)
+        np.testing.assert_allclose(sliding.logits, fresh.logits, atol=2e-2)
+    assert sliding.held_tokens <= 64
+    unknown = "past.0.key: cached keys are not turned by their position"
+    assert caplog.text.count(unknown) == (kv_type is KvType.FLOAT32)
+    sliding.close()
+    fresh.close()
+
+
+def test_a_draft_looks_as_far_as_it_was_trained(drafts: dict[KvType, Path], tmp_path: Path) -> None:
+    """By its manifest, unless a window is asked for; a context that is asked for stays the end."""
+    folder = shutil.copytree(drafts[KvType.FLOAT32], tmp_path / "draft")
+    write_manifest(folder, replace(read_manifest(folder), trained_length=64))
+    text = [token % VOCABULARY_SIZE for token in range(200)]
+
+    def logits(drafter: OnnxDrafter, length: int = 200) -> NDArray[np.generic]:
+        drafter.begin(1, GREEDY)
+        drafter.step(0, text[:length], 1)
+        found = drafter.logits.copy()
+        drafter.close()
+        return found
+
+    np.testing.assert_array_equal(
+        logits(OnnxDrafter(folder)), logits(OnnxDrafter(drafts[KvType.FLOAT32], window=64))
+    )
+    np.testing.assert_array_equal(
+        logits(OnnxDrafter(folder, window=250)), logits(OnnxDrafter(drafts[KvType.FLOAT32]))
+    )
+    with pytest.raises(ValueError, match="100"):
+        logits(OnnxDrafter(folder, context_length=100))
+    write_manifest(folder, replace(read_manifest(folder), trained_length=250))
+    assert read_manifest(folder).window == 0
+
+
+def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(drafts: dict[KvType, Path]) -> None:
+    folder = drafts[KvType.FLOAT32]
+    drafter, fresh = OnnxDrafter(folder, window=128), OnnxDrafter(folder)
+    text = [int(token) for token in np.random.default_rng(1).integers(1, VOCABULARY_SIZE, 140)]
+    drafter.begin(10, GREEDY)
+    assert len(drafter.step(0, text[:120], 4)) == 4
+    drafter.restrict(64, 2)
+    assert drafter.held_tokens == 64
+    assert len(drafter.step(120, text[120:121], 4)) == 2
+    assert drafter.held_tokens <= 64
+    fresh.begin(1, GREEDY)
+    fresh.step(0, text[:SINKS] + text[121 - 56 + SINKS : 121], 1)
+    np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
+    drafter.restrict(0, 0)
+    assert drafter.step(121, text[121:130], 4) == ()
+    assert drafter.held_tokens == 0
+    assert drafter.growth_bytes(500) == 0
+    drafter.restrict(128, 4)
+    assert drafter.growth_bytes(500) == 128 * drafter._store.bytes_per_token
+    assert len(drafter.step(130, text[130:], 4)) == 4
+    fresh.begin(1, GREEDY)
+    fresh.step(0, text[:SINKS] + text[140 - 112 + SINKS :], 1)
+    np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
+    with pytest.raises(ValueError, match="window is 129"):
+        drafter.restrict(129, 1)
+    drafter.close()
+    fresh.close()
+
+
+@pytest.mark.parametrize("kv_type", [KvType.FLOAT16, KvType.INT8])
+def test_coarser_numbers_change_logits_little(kv_type: KvType, drafts: dict[KvType, Path]) -> None:
+    rows = {}
+    for kind in (KvType.FLOAT32, kv_type):
+        drafter = OnnxDrafter(drafts[kind])
+        drafter.begin(10, GREEDY)
+        found = []
+        for keep, feed in random_steps(9, 30, 250):
+            drafter.step(keep, feed, 1)
+            found.append(drafter.logits[:VOCABULARY_SIZE].copy())
+        rows[kind] = np.stack(found)
+        drafter.close()
+    expected, got = rows[KvType.FLOAT32], rows[kv_type]
+    error = float(np.sqrt(np.mean((got - expected) ** 2)) / expected.std())
+    assert 0.0 < error < (0.05 if kv_type is KvType.FLOAT16 else 0.15)
+    assert read_manifest(drafts[kv_type]).kv_type == kv_type.value
+
+
+def resident(arrays: Iterable[NDArray[np.generic]]) -> int:
+    """Bytes of these arrays that are in memory, asked of the system page by page: of the process as
+    a whole it says what anything else in it has come to hold or has given back meanwhile, too."""
+    library, page, found = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, 0
+    for array in arrays:
+        pages = (ctypes.c_ubyte * -(-array.nbytes // page))()
+        place, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+        assert library.mincore(place, size, pages) == 0, os.strerror(ctypes.get_errno())
+        found += sum(one & 1 for one in pages)
+    return found * page
+
+
+@gives_back
+def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
+    """1 GiB of address space; of each head 8 MiB, which large pages would fill at the first row."""
+    buffers = buffers_of(16, 8, 16_384, 128)
+    arrays = [array for _, array in buffers.arrays()]
+    assert resident(arrays) == 0
+
+    def write(length: int) -> None:
+        buffers.touched_length = length
+        for array in arrays:
+            array[:, :, :length] = 1
+
+    write(8)
+    assert resident(arrays) < 4 * MIB
+    write(1024)
+    assert resident(arrays) == 64 * MIB
+    buffers.shrink(128)
+    assert resident(arrays) == 8 * MIB
+    assert buffers.touched_length == 128
+    assert all((array[:, :, :128] == 1).all() for array in arrays)
+    assert all((array[:, :, 128:1024] == 0).all() for array in arrays)
+    buffers.shrink(128)
+    places = [array.ctypes.data for array in arrays]
+    arrays.clear()
+    buffers.close()
+    assert not any(map(_mapped, places))
+
+
+def _mapped(place: int) -> bool:
+    """Whether anything lies at this address."""
+    vector = ctypes.c_ubyte()
+    library, size = ctypes.CDLL(None), ctypes.c_size_t(mmap.PAGESIZE)
+    return bool(library.mincore(ctypes.c_void_p(place), size, ctypes.byref(vector)) == 0)
+
+
+def test_no_address_space_is_a_memory_error_with_the_size() -> None:
+    with pytest.raises((MemoryError, OverflowError), match=r"2 key and value buffers|too large"):
+        buffers_of(2, 1 << 20, 1 << 26, 1 << 12)
+
+
+# --- a draft that holds the first and the last tokens of a text -----------------------------------
+
+
+CONTEXT = 250
+
+
+def steps(seed: int, count: int, longest: int) -> Iterator[tuple[int, list[int]]]:
+    """(tokens kept, tokens fed): commits, rollbacks, corrections of long ago, long feeds."""
+    dice, length = random.Random(seed), 0
+    for _ in range(count):
+        back = 0
+        if dice.random() < 0.3:
+            back = dice.randint(0, length if dice.random() < 0.1 else min(length, 12))
+        most = longest if dice.random() < 0.1 else 5
+        feed = [dice.randrange(VOCABULARY_SIZE) for _ in range(dice.randint(1, most))]
+        yield length - back, feed
+        length += len(feed) - back
+
+
+class Rows:
+    """What lies in the cache, as (position, token): it is changed as a drafter changes it."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, int]] = []
+
+    def follow(self, window: DraftWindow, keep_length: int, text: Sequence[int]) -> int:
+        """How many tokens were fed."""
+        leaving = window.move_to(keep_length, len(text))
+        del self.held[window.held_rows + leaving :]
+        del self.held[window.sinks : window.sinks + leaving]
+        assert len(self.held) == window.held_rows
+        end = len(text) - window.skipped
+        fed = window.tokens(text, window.held_rows, end)
+        for row, token in enumerate(fed, window.held_rows):
+            self.held.append((row + (window.skipped if row >= window.sinks else 0), token))
+        window.held_rows = end
+        return len(fed)
+
+
+@pytest.mark.parametrize("can_move", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 40, 64])
+def test_the_rows_are_the_first_tokens_and_the_last(size: int, can_move: bool) -> None:
+    """Whatever is taken back and fed, and while the window is made shorter and longer."""
+    for seed in range(16):
+        window, rows, text = DraftWindow(size, can_move=can_move), Rows(), list[int]()
+        for number, (keep, feed) in enumerate(steps(seed, 60, 3 * size)):
+            text[keep:] = feed
+            if seed % 4 == 0 and number % 9 == 8:
+                window.resize(max(1, size // (1 + number % 4)))
+                del rows.held[window.size if window.held_rows else 0 :]
+            rows.follow(window, keep, text)
+            positions = [position for position, _ in rows.held]
+            assert [token for _, token in rows.held] == [text[position] for position in positions]
+            assert len(positions) <= window.size
+            last = len(positions) - window.sinks
+            assert positions[: window.sinks] == list(range(len(text)))[: window.sinks]
+            assert positions[window.sinks :] == list(range(len(text)))[-last:] if last > 0 else True
+
+
+@pytest.mark.parametrize("size", [8, 64, 1000])
+def test_a_text_that_grows_computes_each_token_once(size: int) -> None:
+    window, rows, text = DraftWindow(size, can_move=True), Rows(), list[int]()
+    for token in range(5 * size):
+        text.append(token)
+        assert rows.follow(window, token, text) == 1
+        assert len(rows.held) > min(token, size - window.block_rows)
+    assert window.sinks == min(SINKS, size // 8)
+
+
+def test_of_a_long_prompt_the_ends_are_fed_and_an_old_correction_feeds_them_again() -> None:
+    window, rows, text = DraftWindow(64, can_move=True), Rows(), list(range(5000))
+    assert rows.follow(window, 0, text) == 64 - window.block_rows
+    assert [position for position, _ in rows.held[:5]] == [0, 1, 2, 3, 4948]
+    text[4960:] = [1] * 3  # within the window
+    assert rows.follow(window, 4960, text) == 3
+    text[4000:] = [2] * 2
+    assert rows.follow(window, 4000, text) == 64 - window.block_rows - SINKS
+    text[30:] = [3]  # the whole text fits again
+    assert rows.follow(window, 30, text) == 31 - SINKS
+
+
+class PlainDecoder:
+    """A Llama of ``tiny_tensors`` in float64, token by token."""
+
+    def __init__(self) -> None:
+        self.config = tiny_config(max_position_embeddings=CONTEXT)
+        self.weights = {k: v.astype(np.float64) for k, v in tiny_tensors(self.config).items()}
+        self.rows: list[list[tuple[NDArray[np.float64], NDArray[np.float64]]]] = []
+        steps = np.arange(0, 16, 2) / 16
+        self.frequencies = 1.0 / self.config["rope_parameters"]["rope_theta"] ** steps
+
+    def turned(self, heads: NDArray[np.float64], row: int) -> NDArray[np.float64]:
+        points = (heads[..., :8] + 1j * heads[..., 8:]) * np.exp(1j * row * self.frequencies)
+        return np.concatenate([points.real, points.imag], axis=-1)
+
+    def norm(self, name: str, value: NDArray[np.float64]) -> NDArray[np.float64]:
+        scale = math.sqrt(np.mean(value**2) + self.config["rms_norm_eps"])
+        normed: NDArray[np.float64] = value / scale * self.weights[f"{name}.weight"]
+        return normed
+
+    def feed(self, token: int) -> NDArray[np.float64]:
+        """Behind all rows that there are; the logits."""
+        stream = self.weights["model.embed_tokens.weight"][token]
+        self.rows.append([])
+        for layer in range(2):
+            name = f"model.layers.{layer}"
+            normed = self.norm(f"{name}.input_layernorm", stream)
+            query, key, value = (
+                (self.weights[f"{name}.self_attn.{part}_proj.weight"] @ normed).reshape(-1, 16)
+                for part in "qkv"
+            )
+            self.rows[-1].append((key, value))
+            heads = self.turned(query, len(self.rows) - 1).reshape(2, 2, 16)
+            keys = np.stack([self.turned(row[layer][0], r) for r, row in enumerate(self.rows)])
+            values = np.stack([row[layer][1] for row in self.rows])
+            scores = np.exp(np.einsum("ghd,rgd->ghr", heads, keys) / 4.0)
+            shares = scores / scores.sum(-1, keepdims=True)
+            attended = np.einsum("ghr,rgd->ghd", shares, values).reshape(-1)
+            stream = stream + self.weights[f"{name}.self_attn.o_proj.weight"] @ attended
+            normed = self.norm(f"{name}.post_attention_layernorm", stream)
+            gate, up = (
+                self.weights[f"{name}.mlp.{part}_proj.weight"] @ normed for part in ("gate", "up")
+            )
+            active = gate / (1.0 + np.exp(-gate)) * up
+            stream = stream + self.weights[f"{name}.mlp.down_proj.weight"] @ active
+        return self.weights["model.embed_tokens.weight"] @ self.norm("model.norm", stream)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("window")
+    source = write_checkpoint(root / "source", tiny_config(max_position_embeddings=CONTEXT))
+    export_draft(source, root / "draft", bits=32)
+    return root / "draft"
+
+
+def test_logits_are_those_of_a_decoder_that_sees_the_first_and_the_last_tokens(
+    folder: Path,
+) -> None:
+    drafter, oracle, text = OnnxDrafter(folder, window=48), PlainDecoder(), list[int]()
+    drafter.begin(10, SamplingParams())
+    window, moved = DraftWindow(48, can_move=True), 0
+    for keep, feed in steps(2, 150, 60):
+        text[keep:] = feed
+        drafter.step(keep, feed, 1)
+        leaving = window.move_to(keep, len(text))
+        moved += leaving
+        del oracle.rows[window.held_rows + leaving :]
+        del oracle.rows[window.sinks : window.sinks + leaving]
+        end = len(text) - window.skipped
+        logits = [oracle.feed(token) for token in window.tokens(text, window.held_rows, end)]
+        window.held_rows = end
+        np.testing.assert_allclose(drafter.logits, logits[-1], atol=2e-3)
+    assert moved > 100
+    drafter.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3-rope", "yarn-rope", "heads-of-24", "qwen3"])
+@pytest.mark.parametrize("bits", [4, 32])
+def test_frequencies_are_found_as_the_model_was_made(name: str, bits: int, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", VARIANTS[name])
+    export_draft(source, tmp_path / "draft", bits=bits)
+    shape, drafter = read_shape(source), OnnxDrafter(tmp_path / "draft")
+    drafter.begin(1, SamplingParams())
+    drafter.step(0, [7] * PROBED_ROWS, 1)
+    cos, sin = rope_tables(shape.rope, shape.head_dim, 250)
+    turns = (cos + 1j * sin) / np.hypot(cos[0], sin[0])
+    for cache, rows in drafter.cached_rows(PROBED_ROWS):
+        if cache.part == "key":
+            found = measure_frequencies(rows, cache.past)[: shape.head_dim // 2]
+            angles = np.outer(np.arange(250), found)
+            np.testing.assert_allclose(np.exp(1j * angles), turns, atol=2e-3)
+    drafter.close()
+
+
+def test_keys_that_are_turned_otherwise_are_refused_by_name() -> None:
+    angles = np.outer(np.arange(PROBED_ROWS), [1.0, 0.1])
+    pairs = np.stack([np.cos(angles), np.sin(angles)], axis=-1)[None]  # neighbours are turned
+    learned = np.random.default_rng(0).normal(size=(2, PROBED_ROWS, 8))
+    for keys in (pairs.reshape(1, PROBED_ROWS, 4), learned, np.zeros((1, PROBED_ROWS, 4))):
+        with pytest.raises(DraftModelError, match=r"past\.1\.key: cached keys are not turned"):
+            measure_frequencies(keys, "past.1.key")

