@@ -243,7 +243,9 @@ async def play(
     if models.draft is None:
         shape = target.pass_shape
         limits = EngineLimits(
-            trees=shape.trees, own_drafts=shape.own_drafts, server_drafts=server_drafts
+            trees=shape.trees,
+            speculator_tokens=shape.speculator_tokens,
+            server_drafts=server_drafts,
         )
         target = cast(TargetModel, MoodyTarget(target, mood))
     else:

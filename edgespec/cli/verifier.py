@@ -273,7 +273,7 @@ def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: Ver
     """Return the line that says what this verifier serves, where, and how."""
     context, most = info.model.context_length, target.info.context_length
     shorter = f" of {most} (limited by the KV cache)" if context < most else ""
-    own = config.draft or ("its speculator" if target.pass_shape.own_drafts else "")
+    own = config.draft or ("its speculator" if target.pass_shape.speculator_tokens else "")
     draft = f", drafts itself with {own}" if own else ""
     return (
         f"edgespec verifier ready on {join_host_port(config.host, port)}: {info.model.name},"

@@ -120,7 +120,7 @@ def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool)
         server_drafts=config.server_drafts,
         drafter=drafts,
         trees=shape.trees,
-        own_drafts=shape.own_drafts,
+        speculator_tokens=shape.speculator_tokens,
         rules=(EXACT_RULE, *config.rules),
     )
 

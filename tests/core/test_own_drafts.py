@@ -424,7 +424,7 @@ def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
     (request,) = run.requests
     assert request.tokens == (token_at(3), token_at(4), 40)
     assert request.parents == (-1, 0, 0)
-    assert (request.drafted, request.served) == (2, 1)
+    assert (request.device_nodes, request.server_nodes) == (2, 1)
 
 
 def _only(actions: tuple[ee.EngineAction, ...], kind: type[Action]) -> list[Action]:
@@ -432,14 +432,14 @@ def _only(actions: tuple[ee.EngineAction, ...], kind: type[Action]) -> list[Acti
 
 
 def test_a_target_that_speculates_by_itself_is_asked_for_what_pays() -> None:
-    world = World(ListDrafter(lambda at: True), ee.EngineLimits(own_drafts=8))
+    world = World(ListDrafter(lambda at: True), ee.EngineLimits(speculator_tokens=8))
     world.guesses = (49, 49)  # never right
     world.open(1)
     world.check()
     assert world.drafter.steps == 0
     assert set(world.asked[:3]) == {8, 4}
     assert world.engine.draft_counts.model.nodes > 0
-    assert any(request.served for requests in world.passes for request in requests)
+    assert any(request.server_nodes for requests in world.passes for request in requests)
 
 
 def test_the_length_of_a_chain_is_the_best_one() -> None:

@@ -562,7 +562,7 @@ def test_a_guess_of_the_verifiers_own_replaces_nothing() -> None:
     session = scenes.new_session(request, server_drafts=ServerDraftsFactory()(request, ANYBODY))
     asked = scenes.offer(session)
     count = len(asked.tokens)
-    assert asked.served == count > 0
+    assert asked.server_nodes == count > 0
     assert not asked.node_scores
     done = se.PassDone((9,) * (1 + count), node_scores=likely(*[-0.1] * count))
     commit = scenes.commit_in(session.handle(done, 1.0))

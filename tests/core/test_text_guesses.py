@@ -236,8 +236,8 @@ def test_a_pass_without_a_draft_commits_several_tokens() -> None:
     counts = sd.DraftCounts()
     session = _session(counts=counts)
     request = _offer(session)
-    assert request.served == len(request.tokens) > 3
-    assert request.drafted == 0
+    assert request.server_nodes == len(request.tokens) > 3
+    assert request.device_nodes == 0
     commit = _done(session, request)
     assert commit.tokens == tuple((1, 2, 3, 4) * 9)[: len(commit.tokens)]
     assert len(commit.tokens) > 3
@@ -254,7 +254,7 @@ def test_a_draft_of_the_device_goes_before_guesses() -> None:
     following = session.prefix.tokens[-1] % 4 + 1
     session.handle(chain(session, following), 1.0)
     request = _offer(session)
-    assert (request.tokens, request.served, request.drafted) == ((following,), 0, 1)
+    assert (request.tokens, request.server_nodes, request.device_nodes) == ((following,), 0, 1)
     before = counts.server_tokens
     commit = _done(session, request)
     assert (commit.accepted, commit.rows, session.device_accepted) == (1, 1, 1)
@@ -274,7 +274,7 @@ def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
     alive = session.inbox.tree.nodes
     assert (commit.accepted, commit.stale) == (0, 0)
     assert len(alive) == 24 - len(commit.tokens)
-    assert _offer(session, least_chance=0.0).drafted == len(alive) > 0
+    assert _offer(session, least_chance=0.0).device_nodes == len(alive) > 0
 
 
 # --- the device's, in its own tree beside those of its draft --------------------------------------

@@ -128,7 +128,10 @@ class FakeVllm:
 
 
 def fake_target(
-    engine: FakeVllm | None = None, max_sessions: int = 64, mark: str = "toy", own_drafts: int = 0
+    engine: FakeVllm | None = None,
+    max_sessions: int = 64,
+    mark: str = "toy",
+    speculator_tokens: int = 0,
 ) -> VllmTarget:
     """``mark`` is a part of its fingerprints."""
     engine = engine or FakeVllm()
@@ -139,7 +142,9 @@ def fake_target(
     adapters = [
         replace(info, name=name, fingerprint=f"{name}-on-{mark}") for name in engine.adapters
     ]
-    return VllmTarget(engine, info, max_sessions, adapters=adapters, own_drafts=own_drafts)
+    return VllmTarget(
+        engine, info, max_sessions, adapters=adapters, speculator_tokens=speculator_tokens
+    )
 
 
 def adapted_toy(adapters: Mapping[str, ToyModel], mark: str = "toy") -> VllmTarget:

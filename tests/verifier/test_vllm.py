@@ -209,7 +209,7 @@ def test_a_request_that_does_not_fit_is_refused(asked: Sequence[Any], why: str) 
 @PARAMS
 def test_what_the_engine_proposes_is_a_draft_like_any(params: SamplingParams) -> None:
     chance = random.Random(5)
-    target = fake_target(FakeVllm(0.1, seed=5), own_drafts=3)
+    target = fake_target(FakeVllm(0.1, seed=5), speculator_tokens=3)
     last: list[int] = []
     session = Session(target, "a", params, lambda answer, done: last)
     while session.done < LENGTH:
@@ -228,7 +228,7 @@ def test_what_the_engine_proposes_is_a_draft_like_any(params: SamplingParams) ->
 async def test_a_verifier_drafts_with_what_the_engine_proposes(params: SamplingParams) -> None:
     """Each text is drafted for by the engine, by the device or by both."""
     engine = FakeVllm(0.1, right=0.9)
-    async with serving(fake_target(engine, own_drafts=3)) as (address, verifier):
+    async with serving(fake_target(engine, speculator_tokens=3)) as (address, verifier):
 
         async def text(draft: str) -> list[int]:
             async with build_agent(config(address, draft, width=1)) as agent:
@@ -240,13 +240,13 @@ async def test_a_verifier_drafts_with_what_the_engine_proposes(params: SamplingP
     assert {one.drafts for step in engine.steps for one in step.values()} > {()}
 
 
-@pytest.mark.parametrize("own_drafts", [0, 3])
-def test_the_self_test_lets_a_right_engine_in(own_drafts: int) -> None:
+@pytest.mark.parametrize("speculator_tokens", [0, 3])
+def test_the_self_test_lets_a_right_engine_in(speculator_tokens: int) -> None:
     engine = FakeVllm(0.2, seed=3)
-    target = fake_target(engine, own_drafts=own_drafts)
+    target = fake_target(engine, speculator_tokens=speculator_tokens)
     assert self_test(target) == []
     assert engine.texts == {}
-    assert bool(target.proposed) == bool(own_drafts)
+    assert bool(target.proposed) == bool(speculator_tokens)
 
 
 class _ShiftedNoise(FakeVllm):
@@ -308,7 +308,7 @@ class _OwnSampler(FakeVllm):
 def test_the_self_test_finds_what_is_wrong(kind: str, why: str) -> None:
     # Other tokens than in the middle, so that no bias is needed to see one.
     engine = globals()[kind](model=ToyModel(64, order=3, sharpness=3.0))
-    failures = self_test(fake_target(engine, own_drafts=3))
+    failures = self_test(fake_target(engine, speculator_tokens=3))
     assert why in "; ".join(failures)
 
 
@@ -446,7 +446,7 @@ class _StartedCore(FakeVllm):
     """As much of ``VllmCore`` as loading asks for; its first step fails."""
 
     context_length, number_format, max_drafts, max_rows = 128, "float32", 4, 64
-    own_drafts, speculator = 2, "ngram"
+    speculator_tokens, speculator = 2, "ngram"
     shut = 0
 
     def __init__(self, *_: object, **__: object) -> None:

@@ -408,7 +408,7 @@ def speculating(
                 SESSIONS,
                 max_nodes=core.max_drafts,
                 max_rows=core.max_rows,
-                own_drafts=core.own_drafts,
+                speculator_tokens=core.speculator_tokens,
             ),
         )
         core.shut_down()
@@ -420,7 +420,7 @@ def test_texts_are_the_same_whichever_end_drafts(
     speculating: tuple[str, VllmTarget], temperature: float
 ) -> None:
     method, target = speculating
-    assert target.pass_shape.own_drafts == OWN
+    assert target.pass_shape.speculator_tokens == OWN
     params = replace(GREEDY, temperature=temperature, frequency_penalty=0.1 * (temperature > 0))
     before = target.steps
     plain = _play(target, params, ["none"])

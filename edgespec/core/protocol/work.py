@@ -159,7 +159,7 @@ class PassRequest:
     """The session's blocks of the KV cache, in the order of its positions; empty for a target whose
     blocks are not managed (``core/verifier/block_ledger.py``). Full blocks before ``cache_length``
     may be shared with other sessions."""
-    served: int = 0
+    server_nodes: int = 0
     """Number of the last nodes that the verifier drafted itself and not the device
     (``core/verifier/server_drafts.py``). The target treats all nodes alike."""
     logprobs: int = 0
@@ -178,7 +178,7 @@ class PassRequest:
             parents=self.parents,
             sample=self.sample,
             blocks=blocks,
-            served=self.served,
+            server_nodes=self.server_nodes,
             logprobs=self.logprobs,
             node_scores=self.node_scores,
         )
@@ -188,9 +188,9 @@ class PassRequest:
         return len(self.feed) + len(self.tokens)
 
     @property
-    def drafted(self) -> int:
+    def device_nodes(self) -> int:
         """Number of the nodes that the device drafted."""
-        return len(self.tokens) - self.served
+        return len(self.tokens) - self.server_nodes
 
 
 @statically_frozen
@@ -200,7 +200,7 @@ class PassShape:
     trees: bool = True
     max_nodes: int = 1 << 16
     max_rows: int = 1 << 16
-    own_drafts: int = 0
+    speculator_tokens: int = 0
     """Number of tokens that the target's own speculator can propose behind a pass, in
     ``PassResult.guesses``; 0: it has none."""
 
@@ -218,7 +218,7 @@ class PassResult:
     """Scores, one for each of ``targets``, if the request asked for them."""
     guesses: tuple[int, ...] = ()
     """Tokens that the target's own speculator proposes behind the tokens that this pass commits
-    (``PassShape.own_drafts``)."""
+    (``PassShape.speculator_tokens``)."""
     node_scores: tuple[NodeScore, ...] = ()
     """Scores, one for each node, if the request asked for them."""
 

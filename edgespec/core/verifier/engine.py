@@ -69,7 +69,7 @@ class SessionRegistry:
         self._trees, self._offered = engine_limits.trees, engine_limits.rules
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
-        model_drafts = engine_limits.drafter or engine_limits.own_drafts > 0
+        model_drafts = engine_limits.drafter or engine_limits.speculator_tokens > 0
         self.draft_sources = ServerDraftsFactory(
             text=engine_limits.server_drafts, model=model_drafts
         )
@@ -635,7 +635,7 @@ class VerifyEngine:
             tokens += session.prefix.length - length_before
             self._scheduler.fairness.spend_tokens(key, session.prefix.length - length_before, now)
             self.keeper.settle_pass(request, session.prefix.length)
-            device.nodes += request.drafted
+            device.nodes += request.device_nodes
             device.accepted += session.device_accepted - accepted_before
         if tokens:  # a pass without tokens did not sample
             self._scheduler.price.note_tokens(tokens)

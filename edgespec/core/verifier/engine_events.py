@@ -49,8 +49,8 @@ class EngineLimits:
     chain."""
     drafter: bool = False
     """True if the verifier has a draft model of its own (``server_model.py``)."""
-    own_drafts: int = 0
-    """Most tokens that the engine speculator can propose, as in ``PassShape.own_drafts``."""
+    speculator_tokens: int = 0
+    """Most tokens that the engine speculator can propose, as in ``PassShape.speculator_tokens``."""
     rules: tuple[str, ...] = (EXACT_RULE,)
     """Acceptance rules that devices may ask for. A bare name allows all parameters; a name with
     parameters allows only these."""

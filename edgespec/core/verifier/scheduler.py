@@ -455,7 +455,7 @@ class PassScheduler:
     def choose_speculator_steps(self) -> int:
         """Return how many tokens the engine speculator should propose behind the pass that was just
         formed."""
-        most = self._limits.own_drafts
+        most = self._limits.speculator_tokens
         batch, pass_s, step_s = self.running, self.price.pass_s, self.draft_times.speculator_step_s
         if not most or batch is None:
             return 0
@@ -571,12 +571,12 @@ class PassScheduler:
         self.passes += 1
         took_s = now - batch.started_at
         target_s = took_s if target_s is None else target_s
-        if self._limits.own_drafts:
+        if self._limits.speculator_tokens:
             self.draft_times.note_pass(draft_steps, target_s)
         if any(request.sample for _, request in batch.parts):
             rows, prompt_rows, drafted = batch.count_rows()
             self.fairness.note_pass(len(batch.parts), rows, target_s)
-            server_rows = sum(request.served for _, request in batch.parts)
+            server_rows = sum(request.server_nodes for _, request in batch.parts)
             self.price.note_pass(rows, prompt_rows, took_s, target_s, server_rows)
             drafts_s = drafted * self.price.row_s
             self._prompts.note_pass(prompt_rows, took_s, drafts_s, self.price.tokens_per_pass, now)

@@ -392,7 +392,7 @@ class VerifySession:
             self.deadline = start_at
             return ()
         request = self._build_request(offer)
-        queue_s = self.inbox.pop_queue_s(now) if request.drafted else 0.0
+        queue_s = self.inbox.pop_queue_s(now) if request.device_nodes else 0.0
         started_at = now if offer.began_at is None else offer.began_at
         self._pass = ev.RunningPass(request, started_at, queue_s)
         self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
@@ -475,7 +475,7 @@ class VerifySession:
             )
         if event.scores:
             self._scores.store(self.prefix.length, event, walk, len(tokens))
-        self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
+        self.inbox.commit(tokens, now, bool(accepted) if done.request.device_nodes else None)
         if self._server_drafts is not None and event.guesses and self.finish is None:
             self._server_drafts.set_proposal(event.guesses)
         position = self.prefix.length - len(tokens)
@@ -493,7 +493,7 @@ class VerifySession:
     def _judge(self, request: PassRequest, event: ev.PassDone) -> Walk:
         """Judge the nodes of a pass. Server-side nodes come last and are judged by the exact
         rule."""
-        scores, ends = event.node_scores[: request.drafted], self._ending.stop_ids
+        scores, ends = event.node_scores[: request.device_nodes], self._ending.stop_ids
         return self._rule.walk(request.tokens, request.parents, event.targets, scores, ends)
 
     def _build_request(self, offer: ev.Offer) -> PassRequest:
@@ -532,7 +532,7 @@ class VerifySession:
             feed=feed,
             tokens=tokens,
             parents=parents,
-            served=server_nodes,
+            server_nodes=server_nodes,
             logprobs=logprobs,
             node_scores=judged,
         )
@@ -573,7 +573,7 @@ class VerifySession:
         not the target's own. A device that goes on drafting is sent its part of the row price;
         ``row_price`` 0 means that there is none.
         """
-        rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
+        rows, verify_us = done.request.device_nodes, round((now - done.started_at) * 1e6)
         price = credit = None
         self._price_share.note_pass(done.started_at, now)
         row_price = round(row_price * self._price_share.value)

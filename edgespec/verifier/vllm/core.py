@@ -46,13 +46,15 @@ class VllmCore:
         self._ids: dict[str, str] = {}
         self._count = 0
         max_drafts = min(MAX_DRAFTS, settings.limits.max_nodes_per_pass)
-        config, self.own_drafts = _make_config(model, settings, flags, len(adapters), max_drafts)
+        config, self.speculator_tokens = _make_config(
+            model, settings, flags, len(adapters), max_drafts
+        )
         self.speculator = str(config.speculative_config.method)
         self.context_length = int(config.model_config.max_model_len)
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
-        self.max_drafts = max(max_drafts, self.own_drafts)
+        self.max_drafts = max(max_drafts, self.speculator_tokens)
         self._core = _make_engine_core(config)
         atexit.register(self.shut_down)
         try:

@@ -155,7 +155,7 @@ def self_test(target: VllmTarget) -> list[str]:
 
 def _compare_outputs(target: VllmTarget, kind: str, params: SamplingParams) -> list[str]:
     size = target.info.vocabulary_size
-    own = target.pass_shape.own_drafts
+    own = target.pass_shape.speculator_tokens
     equal = {"right": 0, "wrong": 0} | ({"vLLM's own": 0} if own else {})
     steps_saved = False
     for seed in range(TEXTS):
@@ -187,7 +187,7 @@ def _check_forced(target: VllmTarget) -> list[str]:
         text, _ = generate(target, [token], params, 3, ())
         if text != [token] * 3:
             return [f"a bias of {_FORCED:g} on token {token} gives the tokens {text}"]
-        if not target.pass_shape.own_drafts:
+        if not target.pass_shape.speculator_tokens:
             continue
         before = target.proposed
         text, _ = generate(target, [token] * _REPEATED, params, _LENGTH)
@@ -212,7 +212,7 @@ def generate(
     key, text, cached, before = "\0self-test", list(prompt), 0, target.steps
     chain: tuple[int, ...] = ()
     target.open(key, len(prompt), params, prompt)
-    target.set_draft_steps(target.pass_shape.own_drafts if guess is None else 0)
+    target.set_draft_steps(target.pass_shape.speculator_tokens if guess is None else 0)
     while (done := len(text) - len(prompt)) < length:
         if guess is not None:
             chain = tuple(guess[done : done + _CHAIN]) if done else ()
@@ -268,8 +268,8 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         fingerprint=f"{weights}-{core.number_format}",
     )
     mode = f"vLLM {version}, {core.number_format} (texts may differ where two tokens nearly tie)"
-    if core.own_drafts:
-        mode += f", drafts of its own ({core.speculator}, up to {core.own_drafts} tokens)"
+    if core.speculator_tokens:
+        mode += f", drafts of its own ({core.speculator}, up to {core.speculator_tokens} tokens)"
     target = VllmTarget(
         core,
         served,
@@ -278,7 +278,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         max_nodes=core.max_drafts,
         max_rows=core.max_rows,
         adapters=served_adapters(served, adapters),
-        own_drafts=core.own_drafts,
+        speculator_tokens=core.speculator_tokens,
     )
     try:
         failures = self_test(target)

@@ -225,8 +225,8 @@ class VllmTarget:
 
     vLLM verifies only one path of a tree, so a pass of a session holds a chain of at most
     ``max_nodes`` nodes. ``adapters`` are the model with each of its adapters, by the names that the
-    engine uses. ``own_drafts`` is how many tokens a speculator of the engine's own can propose
-    behind a pass.
+    engine uses. ``speculator_tokens`` is how many tokens a speculator of the engine's own can
+    propose behind a pass.
     """
 
     cache: ports.CacheShape | None = None
@@ -242,10 +242,10 @@ class VllmTarget:
         max_nodes: int = 15,
         max_rows: int = 2048,
         adapters: Sequence[ports.ModelInfo] = (),
-        own_drafts: int = 0,
+        speculator_tokens: int = 0,
     ) -> None:
         self.mode, self.adapters = mode, tuple(adapters)
-        self.pass_shape = ports.PassShape(False, max_nodes, max_rows, own_drafts)
+        self.pass_shape = ports.PassShape(False, max_nodes, max_rows, speculator_tokens)
         self.steps = self.proposed = self._draft_steps = 0
         self._engine, self.info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
@@ -263,9 +263,9 @@ class VllmTarget:
         self._sequences[key].adapter = name
 
     def set_draft_steps(self, count: int) -> None:
-        """Set the number of tokens to propose, as in the port; ``pass_shape.own_drafts`` at
+        """Set the number of tokens to propose, as in the port; ``pass_shape.speculator_tokens`` at
         most."""
-        self._draft_steps = min(count, self.pass_shape.own_drafts)
+        self._draft_steps = min(count, self.pass_shape.speculator_tokens)
 
     def forward(self, batch: Sequence[ports.PassRequest]) -> list[ports.PassResult]:
         """Run a pass, as in the port. Tokens that vLLM computed before an error are kept and answer

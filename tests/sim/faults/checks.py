@@ -171,7 +171,7 @@ class PassCheck:
         prefix = tuple(session.prefix.tokens)
         for token, parent in zip(request.tokens, request.parents, strict=True):
             texts.append(((*texts[parent], token)) if parent >= 0 else (*prefix, token))
-        for text in texts[: request.drafted]:
+        for text in texts[: request.device_nodes]:
             require(text in known, f"{key}: verifies a node that nobody drafted there")
         self._check_served(request, texts, known)
 
@@ -183,13 +183,13 @@ class PassCheck:
     ) -> None:
         """The verifier's own guesses: only where they may be, and where they can still matter."""
         key, session = request.key, self._sessions[request.key]
-        if not request.served:
+        if not request.server_nodes:
             return
         limits = self._engine_limits
         if not limits.drafter:
             require(limits.server_drafts, f"{key}: guesses where none are allowed")
         elif not limits.server_drafts:
-            made = all(text in self._guessed for text in texts[request.drafted :])
+            made = all(text in self._guessed for text in texts[request.device_nodes :])
             require(made, f"{key}: a guess that the draft model has not made there")
         require(len(set(texts)) == len(texts), f"{key}: a guess is made twice")
         limit = self._limits.context_length
