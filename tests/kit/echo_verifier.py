@@ -1,6 +1,7 @@
-"""A verifier for transport tests, over gRPC on localhost, that echoes.
+"""A verifier on localhost for transport tests, which echoes over gRPC.
 
-Open gives Opened, a Draft is committed as it came, Received is a bug, Cancel ends the generation.
+`Open` is answered with `Opened`, a `Draft` is committed unchanged, `Received` is an error of the
+test, and `Cancel` ends the generation.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ STOPPING = m.Fault(
 )
 OPEN = m.Open("session", "", "", (1, 2, 3))
 PATIENCE_S = 60.0
-"""How long a test waits for what must come: keepalive notices a dead peer within 4 s, on a busy
-machine later; TCP alone takes a quarter of an hour, and of a silent peer it never tells."""
+"""Seconds that a test waits for an expected event. Keepalive notices a dead peer within 4 s, or
+later on a busy machine. TCP alone takes a quarter of an hour, and never notices a silent peer."""
 
 
 async def echo(stream: VerifierStream) -> None:
@@ -60,7 +61,7 @@ async def served(
 
 @asynccontextmanager
 async def raw_call(transport: GrpcTransport) -> AsyncIterator[Any]:
-    """A stream of raw bytes on a connection of its own."""
+    """Open a stream of raw bytes on a connection of its own."""
     own = [("grpc.use_local_subchannel_pool", 1)]
     channel = grpc.aio.insecure_channel(transport.address, options=own)
     method: Any = channel.stream_stream("/edgespec.v1.Verifier/Speculate", None, None)
@@ -78,8 +79,11 @@ async def opened(transport: GrpcTransport) -> DeviceStream:
 
 
 async def held_up(sending: asyncio.Future[None], transport: GrpcTransport) -> bool:
-    """Whether what is sent goes no further though others are served: its device's window is full.
-    However slow the machine is, ten round trips are longer than a message takes to leave."""
+    """Return whether sending is blocked while the verifier still serves other streams.
+
+    It is blocked once the flow-control window of its device is full. Ten round trips are longer
+    than a message takes to leave, however slow the machine is.
+    """
     await asyncio.wait((sending,), timeout=0.2)
     for _ in range(0 if sending.done() else 10):
         await transport.info()

@@ -1,9 +1,9 @@
-"""A TCP gate before a verifier: whoever is behind it can be killed and replaced in no time. Peers
-are told apart by their address, so clients of one machine need gates to be several.
+"""A TCP gate in front of a verifier, so that a test can kill and replace the verifier at once. A
+verifier distinguishes its peers by their addresses, so clients on one machine need several gates.
 
-It owns every socket and task that it makes. ``asyncio.Server`` of CPython 3.11 does not: what it
-has accepted in the turn in which it is closed is left to the garbage collector, with a warning in
-whichever test runs by then.
+The gate owns every socket and task that it makes. ``asyncio.Server`` of CPython 3.11 does not: it
+leaves connections accepted in the same turn as its closing to the garbage collector, which then
+warns during an unrelated test.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from functools import partial
 
 from tests.present import present
 
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 seconds
 _FLUSH_ON_CLOSE = struct.pack("ii", 0, 0)
 
 
 class Gate:
-    """Carries connections to 127.0.0.1:``port``, there seen as coming from ``source``; None: nobody
-    is there, they are reset.
+    """Carry connections to 127.0.0.1:``port``, where they seem to come from ``source``. If ``port``
+    is None, no verifier exists and connections are reset.
 
-    Use as an async context manager; ``address`` is where it listens. No socket outlives it.
+    Use the gate as an async context manager; ``address`` is where it listens. No socket outlives
+    it.
     """
 
     def __init__(self, port: int | None, source: str = "127.0.0.1") -> None:
@@ -49,22 +50,22 @@ class Gate:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def kill(self) -> None:
-        """As the death of a process: connections are reset, and nobody is there until ``port`` is
-        set again."""
+        """Act as if the verifier's process died: reset all connections, and new ones until ``port``
+        is set again."""
         self.port = None
         self.cut()
 
     def cut(self) -> None:
-        """Reset all connections; new ones come about."""
+        """Reset all connections, and accept new ones."""
         for task in tuple(self._connections):
             task.cancel()
 
     def swallow(self) -> None:
-        """From now on connections come about, and nothing passes in either direction."""
+        """Accept connections from now on, but carry nothing in either direction."""
         self._flows.clear()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has gone again
+        with suppress(OSError):  # the client has left again
             near, _ = present(self._listener).accept()
             far = socket.socket()
             for end in (near, far):
@@ -76,7 +77,8 @@ class Gate:
                 return
             task = asyncio.create_task(self._connection(near, far, self.port))
             self._connections.add(task)
-            # Not in the task itself: one that is cancelled before its first step runs nothing.
+            # The task cannot do this itself: a task that is cancelled before its first step runs
+            # nothing.
             task.add_done_callback(partial(self._close, (near, far)))
 
     def _close(self, ends: tuple[socket.socket, ...], task: asyncio.Task[None]) -> None:
@@ -84,10 +86,11 @@ class Gate:
         for end in ends:
             end.close()
         if not task.cancelled():
-            task.exception()  # a side that is gone: told by the reset
+            task.exception()  # a side that has left; the reset reports it
 
     async def _connection(self, near: socket.socket, far: socket.socket, port: int) -> None:
-        """Carry until both sides have ended; whatever fails or is cancelled is reset."""
+        """Carry bytes until both sides have ended, and reset the connection if anything fails or is
+        cancelled."""
         far.bind((self.source, 0))
         await asyncio.get_running_loop().sock_connect(far, ("127.0.0.1", port))
         async with asyncio.TaskGroup() as both:
@@ -97,7 +100,7 @@ class Gate:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FLUSH_ON_CLOSE)
 
     async def _carry(self, source: socket.socket, sink: socket.socket, *, upwards: bool) -> None:
-        """One way, until ``source`` has ended; ``upwards``: to the verifier."""
+        """Carry one direction until ``source`` has ended; ``upwards`` means towards the verifier."""
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(source, 1 << 16):
             await self._flows.wait()

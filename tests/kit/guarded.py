@@ -1,4 +1,4 @@
-"""What tests of keys and TLS share: configurations of both ends, files of keys, a text, and
+"""Shared parts of the tests of keys and TLS: configurations of both ends, key files, a prompt, and
 certificates as ``edgespec certs`` makes them."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def collect(agent: Agent, params: SamplingParams = PARAMS) -> list[int]:
 
 
 def keys_in(path: Path, *names: str, **limits: Any) -> dict[str, str]:
-    """A file of new keys; the keys by name."""
+    """Write a file of new keys, and return the keys by name."""
     made = {name: make_key() for name in names}
     entries = {name: KeyEntry(of_key, **limits) for name, (_, of_key) in made.items()}
     save_keys(path, KeyFile(entries))
@@ -66,13 +66,13 @@ NAMES = ("localhost", "127.0.0.1")
 
 
 def certs(*arguments: str | Path) -> None:
-    """``edgespec certs ...``, which has to succeed."""
+    """Run ``edgespec certs ...``, which has to succeed."""
     done = CliRunner().invoke(app, ["certs", *map(str, arguments)])
     assert done.exit_code == 0, done.output
 
 
 class Pki:
-    """A CA in ``folder``, a certificate for a verifier here and one for a device."""
+    """A CA in ``folder``, with one certificate for a verifier on this machine and one for a device."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +84,7 @@ class Pki:
         return str(self.folder / name)
 
     def renew_server(self, *names: str) -> None:
-        """Another certificate and key in the same files."""
+        """Replace the certificate and the key in the same files."""
         for name in ("server.pem", "server.key"):
             (self.folder / name).unlink()
         certs("server", *(names or NAMES), "--dir", self.folder)

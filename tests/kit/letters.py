@@ -1,5 +1,5 @@
-"""A toy of a model that can write JSON: each letter is a token;
-with an agent and a verifier that hold its texts to grammars."""
+"""A toy model that can write JSON because each letter is a token, with an agent and a verifier that
+constrain its generations by grammars."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = ToyModel(len(LETTERS), order=2, seed=3, sharpness=1.0, eos_token=EOS, eo
 
 
 class Untried(GrammarTrials):
-    """Every grammar is taken as one that needs little time."""
+    """Grammar trials that assume that every grammar needs little time."""
 
     def find_fault(self, request: Mapping[str, Any], within_s: float) -> str:
         return ""
@@ -48,7 +48,7 @@ class LettersStream:
 
 
 class LettersTokenizer:
-    """``ChatTokenizer`` whose template is ``template``."""
+    """A ``ChatTokenizer`` whose chat template is ``template``."""
 
     def __init__(self, template: str = "") -> None:
         self._template = ChatTemplate(template)
@@ -76,7 +76,7 @@ class LettersTokenizer:
 
 @asynccontextmanager
 async def pair(reads: GrammarReader | None, drafts: GrammarReader | None) -> AsyncIterator[Agent]:
-    """An agent and a verifier of letters; either with a library or without."""
+    """Connect an agent and a verifier of letters, each with a grammar library or without."""
     target = ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary)
     verifier = Verifier(target, Limits(), read_constraint=reads)
     transport = LoopbackTransport(verifier.serve, lambda: verifier.info)

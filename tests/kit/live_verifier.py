@@ -1,5 +1,5 @@
-"""Verifiers for tests: in this event loop, or as the real daemon in a process of its own. Commands
-and programs of this checkout."""
+"""Verifiers for tests, in this event loop or as the real daemon in a process of its own, and
+helpers that run commands and programs of this checkout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def serving(
     config: VerifierConfig | None = None,
     access: ServerAccess | None = None,
 ) -> AsyncIterator[tuple[str, Verifier]]:
-    """A toy verifier on 127.0.0.1, over real gRPC; yields its address."""
+    """Serve a toy verifier on 127.0.0.1 over real gRPC; yield its address."""
     config = config or VerifierConfig(model="toy", port=port)
     verifier, server = build_verifier(config, target=target, access=access)
     await server.start()
@@ -53,7 +53,7 @@ async def serving(
 def toy_text(
     prompt: Sequence[int], params: SamplingParams, model: ToyModel = TOY_MODEL
 ) -> list[int]:
-    """The oracle: one token after the other, by the scalar specification."""
+    """Return the oracle's generation: one token after the other, by the scalar specification."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
         output = tokens[len(prompt) :]
@@ -69,7 +69,7 @@ def toy_text(
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Turns the event loop until it holds, of things that have no event."""
+    """Run the event loop until the condition holds; for conditions that have no event."""
     async with asyncio.timeout(60.0):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -95,20 +95,20 @@ class GatedTarget(PacedModel):
 
 
 def environment() -> dict[str, str]:
-    """For a child process that runs this checkout."""
+    """Return the environment of a child process that runs this checkout."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "sim")))}
 
 
 def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
-    """``edgespec`` with these arguments, in this process."""
+    """Run ``edgespec`` with these arguments in this process."""
     return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
 
 
 def python(
     *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """This checkout's interpreter with these arguments, once it has ended; with ``env`` beside the
-    environment of this process."""
+    """Run this checkout's interpreter with these arguments until it has ended. ``env`` is added to
+    the environment of this process."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -123,7 +123,7 @@ def python(
 def start(
     *arguments: str, module: str = "edgespec", has_input: bool = False
 ) -> subprocess.Popen[str]:
-    """``edgespec`` (or another module) in a process of its own."""
+    """Start ``edgespec`` (or another module) in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
@@ -137,26 +137,28 @@ def start(
 
 @contextlib.contextmanager
 def daemon(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The real daemon with the toy model on a free port; yields its address and process."""
+    """Run the real daemon with the toy model on a free port; yield its address and process."""
     with ready(start("verifier", "--model", "toy", "--port", "0", *options)) as found:
         yield found
 
 
 @contextlib.contextmanager
 def nobody() -> Iterator[str]:
-    """An address of this machine where nobody listens, and nobody else can begin to."""
+    """Yield an address of this machine where no server listens and no other process can begin to
+    listen."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-# Below those that the system gives to whoever asks for any; each process has some to itself.
+# The range is below the ports that the system assigns by itself, and each process has some of its
+# own.
 _ports = itertools.count(20_000 + 16 * (os.getpid() % 780))
 
 
 def own_port() -> int:
-    """A free port that stays free when nobody listens there for a while, so that another verifier
-    can take the place of one that died: what runs beside this test is given other ports."""
+    """Return a free port that stays free while no server listens on it, so that a new verifier can
+    replace one that died. Tests that run at the same time are given other ports."""
     while True:
         port = next(_ports)
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -168,7 +170,7 @@ def own_port() -> int:
 def ready(
     process: subprocess.Popen[str], at: str = r"ready on (\S+:\d+): "
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A daemon that was just started, once it says where it serves; killed in the end."""
+    """Wait until a daemon that was just started prints its address; kill it in the end."""
     with process:
         try:
             line = present(process.stdout).readline()

@@ -1,11 +1,12 @@
-"""Runs a shell script as on a machine of its own, and records what it left and whom it looked for.
+"""A runner for a shell script as if on a machine of its own. It records the files that the script
+left and the host names that it looked up.
 
-Run as a program: ``python lone_machine.py FOLDER SCRIPT [alone]``. The script has an empty home,
+Run it as a program: ``python lone_machine.py FOLDER SCRIPT [alone]``. The script has an empty home,
 an empty folder for temporary files and an empty working folder, all in FOLDER. With ``alone`` this
-process has namespaces to itself (``unshare``): there is no network but the loopback, and a name
-server of ours answers every look-up with "no such name" and records it, also those of native code.
-Elsewhere the hook that Python has for audits sees those of Python.
-FOLDER/found.json then holds the exit code, what was printed, the files left, and the names.
+process has its own namespaces (``unshare``): the loopback is the only network, and a name server in
+this file answers every look-up with "no such name" and records it, also look-ups of native code.
+Without ``alone`` Python's audit hook sees the look-ups of Python only. Afterwards FOLDER/found.json
+holds the exit code, the output, the files left, and the names.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ def why_not_alone() -> str:
 
 _ALONE = (
     *("unshare", "--map-root-user", "--net", "--mount"),
-    *("--pid", "--fork", "--kill-child", "--mount-proc"),  # nothing outlives the script
+    *("--pid", "--fork", "--kill-child", "--mount-proc"),  # so that no process outlives the script
 )
 
 
 class Found:
-    """What a script left behind, printed and looked for."""
+    """The files, the output and the look-ups of a script."""
 
     def __init__(self, record: dict[str, object], folder: Path) -> None:
         self.exit_code = record["exit_code"]
@@ -96,7 +97,7 @@ class Found:
 
 
 def run_alone(script: str, folder: Path) -> Found:
-    """Run ``script`` (of sh, behind ``PRELUDE``) with ``folder`` as all that it has."""
+    """Run ``script`` (of sh, after ``PRELUDE``) with nothing but ``folder``."""
     command = [sys.executable, __file__, str(folder), script]
     command = command if why_not_alone() else [*_ALONE, *command, "alone"]
     done = subprocess.run(
@@ -107,7 +108,8 @@ def run_alone(script: str, folder: Path) -> Found:
 
 
 def _environment(folder: Path, port: int) -> dict[str, str]:
-    """Everything that the script sees: nothing of what a shell or a CI runner sets."""
+    """Return the whole environment of the script, without anything that a shell or a CI runner
+    sets."""
     return {
         "HOME": str(folder / "home"),
         "TMPDIR": str(folder / "tmp"),
@@ -128,13 +130,14 @@ def _raise_loopback() -> None:
         request = struct.pack("16sh", b"lo", 0)
         flags = struct.unpack("16sh", fcntl.ioctl(any_socket, SIOCGIFFLAGS, request))[1]
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", flags | IFF_UP))
-        # A machine whose only address is 127.0.0.1 looks nothing up (AI_ADDRCONFIG).
+        # The resolver looks nothing up on a machine whose only address is 127.0.0.1
+        # (AI_ADDRCONFIG).
         second = struct.pack("16sHH4s8x", b"lo:1", socket.AF_INET, 0, socket.inet_aton("192.0.2.1"))
         fcntl.ioctl(any_socket, SIOCSIFADDR, second)
 
 
 def _put_over(content: str, path: str, folder: Path) -> None:
-    """Let ``path`` hold ``content``, in this mount namespace only."""
+    """Replace the content of ``path`` by ``content``, in this mount namespace only."""
     own = folder / Path(path).name
     own.write_text(content, encoding="ascii")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -143,7 +146,7 @@ def _put_over(content: str, path: str, folder: Path) -> None:
 
 
 def _answer_look_ups(names: socket.socket, record: Path) -> None:
-    """Record each question and deny that the name exists."""
+    """Record each question and answer that the name does not exist."""
     while True:
         question, peer = names.recvfrom(2048)
         labels, at = [], 12
@@ -152,7 +155,7 @@ def _answer_look_ups(names: socket.socket, record: Path) -> None:
             at += 1 + question[at]
         with record.open("a", encoding="utf-8") as file:
             file.write(".".join(labels) + "\n")
-        end = at + 5  # behind the name: its type and its class
+        end = at + 5  # the type and the class follow the name
         head = question[:2] + struct.pack(">5H", _NO_SUCH_NAME, 1, 0, 0, 0)
         names.sendto(head + question[12:end], peer)
 

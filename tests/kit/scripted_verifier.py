@@ -1,4 +1,5 @@
-"""A verifier that streams a given text in given commits, in this event loop, over the loopback."""
+"""A verifier that streams a given generation in given commits, in this event loop over the
+loopback."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ def streaming(
     finish: m.FinishReason = m.FinishReason.LENGTH,
     once: Callable[[], bool] = lambda: True,
 ) -> ServeStream:
-    """Commits of ``sizes`` tokens, over and over, until all are committed; the first one when
-    ``once`` holds, which another thread may bring about."""
+    """Return a stream handler that commits all tokens, with the sizes of ``sizes`` in a cycle. The
+    first commit waits until ``once`` holds, which another thread may bring about."""
 
     async def serve(stream: VerifierStream) -> None:
         opening = await stream.receive()
-        if not isinstance(opening, m.Open):  # a device that failed before it opened
+        if not isinstance(opening, m.Open):  # the device failed before it opened
             return
         while not once():  # noqa: ASYNC110 # of things that have no event
             await asyncio.sleep(0)
@@ -56,8 +57,8 @@ def agent(
 
 
 def undrafted(tokens: Sequence[int], drafter: Drafter) -> Agent:
-    """An agent whose verifier commits once the device has said that no draft is coming, so that a
-    step has failed."""
+    """Return an agent whose verifier commits only after the device reported that no draft is
+    coming, so that a draft step has failed."""
 
     async def serve(stream: VerifierStream) -> None:
         opening = await stream.receive()

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints and tokenizers in Hugging Face's layout, for tests that need a folder."""
+"""Tiny random checkpoints and tokenizers in Hugging Face's layout, for tests that need a model
+folder."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = yaml.safe_load(
 
 
 def family_model(model_type: str, **changes: Any) -> Any:
-    """Random, with every vector moved off its first value and an embedding that is not the head."""
+    """Build a random model with every vector moved off its first value and an embedding that is not
+    the head."""
     family, extra = FAMILY_MODELS[model_type]
     settings: dict[str, Any] = {
         "vocab_size": 211,
@@ -86,7 +88,7 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
 
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, NDArray[np.float32]]:
-    """Random weights large enough that every part of the model moves the logits."""
+    """Return random weights that are large enough for every part of the model to move the logits."""
     rng = np.random.default_rng(seed)
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     dim, kind = config["head_dim"], config["model_type"]
@@ -130,7 +132,8 @@ def write_checkpoint(
     bfloat16: bool = False,
     shards: int = 1,
 ) -> Path:
-    """A complete model folder: config, weights in ``shards`` files, tokenizer."""
+    """Write a complete model folder: the config, the weights in ``shards`` files, and the
+    tokenizer."""
     config = config or tiny_config()
     tensors = tensors or tiny_tensors(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +157,8 @@ def write_checkpoint(
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE of at most ``VOCABULARY_SIZE`` ids that cuts rare characters in pieces."""
+    """Write a byte-level BPE of at most ``VOCABULARY_SIZE`` ids that cuts rare characters into
+    pieces."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
