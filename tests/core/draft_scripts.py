@@ -1,4 +1,4 @@
-"""A device's session for tests, and short words for its events and actions."""
+"""A device's session for tests, and short names for its events and actions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""A verifier's session and engine driven by hand, and targets for them: one that says a fixed text
-(the token at position p is ``TEXT[p]``, so every answer can be written down), and one on which a
-pass takes its sessions' and rows' time."""
+"""A verifier's session and engine, driven by hand, and two targets for them.
+
+The first target generates the fixed text ``TEXT``: its token at position p is ``TEXT[p]``, so every
+answer can be written down. On the second one a pass takes a time that depends on its sessions and
+rows.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def new_session(
 
 
 def targets_of(request: PassRequest) -> tuple[int, ...]:
-    """What the fixed text's target answers: after a node of depth d, the token d further on."""
+    """Return the fixed text's targets: after a node of depth d, the token d positions further
+    on."""
     first = request.cache_length + len(request.feed)
     depths: list[int] = []
     for parent in request.parents:
@@ -81,20 +85,20 @@ def named(key: str, request: m.Open = RUNNING) -> m.Open:
 
 
 def batch(actions: tuple[ee.EngineAction, ...]) -> tuple[PassRequest, ...]:
-    """The requests of the one pass among the actions."""
+    """Return the requests of the one pass among the actions."""
     (run,) = [action for action in actions if isinstance(action, ee.RunBatch)]
     return run.requests
 
 
 def done(requests: tuple[PassRequest, ...]) -> ee.BatchDone:
-    """What the target says of the fixed text."""
+    """Return the result of a pass over the fixed text."""
     return ee.BatchDone(
         tuple(PassResult(r.key, targets_of(r) if r.sample else ()) for r in requests)
     )
 
 
 def faults(actions: tuple[ee.EngineAction, ...]) -> list[tuple[int, m.FaultCode]]:
-    """Which streams hear which faults."""
+    """Return the faults among the actions, each with its stream."""
     return [
         (action.stream, action.message.code)
         for action in actions
@@ -113,8 +117,9 @@ def opening(name: str, length: int) -> m.Open:
 
 
 class PacedEngine:
-    """A pass takes 20 ms, ``session_s`` for each session and ``row_s`` for each prompt row. Devices
-    acknowledge at once; ``tokens`` counts what each session committed."""
+    """An engine whose passes take 20 ms, ``session_s`` for each session and ``row_s`` for each
+    prompt row. Devices acknowledge at once; ``tokens`` counts the committed tokens of each session.
+    """
 
     def __init__(
         self, row_s: float, limits: ee.EngineLimits | None = None, session_s: float = 0.0
@@ -145,12 +150,12 @@ class PacedEngine:
         )
 
     def lose(self, name: str) -> None:
-        """The device is gone."""
+        """Let the session lose its device."""
         self._do(self.engine.handle(ee.StreamLost(self._stream_of.pop(name)), self.now))
 
     def run_pass(self) -> dict[str, int]:
-        """The rows that each session had in the pass that ends now; empty if none was running: then
-        the engine is polled at its deadline."""
+        """Finish the running pass and return the rows of each session in it. If none is running,
+        poll the engine at its deadline and return an empty dict."""
         batch, self._batch = self._batch, ()
         rows = {request.key: len(request.feed) for request in batch}
         if not batch:

@@ -1,9 +1,10 @@
-"""The law for entering the cache: shares of credentials, the order, and who gives up blocks.
+"""The law for entering the cache: shares of credentials, the order, and the session that loses its
+blocks.
 
 Oracle: scenes by hand, with the number of passes that a first token may take; and random schedules
-against what the law promises: sessions within their shares enter at once, everybody gets on, and
-no two sessions take blocks from each other in turns. (``EntryCheck`` of the random worlds judges
-each refusal.)
+against the promises of the law: sessions within their shares enter at once, every session advances,
+and no two sessions take blocks from each other in turns. (``EntryCheck`` of the random worlds
+judges each refusal.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def paced(blocks: int, rows: int = 1024, row_s: float = ROW_S) -> PacedEngine:
         cache=CacheShape(blocks, BLOCK),
         max_sessions=512,
         max_rows_per_pass=rows,
-        share_prefixes=SharePrefixes.NONE,  # the prompts of these scenes are all alike
+        share_prefixes=SharePrefixes.NONE,  # all prompts of these scenes are alike
     )
     return PacedEngine(row_s, limits)
 
@@ -63,7 +64,7 @@ def test_prompts_of_one_key_with_room_for_all_delay_no_other_key() -> None:
 
 
 def test_prompts_of_one_key_alone_in_their_pass_are_over_soon_for_another_key() -> None:
-    """Nobody decodes, so that prompts have the whole pass; but not 1,024 rows of them at once."""
+    """No session decodes, so prompts have the whole pass, but never 1,024 rows of them at once."""
     engine = paced(4_096)
     engine.open("warm", credential=VICTIM)
     for number in range(40):
@@ -83,7 +84,7 @@ def test_one_key_alone_has_the_whole_pass_for_its_prompts() -> None:
     engine = paced(4_096)
     engine.open("long", 2_000, CROWD)
     rows = [engine.run_pass()["long"] for _ in range(3)]
-    assert rows == [512, 512, 512]  # of one session; the rows of a pass are 1,024
+    assert rows == [512, 512, 512]  # one session each; a pass has 1,024 rows
 
 
 def test_a_newcomer_within_its_share_takes_room_from_the_newest_of_a_key_above_its_share() -> None:
@@ -102,12 +103,13 @@ def test_a_newcomer_within_its_share_takes_room_from_the_newest_of_a_key_above_i
     assert not is_inside(engine, "crowd 8")
     for _ in range(5):
         engine.run_pass()
-    assert is_inside(engine, "victim")  # and nobody takes it back
+    assert is_inside(engine, "victim")  # and no session takes the room back
     assert engine.engine.keeper.evictions == 1
 
 
 def test_a_prompt_above_its_share_waits_for_older_sessions_and_for_no_newer_ones() -> None:
-    """A key opens a short session whenever one ends; the long prompt needs nine tenths."""
+    """A key opens a short session whenever one ends; the long prompt needs nine tenths of the
+    cache."""
     engine = paced(520)
     shorts = [f"short {number}" for number in range(8)]
     for name in shorts:
@@ -122,7 +124,7 @@ def test_a_prompt_above_its_share_waits_for_older_sessions_and_for_no_newer_ones
         engine.close(shorts.pop(0))
         shorts.append(f"short {number}")
         engine.open(shorts[-1], 40 * BLOCK, CROWD)
-    # The eight before it are over after eight turns; then its 7,520 rows are fed.
+    # The eight older sessions end after eight turns; then the 7,520 rows are fed.
     assert engine.tokens["long"]
     assert number <= 8 + 8 + 7_520 / 60
 
@@ -144,15 +146,15 @@ def test_two_keys_whose_sessions_grow_together_do_not_evict_each_other_in_turns(
     for number in range(4):
         for credential in (CROWD, VICTIM):
             engine.open(f"{credential.name} {number}", 60 * BLOCK, credential)
-    engine.run_until(40.0)  # each would grow by about 100 blocks
+    engine.run_until(40.0)  # each session would grow by about 100 blocks
     assert engine.engine.keeper.evictions <= 8
     assert min(engine.tokens["crowd 0"], engine.tokens["victim 0"]) > 1_000
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_in_random_schedules_shares_are_kept_and_nobody_starves(seed: int) -> None:
-    """Oracle: a session within its share has a token as soon as its prompt can be computed; every
-    session has one before long, whatever comes after it."""
+    """Oracle: a session within its share has a token as soon as its prompt can be computed, and
+    every session has one before long, whatever comes after it."""
     rng = random.Random(seed)
     blocks = rng.choice((512, 600, 1_024))
     keys = [Credential(f"key {number}") for number in range(rng.choice((2, 3, 5)))]

@@ -1,6 +1,8 @@
-"""Constraints as a part of the law, with automata over token ids, whose every text can be written
-down. Oracle: the scalar specification, one token after the other, with the mask that an automaton
-gives by itself."""
+"""Constraints as a part of the sampling law, with automata over token ids whose texts can all be
+written down.
+
+Oracle: the scalar specification, one token after the other, with the mask of the automaton itself.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,15 @@ EOS = 0
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """``moves[state]`` says where each token leads; the first state is 0."""
+    """An automaton over token ids: ``moves[state]`` maps each token to the next state; the first
+    state is 0."""
 
     moves: tuple[Mapping[int, int], ...]
     ends: frozenset[int]
 
     def allowed(self, output: Sequence[int]) -> set[int]:
-        """The scalar law: what may come behind ``output``, the end token where nothing else."""
+        """Return the tokens allowed after ``output`` by the scalar law, or the end token if no
+        other is."""
         state = 0
         for token in output:
             state = self.moves[state][token]
@@ -47,7 +51,7 @@ class Automaton:
 
 
 class AutomatonMatcher:
-    """``Matcher`` over an automaton; counts the tokens it was fed."""
+    """A ``Matcher`` over an automaton that counts the tokens it consumed."""
 
     fed = 0
 
@@ -81,8 +85,8 @@ def lawful_text(
     params: SamplingParams,
     mask: Callable[[Sequence[int]], bytes],
 ) -> list[int]:
-    """The oracle: one token after the other, by the scalar specification; ``mask`` of the output
-    so far."""
+    """Return the oracle's text: one token after the other, by the scalar specification. ``mask``
+    maps the output so far to its mask."""
     output: list[int] = []
     while len(output) < params.max_tokens and output[-1:] != [EOS]:
         text = [*prompt, *output]
@@ -101,8 +105,11 @@ def drafted_text(
     held: Sequence[int] = (),
     ends: Collection[int] = (EOS,),
 ) -> list[int]:
-    """What a target commits with a random tree of ``guess``-ed nodes in each pass, from ``held``
-    on, up to a token of ``ends``; now and then its cache is taken away."""
+    """Return the text that a target commits when each pass has a random tree of ``guess``-ed nodes.
+
+    The text starts with ``held`` and stops at a token of ``ends``. Now and then the target loses
+    its cache.
+    """
     dice = random.Random(seed)
     tokens, cached = [*prompt, *held], 0
     target.open("drafted", len(prompt), params, tuple(tokens))
@@ -174,7 +181,7 @@ def test_a_tree_has_the_masks_of_its_paths(automaton: Automaton, data: st.DataOb
     nodes = data.draw(st.lists(st.integers(0, 7), max_size=8))
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
     text = co.ConstrainedText(constraint, (EOS,))
-    for _ in range(2):  # the second time from where the first one left it
+    for _ in range(2):  # the second time starts at the state that the first one left
         found = text.masks(nodes, parents)
         paths: list[list[int]] = [[]]
         for token, parent in zip(nodes, parents, strict=True):
@@ -220,7 +227,7 @@ def test_what_is_not_in_the_grammar_is_not_taken() -> None:
     assert text.mask() is None
     assert text.follow([1, 2]) == 1
     assert text.mask() is None
-    assert text.follow([1, 7]) == 2  # an end token behind a complete text belongs to it
+    assert text.follow([1, 7]) == 2  # an end token after a complete text belongs to it
     assert text.mask() is None
     assert text.follow([1]) == 1
     assert text.mask() == co.pack_mask((EOS, 7))
@@ -239,11 +246,12 @@ def test_a_draft_guesses_under_the_mask() -> None:
     drafter.begin(len(PROMPT), SamplingParams(constraint=only.constraint()))
     assert [one.token for one in drafter.step(0, PROMPT, 4)] == [5]
     assert {one.token for one in drafter.step(3, (5,), 4)} == {6, EOS}
-    assert {one.token for one in drafter.step(3, (4,), 4)} != {6, EOS}  # no place in the grammar
+    # these have no place in the grammar
+    assert {one.token for one in drafter.step(3, (4,), 4)} != {6, EOS}
     drafter.begin(
         len(PROMPT), SamplingParams(constraint=co.Constraint(co.ConstraintKind.REGEX, "5"))
     )
-    assert len(drafter.step(0, PROMPT, 4)) == 4  # nobody here reads it
+    assert len(drafter.step(0, PROMPT, 4)) == 4  # no library reads the grammar here
 
 
 def test_a_verifier_refuses_what_it_cannot_keep() -> None:

@@ -1,10 +1,10 @@
 """The failover of a device, and replicas behind one name.
 
-Oracles (beside ``failover_scripts``, which ``test_scripts.py`` plays): laws of random worlds
-(verifiers, a network and generations around a ``Failover``, in virtual time, all by seed: the world
-carries out the machine's actions as a driver would, and asserts after each event what must hold
-whatever happens); what the hashing of conversations promises (who moves, and where to) and the
-binomial law of its spread.
+Oracles, beside ``failover_scripts``, which ``test_scripts.py`` plays: laws of random worlds; the
+promises of conversation hashing (which conversations move, and where to) and the binomial law of
+its spread. A random world is a seeded mixture of verifiers, a network and generations around a
+``Failover`` in virtual time. It carries out the machine's actions as a driver would, and asserts
+the invariants after each event.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Identity = tuple[str, str, int]
         (("big", "fp-1", 4096), ("big", "", 4096), "the model 'big' (no fingerprint)"),
         (("big", "fp-1", 4096), ("big", "fp-1", 200), None),
         (("big", "fp-1", 4096), ("big", "fp-1", 199), "its context is 199 tokens"),
-        # Verifiers that tell no fingerprint are told apart by name.
+        # Verifiers without a fingerprint are distinguished by name.
         (("big", "", 0), ("big", "", 0), None),
         (("big", "", 0), ("small", "", 0), "'small'"),
     ],
@@ -108,7 +108,7 @@ REFUSALS = {
 
 @dataclass
 class Verifier:
-    """``moods`` are (from when, which), in order."""
+    """A verifier whose ``moods`` are pairs of (start time, mood), in order."""
 
     address: str
     rtt_s: float
@@ -120,7 +120,7 @@ class Verifier:
 
 @dataclass
 class Session:
-    """The generation: what it holds, and what it waits for."""
+    """One generation: the tokens that it holds, and the event that it waits for."""
 
     route: int
     tokens: int = 0
@@ -135,7 +135,8 @@ class Session:
 
 
 class World:
-    """``run`` plays until ``until_s``; ``sessions`` tell what became of the generations."""
+    """A random world. ``run`` plays until ``until_s``; ``sessions`` then hold the outcome of each
+    generation."""
 
     def __init__(self, seed: int, count: int) -> None:
         self.dice = random.Random(seed)
@@ -156,7 +157,8 @@ class World:
 
     def _verifier(self, name: str, index: int) -> Verifier:
         possible = list(Mood)
-        if index == 0 and self.dice.random() < 0.9:  # else most texts would find it of no use
+        # otherwise most generations would find the verifier of no use
+        if index == 0 and self.dice.random() < 0.9:
             possible = [mood for mood in Mood if mood not in (Mood.OTHER, Mood.KEYLESS)]
         moods, at = [(0.0, self.dice.choice(possible))], 0.0
         while (at := at + self.dice.uniform(0.2, 15)) < CALM_AFTER_S:
@@ -328,8 +330,9 @@ class World:
 def test_in_random_worlds_every_text_goes_on_when_one_verifier_is_there(
     count: int, first_seed: int
 ) -> None:
-    """The world's own assertions say what must never happen; here is what must. The first verifier
-    is there in the end, and a text goes on unless it was found to be of no use for it before."""
+    """The world's own assertions state what must never happen; this test states what must. The
+    first verifier is available at the end, so a generation continues unless that verifier was found
+    to be of no use for it before."""
     went_on = 0
     for seed in range(first_seed, first_seed + 10):
         world = World(seed, count)
@@ -346,7 +349,8 @@ def test_in_random_worlds_every_text_goes_on_when_one_verifier_is_there(
 
 
 def _all_refused(why: str, count: int) -> bool:
-    """A generation fails only when each of the verifiers has refused it for good."""
+    """Return whether each verifier refused the generation for good, the only way in which it may
+    fail."""
     final = f"{Mood.KEYLESS.value}|it serves the model"
     return len(re.findall(final, why)) == count
 
@@ -356,7 +360,7 @@ CONVERSATIONS = [policies.hash_conversation_name(f"chat {number}") for number in
 
 
 def homes(names: Sequence[str]) -> dict[str, str]:
-    """The first choice of each conversation."""
+    """Return the first choice of each conversation."""
     views = [VerifierView(name, 0.03, 0) for name in names]
     return {
         one: policies.rank_verifiers(Association.RENDEZVOUS, one, views)[0] for one in CONVERSATIONS
@@ -365,13 +369,13 @@ def homes(names: Sequence[str]) -> dict[str, str]:
 
 def test_what_the_hashing_promises() -> None:
     before = homes(NAMES)
-    assert homes(NAMES[::-1]) == before  # in any order
-    for gone in NAMES:  # its conversations move, to all the others, and none else does
+    assert homes(NAMES[::-1]) == before  # the order of the names does not matter
+    for gone in NAMES:  # only its conversations move, and to all the others
         after = homes([name for name in NAMES if name != gone])
         assert all(after[one] == home for one, home in before.items() if home != gone)
         assert len({after[one] for one, home in before.items() if home == gone}) == len(NAMES) - 1
     assert rendezvous_weight("ab", "c") != rendezvous_weight("a", "bc")
-    # Each replica's share of n conversations is within five standard deviations of n/r.
+    # The share of each replica of n conversations is within five standard deviations of n/r.
     count, share = len(CONVERSATIONS), 1 / len(NAMES)
     off = 5 * math.sqrt(count * share * (1 - share))
     counts = Counter(before.values())

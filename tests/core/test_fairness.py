@@ -1,9 +1,9 @@
-"""Shares of the target between credentials, budgets of streams and calls, keys; and the blocks of
-the cache: who gives them up, and what their names depend on.
+"""Shares of the target between credentials; budgets of streams, calls and keys; and which session
+loses its cache blocks, and how blocks are named.
 
-Oracle: pass times as stated, formulas by hand; that who cannot run keeps nobody else out; for the
-rule of eviction the order of its text, scene by scene (who uses another's blocks stands in
-``engine_scripts/sharing``); of the account of blocks a plain dict that lists the owner of each.
+Oracle: pass times as stated and formulas by hand; a session that cannot run keeps no other out; for
+the rule of eviction the order of its text, scene by scene (``engine_scripts/sharing`` shows who
+uses shared blocks); for the account of blocks a plain dict that lists the owner of each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def single(number: int) -> Credential:
 
 
 def crowded(crowd: int, singles: int, session_s: float = SESSION_S) -> PacedEngine:
-    """The sessions of one key join those of keys with one each, whose passes are known by then."""
+    """Let the sessions of one key join keys with one session each, whose passes are known by
+    then."""
     paced = PacedEngine(0.0, MANY, session_s)
     for number in range(singles):
         paced.open(f"single {number}", credential=single(number))
@@ -55,7 +56,7 @@ def crowded(crowd: int, singles: int, session_s: float = SESSION_S) -> PacedEngi
 
 
 def paces(paced: PacedEngine, seconds: float) -> dict[str, float]:
-    """Tokens a second of each session from now on."""
+    """Return the tokens per second of each session from now on."""
     before, start = dict(paced.tokens), paced.now
     paced.run_until(start + seconds)
     lasted = paced.now - start
@@ -76,7 +77,7 @@ def test_the_share_by_hand() -> None:
         ([1e9], 100.0),
         ([10.0, 10.0, 1e9], 80.0),
         ([10.0, 1e9, 1e9], 45.0),
-        ([10.0, 20.0, 30.0], 70.0),  # the greediest may have what the others leave
+        ([10.0, 20.0, 30.0], 70.0),  # the greediest may have what the others do not use
         ([50.0] * 4, 25.0),
     ):
         assert tb.fair_share(100.0, wants) == pytest.approx(share)
@@ -90,7 +91,7 @@ def test_one_key_with_200_sessions_hardly_slows_20_keys_with_one() -> None:
     for number in range(20):
         assert pace[f"single {number}"] >= 0.9 * alone
     crowd = [pace[f"crowd {number}"] for number in range(200)]
-    assert sum(crowd) >= 1.5 * alone  # about two sessions a pass
+    assert sum(crowd) >= 1.5 * alone  # about two sessions per pass
     assert min(crowd) >= 0.5 * max(crowd) > 0.0  # they take turns
 
 
@@ -128,7 +129,7 @@ def test_prompts_of_one_key_do_not_hold_up_another_key() -> None:
     asked_s = paced.now
     while not paced.tokens["mine"]:
         paced.run_pass()
-    # 37.5 of its rows a pass of 23.75 ms in the mean, in every second pass.
+    # The mean is 37.5 of its rows in a pass of 23.75 ms, in every second pass.
     assert paced.now - asked_s <= 1.2 * 2 * 1_000 / 37.5 * 0.02375
 
 
@@ -153,7 +154,7 @@ def test_a_key_over_its_rate_waits_without_busy_polls() -> None:
     polls = sum(not paced.run_pass() for _ in range(40))
     assert polls <= 30
     assert paced.tokens["s"] == pytest.approx(2.0 * paced.now + 8, abs=3)
-    paced.close("s")  # a new rate counts from the next session on
+    paced.close("s")  # a new rate applies from the next session on
     paced.open("t", credential=Credential("slow", tokens_per_s=20.0))
     paced.run_until(paced.now + 10.0)
     assert paces(paced, 10.0)["t"] == pytest.approx(20.0, rel=0.05)
@@ -179,7 +180,7 @@ def test_payers_that_owe_nothing_are_forgotten_and_their_number_is_bounded() -> 
         shares.spend(f"payer {number}", 1e3, number * 1e-6)
     assert len(shares) == 10
     shares.spend("indebted", 2e4, 0.0)
-    assert shares.wait_s("payer 999", 5.0) == 0.0  # asking is enough to forget the others
+    assert shares.wait_s("payer 999", 5.0) == 0.0  # one question is enough to forget the others
     assert len(shares) == 1
     shares.spend("another", 1.0, 5.0)
     assert shares.wait_s("indebted", 5.0) > 0.0
@@ -191,7 +192,7 @@ def test_payers_that_owe_nothing_are_forgotten_and_their_number_is_bounded() -> 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_within_the_least_rate_nobody_ever_waits(seed: int) -> None:
-    """Whatever others spend, earn or ask, and however they come and go."""
+    """The rate holds whatever other payers spend, earn or request, and however they come and go."""
     dice = random.Random(seed)
     shares, now, due = tb.FairShares(replace(SHARES, max_payers=2_000), 0.0), 0.0, 0.0
     for _ in range(20_000):
@@ -214,7 +215,7 @@ def test_a_session_over_its_keys_rate_keeps_no_newer_one_out_of_the_cache() -> N
     paced = PacedEngine(0.0, EngineLimits(cache=CacheShape(1024, 16)))
     slow = Credential("slow", tokens_per_s=1.0)
     paced.open("first", credential=slow)
-    while paced.engine.running:  # until the key has used up what it may
+    while paced.engine.running:  # until the key has used up its allowance
         paced.run_pass()
     paced.open("second", credential=slow)
     assert not paced.engine.running
@@ -223,11 +224,11 @@ def test_a_session_over_its_keys_rate_keeps_no_newer_one_out_of_the_cache() -> N
         paced.run_pass()
     assert (paced.tokens["second"], paced.tokens["other"]) == (0, 5)
     paced.run_until(paced.now + 6.0)
-    assert paced.tokens["second"] > 0  # its turn comes all the same
+    assert paced.tokens["second"] > 0  # the second session still gets its turn
 
 
 def could_run(engine: VerifyEngine) -> bool:
-    """Whether a session waits that has room in the cache, or an older one's leave to have it."""
+    """Return whether a waiting session could run: it has room in the cache, or may evict for it."""
     ledger, is_over_rate = engine.keeper.ledger, engine._scheduler.fairness.is_over_rate
     assert ledger is not None
     for key, session in engine.sessions.items():
@@ -282,8 +283,9 @@ def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate(
 def test_a_device_with_steps_of_a_millisecond_is_never_slowed(
     pass_s: float, tokens_a_pass: int
 ) -> None:
-    """It sends a message each millisecond until nothing more is worth drafting: a tree of 14 steps
-    after a miss, and one for each token the text moved; and acknowledges every commit."""
+    """The device sends a message each millisecond until nothing more is worth drafting: a tree of
+    14 steps after a miss, and one step for each token that the text advanced. It acknowledges every
+    commit."""
     budget = tb.UplinkBudget(UPLINK, 0.0).open(0.0)
     now = 0.0
     for _ in range(600):
@@ -297,7 +299,7 @@ def test_a_device_with_steps_of_a_millisecond_is_never_slowed(
 
 @pytest.mark.parametrize(("streams", "rate"), [(10, 2_000), (100, 100 * 100)])
 def test_the_busy_streams_pay_for_the_total_and_the_quiet_do_not(streams: int, rate: int) -> None:
-    """They send what they earn, some 700 messages a second each."""
+    """Each busy stream sends as much as it earns, some 700 messages per second."""
     shared = tb.UplinkBudget(UPLINK, 0.0)
     busy = [shared.open(0.0) for _ in range(streams)]
     next_at = [0.0] * streams
@@ -323,7 +325,7 @@ def test_who_would_wait_too_long_has_no_place_and_costs_none() -> None:
     placed = [wait for wait in waits if wait <= tb.INFO_LIMITS.max_wait_s]
     assert len(placed) == 50 + 25
     assert waits[-1] == pytest.approx(26 / 25)
-    assert budget.charge_call("b", 0.0) == 0.0  # 25 of the 100 are left
+    assert budget.charge_call("b", 0.0) == 0.0  # 25 of the 100 are unspent
     assert budget.charge_call("a", 1.0) <= tb.INFO_LIMITS.max_wait_s
 
 
@@ -334,13 +336,13 @@ def test_the_peers_remembered_are_bounded() -> None:
     assert len(budget._peers) == 3
     for _ in range(200):
         budget.charge_call("a", 0.0)
-    assert budget.charge_call("a", 0.0) > 0.0  # not forgotten: "b" was the one
+    assert budget.charge_call("a", 0.0) > 0.0  # "a" is not forgotten, "b" was
 
 
 def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() -> None:
-    """It opens a stream whenever it is let, and each sends messages of 1,024 bytes in a loop, which
-    cost two; twenty devices with 5 messages a second each, and one that opens every second, never
-    wait."""
+    """The payer opens a stream whenever it may. Each stream sends messages of 1,024 bytes in a
+    loop, which cost two. Twenty devices with 5 messages per second each, and one that opens a
+    stream every second, never wait."""
     limits = tb.UplinkLimits()
     shared = tb.UplinkBudget(limits, 0.0)
     devices = [shared.open(0.0, f"device {number}") for number in range(20)]
@@ -389,7 +391,7 @@ def test_an_address_may_be_a_whole_site() -> None:
 
 
 def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:
-    """A hundred addresses of one key ask whenever they are let: the whole line is theirs."""
+    """A hundred addresses of one key make requests whenever they may, so they fill the queue."""
     budget, now = tb.CallBudget(tb.OPEN_LIMITS, 0.0), 0.0
     asked = granted = 0
     while now < 30.0:
@@ -439,7 +441,7 @@ def test_what_cannot_be_a_ring_is_refused_with_the_reason() -> None:
 
 SIZE = 4
 SYSTEM = (1, 2, 3, 4, 6, 7, 8, 9)
-"""Two blocks."""
+"""A prompt of two blocks."""
 
 
 def test_every_block_has_one_owner_and_none_is_lost() -> None:
@@ -475,8 +477,8 @@ def test_every_block_has_one_owner_and_none_is_lost() -> None:
 def _world(
     *prompts: int, blocks: int, share: bool = False
 ) -> tuple[CacheKeeper, BlockLedger, dict[str, VerifySession]]:
-    """Sessions a, b, ... with prompts of so many tokens, all the same one, opened in this order,
-    and after a pass of each that has room."""
+    """Return a keeper, its ledger and sessions a, b, ... with prompts of the given lengths, which
+    all begin alike. The sessions opened in this order, and each has had one pass if it has room."""
     sessions: dict[str, VerifySession] = {}
     wanted = replace(REQUEST, sampling=SamplingParams(max_tokens=50), run_ahead=RunAhead.ALWAYS)
     ledger = BlockLedger(CacheShape(blocks, SIZE))
@@ -517,35 +519,36 @@ def test_the_gone_lose_their_blocks_first_then_those_who_wait_then_the_newest() 
     assert keeper.evicted == ["d", "c", "b", "e"]
     assert [sessions[key].cache_length for key in "bcde"] == [0, 0, 0, 0]
     sessions["a"].cache_length = 20
-    assert keeper.rows_for("a", 1, (), 0, 3.0) == 0  # nobody is left
+    assert keeper.rows_for("a", 1, (), 0, 3.0) == 0  # no session remains
 
 
 def test_guesses_cost_nobody_a_block() -> None:
     keeper, _, _ = _world(4, 4, blocks=4)
     assert keeper.rows_for("a", 100, (), 0, 1.0) == 8  # the two free blocks
-    assert keeper.rows_for("a", 100, (), 1, 1.0) == 4  # one is left to who may still join
+    # one is kept for sessions that may still join
+    assert keeper.rows_for("a", 100, (), 1, 1.0) == 4
     assert keeper.evictions == 0
 
 
 def test_an_eviction_frees_only_what_nobody_else_holds() -> None:
     keeper, ledger, sessions = _world(9, 9, 9, blocks=6, share=True)
     assert [ledger.held_count(key) for key in "abc"] == [3, 3, 3]
-    assert ledger.free_count == 1  # two blocks are everybody's
+    assert ledger.free_count == 1  # two blocks are shared by all
     sessions["a"].cache_length = 12
     assert keeper.rows_for("a", 8, (), 0, 1.0) == 4
     assert ledger.reserve("a", 16)
     ledger.trim("c", 8)
-    assert ledger.reserve("a", 20)  # by what c has let go
-    assert not keeper._make_room("a", 25, (), 1.0)  # two more are not to be had from anybody
+    assert ledger.reserve("a", 20)  # uses the blocks that c released
+    assert not keeper._make_room("a", 25, (), 1.0)  # no session can give two more
     assert keeper.evicted == []
     assert keeper._make_room("a", 24, (), 1.0)
-    assert keeper.evicted == ["b"]  # and not c, which is newer but has nothing of its own
+    assert keeper.evicted == ["b"]  # c is newer but has no blocks of its own
     assert sessions["c"].cache_length > 0
 
 
 def test_a_shared_block_cannot_be_written_and_one_with_two_holders_not_published() -> None:
     keeper, _, sessions = _world(9, blocks=6, share=True)
-    sessions["a"].cache_length = 7  # behind what is published
+    sessions["a"].cache_length = 7  # beyond the published part
     with pytest.raises(AssertionError, match="a shared block would be written"):
         keeper.reserve("a", 12)
     ledger = BlockLedger(CacheShape(4, SIZE))

@@ -1,10 +1,10 @@
-"""The link model: each stage with exact figures, then what has to hold for all of them.
+"""The link model: each stage with exact figures, then invariants of all stages.
 
 Figures: 1000 bytes at 8 Mbit/s take 1 ms to serialise. Oracle of a queue's slots: capacity
 integrated in small steps, and a plain list of intervals that is searched from the front for each
-message. The property is conservation: what was sent through a queue by any time is at most what its
-capacity adds up to by then. A queue that gives each link the full rate, and one that forgets what
-it has taken, must fail it.
+message. The property is conservation: the bytes sent through a queue by any time are at most the
+sum of its capacity until then. A queue that gives each link the full rate, and one that forgets its
+reservations, must fail it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ SCHEDULES: dict[Any, Any] = {
             ((0.0, 1000, 0.051), (0.0, 1000, 0.052), (0.01, 2000, 0.062)),
         ),
         ({"overhead_bytes": 500}, 8000000.0, ((0.0, 500, 0.001), (0.0, 0, 0.0015))),
-        # It leaves before an outage, would be cut off in the middle, and waits.
+        # The first message leaves before an outage; the second would be cut off in the middle, and
+        # waits.
         (
             {"one_way_s": 0.05, "outages_s": ((0.1, 0.3), (0.3, 0.4), (9.0, 10.0))},
             8000000.0,
             ((0.09, 1000, 0.141), (0.0995, 1000, 0.451), (0.2, 1000, 0.452), (0.5, 1000, 0.551)),
         ),
-        # A late message holds up those behind it.
+        # A late message delays the later ones.
         ({"schedule": "late first"}, None, ((0.9, 10, 1.4), (1.0, 10, 1.4), (1.5, 10, 1.51))),
         (
             {"outage_schedule": "twice", "schedule_offset_s": 3.0},
@@ -65,14 +66,14 @@ SCHEDULES: dict[Any, Any] = {
             ((0.5, 1, 0.5), (1.5, 1, 2.0), (8.5, 1, 9.0), (21.2, 1, 22.0)),
         ),
         ({"outage_schedule": "twice", "outages_s": ((2.0, 3.0),)}, None, ((1.5, 1, 3.0),)),
-        # One that just fits between two outages, and one that is longer than any gap.
+        # One message just fits between two outages, and one is longer than any gap.
         ({"outage_schedule": "half"}, 8.0, ((0.0, 1, 1.0), (9.0, 3, 17.0))),
     ],
 )
 def test_one_link(
     settings: dict[str, Any], rate: float | None, messages: list[tuple[float, int, float]]
 ) -> None:
-    """``messages``: when, of how many bytes, and when it arrives."""
+    """Each entry of ``messages`` holds the send time, the size in bytes and the arrival time."""
     known = {name: SCHEDULES.get(value, value) for name, value in settings.items()}
     model = LinkModel(LinkSettings(**known), SharedQueue(rate) if rate else None)
     for now_s, size_bytes, arrival_s in messages:
@@ -134,7 +135,7 @@ def test_a_lost_message_is_late_by_a_retransmission_and_never_missing() -> None:
     delays = [model.arrival(10.0 * n, 100) - 10.0 * n for n in range(4000)]
     late = [delay for delay in delays if delay > 0.011]
     assert len(late) == pytest.approx(400, rel=0.15)
-    # Nothing follows within ten seconds, so it is the timeout: a round trip and 200 ms.
+    # Nothing follows within ten seconds, so the timeout counts: a round trip and 200 ms.
     assert min(late) == pytest.approx(0.01 + 0.02 + MIN_TIMEOUT_S)
     twice = [delay for delay in late if delay > 0.4]
     assert min(twice) == pytest.approx(0.01 + 3 * (0.02 + MIN_TIMEOUT_S))
@@ -142,21 +143,22 @@ def test_a_lost_message_is_late_by_a_retransmission_and_never_missing() -> None:
 
 
 def mean_added_s(gap_s: float, loss: float, rtt_s: float) -> float:
-    """To the one-way delay of messages that come so often, head-of-line blocking included."""
+    """Return the mean delay that losses add to the one-way delay of messages at intervals of
+    ``gap_s``, head-of-line blocking included."""
     model = LinkModel(LinkSettings(one_way_s=rtt_s / 2, loss=loss, seed=11))
     times_s = [gap_s * number for number in range(60_000)]
     return statistics.fmean(model.arrival(time_s, 60) - time_s for time_s in times_s) - rtt_s / 2
 
 
 def blocked_s(wait_s: float, gap_s: float, loss: float) -> float:
-    """The same by hand: what is sent while a lost message is waited for is as late as it."""
+    """Compute the same by hand: messages sent while a lost one is awaited are as late as it is."""
     count = math.ceil(wait_s / gap_s)
     return loss * sum(wait_s - index * gap_s for index in range(count))
 
 
 def test_a_sender_that_goes_on_finds_a_loss_with_its_next_packet() -> None:
-    """1 % loss, 20 ms RTT, a message every 8 ms: RACK adds 0.6 ms, three duplicate
-    acknowledgements would add 1.4, and a timeout for every loss 25."""
+    """With 1 % loss, 20 ms RTT and a message every 8 ms, RACK adds 0.6 ms. Three duplicate
+    acknowledgements would add 1.4 ms, and a timeout for every loss 25 ms."""
     added_s = mean_added_s(0.008, 0.01, 0.020)
     assert added_s == pytest.approx(blocked_s(0.020 + 0.008, 0.008, 0.01), rel=0.15)
     assert blocked_s(0.020 + 3 * 0.008, 0.008, 0.01) == pytest.approx(0.0014, rel=0.05)
@@ -171,7 +173,7 @@ def test_serialisation_integrates_over_the_capacity() -> None:
     queue = SharedQueue(STEPS)
     assert queue.serialisation_s(0.0, 1000) == pytest.approx(1 * MS)
     assert queue.serialisation_s(0.012, 1000) == pytest.approx(4 * MS)
-    # Half of it at the one rate, half of it at the other.
+    # Half is sent at the first rate, half at the second.
     assert queue.serialisation_s(0.0095, 1000) == pytest.approx(0.5 * MS + 2 * MS)
     # A period holds 10 + 5 + 40 kB; three of them and 10 kB more end 10 ms into the fourth.
     assert queue.serialisation_s(0.0, 3 * 55_000 + 10_000) == pytest.approx(0.160)
@@ -184,8 +186,8 @@ Sends = list[tuple[int, int, int]]
 def overfull(
     build: Callable[[], SharedQueue], capacity: float | CapacitySchedule, sends: Sends
 ) -> float:
-    """The bytes by which three links together exceed what the queue can carry, at the worst;
-    above 0 means that the queue made capacity up. Propagation is 0, so arrivals are departures."""
+    """Return the most bytes by which three links together exceed the queue's capacity. A value
+    above 0 means that the queue invented capacity. Propagation is 0, so arrivals are departures."""
     queue = build()
     links = [LinkModel(LinkSettings(outages_s=((0.02, 0.03 + 0.1 * n),)), queue) for n in range(3)]
     now_s, slots = 0.0, []

@@ -1,9 +1,10 @@
-"""A draft's memory.
+"""The memory plan and the memory guard of a draft.
 
-Oracles of the planner: properties that any plan must have (within the budget, the sum of its
-terms), the worked numbers of the docstrings, and the refusal's own figure, which must be enough. Of
-the guard: a model of a process whose resident memory is what others hold plus the rows that the
-draft holds; it must stay below the budget whenever that can be done, and the draft must come back.
+Oracles of the planner: properties that any plan must have (within the budget, equal to the sum of
+its terms), the worked numbers of the docstrings, and the refusal's own figure, which must be
+enough. Oracle of the guard: a process model whose resident memory is the memory of others plus the
+rows of the draft. It must stay below the budget whenever that is possible, and the draft must come
+back.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def test_the_worked_numbers_of_the_terms() -> None:
 
 
 def test_a_tight_budget_trades_and_says_so() -> None:
-    """Float32 has to give up most of its window; int8 fits with more of it into as much."""
+    """Float32 has to give up most of its window; int8 fits with more of it into the same budget."""
     asked = question(me.smallest_budget([LARGE], question(1)) / me.MIB + 1)
     plan, best = me.plan_memory([LARGE], asked), me.plan_without_limit([LARGE], asked)
     assert best.settings == me.DraftSettings(1024, 2, 64, 2)
@@ -119,7 +120,7 @@ MACHINE = me.MachineMemory(total=8000 * me.MIB, available=1000 * me.MIB, residen
         ("0.5gib", 536870912),
         ("1GB", 1000000000),
         ("4096KiB", 4194304),
-        # Of a machine of 8000 MiB with 1000 left, where the process has 80.
+        # The machine has 8000 MiB with 1000 free, and the process has 80.
         ("25%", 2097152000),
         ("auto", 1027604480),
     ],
@@ -130,7 +131,7 @@ def test_budgets_that_can_be_read(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("extra_mib", [0, 60, 500, 4000])
 def test_what_is_left_goes_into_further_caches(extra_mib: int) -> None:
-    """They cost the first text nothing, fit, and one more would not."""
+    """Extra caches cost the first generation nothing and fit, and one more would not fit."""
     asked = me.MemoryPlanInputs(1 << 40, 60 * me.MIB, 2, max_window=512, threads=1)
     budget = me.smallest_budget([LARGE], asked) + extra_mib * me.MIB
     alone = me.plan_memory([LARGE], replace(asked, budget_bytes=budget))
@@ -152,7 +153,7 @@ FULL = me.DraftAllowance(500, 4)
 
 
 class Process:
-    """Rows come and go at once, as the pages of ``KvBuffers`` do."""
+    """A process model whose rows come and go at once, like the pages of ``KvBuffers``."""
 
     def __init__(self) -> None:
         self.guard = me.MemoryGuard(BUDGET, MARGIN, FULL, ROW)
@@ -160,9 +161,9 @@ class Process:
         self.now = 0.0
 
     def step(self, others: int, tokens: int) -> None:
-        """A draft step that would hold ``tokens`` rows in all."""
+        """Run a draft step that would hold ``tokens`` rows in all."""
         self.now += 1.0
-        for _ in range(8):  # a driver asks before every step; here until nothing changes
+        for _ in range(8):  # a driver asks before every step; the test asks until nothing changes
             wanted = min(tokens, self.guard.current.window)
             growth = max(0, wanted - self.held) * ROW
             resident = others + self.held * ROW
@@ -190,7 +191,7 @@ def test_the_process_stays_below_the_margin_or_the_draft_rests(
 def test_it_takes_no_more_than_needed_and_in_order() -> None:
     guard = me.MemoryGuard(BUDGET, MARGIN, FULL, ROW)
     assert guard.observe(900_000, 24_000, 400, 0.0) is None
-    # 424 rows reached, 10 too many.
+    # The guard saw 424 rows, 10 too many.
     assert guard.observe(936_000, 24_000, 400, 1.0) == me.DraftAllowance(414, 4)
     assert guard.observe(2_000_000, 0, 400, 2.0) == me.DraftAllowance(me.SMALLEST_WINDOW, 4)
     assert guard.observe(2_000_000, 0, 64, 3.0) == me.DraftAllowance(me.SMALLEST_WINDOW, 1)

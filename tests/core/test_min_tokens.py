@@ -1,5 +1,8 @@
-"""``min_tokens`` as a part of the law. Oracle: the scalar specification, one token after the other,
-of logits from which the ends were taken by hand while the text is too short."""
+"""``min_tokens`` as a part of the sampling law.
+
+Oracle: the scalar specification, one token after the other, of logits from which the end tokens are
+removed by hand while the generation is too short.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The verifier's own draft model. Oracles: a text whose next token is known, a cache that is a
-plain list, and brute force for the best number of steps."""
+"""The verifier's own draft model.
+
+Oracles: a text whose next token is known, a cache that is a plain list, and brute force for the
+best number of steps.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ def token_at(position: int) -> int:
 
 
 class ListDrafter:
-    """A draft model whose caches are lists; it is right at a position where ``right`` says so, and
-    elsewhere its last choice is, if there are several."""
+    """A draft model whose caches are lists. It is right at positions where ``right`` holds;
+    elsewhere its last choice is right, if it has several."""
 
     def __init__(self, right: Callable[[int], bool], choices: int = 1) -> None:
         self.right, self.choices = right, choices
@@ -68,8 +71,8 @@ class ListDrafter:
 
 
 class SilentDrafter(ListDrafter):
-    """It is fed and guesses nothing, as a model whose every row is broken; until it is ``mended``.
-    ``fed`` are the tokens that it computed."""
+    """A draft model that consumes tokens and offers no candidates until it is ``mended``, like a
+    model with broken rows. ``fed`` counts the tokens that it computed."""
 
     fed = 0
     mended = False
@@ -84,7 +87,7 @@ class SilentDrafter(ListDrafter):
 
 
 class World:
-    """An engine, a target that says ``token_at``, and the draft model; devices acknowledge."""
+    """An engine, a target that generates ``token_at``, and the draft model; devices acknowledge."""
 
     def __init__(self, drafter: ListDrafter, limits: ee.EngineLimits = DRAFTS) -> None:
         self.drafter, self.now = drafter, 0.0
@@ -108,7 +111,7 @@ class World:
         self.pending.append(ee.StreamOpened(stream, request))
 
     def run(self) -> None:
-        """Until all texts have ended."""
+        """Run until all generations have ended."""
         pending = self.pending
         while pending:
             for action in self.engine.handle(pending.pop(0), self.now):
@@ -200,13 +203,14 @@ def test_other_choices_stand_beside_the_chain_while_they_are_worth_their_rows() 
         world.open(1)
         world.check()
     assert trees.now < 0.96 * chains.now
-    # The second of three choices is never right, and is left out in time.
+    # The second of three choices is never right, and is omitted in time.
     late = trees.passes[len(trees.passes) // 2 :]
     assert 51 not in {token for batch in late for request in batch for token in request.tokens}
 
 
 def test_a_record_offers_what_is_likely_enough() -> None:
-    """First the chain, then the others by place; of each the chance by the chain before it."""
+    """The chain comes first, then the others by place; each with its chance after the chain before
+    it."""
     chances = od.ChainChances()
     for _ in range(500):
         chances.by_confidence.add(0, -0.1, hit=True)
@@ -229,12 +233,14 @@ def test_a_record_offers_what_is_likely_enough() -> None:
 
 
 def test_a_step_that_is_longer_than_a_pass_is_tried_as_much_more_seldom() -> None:
-    """Passes of 25 ms, steps of 100: after 4 * ``PROBE_EVERY`` passes, not after each of them."""
+    """Passes take 25 ms and steps 100: a step is tried every 4 * ``PROBE_EVERY`` passes, not after
+    each pass."""
     world = World(ListDrafter(lambda at: True))
     world.step_s = 0.1
     world.open(1)
     world.check()
-    first, before = world.drafter.steps, len(world.passes)  # the first round knew no step's length
+    # the first round did not have any step's length
+    first, before = world.drafter.steps, len(world.passes)
     for stream in range(2, 10):
         world.open(stream)
         world.check()
@@ -269,8 +275,8 @@ def test_a_sequence_without_room_is_fed_anew_once_there_is_some() -> None:
 
 
 def test_a_draft_model_that_gives_no_guess_costs_little_and_is_told_of_once() -> None:
-    """Oracle: in the texts of one session after another, the tokens fed are at most a few times
-    those of one text; without a rest each pass would feed the whole text."""
+    """Oracle: over the generations of one session after another, the tokens fed are at most a few
+    times those of one text. Without a rest, each pass would feed the whole text."""
     drafter = SilentDrafter(lambda at: True)
     world = World(drafter)
     for stream in range(1, 9):
@@ -367,7 +373,8 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
 def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
     text: Sequence[int], path: Sequence[int], depth: int, least: float, found: Sequence[int]
 ) -> None:
-    """Not behind a path that is too unlikely, nor deeper than the text can go."""
+    """Forced tokens are omitted after a path that is too unlikely, and deeper than the text
+    can go."""
     grammar = Automaton(({5: 1}, {7: 2, 9: 2}, {3: 3}, {4: 4}, {}), frozenset())
     sampling = SamplingParams(constraint=grammar.constraint())
     request = Open("s", "", "", (1, 2), sampling=sampling)
@@ -380,7 +387,7 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
 
 
 def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
-    """The same limit, and what comes after it changes nothing any more."""
+    """The round has the limit of a pass, and a late result changes nothing any more."""
     limits = ee.EngineLimits(drafter=True, stuck_pass_s=30.0)
     engine = VerifyEngine(ModelInfo("big", "", 50, 4096), Limits(), limits, contain=False)
     request = Open("s", "", "", (3, 10), sampling=SamplingParams(max_tokens=TOKENS))
@@ -394,7 +401,7 @@ def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
         actions = engine.handle(ee.Poll(), now)
     assert now >= 30.0
     assert _only(actions, ee.GiveUp)
-    assert _only(actions, ee.SendTo)  # the device hears of it
+    assert _only(actions, ee.SendTo)  # the device receives the fault
     assert engine.handle(od.DraftRound(drafts).result(), now) == ()
 
 
@@ -465,7 +472,8 @@ def test_the_length_of_a_chain_is_the_best_one() -> None:
 def test_a_round_stops_near_the_best_length(
     rate: float, sessions: int, step_s: float, row_s: float, least: float
 ) -> None:
-    """Of guesses whose confidence says nothing; a little too soon, for those that miss."""
+    """The candidates' confidence is uninformative. The round stops a little early, to allow for
+    misses."""
     chances = CalibratedChances()
     starts = tuple(
         od.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, 1, chances, 1.0)
@@ -493,7 +501,7 @@ def test_a_round_stops_near_the_best_length(
 def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take(
     waiting_per_decoding: float, pass_s: float, steps: int
 ) -> None:
-    """A step of 8 ms costs 0.32 of a token, so the first has to bring 0.35 and brings 0.9. The
+    """A step of 8 ms costs 0.32 of a token. The first step has to bring 0.35 and brings 0.9. The
     fifth has to bring 0.66 and would bring 0.59."""
     start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
     times = od.RoundTimes(pass_s, 0.008, 0.0, 0.0, 512, waiting_per_decoding)
@@ -506,9 +514,9 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
 
 @pytest.mark.parametrize(("device_tokens", "steps"), [(0.0, 13), (6.0, 7), (9.4, 0)])
 def test_a_quick_device_makes_a_step_dear(device_tokens: float, steps: int) -> None:
-    """A step of 4 ms beside passes of 40 ms costs 0.10 of a token, 0.60 beside a device that
-    adds 6 tokens to a pass (with the margin 0.69, and 0.95**7 is 0.70), and 0.94 beside one that
-    adds 9.4."""
+    """A step of 4 ms beside passes of 40 ms costs 0.10 of a token. Beside a device that adds 6
+    tokens to a pass it costs 0.60 (0.69 with the margin, and 0.95**7 is 0.70), beside one that adds
+    9.4 it costs 0.94."""
     start = od.ChainStart(
         *(DraftStep("s", 0, (1,)), 1.0, 0.95, 16, 1, CalibratedChances(), 1.0),
         device_tokens=device_tokens,
@@ -535,7 +543,7 @@ def inbox(prefix: CommittedPrefix, history: DraftHistory) -> DraftInbox:
 
 
 def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
-    """A device answers each miss after 30 ms with ten places, of which the first are right."""
+    """A device answers each miss after 30 ms with ten places, and the first ones are right."""
     history, now = DraftHistory(), 0.0
     for _ in range(3):
         prefix = CommittedPrefix((1, 2))
@@ -567,7 +575,7 @@ def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
 
 @pytest.mark.parametrize(("rate", "steps"), [(0.9, 1), (0.7, 1), (0.35, 3), (0.01, 16)])
 def test_a_better_server_model_matches_a_draft_in_fewer_steps(rate: float, steps: int) -> None:
-    """A device of which nothing is known: one place, taken to be right with 0.5 here."""
+    """Nothing is known of the device: one place, assumed to be right with 0.5."""
     drafts = inbox(CommittedPrefix((1, 2)), DraftHistory())
     drafts._acceptance.rates[0] = 0.5
     assert drafts.count_matching_steps(rate, 16) == steps
@@ -600,7 +608,7 @@ def test_a_round_that_prompts_wait_for_is_short() -> None:
 @pytest.mark.parametrize(("others", "fed"), [(0, 0), (30, 2)])
 def test_prompts_are_fed_for_the_steps_that_all_will_share(others: int, fed: int) -> None:
     """A step of 2.5 ms beside passes of 25 ms costs a tenth of what the pass brings: 0.2 for each
-    of two sessions alone, 0.1 with 30 more of one token each."""
+    of two sessions alone, and 0.1 with 30 more that bring one token each."""
     step = DraftStep("s", 0, tuple(range(40)), guess=False)
     start = od.ChainStart(step, 0.25, 0.7, 16, 40, CalibratedChances(), 2.0)
     times = od.RoundTimes(0.025, 0.0025, 0.0, 0.0, 512)
@@ -609,7 +617,8 @@ def test_prompts_are_fed_for_the_steps_that_all_will_share(others: int, fed: int
 
 
 def test_a_record_knows_what_the_models_cache_holds() -> None:
-    """Whatever is committed, drafted and refused, the cache is the text's when it is asked."""
+    """Whatever was committed, drafted and rejected, the cache equals the text when it is
+    queried."""
     dice = random.Random(3)
     for _ in range(200):
         record, text, cache = od.ChainRecord(od.ChainChances()), [1, 2], list[int]()

@@ -1,6 +1,8 @@
-"""Draft policies and what they learn, asked directly. Oracle: brute force for the best draft
-length; for the rest the rules and formulas of each policy
-as its docstring states them, on hand-made trees."""
+"""Draft policies and their learned estimates, called directly.
+
+Oracle: brute force for the best draft length; otherwise the rules and formulas in each policy's
+docstring, on hand-made trees.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ def _view(
     prefix_length: int = 2,
     commit_tokens: int = 2,
 ) -> DraftView:
-    """Node i + 1 hangs on ``parents[i]``; the first ``in_flight`` nodes have been sent. Every
-    20 ms two tokens come."""
+    """Return a view in which node i + 1 hangs on ``parents[i]``, and the first ``in_flight`` nodes
+    have been sent. Two tokens arrive every 20 ms."""
     tree = SpeculationTree(CommittedPrefix((1,) * prefix_length))
     for index, parent in enumerate(parents):
         rank = ranks[index] if ranks else 0
@@ -76,14 +78,15 @@ def _view(
 
 
 def _guessed(*logprobs: float, decoding: bool = True, **world: Any) -> DraftView:
-    """A chain of nodes with these log-probabilities. Passes and commits take 25 ms, steps 10."""
+    """Return a view with a chain of nodes with these log-probabilities. Passes and commits take 25
+    ms, steps 10 ms."""
     world = {"rtt_s": 0.02, "commit_s": 0.025 if decoding else 0.1, **world}
     chain = tuple(range(len(logprobs)))
     return _view(*chain, logprobs=logprobs, pass_s=0.025, commit_tokens=1, **world)
 
 
 def _expected_tokens(rate: float, gamma: int) -> float:
-    """Accepted tokens and the one after them, summed over where the first miss may be."""
+    """Sum the accepted tokens and the one after them over all places of the first miss."""
     missed_after = [rate**length * (1 - rate) * (length + 1) for length in range(gamma)]
     return sum(missed_after) + rate**gamma * (gamma + 1)
 
@@ -120,18 +123,20 @@ def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
 
 
 def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any) -> bool:
-    """Whether a device that gathers holds a node back: passes of 20 ms, steps of 2 ms, 5 ms to the
-    verifier and back."""
+    """Return whether a device that gathers holds a node back. Passes take 20 ms, steps 2 ms, and
+    the round trip to the verifier 5 ms."""
     world = {"step_s": 0.002, "rtt_s": 0.005, **world}
     view = replace(_view(*CHAIN, in_flight=in_flight, **world), since_commit_s=since_commit_s)
     return not WindowedPolicy(gather=0.1).should_send(view)
 
 
 def test_drafts_gather_until_the_next_pass_is_near() -> None:
-    """What leaves within 20 - 5 = 15 ms of a commit is in the next pass. Held back until a step and
-    a tenth of a pass before: 15 - 2 - 2 = 11 ms. A verifier that is far has a later pass."""
+    """A node that leaves within 20 - 5 = 15 ms of a commit is in the next pass. It is held back
+    until a step and a tenth of a pass before that: 15 - 2 - 2 = 11 ms. A distant verifier has a
+    later pass."""
     assert [_waits(since / 1e3) for since in (0, 5, 10, 12, 14)] == [True, True, True, False, False]
-    assert [_waits(since / 1e3) for since in (16, 30, 32)] == [True, True, False]  # the one after
+    # the pass after that
+    assert [_waits(since / 1e3) for since in (16, 30, 32)] == [True, True, False]
     for rtt_s in (0.025, 0.045, 0.205):
         assert [_waits(since, rtt_s=rtt_s) for since in (0.005, 0.013)] == [True, False]
 
@@ -140,7 +145,7 @@ def test_drafts_do_not_gather_when_somebody_may_wait_for_them() -> None:
     assert _waits()
     assert not _waits(in_flight=0)
     assert not _waits(None)
-    assert not _waits(pass_s=0.018)  # commits come every 20 ms: the verifier waited in between
+    assert not _waits(pass_s=0.018)  # commits come every 20 ms, so the verifier waited in between
     view = replace(_view(*CHAIN, in_flight=1, rtt_s=0.005), since_commit_s=0.0, resting=True)
     assert WindowedPolicy(gather=0.1).should_send(view)
     nothing = replace(view, unsent=0, in_flight=len(CHAIN))
@@ -157,7 +162,7 @@ def test_windowed_sends_everything_at_once_and_stops_at_its_window() -> None:
 
 
 def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
-    # Node 1 (rank 0) leads its sibling 2; behind 1 lie 3 and 4: 0.7, 0.1, 0.49, 0.07.
+    # Node 1 (rank 0) leads its sibling 2; its children 3 and 4 follow: 0.7, 0.1, 0.49, 0.07.
     policy = WindowedPolicy(2)
     assert policy.choose_parent(_view(0, 0, ranks=(0, 1))) == 1
     view = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1))
@@ -173,12 +178,13 @@ def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
         # 0.7 ** 3 = 0.34
         ({"least_chance": 0.3}, 3, {}, 3),
         ({"least_chance": 0.4}, 3, {}, None),
-        # It guesses wildly while a long pass runs: 0.7 ** 10 = 0.028 against 0.1 * 0.01 / 0.03.
+        # The draft guesses wildly while a long pass runs: 0.7 ** 10 = 0.028 against 0.1 * 0.01 /
+        # 0.03.
         ({"least_chance": 0.05, "step_price": 0.1}, 10, {"pass_s": 0.03, "row_s": 0.0}, None),
         ({"least_chance": 0.05, "step_price": 0.1}, 10, {"pass_s": 0.04, "row_s": 0.0}, 10),
-        # Rows may be dear, for all it knows.
+        # The policy has no price of a row, so rows may be expensive.
         ({"least_chance": 0.05, "step_price": 0.1}, 10, {"pass_s": 0.04}, None),
-        # A token takes 10 ms; behind a chain of 0.34 a step hits with 0.7: 0.23 / 0.7 = 0.33.
+        # A token takes 10 ms. After a chain of 0.34, a step is right with 0.7: 0.23 / 0.7 = 0.33.
         ({}, 3, {"row_s": 0.0023}, 3),
         ({}, 3, {"row_s": 0.0025}, None),
     ],
@@ -214,7 +220,7 @@ def test_nobody_drafts_without_room_or_past_the_end_or_sends_nothing(policy: Dra
 
 
 def test_goodput_goes_on_where_a_node_is_in_time() -> None:
-    """A verifier that waits for drafts: each node is in time, so a step saves what it hits."""
+    """The verifier waits for drafts, so each node is in time, and a step saves its hits."""
     for logprobs, leaf in (((), ROOT), ((-0.1,), 1)):
         view = _guessed(*logprobs, rate=0.8, decoding=False)
         rate = view.estimates.acceptance.rate(0)
@@ -223,8 +229,8 @@ def test_goodput_goes_on_where_a_node_is_in_time() -> None:
 
 
 def test_goodput_counts_the_steps_that_only_catch_up() -> None:
-    """RTT 20 ms, steps 10, passes 25: a node drafted now comes after ceil(30 / 25) = 2 tokens; the
-    second after ceil(40 / 25) = 2, the third too, and it is in time."""
+    """RTT 20 ms, steps 10, passes 25. A node drafted now arrives after ceil(30 / 25) = 2 tokens,
+    and the second after ceil(40 / 25) = 2. The third also arrives after 2, and is in time."""
     view = _guessed(rate=0.8)
     rate = view.estimates.acceptance.rate(0)
     gains = [sum(rate**j for j in range(3, k + 1)) / k for k in range(3, 25)]
@@ -239,8 +245,9 @@ def test_goodput_counts_the_steps_that_only_catch_up() -> None:
 
 
 def test_before_the_first_pass_a_draft_is_as_quick_as_what_opened_the_stream() -> None:
-    """Steps of 10 ms, passes of 25 and a round trip of 200 ms: what is drafted at once comes 10 ms
-    behind the ``Open``, within the first pass; the later, the more has been decoded."""
+    """Steps take 10 ms, passes 25 and a round trip 200 ms. A node drafted at once arrives 10 ms
+    after the ``Open``, within the first pass. The later it is, the more tokens have been decoded.
+    """
     policy, view = goodput_policy.GoodputPolicy(1), _guessed(rate=0.5, rtt_s=0.2)
     assert policy.best_leaf(view)[1] < policy.min_gain
     opening = [replace(view, since_open_s=since_s) for since_s in (0.0, 0.015, 0.19)]
@@ -250,8 +257,8 @@ def test_before_the_first_pass_a_draft_is_as_quick_as_what_opened_the_stream() -
 
 
 def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
-    """At 0.2 and a round trip of 200 ms no step saves anything; one guess in eight positions keeps
-    the acceptance rate known, and is not sent."""
+    """At a rate of 0.2 and a round trip of 200 ms no step saves anything. One guess in eight
+    positions keeps the acceptance rate known, and is not sent."""
     policy, far = goodput_policy.GoodputPolicy(1), cast(Any, {"rate": 0.2, "rtt_s": 0.2})
     asked = {n: policy.choose_parent(_guessed(prefix_length=n, **far)) for n in range(8, 40)}
     assert [n for n, node in asked.items() if node == ROOT] == [8, 16, 24, 32]
@@ -262,9 +269,9 @@ def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
 
 
 def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
-    """Two guesses at the root, 1 and 2, held for so likely that the first is right at 0.45 and the
-    second at 0.4, and behind the first one two of which nobody is sure. By rank alone the chain's
-    end has 0.8 * 0.8; by confidence it has 0.45 * 0.45, and the second choice at the root 0.4."""
+    """Two guesses 1 and 2 hang on the root, right with 0.45 and 0.4 by the draft's confidence, and
+    two uncertain ones follow the first. By rank alone the chain's end has 0.8 * 0.8. By confidence
+    it has 0.45 * 0.45, and the second choice at the root has 0.4."""
     view, first, second = _guessed(rate=0.8, decoding=False), math.log(0.35), math.log(0.3)
     for trial in range(2000):
         view.estimates.guesses.alone.add(0, first, hit=trial % 20 < 9)
@@ -352,8 +359,8 @@ def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
 
 
 def _held(nodes: int, **world: Any) -> bool:
-    """Whether a device with nothing in flight adds to its chain before it sends it. Rates of 0.8,
-    a commit came just now, 0.5 ms to the verifier and back."""
+    """Return whether a device with nothing in flight extends its chain before it sends it. Rates
+    are 0.8, a commit has just arrived, and the round trip to the verifier takes 0.5 ms."""
     view = _view(*range(nodes), **{"rtt_s": 0.0005, **world})
     view.estimates.acceptance.rates[0] = 0.8
     for node in view.tree.nodes.values():
@@ -363,8 +370,8 @@ def _held(nodes: int, **world: Any) -> bool:
 
 
 def _miss_s(nodes: int, pass_s: float, step_s: float) -> float:
-    """The time until the next miss is found, by the sum: a chain, then passes of which each but
-    the first begins with what was drafted in the one before."""
+    """Return the time until the next miss is found, as a sum: a chain, then passes that each begin
+    (but for the first) with the nodes drafted during the one before."""
     passes = 1.0 + sum(math.pow(0.8, nodes + more * pass_s / step_s) for more in range(1000))
     return nodes * step_s + passes * pass_s
 
@@ -430,8 +437,9 @@ def test_no_round_trip_is_longer_than_the_greeting() -> None:
 
 
 def test_a_text_begins_with_what_the_one_before_found_out() -> None:
-    """A verifier whose commits have six tokens every 45 ms is past a draft of 8 ms a step. Nothing
-    is known of the first; of the second everything, also that the draft is often right."""
+    """The verifier commits six tokens every 45 ms, so it is past a draft of 8 ms per step. The
+    first generation has no estimates. The second one inherits all, also the good acceptance rate.
+    """
     known, learned = est.VerifierEstimates(), est.Learned()
     steps = []
     for _ in range(2):

@@ -1,8 +1,8 @@
-"""A prompt that is being read counts as progress, from the verifier's passes to the device's
-patience.
+"""Prefill progress, from the verifier's passes to the device's patience: a prompt that is being
+computed counts as progress.
 
-Oracle: virtual times and counts by hand; a device of before, which knows nothing of the field, is
-one whose messages arrive without it.
+Oracle: virtual times and counts by hand. An old device, which does not support the field, is one
+whose messages arrive without it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ GREETED = replace(GREETING, position=7_000)
 
 
 class OldStream(Stream):
-    """Its device knows nothing of the field."""
+    """A stream whose device does not support the field."""
 
     def send_down(self, message: Downlink) -> None:
         super().send_down(replace(message, read=0) if isinstance(message, Commit) else message)
 
 
 def read_on(session: DraftSession, count: int, now: float) -> ev.DraftAction | None:
-    """What ends the session at its deadlines until then, or with this message."""
+    """Run the session past its deadlines; return the action that ends it, or that follows this
+    message."""
     while session.deadline is not None and session.deadline <= now:
         for action in session.handle(ev.Tick(), session.deadline):
             if isinstance(action, ev.Fail):
@@ -65,7 +66,7 @@ def test_a_device_waits_as_long_as_its_prompt_is_read() -> None:
     "counts", [[0], [512], [512, 256, 512, 128], [1 << 31]], ids=["none", "same", "again", "beyond"]
 )
 def test_a_verifier_that_reads_nothing_more_makes_no_progress(counts: list[int]) -> None:
-    """Nor does one that reads again what it has lost, or that says what cannot be."""
+    """Computing lost rows again is no progress either, nor is an impossible count."""
     session, last = streaming(request=LONG, limits=WIDE, greeting=GREETED), None
     for step in range(1, 40):
         last = read_on(session, counts[step % len(counts)], 20.0 * step)
@@ -105,7 +106,7 @@ def test_a_verifier_says_how_much_it_has_read_and_not_too_often() -> None:
 
 @pytest.mark.parametrize("device_knows", [True, False])
 def test_a_prompt_that_takes_longer_than_the_patience_of_a_device(device_knows: bool) -> None:
-    """A device that does not know of the field gives up as before."""
+    """A device that does not support the field gives up as before."""
     queue, model = EventQueue(), ToyModel(vocabulary_size=16, order=2, seed=3)
     target, drafter = ToyTarget(model), ToyDrafter(model)
     request = Open("s", "", "", (1,) * 400, sampling=SamplingParams(max_tokens=3), drafting=False)

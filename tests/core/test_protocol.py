@@ -1,9 +1,10 @@
-"""What both sides of a link share: the speculation tree, estimates, messages and their sizes; and
-what cannot be, which is refused by name (``refusals.txt``).
+"""The shared parts of both ends of a link: the speculation tree, estimates, messages and their
+sizes; and impossible values, which are refused by name (``refusals.txt``).
 
-Oracle of the tree: a set of whole texts. Each guess is the full text it stands for: alive when it
-is longer than the committed text and begins with it; a repeat, an unknown parent or another text is
-stale. Of a drafter's cache: one that really holds tokens. Of sizes: the codec's own bytes.
+Oracle of the tree: a set of whole texts. Each guess is the full text that it stands for. It is
+alive if it is longer than the committed text and begins with it; a repeat, an unknown parent or
+another text is stale. Oracle of a drafter's cache: one that really holds tokens. Oracle of sizes:
+the codec's own bytes.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def _tree(*tokens: int) -> SpeculationTree:
 
 
 def test_a_node_that_found_no_parent_may_come_again_behind_it() -> None:
-    """A verifier had no room for node 2, so node 3 found no parent; the device sends both again
-    when there is room. Once node 3 had used its id up, node 2 was a repeat, for ever."""
+    """A verifier had no room for node 2, so node 3 had no parent, and the device sends both again
+    later. If node 3 had used up its id, node 2 would be taken as a repeat for ever."""
     tree = _tree()
     assert tree.grow(1, 0, 4, 2) is GrowResult.ALIVE
     assert tree.grow(3, 2, 5, 0) is GrowResult.STALE
@@ -175,13 +176,13 @@ def test_a_slope_is_that_of_least_squares() -> None:
     xs, ys = (0.0, 4.0, 1.0, 6.0, 3.0, 2.0, 5.0, 3.0), (9.0, 1.0, 8.0, 0.0, 2.0, 5.0, 2.0, 4.0)
     slope, flat = SlopeEstimator(), SlopeEstimator()
     for x, y in zip(xs, ys, strict=True):
-        assert slope.get() is None  # too few
+        assert slope.get() is None  # too few samples
         slope.add(x, y)
         flat.add(4.0, y)
     mean_x, mean_y = sum(xs) / 8, sum(ys) / 8
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     assert slope.get() == pytest.approx(covariance / sum((x - mean_x) ** 2 for x in xs))
-    assert flat.get() is None  # what does not vary has none
+    assert flat.get() is None  # constant values have no slope
 
 
 def test_acceptance_is_a_weighted_count() -> None:
@@ -195,7 +196,7 @@ def test_acceptance_is_a_weighted_count() -> None:
 
 
 def test_a_source_that_is_never_right_is_taken_for_that() -> None:
-    """A prior of 0.9 is forgotten, and no estimate is 0: chances are divided by it."""
+    """A prior of 0.9 is forgotten, and no estimate becomes 0, because chances are divided by it."""
     ranks, one, text = AcceptanceEstimator(), DecayedRate(0.98, 12.0), TextChances()
     for _ in range(400):
         ranks.add(None, offered=1)
@@ -228,7 +229,7 @@ def test_two_rhythms() -> None:
     arrivals.on_useful_draft(3.25)
     assert arrivals.expected_at() == pytest.approx(3.75)
     arrivals.on_miss(4.0)
-    arrivals.on_miss(9.0)  # the first one counts: the device hears of that
+    arrivals.on_miss(9.0)  # the first miss counts, for the device learns of that one
     assert arrivals.expected_at() == pytest.approx(4.25)
 
 
@@ -254,7 +255,7 @@ def hot_messages(seed: int) -> list[m.Message]:
     count = dice.randrange(0, 9)
     first = dice.randrange(1, 40_000)
     parents = tuple(dice.choice((0, first + i - 1, first + i - 1)) for i in range(count))
-    if count and dice.random() < 0.3:  # a chain behind the node before it
+    if count and dice.random() < 0.3:  # extend the chain of the previous node
         parents = tuple(first + i - 1 for i in range(count))
     tokens = tuple(dice.randrange(1 << dice.randrange(1, 17)) for _ in range(count))
     based = 0 in parents
@@ -314,7 +315,7 @@ ASKED = Open("s", "big", "words-1", (1, 2, 3), sampling=SamplingParams(max_token
 
 
 def why_not(**changes: Any) -> str:
-    """The fault for a request that differs so from one that is taken."""
+    """Return the fault for a valid request with these changes."""
     if "sampling" in changes:
         changes["sampling"] = replace(ASKED.sampling, **changes["sampling"])
     fault = refuse_open(

@@ -1,6 +1,8 @@
-"""What a pass takes along: the price of a row from the verifier to the device's drafts, long
-prompts beside sessions that decode, and when a pass without a draft may start. Oracle: chances and
-formulas by hand, and the rows of the passes."""
+"""The price of a row, from the verifier to the device's drafts; long prompts beside sessions that
+decode; and when a pass without a draft may start.
+
+Oracle: chances and formulas by hand, and the rows of the passes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def commit(position: int, row_price: int | None = None, credit: int | None = Non
 
 
 def drafted(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[int]:
-    """The widths of the steps until the session rests; each finds new tokens."""
+    """Return the widths of the steps until the session rests; each step finds new tokens."""
     widths: list[int] = []
     while started := [action for action in actions if isinstance(action, StartStep)]:
         (step,) = started
@@ -51,8 +53,8 @@ def fresh(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAct
 
 
 def test_no_node_is_drafted_below_the_price() -> None:
-    """The rates start at 0.7 and 0.1: chains of 0.7, 0.49 and 0.343 are worth 0.3, siblings not;
-    0.7 * 0.1 is below 0.08."""
+    """The rates start at 0.7 and 0.1. Chains of 0.7, 0.49 and 0.343 are worth 0.3, siblings are
+    not; 0.7 * 0.1 is below 0.08."""
     widths = {price: drafted(*fresh(RowPrice(price))) for price in (0.3, 0.5, 0.71, 0.08)}
     assert (widths[0.3], widths[0.5], widths[0.71]) == ([1, 1, 1], [1], [])
     assert widths[0.08][0] == 2
@@ -60,9 +62,10 @@ def test_no_node_is_drafted_below_the_price() -> None:
 
 
 def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
-    """A round trip of 200 ms, passes of 25 ms and steps of 8 ms: nine passes begin before a draft
-    arrives, (8 + 200) / 25 rounded up, so nine tokens are settled; behind them 0.65 ** 3 < 0.4.
-    What is drafted before the first pass travels with what opens the stream: one token is."""
+    """A round trip takes 200 ms, passes 25 ms and steps 8 ms. Nine passes begin before a draft
+    arrives ((8 + 200) / 25 rounded up), so nine tokens are settled, and a node after them has 0.65
+    ** 3 < 0.4. Nodes drafted before the first pass travel with the ``Open``, so only one token is
+    settled."""
     known = VerifierEstimates(RowPrice(0.4))
     session = DraftSession(
         REQUEST, WindowedPolicy(1, least_chance=0.0), RECONNECT, 1000, 0, 0, known
@@ -81,7 +84,7 @@ def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
     assert len(drafted(session, actions)) == 9 + 2
     estimates.commit_s.add(
         10.0
-    )  # the verifier waits for drafts, so none is settled before it comes
+    )  # the verifier waits for drafts, so no token is settled before they arrive
     assert session._policy.choose_parent(session._view(0, 0.0)) is None
 
 
@@ -91,7 +94,7 @@ def commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:
 
 
 def passed(engine: VerifyEngine) -> list[Commit]:
-    """The commits of a session's first passes of 20 ms."""
+    """Return the commits of a session's first passes of 20 ms."""
     requests, heard = (
         scenes.batch(engine.handle(ee.StreamOpened(1, scenes.RUNNING), 0.0)),
         list[Commit](),
@@ -120,7 +123,7 @@ def test_a_verifiers_full_price_is_told() -> None:
 
 
 def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
-    """Passes with more rows end later, and the target took the same for each."""
+    """Passes with more rows end later, but the target took the same time for each."""
     loop, target = RowPriceEstimator(), RowPriceEstimator()
     for n in range(40):
         rows = 100 + 10 * (n % 7)
@@ -132,8 +135,8 @@ def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
 
 
 def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of 20 ms began 10 ms after the commit before: 0.9 * 20 / 30. Full price would silence
-    it, and then it would wait a round trip for each token."""
+    """A pass of 20 ms began 10 ms after the previous commit: 0.9 * 20 / 30. The full price would
+    silence the device, and then it would wait a round trip for each token."""
     monkeypatch.setattr(RowPriceEstimator, "least_chance", 0.9)
     engine = scenes.new_engine()
     waits = replace(scenes.RUNNING, run_ahead=RunAhead.NEVER)
@@ -146,7 +149,7 @@ def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.M
     (request,) = scenes.batch(engine.handle(ee.StreamMessage(1, draft), 0.03))
     assert request.tokens == (7,)
     (heard,) = commits(engine.handle(scenes.done((request,)), 0.05))
-    assert (said.row_price, said.credit) == (None, None)  # nothing is known yet
+    assert (said.row_price, said.credit) == (None, None)  # no price has been measured yet
     assert (heard.row_price, heard.credit) == (600, None)
 
 
@@ -154,8 +157,9 @@ ROW_S, PASS_S = 0.002, 0.020
 
 
 def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
-    """Passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each committing one token, beside
-    so many sessions with a long prompt; none of the first eight has a guess in company."""
+    """Return a scheduler after passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each
+    committing one token. ``prompts`` sessions with a long prompt run beside them; none of the first
+    eight has a guess beside other sessions."""
     now = 0.0
     sessions: dict[str, VerifySession] = {}
 
@@ -200,10 +204,10 @@ def test_a_node_has_to_bring_more_than_its_time_does_otherwise() -> None:
 
 
 def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take() -> None:
-    """Two prompts wait beside one session that decodes; a pass feeds some rows of one of them."""
+    """Two prompts wait beside one session that decodes; a pass computes some rows of one prompt."""
     row_s = 0.0002
     scheduler = passes(row_s, count=60, prompts=2)
-    decode_s = PASS_S + 2 * row_s  # a fed token and one node, in the mean
+    decode_s = PASS_S + 2 * row_s  # the mean: a fed token and one node
     cost = row_s / decode_s * (1 + 2 / 1)
     assert scheduler.price.least_chance == pytest.approx(cost * (1 + cost), rel=0.05)
     assert scheduler.row_price == round(1000 * scheduler.price.least_chance)
@@ -231,7 +235,7 @@ def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> No
     price = RowPriceEstimator()
     assert (price.least_chance, price.least_lookup_chance) == (0.0, UNPRICED_LOOKUP_CHANCE)
     price.note_queue(1, 3)
-    assert price.least_chance == 1.0  # prompts wait, and nobody knows what a row costs them
+    assert price.least_chance == 1.0  # prompts wait, and the cost of a row to them is unknown
     for rows in (1, 40, 1, 40, 1, 40, 1, 40, 1):
         price.note_pass(rows, 0, PASS_S + rows * ROW_S)
         price.note_tokens(1)
@@ -249,8 +253,8 @@ def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> No
 def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_third(
     row_s: float,
 ) -> None:
-    """Emulated: a pass takes 20 ms and ``row_s`` for each prompt row. Once its price is learned,
-    the passes of others are a quarter longer."""
+    """Emulated: a pass takes 20 ms and ``row_s`` for each prompt row. Once the row's price is
+    learned, the passes of others are a quarter longer."""
     world = scenes.PacedEngine(row_s)
     world.open("victim", 1)
     world.run_until(50 * scenes.DECODE_S)
@@ -269,7 +273,8 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
         fed_at_s += [world.now] * (len(fed) - len(fed_at_s))
     assert max(gaps_s) <= 1.3 * scenes.DECODE_S
     alone_s = 4_000 * row_s
-    # One after the other, in a bit less than a fifth of the time (1.25 and 1.125 passes, in turn).
+    # One prompt follows the other, in a little less than a fifth of the time (1.25 and 1.125
+    # passes, in turn).
     for place, at_s in enumerate(fed_at_s, 1):
         assert at_s - 50 * scenes.DECODE_S <= 7.5 * alone_s * place + 0.3
 
@@ -316,7 +321,7 @@ def test_no_credential_makes_the_load_more_than_twice_what_the_others_bring() ->
             load.add(30, slot + 0.5, f"device {number}")
         load.add(16_000, slot + 0.6, "flood")
     assert load.rows_per_s(SLOTS) == 600.0
-    for slot in range(SLOTS, 2 * SLOTS):  # who is alone counts
+    for slot in range(SLOTS, 2 * SLOTS):  # only a session alone counts
         load.add(16_000, slot + 0.5, "fleet")
     assert load.rows_per_s(2 * SLOTS) == 16_000.0
 
@@ -349,7 +354,7 @@ def test_auto_waits_for_no_draft_that_the_server_model_can_match(
 def test_auto_never_waits_past_its_share_for_an_overdue_draft(
     expected_at: float, hit_rate: float
 ) -> None:
-    """Nor longer than a pass and its slack for any."""
+    """The wait is never longer than a pass and its slack either."""
     view = replace(VIEW, idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
     assert auto_run_ahead(view) - 10.0 <= 1.1 * view.pass_s + 1e-9
     if expected_at <= 10.0:
@@ -374,7 +379,7 @@ def test_auto_waits_as_long_as_a_deep_draft_saves(rate: float, depth: int) -> No
 
 
 def waits_alone(view: RunAheadView) -> float:
-    """A policy that shares the passes of others and waits for a draft otherwise."""
+    """Act as a policy that joins passes of other sessions, and otherwise waits for a draft."""
     return view.now if view.runs_anyway else view.now + 1.0
 
 

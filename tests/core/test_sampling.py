@@ -1,10 +1,11 @@
-"""One row of logits to one token, and its score; the law of whole texts; relaxed acceptance rules.
+"""Sampling of one token from a row of logits, with its score; the law of whole texts; and relaxed
+acceptance rules.
 
 Sampled texts, drawn through both sessions with a drafter, follow the target's own law. Oracle: the
 exact joint law of the first two and three tokens, multiplied out of the target's conditional
 probabilities, and Pearson's chi-square against it; and the texts themselves, one token after the
-other by the scalar specification. Of rules: the toy's probabilities by a softmax written out here,
-and a walk that asks them node by node; one line for each rule says what it accepts.
+other by the scalar specification. Oracle of rules: the toy's probabilities by a softmax written out
+here, and a walk that looks them up node by node; for each rule one line states what it accepts.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
     [
         ({"temperature": 1.0, "min_p": 0.2}, (0, 1)),
         ({"temperature": 1.0, "top_p": 0.7}, (0, 1)),
-        # The temperature comes first.
+        # The temperature applies first.
         ({"temperature": 0.5, "top_p": 0.7}, (0,)),
     ],
 )
@@ -114,7 +115,7 @@ def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
     assert sa.warp(row, repetition, [0], [1, 1]) == [1.0, -4.0, 2.0, -2.0]
     additive = sa.SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     assert sa.warp(row, additive, [0], [1, 1, 2]) == [2.0, -3.0, 1.25, -2.0]
-    # A bias comes first, and ids outside the vocabulary are ignored.
+    # The bias applies first, and ids outside the vocabulary are ignored.
     biased = sa.SamplingParams(logit_bias={1: 5.0, 99: 5.0}, repetition_penalty=2.0)
     assert sa.warp([1.0, 1.0], biased, [1]) == [1.0, 3.0]
     assert sa.choose([1.0, 0.0], biased, 0) == 1
@@ -142,12 +143,12 @@ def test_draws_follow_the_warped_softmax(sampling: dict[str, Any]) -> None:
     expected = [draws * p for p in _probabilities(sa.warp(row, params))]
     assert set(counts) <= {token for token, mean in enumerate(expected) if mean > 0}
     cells = [(counts[token] - mean) ** 2 / mean for token, mean in enumerate(expected) if mean]
-    # Mean k - 1, variance 2 (k - 1): five deviations out, with fixed seeds.
+    # The mean is k - 1 and the variance 2 (k - 1): the bound is five deviations, with fixed seeds.
     assert sum(cells) < len(cells) - 1 + 5 * math.sqrt(2 * len(cells))
 
 
 def test_golden_bits() -> None:
-    """Both sides of a link must agree on these for ever: a change is a new protocol version."""
+    """Both ends of a link must agree on these bits for ever: a change is a new protocol version."""
     small = [sa.noise_bits(0, 0, 0), sa.noise_bits(0, 0, 1), sa.noise_bits(0, 1, 0)]
     assert small == [477780777, 792694223, 1930745897]
     assert sa.noise_bits((1 << 64) - 1, 1 << 20, 151_935) == 3153832169
@@ -199,8 +200,8 @@ def _params(top_p: float, seed: int) -> sa.SamplingParams:
 
 
 def _draw(seed: int, top_p: float, drafter: Drafter, width: int) -> tuple[Text, DraftCounters]:
-    """One text through both sessions. Its first token comes of the prompt's own pass, so no draft
-    counts there."""
+    """Draw one text through both sessions. The prompt's own pass yields its first token, so no
+    draft counts there."""
     request = m.Open("s", "", "", PROMPT, (), _params(top_p, seed), m.RunAhead.NEVER)
     policy = WindowedPolicy(width)
     device = alone(ToyTarget(LAW), drafter, request, policy, 0.002, 0.002, 0.02)
@@ -211,8 +212,11 @@ def _draw(seed: int, top_p: float, drafter: Drafter, width: int) -> tuple[Text, 
 def _sample(
     drafter_of: DrafterOf, width: int, top_p: float, size: int = TEXTS
 ) -> tuple[list[Text], Counter[str]]:
-    """Texts; and of draft nodes how many a pass looked at (``rows``) and ``accepted``, of positions
-    decided while the draft had a guess (``tried``) at how many its first choice won (``hits``)."""
+    """Draw texts and count draft nodes.
+
+    ``rows`` counts the draft nodes in passes and ``accepted`` the accepted ones. ``tried`` counts
+    positions decided while the draft had a guess, and ``hits`` those won by its first choice.
+    """
     drawn = [_draw(seed, top_p, drafter_of(seed), width) for seed in range(size)]
     counts = Counter[str]()
     for _, one in drawn:
@@ -221,7 +225,7 @@ def _sample(
 
 
 def _direct(seed: int, top_p: float) -> Text:
-    """The text of this seed without sessions, drafts or links."""
+    """Return the text of this seed without sessions, drafts or links."""
     tokens = list(PROMPT)
     for position in range(len(PROMPT), len(PROMPT) + LENGTH):
         output = tokens[len(PROMPT) :]
@@ -231,7 +235,7 @@ def _direct(seed: int, top_p: float) -> Text:
 
 @cache
 def _law(length: int, top_p: float) -> dict[Text, float]:
-    """The exact probability of every beginning of this length."""
+    """Return the exact probability of every beginning of this length."""
     params = _params(top_p, 0)
     law: dict[Text, float] = {}
     for text in itertools.product(range(LAW.vocabulary_size), repeat=length):
@@ -245,8 +249,11 @@ def _law(length: int, top_p: float) -> dict[Text, float]:
 
 
 def _excess(texts: Sequence[Text], law: dict[Text, float]) -> float:
-    """Pearson's chi-square as a standard normal variate (Wilson and Hilferty 1931). Outcomes
-    expected less than five times are one; an impossible one is infinitely bad."""
+    """Return Pearson's chi-square as a standard normal variate (Wilson and Hilferty 1931).
+
+    Outcomes that are expected less than five times are merged into one. An impossible outcome is
+    infinitely bad.
+    """
     counts = Counter(texts)
     if any(law[text] == 0.0 for text in counts):
         return math.inf
@@ -292,7 +299,7 @@ ASKING = replace(REQUEST, logprobs=2)
 
 
 def scores(*numbers: int) -> tuple[TokenScore, ...]:
-    """Each tells which row it is of; exact in 32 bits."""
+    """Return scores that each identify their row, exact in 32 bits."""
     return tuple(TokenScore(-float(n), 0.5, ((n, -0.25), (7, -2.0))) for n in numbers)
 
 
@@ -346,7 +353,7 @@ def test_a_device_that_comes_back_is_told_the_scores_it_missed() -> None:
             if isinstance(one, se.Send) and isinstance(one.message, m.Commit)
         ]
         assert commit.tokens == (10, 11, 12)[len(held) :]
-        assert commit.logprobs == told  # the first one was acknowledged, so nobody keeps its score
+        assert commit.logprobs == told  # the first commit was acknowledged, so its score is dropped
 
 
 def test_a_device_cuts_scores_with_the_tokens_it_refuses() -> None:
@@ -371,12 +378,13 @@ def test_scores_travel_and_are_weighed(told: tuple[TokenScore, ...]) -> None:
     assert payload_bytes(asking) - payload_bytes(replace(asking, logprobs=0)) == 3
 
 
-# --- relaxed acceptance rules: what each takes, and what none may touch ---------------------------
+# --- relaxed acceptance rules: what each accepts, and what none may affect ------------------------
 
 
 MODEL = ToyModel(vocabulary_size=24, order=2, sharpness=1.5)
 Takes = Callable[[float, float, int, float], bool]
-# Of p, the chance of the token, that of the likeliest, how many are likelier, and the entropy.
+# Arguments: p (the token's probability), that of the best token, the number of likelier tokens, and
+# the entropy.
 RULES: dict[str, Takes] = {
     "exact": lambda p, best, rank, entropy: False,
     "typical": lambda p, best, rank, entropy: p > min(0.09, 0.3 * math.exp(-entropy)),
@@ -392,7 +400,7 @@ ENDS = frozenset((3, 4))
 
 
 def law(path: Sequence[int], params: SamplingParams) -> list[float]:
-    """Probabilities of the next token, by hand."""
+    """Return the probabilities of the next token, computed by hand."""
     logits = [x / (params.temperature or 1.0) for x in MODEL.logits(path)]
     least = sorted(logits)[-params.top_k] if params.top_k else -math.inf
     weights = [math.exp(x) if x >= least else 0.0 for x in logits]
@@ -400,7 +408,7 @@ def law(path: Sequence[int], params: SamplingParams) -> list[float]:
 
 
 def random_tree(dice: random.Random, prompt: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Nodes and parents; siblings differ, and half of them are among the likeliest."""
+    """Return nodes and parents; siblings differ, and half of the nodes are among the likeliest."""
     tokens: list[int] = []
     parents: list[int] = []
     paths: list[tuple[int, ...]] = []
@@ -424,7 +432,7 @@ def walk_by_hand(
     parents: Sequence[int],
     judged: int,
 ) -> tuple[list[int], list[int]]:
-    """What is committed, and at which places it is not the target's own."""
+    """Return the committed tokens, and the places where they differ from the target's own."""
     text, at, committed, replaced = prompt, -1, list[int](), list[int]()
     while True:
         chances = law(text, params)
@@ -484,7 +492,8 @@ def test_a_pass_says_of_a_node_what_the_law_says(params: SamplingParams) -> None
 
 
 def test_what_a_grammar_forbids_is_never_taken() -> None:
-    """With a rule that takes whatever can be, over all trees of a text that may go two ways."""
+    """The rule accepts whatever it can, over all trees of a text that has two valid
+    continuations."""
     automaton = Automaton(({1: 1, 2: 2}, {5: 0}, {6: 0}), frozenset({0}))
     target, model = ToyTarget(replace(MODEL, eos_token=EOS)), make_rule("dsd:0")
     params = SamplingParams(constraint=automaton.constraint())
@@ -531,7 +540,7 @@ def test_a_commit_says_which_tokens_are_not_the_targets_and_says_it_again() -> N
     session.handle(scenes.chain(session, 40, 12, 42, 43), 1.0)
     request = scenes.offer(session)
     assert request.node_scores
-    # Places 0 and 2 are replaced; the last node is not to be taken, for its chance is 0.
+    # Places 0 and 2 are replaced; the last node cannot be accepted, because its probability is 0.
     scores = (*likely(-7.0, -0.1, -8.0), NodeScore(-math.inf, -0.5, 9, 1.0, -9.0))
     done = se.PassDone((11, 12, 13, 14, 15), scored(11, 12, 13, 14, 15), node_scores=scores)
     commit = scenes.commit_in(session.handle(done, 1.0))

@@ -1,15 +1,16 @@
-"""Golden texts: all events and actions of both sessions in a few scenes (``transcripts``), and
-scripts of a device's session (``device_scripts``), of its failover (``failover_scripts``) and of a
-``VerifyEngine`` (``engine_scripts``);
-and what an engine does with a bug.
+"""Golden texts of both sessions.
 
-Oracle: the texts, read by a person when they change. To accept a change: ``REWRITE_SCRIPTS=1
-pytest`` with this file, and look at the difference. (The tests hide all ``EDGESPEC_`` variables
-from themselves, so the name has no such beginning.) A file of scripts holds cases (``== name``), a
-case commands, and each command's actions stand below it behind four blanks (but for those of a line
-that begins with ``.``: it sets the scene, and other cases show them); the target of an engine says
-``TEXT``. The commands are the methods of ``DeviceScript``, ``FailoverScript`` and ``EngineScript``;
-``name=value`` are keywords.
+They hold all events and actions in a few scenes (``transcripts``), and scripts of a device's
+session (``device_scripts``), of its failover (``failover_scripts``) and of a ``VerifyEngine``
+(``engine_scripts``). One test covers an engine's reaction to a bug.
+
+Oracle: the texts, read by a person when they change. To accept a change, run ``REWRITE_SCRIPTS=1
+pytest`` with this file, and review the difference. (The tests hide all ``EDGESPEC_`` variables from
+themselves, so the name does not begin so.) A file of scripts holds cases (``== name``), and a case
+holds commands. Each command's actions stand below it, indented by four blanks. A line that begins
+with ``.`` sets the scene and shows no actions, because other cases show them. The target of an
+engine generates ``TEXT``. The commands are the methods of ``DeviceScript``, ``FailoverScript`` and
+``EngineScript``; ``name=value`` are keywords.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _options(policy: DraftPolicy, run_ahead: m.RunAhead, cuts: int = 0) -> World
     )
 
 
-SCENES = {  # with what makes each worth reading
+SCENES = {  # each with the reason why it is worth reading
     "pearl_with_a_miss": (_options(PearlPolicy(3), m.RunAhead.NEVER), r"CORRECTED"),
     "hedged_window_with_run_ahead": (
         _options(WindowedPolicy(2), m.RunAhead.ALWAYS),
@@ -77,7 +78,7 @@ SCENES = {  # with what makes each worth reading
 
 
 def spell(value: object) -> str:
-    """A short repr: class and the fields that are not at their defaults."""
+    """Return a short repr: the class and the fields that differ from their defaults."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, float):
@@ -140,12 +141,12 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 class Script:
-    """The clock of a case, and the commands of its lines: methods of the class."""
+    """A case's clock, and the commands of its lines, which are methods of the class."""
 
     now = 0.0
 
     def run(self, line: str) -> list[str]:
-        """Carry out one command; the actions, and what it asks to be shown."""
+        """Carry out one command; return its actions and the state that it shows."""
         words = line.split()
         names = dict(word.split("=", 1) for word in words[1:] if "=" in word)
         found = getattr(self, words[0])(*[word for word in words[1:] if "=" not in word], **names)
@@ -167,12 +168,12 @@ POLICIES: dict[str, DraftPolicy] = {
 
 
 class DeviceScript(Script):
-    """One device's session; in words of its texts a ``_`` is a blank."""
+    """A script of one device's session. In words of its texts a ``_`` is a blank."""
 
     session: DraftSession
 
     def device(self, policy: str = "windowed", **names: str) -> None:
-        """A new one, with a policy and what its request has beside the usual."""
+        """Create the device's session, with a policy and changes to the usual request."""
         kind = names.get("constraint")
         constraint = None if kind is None else Constraint(ConstraintKind(kind), "a")
         sampling = SamplingParams(max_tokens=int(names.get("max", 20)), constraint=constraint)
@@ -182,7 +183,7 @@ class DeviceScript(Script):
         self.session = draft_scripts.new_session(POLICIES[policy], request)
 
     def streaming(self, **names: str) -> None:
-        """It is connected and greeted."""
+        """Connect and greet the session."""
         for event in (de.Start(), de.Connected()):
             self.session.handle(event, self.now)
         self.greet(**names)
@@ -232,12 +233,12 @@ class DeviceScript(Script):
         return self.session.handle(de.Tick(), self.now)
 
     def due(self) -> Any:
-        """The deadline has come."""
+        """Advance to the deadline."""
         self.now = present(self.session.deadline)
         return self.tick()
 
     def back(self, **names: str) -> Any:
-        """The back-off passes, and a new stream is greeted."""
+        """Let the back-off pass, and greet a new stream."""
         self.due()
         self.connected()
         return self.greet(**names)
@@ -252,7 +253,8 @@ class DeviceScript(Script):
 
 
 class EngineScript(Script):
-    """One engine. ``says``: its target says this token, whatever it is asked."""
+    """A script of one engine. If ``says`` is given, its target generates this token in every
+    row."""
 
     says: int | None = None
     adapters: tuple[ModelInfo, ...] = ()
@@ -271,7 +273,7 @@ class EngineScript(Script):
         return self._engine
 
     def bounds(self, **names: str) -> None:
-        """Limits of the engine, of the protocol, the model's end token and adapters."""
+        """Set limits of the engine and the protocol, the model's end token, and adapters."""
         for name, value in names.items():
             if name == "eos":
                 self.model = replace(MODEL, eos_token_ids=numbers(value))
@@ -292,7 +294,7 @@ class EngineScript(Script):
                 self.limits = replace(self.limits, **{name: int(value)})
 
     def show(self) -> str:
-        """Who is there, and what the engine waits for."""
+        """Show the sessions, and what the engine waits for."""
         names = " ".join(
             f"{key}:{one.state.value}{'' if one.attached else ' detached'},"
             f" output {list(one.prefix.output)}, {len(one.inbox.tree.nodes)} nodes;"
@@ -331,7 +333,7 @@ class EngineScript(Script):
         )
 
     def draft(self, stream: str, tokens: str = "", **names: str) -> Any:
-        """A chain on the committed prefix, unless the parents or the base say otherwise."""
+        """Send a chain on the committed prefix, or with the given parents or base."""
         first, nodes = int(names.get("first", 1)), numbers(tokens)
         chain = (0, *range(first, first + len(nodes) - 1)) if nodes else ()
         parents = numbers(names["parents"]) if "parents" in names else chain
@@ -356,7 +358,8 @@ class EngineScript(Script):
         return self._handle(ee.StreamCaughtUp(int(stream)))
 
     def done(self, behind: str = "", without: str = "") -> Any:
-        """The pass that runs ends well, less the result of one session."""
+        """Let the running pass end well, without the result of one session if ``without``
+        names it."""
         result = done(self.running) if self.says is None else self._said_the_same(self.says)
         left = tuple(one for one in result.results if one.key != without)
         return self._handle(replace(result, results=left, behind=numbers(behind)))
@@ -366,14 +369,14 @@ class EngineScript(Script):
         return ee.BatchDone(tuple(PassResult(key, targets) for key, targets in each))
 
     def finish(self) -> None:
-        """Passes until nobody wants one any more; all devices acknowledge everything."""
+        """Run passes until no session wants one; all devices acknowledge everything."""
         while self.engine.running:
             self.done()
             for key, session in tuple(self.engine.sessions.items()):
                 self.received(str(self.engine.registry.stream_of[key]), str(session.prefix.length))
 
     def cached(self) -> str:
-        """What sessions found in the cache, and how much of it is held."""
+        """Show what sessions found in the cache, and how much of it is held."""
         keeper, ledger = self.engine.keeper, self.engine.keeper.ledger
         assert ledger is not None
         found = f"{keeper.prefix_hit_tokens} of {keeper.prefix_query_tokens} tokens were found"
@@ -413,18 +416,18 @@ class EngineScript(Script):
 
 
 class FailoverScript(Script):
-    """A device that knows the verifiers a and b; in words a ``_`` is a blank."""
+    """A script of a device that has the verifiers a and b. In words a ``_`` is a blank."""
 
     def __init__(self) -> None:
         self.knows("listed")
 
     def knows(self, how: str, *addresses: str) -> None:
-        """In this order of choice."""
+        """Set the verifiers in their order of choice."""
         self.failover = Failover(FailoverPolicy(), Association(how), 1)
         self.failover.handle(fe.Known(addresses or ("a", "b")), 0.0)
 
     def event(self, kind: str, *words: str, **names: str) -> Any:
-        """Any event, by its class and fields."""
+        """Handle any event, given by its class and fields."""
         given = [_value(word) for word in words]
         named = {name: _value(word) for name, word in names.items()}
         return self.failover.handle(getattr(fe, kind)(*given, **named), self.now)
@@ -453,7 +456,7 @@ class FailoverScript(Script):
 
 
 def _value(word: str) -> object:
-    """A number, a yes or no, a fault's code or text."""
+    """Parse a number, a yes or no, a fault's code or text."""
     if word in m.FaultCode.__members__:
         return m.FaultCode[word]
     try:
@@ -472,7 +475,7 @@ FILES = [path for name in SCRIPTS for path in sorted((Path(__file__).parent / na
 
 
 def played(case: str, script: Script) -> str:
-    """The case anew: its commands, and below each what comes of it."""
+    """Play the case again; return its commands, each with its results below it."""
     name, *lines = case.splitlines()
     out = [name]
     for line in lines:
@@ -495,7 +498,7 @@ def test_all_is_as_the_scripts_say(path: Path) -> None:
 
 
 class _Broken:
-    """Raises for the second session of a pass."""
+    """A rule that raises for the second session of a pass."""
 
     def __init__(self) -> None:
         self.walks = 0
@@ -510,7 +513,7 @@ class _Broken:
 
 
 def _three_sessions(engine: VerifyEngine) -> ee.BatchDone:
-    """Sessions a, b and c on streams 1, 2 and 3, in one pass that is about to end."""
+    """Return the end of one pass over sessions a, b and c on streams 1, 2 and 3."""
     first = batch(engine.handle(ee.StreamOpened(1, named("a")), 0.0))
     engine.handle(ee.StreamOpened(2, named("b")), 0.0)
     engine.handle(ee.StreamOpened(3, named("c")), 0.0)

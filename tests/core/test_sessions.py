@@ -1,10 +1,10 @@
-"""Both sessions, where scripts (``device_scripts``, ``engine_scripts``) would be long.
+"""Both sessions, in cases that would make long scripts (``device_scripts``, ``engine_scripts``).
 
-Of the device's: answers written by hand; of its back-off, doubling delays, shortened by at most a
-half, until a deadline. Of the verifier's: one request for every bound, just inside and just past it
-(a refusal names the value and the limit); its passes on a fixed text, so every answer can be
-written down; where a text ends, random worlds see to. Of both: the moves seen in random worlds and
-a few scripted endings are exactly those in the tables of state moves: any other is an assertion.
+The device's session: answers written by hand; for its back-off doubling delays, shortened by at
+most a half, until a deadline. The verifier's session: one request for every bound, just inside and
+just past it (a refusal names the value and the limit), and its passes on a fixed text, so every
+answer can be written down. Random worlds test where texts end. Both: the state moves seen in random
+worlds and a few scripted endings are exactly the moves in the tables; any other is an assertion.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ HARDLY, OFTEN = math.log(0.001), math.log(0.2)
 
 
 def test_choices_that_are_hardly_ever_right_are_kept_now_and_then() -> None:
-    """Second choices of 0.001 were never right in 400 trials, those of 0.2 half the time. Step 16
-    is the first at which all are kept."""
+    """Second choices of 0.001 were never right in 400 trials, and second choices of 0.2 half the
+    time. Step 16 is the first one at which all are kept."""
     session = streaming(policy=GoodputPolicy(2))
-    session.estimates.rtt_s.add(0.03)  # the window is that of two round trips
+    session.estimates.rtt_s.add(0.03)  # the window holds two round trips
     for trial in range(400):
         session.estimates.guesses.alone.add(1, HARDLY, hit=False)
         session.estimates.guesses.alone.add(1, OFTEN, hit=trial % 2 == 0)
@@ -104,7 +104,7 @@ POLICY = ReconnectPolicy(
 
 
 def _delays(seed: int, had_a_stream: bool = False) -> list[float]:
-    """Until it gives up, when every attempt fails at once."""
+    """Return the delays until the session gives up, if every attempt fails at once."""
     link = LinkKeeper(POLICY, seed, DraftCounters())
     link.connect(0.0)
     if had_a_stream:
@@ -140,7 +140,7 @@ def test_times_are_bounded_and_in_order(value: float) -> None:
             replace(POLICY, **{field.name: value})  # type: ignore[arg-type] # one is a count
     assert (
         POLICY.grammar_s > GRAMMAR_WITHIN_S
-    )  # a verifier may try a grammar for so long before it greets
+    )  # a verifier may try a grammar for this long before it greets
     with pytest.raises(ValueError, match=r"first_s is 2.0, .* at most longest_s, which is 1.0"):
         replace(POLICY, first_s=2.0)
     with pytest.raises(ValueError, match=r"silence_s is 301.0, .* at most progress_s"):
@@ -148,10 +148,10 @@ def test_times_are_bounded_and_in_order(value: float) -> None:
 
 
 def test_what_is_too_unlikely_for_its_row_waits_for_a_better_pass() -> None:
-    """Until more is known first choices are right with 0.7 and second ones with 0.1."""
+    """Before anything is measured, first choices are right with 0.7 and second ones with 0.1."""
     session = scenes.new_session()
     scenes.run_pass(session)
-    # 0.7, its children 0.49 and 0.07, and 0.1 with a child of 0.07.
+    # The nodes have 0.7, its children 0.49 and 0.07, and 0.1 with a child of 0.07.
     nodes = (0, 1, 1, 0, 4), (11, 12, 40, 41, 42)
     session.handle(m.Draft(1, *nodes, 3, session.prefix.hash_at(3)), 1.0)
     for least_chance, tokens, parents in (
@@ -193,7 +193,7 @@ def test_a_result_without_a_pass_is_a_bug_but_behind_a_cancel() -> None:
     scenes.offer(session)
     session.handle(m.Cancel(), 1.0)
     assert session.handle(se.PassDone((10,)), 1.0) == ()
-    assert session.handle(se.Offer(64, 0.02), 1.0) == ()  # nothing is left to compute
+    assert session.handle(se.Offer(64, 0.02), 1.0) == ()  # no row remains to be computed
     assert session.prefix.output == []
 
 
@@ -257,7 +257,8 @@ OWNERS = [ANYBODY, Credential("a"), Credential("b")]
 def test_a_session_is_for_its_own_credential_and_secret_alone(
     first_secret: bytes, later_secret: bytes, prompt: tuple[int, ...], is_there: bool
 ) -> None:
-    """Whoever else names its id neither reads nor ends it, and its stream stays."""
+    """A peer with another credential or secret that names the session's id neither reads nor ends
+    it, and its stream stays."""
     for owner in OWNERS:
         for other in OWNERS:
             engine = scenes.new_engine()

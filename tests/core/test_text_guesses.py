@@ -1,7 +1,7 @@
-"""Guesses from the text, the verifier's own and the device's.
+"""Draft nodes by lookup in the text: the verifier's and the device's.
 
-Oracle: texts whose next token is known, counted shares, chances by hand, and for what is in flight
-the session's own messages.
+Oracle: texts whose next token is known, counted shares, chances by hand, and the session's own
+messages for the nodes in flight.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_a_loop_is_gone_on_with() -> None:
     chain = [index for index in range(sd.MAX_LOOKUP_NODES) if proposal.parents[index] == index - 1]
     assert chain[:6] == [0, 1, 2, 3, 4, 5]
     assert proposal.tokens[:6] == [1, 2, 3, 4, 1, 2]
-    drafts = _drafts()  # what the target said behind a wrong guess is remembered
+    drafts = _drafts()  # the target's tokens after a wrong guess are remembered
     drafts.propose([1, 2, 3, 1, 2], 64, 40, 0.0)
     drafts.note_rejected(3, 9)
     assert 9 in drafts.propose([1, 2, 3, 1, 2, 5, 3], 64, 40, 0.0).tokens
@@ -96,7 +96,7 @@ def test_room_depth_and_price_are_kept() -> None:
 
 
 def test_a_parent_stands_before_its_children_and_siblings_differ() -> None:
-    """In texts where each token names its successor, but for a share of the places."""
+    """In these texts each token determines its successor, except at a share of the places."""
     for seed in range(20):
         dice, drafts, text = random.Random(seed), _drafts(), [0]
         while len(text) < 200:
@@ -151,7 +151,7 @@ def test_owners_are_bounded() -> None:
 
 
 def _common(text: list[int], position: int) -> int:
-    """How many tokens before ``position`` equal the last ones of the text."""
+    """Count the tokens before ``position`` that equal the last ones of the text."""
     length = 0
     while (
         length < min(tg.MAX_MATCH_LENGTH, position)
@@ -162,8 +162,8 @@ def _common(text: list[int], position: int) -> int:
 
 
 def test_every_match_is_one() -> None:
-    """The tokens before the match are the text's last ones, as many as its length says; there is a
-    match whenever the last pair stood in the text before."""
+    """The tokens before the match are the last ones of the text, as many as its length states. A
+    match exists whenever the last pair occurred in the text before."""
     for seed in range(30):
         dice = random.Random(seed)
         text: list[int] = []
@@ -227,7 +227,7 @@ def _offer(session: VerifySession, least_chance: float = 0.1) -> PassRequest:
 
 
 def _done(session: VerifySession, request: PassRequest) -> Commit:
-    """The target's token behind each is the next of 1, 2, 3, 4, 1, ..."""
+    """Finish a pass in which the target's token after each row is the next of 1, 2, 3, 4, 1, ..."""
     told = tuple(token % 4 + 1 for token in (request.feed[-1], *request.tokens))
     return commit_in(session.handle(se.PassDone(told), 1.0))
 
@@ -242,7 +242,7 @@ def test_a_pass_without_a_draft_commits_several_tokens() -> None:
     assert commit.tokens == tuple((1, 2, 3, 4) * 9)[: len(commit.tokens)]
     assert len(commit.tokens) > 3
     assert session.cache_length == session.prefix.length - 1
-    # Guesses are not counted as the device's.
+    # Server nodes are not counted as the device's.
     assert (commit.accepted, commit.rows, commit.stale) == (0, 0, 0)
     assert (session.device_accepted, counts.server_tokens) == (0, len(commit.tokens) - 1)
 
@@ -262,7 +262,8 @@ def test_a_draft_of_the_device_goes_before_guesses() -> None:
 
 
 def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
-    """Its first nodes agree with what the guesses committed; the others are alive behind them."""
+    """Its first nodes agree with the tokens that the guesses committed; the others stay alive after
+    them."""
     session = _session(80)
     _done(session, _offer(session))
     request = _offer(session)
@@ -277,7 +278,8 @@ def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
     assert _offer(session, least_chance=0.0).device_nodes == len(alive) > 0
 
 
-# --- the device's, in its own tree beside those of its draft --------------------------------------
+# --- the device's, in its own tree beside the nodes of its draft model
+# -----------------------------
 
 
 LOOP = (5, 6, 7, 8, 9)
@@ -290,7 +292,7 @@ def tables() -> TextTables:
 def reading(
     *prompt: int, said: TextTables | None = None, learned: Learned | None = None
 ) -> tuple[DraftSession, list[object]]:
-    """A session that streams, and what it has sent behind its request."""
+    """Return a session that streams, and the messages that it sent after its request."""
     request = Open("s", "", "", prompt, sampling=SamplingParams(max_tokens=400))
     session = DraftSession(
         request, GoodputPolicy(2), RECONNECT, 1000, learned=learned, text=said or tables()
@@ -301,7 +303,7 @@ def reading(
 
 
 def first_guesses(session: DraftSession) -> list[int]:
-    """The first guesses from the root on."""
+    """Return the chain of first candidates from the root on."""
     found, children = [], session.tree.roots
     while children:
         found.append(children[0].token)
@@ -316,7 +318,7 @@ def test_a_loop_is_in_flight_before_the_draft_has_said_a_word() -> None:
     assert first_guesses(session)[:6] == [7, 8, 9, 5, 6, 7]
     assert all(node.rank == UNRANKED for node in session.tree.nodes.values())
     assert len(session.tree.nodes) <= MAX_LOOKUP_NODES
-    # The first step began before the text was there; its late answer confirms a guess.
+    # The first step began before the text existed; its late answer confirms a guess.
     session.handle(ev.StepDone((Candidate(7, -0.1), Candidate(30, -3.0))), 0.01)
     first, second = session.tree.roots
     assert (first.token, first.rank, second.token, second.rank) == (7, 0, 30, 1)
@@ -334,7 +336,7 @@ def test_what_the_draft_denies_is_hardly_likely_any_more() -> None:
 
 def test_a_step_behind_a_dead_branch_changes_nothing() -> None:
     session, _ = reading(*LOOP, 5, 6)
-    session.handle(ev.StepDone((Candidate(40, -0.1),)), 0.01)  # begins one behind 40 or 7
+    session.handle(ev.StepDone((Candidate(40, -0.1),)), 0.01)  # begins one node after 40 or 7
     step = present(session._step)
     assert step.parent != ROOT
     session.handle(Commit(7, (50,)), 0.02)
@@ -358,7 +360,7 @@ def test_what_was_said_outlives_a_generation() -> None:
 
 
 class Phrases:
-    """A corpus of what follows the last so many tokens."""
+    """A corpus that maps the last tokens to their continuation."""
 
     def __init__(self, length: int, *named: tuple[int, float]) -> None:
         self.after = lambda end: (length, named)
@@ -369,7 +371,7 @@ class Phrases:
     [
         (0, (), (7,)),
         (3, ((20, 0.6), (30, 0.3)), (7, 20)),
-        # the chances are equal
+        # The chances are equal.
         (16, ((20, 1.0), (30, 0.1)), (7, 20)),
         (16, ((7, 1.0),), (7,)),
         (2, ((7, 0.9), (20, 0.1)), (7, 20)),
@@ -378,7 +380,7 @@ class Phrases:
 def test_the_likelier_is_named_first_and_nothing_twice(
     length: int, phrases: Sequence[tuple[int, float]], named: Sequence[int]
 ) -> None:
-    """The text itself goes on with 7 behind an end of three tokens, by a chance of 0.6."""
+    """The text itself continues with 7 after an end of three tokens, with a chance of 0.6."""
     said = tables()
     said.corpus = Phrases(length, *phrases)
     reader, tokens = TextReader(said, TextChances()), (4, 5, 6, 7, 40, 4, 5, 6)
@@ -390,7 +392,8 @@ def test_the_likelier_is_named_first_and_nothing_twice(
 
 
 def test_a_corpus_that_is_right_comes_first_though_it_was_not_named() -> None:
-    """It is judged all the same: its 9 is right each time, what the text says (7 or 8) never is."""
+    """The corpus is judged although its candidate came second: its 9 is always right, while the
+    text's candidates (7 or 8) never are."""
     said, chances = tables(), TextChances()
     said.corpus = Phrases(2, (9, 0.2))
     reader, tokens = TextReader(said, chances), [1, 2, 7, 1, 2, 8, 1, 2]
@@ -406,7 +409,8 @@ def test_a_corpus_that_is_right_comes_first_though_it_was_not_named() -> None:
 
 
 def test_a_corpus_is_followed_and_judged() -> None:
-    """Right at first: a chain of it is in flight. Then always wrong, and it is named no more."""
+    """The corpus is right at first, so a chain of it is in flight. Then it is always wrong, and its
+    candidates are omitted."""
     said, learned = tables(), Learned()
     said.corpus = Phrases(5, (7, 1.0))
     session, sent = reading(1, 2, said=said, learned=learned)
@@ -419,14 +423,14 @@ def test_a_corpus_is_followed_and_judged() -> None:
 
 
 def test_guesses_are_judged_whether_they_were_made_or_not() -> None:
-    """The text never goes on as it did: soon nothing is named any more."""
+    """The text never repeats its old continuation, so its candidates are soon omitted."""
     session, _ = reading(1)
     dice, last = random.Random(0), 1
     for at in range(1, 300):
         last = dice.choice([token for token in range(6) if token != last])
         session.handle(Commit(at, (last,)), 0.02 * at)
     chances = session.estimates.guesses.text.by_cell
-    assert chances[0] == pytest.approx(0.2, abs=0.12)  # a match of two among five that may come
+    assert chances[0] == pytest.approx(0.2, abs=0.12)  # a match of two among five possible tokens
 
 
 def view_of(tree: SpeculationTree, estimates: DraftEstimates, room: int = 128) -> DraftView:
@@ -456,8 +460,8 @@ def test_what_is_added_is_worth_it_and_within_bounds(seed: int, room: int) -> No
 
 @pytest.mark.parametrize(("chance", "leaf"), [(0.95, 3), (0.4, ROOT)])
 def test_a_sure_guess_saves_a_step_of_the_draft(chance: float, leaf: int) -> None:
-    """Three guesses of the text in a row. Where they are sure the draft goes on behind them; where
-    they are not it is asked first."""
+    """The text offers three candidates in a row. If they are certain, the draft continues after
+    them; otherwise the draft runs first."""
     tree, estimates = SpeculationTree(CommittedPrefix((1, 2))), DraftEstimates()
     for node in range(3):
         tree.grow(1 + node, node, 10 + node, 2, UNRANKED, 0.0, chance, 0)
