@@ -1,1 +1,1 @@
-"""Tests, in folders that mirror the floors: core, sim, shell; the house rules at the top."""
+"""Tests, in folders that mirror the packages; the rules of the house are at the top."""

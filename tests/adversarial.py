@@ -1,4 +1,4 @@
-"""A drafter that is no help, for tests: a stream must be the same with it."""
+"""A useless drafter for tests: a generation must be the same with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.device.drafters.toy import random_ids
 
 
 class WrappedDrafter:
-    """``Drafter`` that does as its inner one does."""
+    """A ``Drafter`` that forwards every call to its inner drafter."""
 
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner
@@ -38,10 +38,10 @@ class WrappedDrafter:
 
 
 class AdversarialDrafter(WrappedDrafter):
-    """``Drafter`` that proposes random ids among those its inner drafter does not propose.
+    """A ``Drafter`` that proposes random ids which its inner drafter does not propose.
 
-    With the target's own law inside, every draft is a miss as long as ``width`` is below the
-    vocabulary size; with nothing else to offer it proposes nothing.
+    With the target's own law inside, every draft is a miss if ``width`` is below the vocabulary
+    size. If no other id exists, it proposes nothing.
     """
 
     def __init__(self, inner: Drafter, seed: int = 0) -> None:

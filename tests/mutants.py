@@ -11,19 +11,19 @@ Mistake = TypeVar("Mistake", bound=Callable[..., Any])
 
 
 class Mutants:
-    """By name, in the order in which they were written down."""
+    """Mistakes by name, in the order of their definitions."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[Any, str, Callable[..., Any]]] = {}
         self.seeds: dict[str, int] = {}
-        """How many random worlds are enough to notice it (measured, and then some)."""
+        """The number of random worlds that find the mistake: a measured number and a margin."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
     def of(self, owner: Any, method: str, *, seeds: int = 1) -> Callable[[Mistake], Mistake]:
-        """The function below is a mistake of ``owner.method``: it is handed the true one, and then
-        what that is called with."""
+        """Register the decorated function as a mistake of ``owner.method``. The function receives
+        the true method, and then that method's arguments."""
 
         def add(mistake: Mistake) -> Mistake:
             true, name = getattr(owner, method), mistake.__name__

@@ -1,4 +1,4 @@
-"""What a test knows to be there."""
+"""A check that a value is present."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ T = TypeVar("T")
 
 
 def present(value: T | None) -> T:
-    """``value``, which is not None."""
+    """Return ``value``, which must not be None."""
     assert value is not None
     return value

@@ -1,4 +1,4 @@
-"""The project's own files, for the tests that read source: which there are and what they import."""
+"""The project's own files and their imports, for the tests that read source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The name it is imported by: ``edgespec.core.protocol.tree``, ``edgespec_sim.world``."""
+        """The name under which it is imported: ``edgespec.core.protocol.tree``,
+        ``edgespec_sim.world``."""
         dotted = self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         return dotted.removeprefix("sim.") if dotted.startswith("sim.edgespec_") else dotted
 
@@ -45,7 +46,8 @@ def parse(path: str, text: str) -> Module:
 
 @cache
 def project_files() -> tuple[str, ...]:
-    """Paths git would commit; without git (a release tarball), those a walk of the tree finds."""
+    """Return the paths that git would commit; without git (a release tarball), those of a walk over
+    the tree."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -69,7 +71,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """Every Python file written by hand."""
+    """Return every Python file written by hand."""
     return tuple(
         parse(path, (ROOT / path).read_text(encoding="utf-8"))
         for path in project_files()
@@ -84,7 +86,7 @@ class Import:
 
 
 def imports(module: Module) -> Iterator[Import]:
-    """All names a file imports, wherever the statement stands and however it is spelled.
+    """Yield all names that a file imports, anywhere in it and in every spelling.
 
     ``from a.b import c`` yields both ``a.b`` and ``a.b.c``, since either may be the module.
     """
@@ -93,7 +95,7 @@ def imports(module: Module) -> Iterator[Import]:
             case ast.Import(names=aliases):
                 yield from (Import(alias.name, node.lineno) for alias in aliases)
             case ast.ImportFrom(names=aliases):
-                base = node.module or ""  # ruff lets no relative import be
+                base = node.module or ""  # ruff forbids relative imports
                 yield Import(base, node.lineno)
                 yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in aliases)
             case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
@@ -102,5 +104,5 @@ def imports(module: Module) -> Iterator[Import]:
 
 
 def within(name: str, package: str) -> bool:
-    """Is ``name`` that package or something inside it?"""
+    """Return whether ``name`` is that package or is inside it."""
     return name == package or name.startswith(package + ".")

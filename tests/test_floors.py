@@ -1,9 +1,9 @@
-"""Which part may import which, over the syntax tree: the architecture, as a test; no circles, and
-the heavy libraries loaded late, or never.
+"""The architecture as a test over the syntax tree: which part may import which, no circles, and
+heavy libraries loaded late or never.
 
 Oracle: every import in the product is looked up in ``floors.yaml``, imports inside functions and
-under ``TYPE_CHECKING`` too (a name is a dependency, whenever it is loaded). Of what is loaded: a
-fresh interpreter's own list.
+under ``TYPE_CHECKING`` too (a name is a dependency, whenever it is loaded). For loaded modules, the
+oracle is a fresh interpreter's own list.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TABLE = yaml.safe_load((ROOT / "tests/floors.yaml").read_text(encoding="utf-8"))
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The rules of one package: which of our modules it may use, which libraries it may not."""
+    """The rules of one package: its allowed modules of ours, and its forbidden libraries."""
 
     package: str
     ours: tuple[str, ...]
@@ -50,11 +50,11 @@ class Floor:
     def _refuses(self, name: str) -> str | None:
         top = name.partition(".")[0]
         if top in PACKAGES:
-            # Nobody may lean on all of `edgespec`, its own top module included.
+            # No package may depend on all of `edgespec`, its own top module included.
             own = () if self.package == "edgespec" else (self.package,)
             allowed = (*own, *self.ours)
-            # `from edgespec.core import tree` also yields `edgespec.core`, and the bare
-            # `edgespec` of `from edgespec import ports` says nothing by itself.
+            # `from edgespec.core import tree` also yields `edgespec.core`, and the bare `edgespec`
+            # of `from edgespec import ports` means nothing by itself.
             fine = name == "edgespec" or any(within(name, ours) for ours in allowed)
             return None if fine else "it lies on another floor"
         if top in self.never:
@@ -110,12 +110,12 @@ def test_every_product_module_has_a_floor_and_every_floor_a_module() -> None:
 
 
 def dependencies(module: Module, known: Collection[str]) -> set[str]:
-    """The modules in ``known`` that a module imports. ``from a import b`` is an import of ``a.b``
-    where that is a module, and of ``a`` where ``b`` is something in it."""
+    """Return the modules in ``known`` that a module imports. ``from a import b`` is an import of
+    ``a.b`` if that is a module, else of ``a``."""
     found = list(imports(module))
     modules_found = set()
     for one in found:
-        # ``from a import b`` is reported as ``a`` and as ``a.b``; the longer name tells which.
+        # ``from a import b`` is reported as ``a`` and as ``a.b``; the longer name is exact.
         if any(other.line == one.line and other.name.startswith(one.name + ".") for other in found):
             continue
         name = one.name
@@ -126,7 +126,8 @@ def dependencies(module: Module, known: Collection[str]) -> set[str]:
 
 
 def import_circle(some: Collection[Module]) -> list[str]:
-    """One circle of imports among these modules, its first module again at the end; else empty."""
+    """Return one circle of imports among these modules, with its first module again at the end, or
+    an empty list."""
     known = {module.name for module in some}
     try:
         TopologicalSorter({m.name: sorted(dependencies(m, known)) for m in some}).prepare()
@@ -142,7 +143,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_the_heavy_libraries_are_loaded_late() -> None:
-    """By every command, for they are imported when they are called."""
+    """Commands load them when they are called, so this holds for every command."""
     commands = {**main.COMMANDS, **simulator.COMMANDS}.values()
     names = {where.partition(":")[0] for where in commands}
     assert _loaded_by("edgespec.api", *sorted(names)) & HEAVY == set()
@@ -160,7 +161,8 @@ def test_the_version_is_said_without_the_commands() -> None:
 
 @pytest.mark.parametrize("package", ["edgespec.core", "edgespec_sim"])
 def test_the_heavy_libraries_are_never_loaded(package: str) -> None:
-    """Transitively, for every module of the package: the table above only sees one step."""
+    """The check is transitive, for every module of the package: the table above only covers one
+    step."""
     outside = "edgespec_sim.commands"  # it runs worlds in processes
     names = [m.name for m in modules() if within(m.name, package) and not within(m.name, outside)]
     assert names, f"{package} holds no module"
@@ -175,14 +177,15 @@ def test_only_training_loads_torch() -> None:
 
 
 def _loaded_by(*names: str) -> set[str]:
-    """Top-level names in ``sys.modules`` of a fresh interpreter that imported ``names``."""
+    """Return the top-level names in ``sys.modules`` of a fresh interpreter that imported
+    ``names``."""
     names_of_modules = "[name for name in sys.modules if '.' not in name]"
     said = _printed(f"import json, sys, {', '.join(names)}\nprint(json.dumps({names_of_modules}))")
     return set(json.loads(said[-1]))
 
 
 def _printed(code: str) -> list[str]:
-    """The lines that a fresh interpreter prints."""
+    """Return the lines that a fresh interpreter prints."""
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -1,8 +1,8 @@
-"""The house style, and what is drawn or generated from other files, as tests.
+"""The house style, and files that are drawn or generated from other files, as tests.
 
-Oracle: each rule is a function from one file to the violations in it, and finds none here (what
-ruff checks is left to it); pages that are drawn from the code still say what it says, the README's
-pictures what their records say, and the committed protobuf code is what the generator makes.
+Oracle: each rule is a function from one file to the violations in it, and finds none here (ruff
+checks the rest). Pages that are drawn from the code still match it, the README's pictures match
+their records, and the committed protobuf code equals the generator's output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUNDLED_BYTES_MAX = 40 * 2**20
 
 MAY_PRINT = ("edgespec/cli/", "tools/", "benchmarks/", "protos/")
 PROSE = (".md", ".py", ".sh", ".toml", ".yaml", ".yml", ".proto", "Makefile", ".ci/run")
-# Spelled in halves, or this file would be the first to break its own rules.
+# The patterns are spelled in halves, or this file would break its own rules.
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")
 ABSOLUTE = re.compile(r"(?<![\w.$}/-])/(?:work|root|home/\w+|Users/\w+)" + r"/")
 
@@ -52,7 +52,7 @@ def prints_only_at_the_rim(module: Module) -> Iterator[str]:
 
 
 def no_sleep_in_tests(module: Module) -> Iterator[str]:
-    """``asyncio.sleep(0)`` is allowed: it yields to the loop and takes no time."""
+    """Find sleeps. ``asyncio.sleep(0)`` is allowed: it yields to the loop and takes no time."""
     if not module.path.startswith("tests/"):
         return
     for node in ast.walk(module.tree):
@@ -69,8 +69,8 @@ def modules_say_what_they_are(module: Module) -> Iterator[str]:
 
 
 def public_classes_say_what_they_are(module: Module) -> Iterator[str]:
-    """A class explains itself, or its members do (fields and methods of a seam). Enum members are
-    their own words."""
+    """Find public classes that neither explain themselves nor have explained members (fields and
+    methods of a protocol). The names of Enum members are enough."""
     if not _is_product(module):
         return
     for node in module.tree.body:
@@ -127,10 +127,10 @@ def _matches(pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def dead_modules(every: Iterable[Module], entry_points: Iterable[str]) -> list[str]:
-    """Product modules that no other file imports and no entry point names.
+    """Return product modules that no other file imports and no entry point names.
 
-    A string counts as an import when it is exactly a module's name: registries name heavy
-    modules so, to load them late.
+    A string counts as an import if it is exactly a module's name: registries name heavy modules so,
+    to load them late.
     """
     every = tuple(every)
     used = set(entry_points)
@@ -148,7 +148,8 @@ def dead_modules(every: Iterable[Module], entry_points: Iterable[str]) -> list[s
 
 
 def _module_strings(module: Module) -> set[str]:
-    """``"package.module"`` and the first half of ``"package.module:name"``."""
+    """Return ``"package.module"`` strings, and the first half of ``"package.module:name"``
+    strings."""
     return {
         node.value.partition(":")[0]
         for node in ast.walk(module.tree)
@@ -199,7 +200,7 @@ def test_settings_page_is_current() -> None:
 
 
 def test_comments_name_files_that_there_are() -> None:
-    """By whole path, or by its end: ``wire/codec.py`` is enough."""
+    """A comment names a file by its whole path or by the end of it: ``wire/codec.py`` is enough."""
     folders = ("edgespec", "sim", "tests", "tools", "benchmarks", "protos")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     known = [f"/{path.relative_to(ROOT).as_posix()}" for path in paths]
@@ -213,7 +214,7 @@ def test_comments_name_files_that_there_are() -> None:
 
 
 def test_the_life_of_a_token_names_what_there_is() -> None:
-    """Classes, and methods behind a dot."""
+    """The names are classes, and methods after a dot."""
     text = (ROOT / "docs/life-of-a-token.md").read_text(encoding="utf-8")
     code = [*ROOT.glob("edgespec/**/*.py"), *ROOT.glob("protos/*.proto")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in code)
@@ -237,7 +238,7 @@ PAGES = (
 
 
 def _anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes from headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
@@ -292,7 +293,7 @@ def test_every_enum_has_an_unspecified_zero() -> None:
         assert enum.values_by_number[0].name.endswith("_UNSPECIFIED")
 
 
-# --- the README's pictures are those of their records ---------------------------------------------
+# --- the README's pictures match their records ----------------------------------------------------
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -302,7 +303,7 @@ EVIL = "</text><script>&\"'"
 
 
 def race(prompt: str) -> dict[str, Any]:
-    """A record of two texts of four tokens, the second twice as fast."""
+    """Return a record of two generations of four tokens, the second twice as fast."""
     plain = {"at_ms": [0, 100, 200], "kinds": "ddd"}
     fast = {"at_ms": [0, 100, 100], "kinds": "dac"}
     return {
@@ -316,7 +317,7 @@ def race(prompt: str) -> dict[str, Any]:
 
 
 def drawn(svg: str) -> list[str]:
-    """The texts of a picture that is XML and would fetch nothing."""
+    """Return the texts of a picture; check that it is XML and would fetch nothing."""
     root = ElementTree.fromstring(svg)
     assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"url\((?!#)|@import|href", svg)

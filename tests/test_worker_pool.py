@@ -1,5 +1,8 @@
-"""Pools of threads for blocking work. Oracle: the order in which works begin, and the bounds that a
-pool was given. Works wait for events of the test, so every schedule is the test's own."""
+"""Pools of threads for blocking work.
+
+Oracle: the order in which work begins, and the bounds of the pool. Work waits for events of the
+test, so every schedule is the test's own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.sources import ROOT
 
 
 class Works:
-    """Works for a pool: each notes that it began, and ends when the test says so."""
+    """Work for a pool: each piece notes that it began, and ends when the test releases it."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool, self.begun = pool, list[str]()
@@ -57,7 +60,7 @@ async def works(
 
 @pytest.mark.parametrize("package", ["device", "endpoint", "models", "wire"])
 def test_no_work_runs_in_the_executor_that_all_of_asyncio_shares(package: str) -> None:
-    """There slow work of one kind would hold up every other kind: take a ``WorkerPool``."""
+    """Slow work of one kind would delay every other kind in that executor: use a ``WorkerPool``."""
     found = [
         f"{path.name}: {node.attr}"
         for path in sorted((ROOT / "edgespec" / package).rglob("*.py"))

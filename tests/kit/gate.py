@@ -100,7 +100,8 @@ class Gate:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FLUSH_ON_CLOSE)
 
     async def _carry(self, source: socket.socket, sink: socket.socket, *, upwards: bool) -> None:
-        """Carry one direction until ``source`` has ended; ``upwards`` means towards the verifier."""
+        """Carry one direction until ``source`` has ended; ``upwards`` means towards the
+        verifier."""
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(source, 1 << 16):
             await self._flows.wait()

@@ -72,7 +72,8 @@ def certs(*arguments: str | Path) -> None:
 
 
 class Pki:
-    """A CA in ``folder``, with one certificate for a verifier on this machine and one for a device."""
+    """A CA in ``folder``, with one certificate for a verifier on this machine and one for a
+    device."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -88,7 +88,8 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
 
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, NDArray[np.float32]]:
-    """Return random weights that are large enough for every part of the model to move the logits."""
+    """Return random weights that are large enough for every part of the model to move the
+    logits."""
     rng = np.random.default_rng(seed)
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     dim, kind = config["head_dim"], config["model_type"]

@@ -1,4 +1,4 @@
-"""What the tests of reports are about: a run of five arms with made-up numbers, and real traces."""
+"""Samples for the tests of reports: a run of five arms with made-up numbers, and real traces."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _group(arm: str, tpots: list[float], per_pass: float) -> GroupSummary:
 
 
 def pictured() -> RunSummary:
-    """Two of the arms with all that pictures are made of."""
+    """Return two of the arms with all the data of pictures."""
     run = five_arms()
     base, ours = run.arms[0], run.arms[4]
     arms = tuple(_pictured(arm, index) for index, arm in enumerate((base, ours)))
@@ -128,7 +128,7 @@ def _pictured(arm: ArmSummary, index: int) -> ArmSummary:
 
 
 def asked_alike() -> dict[str, Timeline]:
-    """A first question of each arm of ``pictured``."""
+    """Return a first request of each arm of ``pictured``."""
     return {
         arm: _question(arm, step_s) for arm, step_s in (("target-only", 0.04), ("edgespec", 0.02))
     }
@@ -146,8 +146,8 @@ def _question(arm: str, step_s: float) -> Timeline:
 
 @asynccontextmanager
 async def traced_run(folder: Path, rtt_ms: float = 8.0) -> AsyncIterator[Agent]:
-    """A toy agent and a toy verifier over gRPC and a shaped link; both sides write their traces
-    to ``device.jsonl`` and ``verifier.jsonl``, whole when the context ends."""
+    """Run a toy agent and a toy verifier over gRPC and a shaped link. Both ends write their traces
+    to ``device.jsonl`` and ``verifier.jsonl``, which are complete when the context ends."""
     with TraceFile(folder / "device.jsonl") as device, TraceFile(folder / "verifier.jsonl") as side:
         settings = VerifierConfig(model="toy", port=0, pacing=PacingSection(pass_ms=4.0))
         verifier, server = build_verifier(settings, tracer=side)
@@ -176,7 +176,7 @@ SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, top_k=20, seed=11)
 
 
 def made_up_sweep() -> list[tuple[dict[str, int], RunSummary]]:
-    """Three RTTs by two counts of devices."""
+    """Return the summaries of three RTTs by two counts of devices."""
     return [
         ({"rtt_ms": rtt_ms, "devices": devices}, five_arms())
         for rtt_ms in (10, 40, 160)

@@ -1,7 +1,9 @@
-"""Pages and tables: what must stand in them, what must be escaped, and that they need nothing else.
-Oracle: the standard library's own HTML and CSV readers; and a real browser: headless Chromium draws
-pages and hands back what it made of them. Checked there: nothing on the console, every plot drawn
-with marks in it, every table; in the light and in the dark scheme."""
+"""Pages and tables: required content, escaping, and that they fetch nothing.
+
+Oracle: the standard library's own HTML and CSV readers; and a real browser, headless Chromium,
+which draws pages and returns the resulting document. The browser checks are: an empty console,
+every plot drawn with marks in it, every table; in the light and in the dark scheme.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ VOID = {"meta", "link", "br"}
 
 
 class Page(HTMLParser):
-    """The elements of a page, its text by element, and everything it would fetch."""
+    """The elements of a page, its text by element, and every URL that it would fetch."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ def test_a_page_asks_nothing_of_any_network(page: Page) -> None:
 def test_the_headline_names_the_best_arm_and_whose_it_is() -> None:
     run = five_arms()
     assert headline(run).startswith("edgespec (ours) is 2.31× as fast as target-only streaming")
-    # Without ours the best is another's; with ours slower, both are named.
+    # Without our arm the best arm is another; with a slower one of ours, both are named.
     others = replace(run, arms=run.arms[:4])
     assert headline(others).startswith("windowed is 1.61× as fast")
     slow = replace(run.arms[4], all=run.arms[1].all, speedup=0.59)
@@ -109,7 +111,8 @@ def test_the_headline_names_the_best_arm_and_whose_it_is() -> None:
 
 
 def both_ends(gain: float, ends: tuple[float, float] | None) -> RunSummary:
-    """Plain streaming at 25 ms a token, a server that drafts at 10.16, and a device beside it."""
+    """Return a run of plain streaming at 25 ms per token, a server that drafts at 10.16, and a
+    device beside it."""
     run = five_arms()
     base = run.arms[0]
 
@@ -127,7 +130,7 @@ def both_ends(gain: float, ends: tuple[float, float] | None) -> RunSummary:
 
 
 def test_what_the_server_does_alone_is_not_a_devices_gain() -> None:
-    """2.49 and 2.46 times plain streaming are 1.012 times the server alone."""
+    """Gains of 2.49 and 2.46 over plain streaming are 1.012 over the server alone."""
     told = headline(both_ends(1.012, (0.99, 1.03)))
     assert told.startswith(
         "both (ours) is 1.01× as fast as server-draft, the best without a device"
@@ -214,7 +217,8 @@ def test_one_question_is_drawn_for_each_arm_from_its_asking() -> None:
 
 
 def certainly(run: RunSummary, low: float, high: float) -> RunSummary:
-    """The last arm with that interval, those between it and the first with one below."""
+    """Return the run with this interval for the last arm, and lower ones for all arms between it
+    and the first."""
     base, *between, last = run.arms
     under = [replace(arm, speedup_interval=(0.5 * low, 0.9 * low)) for arm in between]
     return replace(run, arms=(base, *under, replace(last, speedup_interval=(low, high))))
@@ -316,13 +320,13 @@ BROWSER = next(
 )
 DARK = "--blink-settings=preferredColorScheme=0"
 PLOT = re.compile(r'<div class="plot[^"]*" id="plot-(\d+)"')
-# A box, a bar or a point of a scatter, a line of one: each has a shape that is drawn; a heatmap is
+# A box, a bar or a point of a scatter plot, or a line: each has a shape that is drawn. A heatmap is
 # an image.
 MARK = re.compile(r'<path class="(?:box|point|js-line|js-fill)|<g class="point"><path|<image')
 
 
 def looked_at(html: str, folder: Path, *options: str) -> str:
-    """The page after its scripts have run; fails on anything said on the console."""
+    """Return the page after its scripts have run; fail on any message on the console."""
     if BROWSER is None:
         pytest.skip("no Chromium on the path to look at pages with")
     page = folder / "page.html"
@@ -359,7 +363,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
     dom = looked_at(html, tmp_path)
     check_plots(dom, 1)
     assert dom.count("<table") == html.count("<table") == 4
-    # Whether a draft ever waits for a pass is the machine's affair.
+    # Whether a draft ever waits for a pass depends on the machine.
     for lane in {"draft", "pass", *(span.lane.value for span in timeline.spans)}:
         assert f">{lane}</text>" in dom, lane
 
@@ -377,7 +381,7 @@ def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ..
 def test_a_run_with_every_picture(tmp_path: Path) -> None:
     html = render(pictured(), None, asked_alike())
     assert len(html) < 1.5e6
-    # One question, time per token.
+    # One request: time per token.
     check_plots(looked_at(html, tmp_path), 2)
 
 

@@ -1,9 +1,9 @@
-"""Traces, summed up and drawn: of a real run (toy models, real gRPC, a shaped link), also without
-the tokens of its texts, and from lines written by hand.
+"""Traces, summarised and drawn: of a real run (toy models, real gRPC, a shaped link), also with
+hidden token ids, and from lines written by hand.
 
 Oracles: the device's own counters for every number of the summary; the link's delay for the lanes
 that cross it; the definition of each lane; for clocks, the same trace with one clock moved; for
-hidden tokens an open trace of the same run, line by line, and the reports of both; sums by hand.
+hidden tokens, an open trace of the same run, line by line, and the reports of both; sums by hand.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PROMPTS = ("the quick brown fox", "once upon a time")
 
 @dataclass(frozen=True, slots=True)
 class RealRun:
-    """Two generations, one after the other."""
+    """A real run: two generations, one after the other."""
 
     counters: tuple[DraftCounters, ...]
     device: Path
@@ -134,7 +134,8 @@ def test_every_lane_holds_what_it_is_defined_by(real: RealRun) -> None:
 
 
 def _with_ending(lines: list[TraceLine]) -> Iterator[tuple[TraceLine, bool]]:
-    """Each line, and whether its device session was over by then: such steps are not counted."""
+    """Yield each line, and whether its device session had ended by then: later steps are not
+    counted."""
     over: set[str] = set()
     for line in lines:
         yield line, line["session"] in over
@@ -143,7 +144,7 @@ def _with_ending(lines: list[TraceLine]) -> Iterator[tuple[TraceLine, bool]]:
 
 
 def _alternate(session: str, drafts: list[Span], stalls: list[Span]) -> None:
-    """A device that waits does not draft, and one that drafts does not wait."""
+    """Check that a device that waits does not draft, and one that drafts does not wait."""
     own = sorted(
         (span for span in drafts + stalls if span.session == session), key=lambda s: s.start_s
     )
@@ -161,7 +162,7 @@ def test_a_moved_clock_is_found_and_put_right(real: RealRun) -> None:
     straight, mended = build_timeline(real.both), build_timeline(moved)
     shared = _by_lane(build_timeline(real.both, one_clock=True))
     for session, offset_s in mended.clock_offsets_s.items():
-        # Of one clock, half the difference of the quickest ways.
+        # On one clock the error is at most half the difference of the quickest ways.
         longest_s = max(
             _length_s(span)
             for lane in (Lane.UPLINK, Lane.DOWNLINK)
@@ -275,7 +276,7 @@ def _length_s(span: Span) -> float:
 
 
 HIDDEN = HiddenTokens()
-HIDDEN._key = bytes(16)  # of chance, one id in 128 would have its own name
+HIDDEN._key = bytes(16)  # with a random key, one id in 128 would keep its own name
 PARAMS = SamplingParams(
     max_tokens=40,
     temperature=0.9,
@@ -290,7 +291,7 @@ SECRET = "a prompt that nobody should read 123"
 
 @dataclass(frozen=True)
 class Both:
-    """The same run to both."""
+    """A tracer that forwards the same run to two tracers."""
 
     plain: Tracer
     hidden: Tracer
@@ -321,7 +322,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def fields_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """All fields of a line with their names, also of what lies in it; a bias has none."""
+    """Yield all fields of a line with their names, nested ones too; a bias has none."""
     if isinstance(value, dict) and name != "logit_bias":
         for key, one in value.items():
             yield key, one
@@ -381,7 +382,7 @@ def test_the_command_line_hides_tokens_unless_told_not_to(
     assert told[0] != told[1] == list(range(1, 40))
 
 
-# --- hand-written lines: what was lost, sent again, overtaken or never sent -----------------------
+# --- hand-written lines: lost, repeated, overtaken or unsent messages ----------------------------
 
 
 OPEN = {"name": "Open", "session_id": "a", "model": "", "vocabulary": "", "prompt": [1, 2, 3]}
@@ -392,7 +393,7 @@ def line(at_s: float, name: str, **fields: Any) -> TraceLine:
 
 
 def commit(at_s: float, position: int, tokens: list[int], **more: Any) -> list[TraceLine]:
-    """The event and the delivery of tokens that were not held before."""
+    """Return the event, and the delivery of tokens that were not held before."""
     numbers = ("accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us")
     fields = {**dict.fromkeys(numbers, 0), "verify_us": 9, "finish": None, **more}
     kinds = ["accepted"] * fields["accepted"]
@@ -473,7 +474,7 @@ def opened(at_s: float, stream: int) -> TraceLine:
 
 
 def spans(lines: list[TraceLine], lane: Lane) -> list[tuple[float, float]]:
-    origin = line(0.0, "Connected")  # a mark at 0, or times would be from the first span on
+    origin = line(0.0, "Connected")  # a mark at 0, or times would count from the first span
     timeline = build_timeline([origin, *lines], one_clock=True)
     return [(span.start_s, span.end_s) for span in timeline.spans if span.lane is lane]
 

@@ -1,6 +1,7 @@
-"""The cost models, term by term and with what the corrections do; optimal shares, against a general
-solver and in closed form; the matching, which lowers the cost until no change is left that does;
-the methods on paired worlds, the sweep, and the paper's own training: its reward, its network."""
+"""The cost models, term by term and with their corrections; optimal shares, against a general
+solver and in closed form; the matching, which lowers the cost until no change lowers it further;
+the methods on paired worlds; the sweep; and the paper's own training: its reward and its network.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def terms(seed: int = 0, cost: PaperCost = COSTS[0]) -> Terms:
 
 
 def test_the_printed_objective_is_the_papers_formula() -> None:
-    """Worked out for each device in SI units, without the arrays of ``Terms``."""
+    """The expected cost is computed for each device in SI units, without the arrays of
+    ``Terms``."""
     now, cost = snapshot(3), PaperCost()
     now = replace(now, queue_slots=np.linspace(0.0, 1.5, 4))
     decision = uniform(cost.terms(now), np.arange(24) % 4)
@@ -114,7 +116,7 @@ def test_work_that_does_not_fit_waits() -> None:
 @pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_a_general_solver_finds_the_same(cost: PaperCost, seed: int) -> None:
-    """One server, few devices, scipy's SLSQP over both kinds of shares at once."""
+    """Oracle for one server and few devices: scipy's SLSQP over both kinds of shares at once."""
     given = cost.terms(snapshot(seed, devices=5, servers=2))
     association = np.zeros(5, dtype=np.int64)
 
@@ -142,7 +144,8 @@ def test_a_general_solver_finds_the_same(cost: PaperCost, seed: int) -> None:
 
 
 def test_every_price_clears_its_band() -> None:
-    """Devices of a server have one marginal value, its price; if that is not 0 the band is full."""
+    """The devices of a server have one marginal value, its price; if that is not 0, the band is
+    full."""
     given = terms(5, COSTS[1])
     association = np.arange(24) % 4
     shares = co.optimal_bandwidth(given, association)
@@ -184,7 +187,7 @@ def test_matching_never_raises_the_cost(cost: PaperCost, seed: int, steps: Steps
 
 @each_cost
 def test_no_single_change_is_left_that_helps(cost: PaperCost) -> None:
-    """Every move and every swap, tried one by one with the whole formula."""
+    """Every move and every swap is tried, one by one, with the whole formula."""
     given, weights = cost.terms(snapshot(1, devices=9, servers=3)), _weights(1, 9, 3)
     start = best_gain(snapshot(1, devices=9, servers=3).gains)
     matched = two_phase_matching(given, weights, start)
@@ -225,7 +228,7 @@ def test_methods_are_compared_on_the_same_worlds_each_time() -> None:
     assert list(one) == list(every)
     for name, ms in one.items():
         assert np.array_equal(ms, two[name])
-        # What plays beside a method changes nothing of its worlds.
+        # A method that plays beside another changes nothing of its worlds.
         assert np.array_equal(ms, sweep.play(choices, {name: every[name]}, 2, seed=3)[name])
     assert all(
         one[methods.WITH_MOVES].mean() < one[baseline].mean()
@@ -256,7 +259,8 @@ def test_every_method_keeps_the_limits(cost: PaperCost, devices: int, servers: i
 
 
 def test_max_compute_is_what_its_words_say() -> None:
-    """Literally: nobody uses a server while a faster one exists; only ties are broken otherwise."""
+    """The literal reading: no device uses a server while a faster one exists; only ties are broken
+    otherwise."""
     now = snapshot(1, devices=24, servers=7)
     found = {name: reading(now) for name, reading in methods.MAX_COMPUTE.items()}
     fastest = np.flatnonzero(now.server_flops == now.server_flops.max())
@@ -266,7 +270,7 @@ def test_max_compute_is_what_its_words_say() -> None:
     assert len(set(found["one"])) == 1
     for device, server in enumerate(found["best-heard"]):
         assert now.gains[device, server] == now.gains[device, fastest].max()
-    # Ours: nobody has more compute elsewhere, after having gone there.
+    # Our reading: no device has more compute at another server after a move there.
     counts = np.bincount(found["spread"], minlength=7)
     given = (now.server_flops / np.maximum(counts, 1))[found["spread"]].min()
     assert given >= (now.server_flops / (counts + 1)).max()
@@ -274,8 +278,8 @@ def test_max_compute_is_what_its_words_say() -> None:
 
 @pytest.mark.parametrize("name", sweep.ESTIMATORS)
 def test_an_interval_covers_the_known_saving(name: str) -> None:
-    """Delays of worlds that differ by much, of which ours is 0.8 times a lognormal's; 95 % of 400
-    intervals of 30 worlds should cover, give or take four deviations of that count (17)."""
+    """Delays differ widely between worlds, and ours is 0.8 times a lognormal's. Of 400 intervals
+    over 30 worlds 95 % should cover the truth, within four deviations of that count (17)."""
     rng = np.random.default_rng(7)
     truth = 1.0 - 0.8 * (1.0 if name == "median" else np.exp(0.3**2 / 2))
     covered = 0
@@ -379,7 +383,7 @@ def test_a_choice_that_is_none_is_refused(tmp_path: Path, row: str, said: str) -
 
 
 def test_a_higher_reward_is_a_lower_cost() -> None:
-    """Even shares after matching beat random association; absurd ones are punished."""
+    """Even shares after matching beat random association; absurd shares are punished."""
     rollout, dice = masac.PaperRollout(SETTINGS, PaperCost(), 0), np.random.default_rng(0)
     even = masac.Actions(torch.zeros(3, 12, 2), torch.ones(3, 1), torch.zeros(3))
     absurd = torch.from_numpy(dice.choice([-1.0, 1.0], (3, 12, 2)))

@@ -1,4 +1,5 @@
-"""The codec: what goes in comes out, bounds are named, no bytes do anything but decode or refuse.
+"""The codec: messages survive a round trip, errors name bounds, and any bytes either decode or are
+refused.
 
 Oracle of the fuzz tests: a message or ``ProtocolViolation``, nothing else.
 """
@@ -169,7 +170,7 @@ def test_drafts_that_cannot_be_are_refused_and_a_peer_of_before_tells_none() -> 
         codec.encode_info(replace(info, drafts=m.DraftTotals(model_us=-1)))
 
 
-# Every parameter otherwise than usual.
+# Every parameter differs from its usual value.
 OTHER: dict[str, Any] = {
     **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5},
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "seed": 7},
@@ -185,7 +186,7 @@ def test_no_sampling_parameter_is_forgotten(name: str) -> None:
     sampling = SamplingParams(**{name: OTHER[name]})
     decoded = codec.decode_uplink(codec.encode_uplink(m.Open("s", "", "", (1,), sampling=sampling)))
     assert isinstance(decoded, m.Open)
-    # The device looks for stop strings.
+    # The device looks for stop strings, so they do not travel.
     assert decoded.sampling == (SamplingParams() if name == "stop" else sampling)
 
 
@@ -275,7 +276,7 @@ def test_a_long_fault_is_cut_and_still_arrives() -> None:
     assert decoded.message == "ä" * 512
 
 
-# A vocabulary of 150 000, a generation deep into its text, a pass of some 30 ms.
+# A vocabulary of 150 000, a late position in the generation, and a pass of some 30 ms.
 CHAIN = m.Draft(first_node_id=5000, parents=(4999, 5000), tokens=(149_000, 148_000))
 RUN_AHEAD = m.Commit(4000, (149_000,), verify_us=31_000)
 CORRECTION = m.Commit(4000, (149_000,), stale=1, queue_us=17_000, verify_us=31_000, rows=2)

@@ -1,10 +1,10 @@
-"""Certificates made by ``edgespec certs``, the file of keys, the checks of both ends' files, and
-who is let in over sockets of this machine.
+"""Certificates made by ``edgespec certs``, the key file, the checks of both ends' files, and access
+over sockets of this machine.
 
-Oracle: the standard library's own TLS; each mistake is named with its file; what is printed opens,
-and nothing else does; files that others can write or read, by the modes that PostgreSQL's key files
-may have, with the group let in as mounted secrets need it; who is let in gets the toy's text, and
-no key leaves the device where others could read it.
+Oracle: the standard library's own TLS; each mistake is named with its file; printed keys open the
+verifier, and no other key does; files that others can write or read are judged by the modes that
+PostgreSQL allows for key files, with the group allowed because mounted secrets need it; an admitted
+device gets the toy's text, and no key leaves the device where others could read it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ from tests.present import present
 
 
 def now() -> datetime:
-    """Not a constant of the module: the whole suite takes longer than a certificate's leeway."""
+    """Return the current time. It is no constant, because the whole suite takes longer than a
+    certificate's leeway."""
     return datetime.now(UTC)
 
 
@@ -252,7 +253,7 @@ OWNER, GROUP = 4711, 4712
     [
         ((True, True), (OWNER, GROUP), 0o640),
         ((False, True), (-1, GROUP), 0o640),
-        ((False, False), None, 0o600),  # or a group that never could would read it
+        ((False, False), None, 0o600),  # or a group that could not read it before would be able to
     ],
 )
 def test_the_file_of_a_service_stays_the_services(
@@ -326,7 +327,7 @@ def test_what_others_can_write_is_refused(
 def test_a_secret_that_others_can_read_is_warned_of_once(
     mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A link, which has mode 0777, is judged by its file, as a mounted secret is."""
+    """A link, which has mode 0777, is judged by its file, like a mounted secret."""
     (path := tmp_path / "key").touch()
     path.chmod(mode)
     (link := tmp_path / "link").symlink_to(path)
@@ -508,7 +509,7 @@ async def test_the_text_is_the_same_over_mutual_tls(pki: Pki) -> None:
 
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    """Another CA's certificates; the verifier's is for another name."""
+    """Make certificates of another CA; the verifier's is for another name."""
     made = Pki(tmp_path_factory.mktemp("strangers"))
     made.renew_server("gpu-box.example")
     return made
@@ -528,7 +529,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 async def test_a_handshake_that_fails_is_explained(
     server: str, device: str, said: str, pki: Pki, strangers: Pki
 ) -> None:
-    """To ``info``, to a stream, to a command and to a text."""
+    """The explanation reaches ``info``, a stream, a command and a generation."""
     own, other = pki.device(), strangers.device(shown=True)
     servers = {"own": pki.server(), "mutual": pki.server(mutual=True), "other": strangers.server()}
     devices = {"own": own, "other": strangers.device(), "shown by other": replace(other, ca=own.ca)}

@@ -1,5 +1,8 @@
-"""Proxies of the environment. Oracle: a proxy that counts its clients, and addresses whose kind is
-known from the RFCs (1918, 4193, 6598)."""
+"""Proxies of the environment.
+
+Oracle: a proxy that counts its clients, and addresses whose kind is known from the RFCs (1918,
+4193, 6598).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 @asynccontextmanager
 async def a_proxy() -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Refuses everybody, and keeps the first line that each of them sends."""
+    """Run a proxy that refuses all clients and keeps the first line of each."""
     asked: list[bytes] = []
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,7 @@
-"""Peers that take more than their part: each waits, or loses its place, and others go on. Of slots
-for streams, and of the addresses that they are counted by: a table kept by hand. And keys: who is
-turned away takes nothing from those who are let in. Oracle: a dictionary that the test changes.
+"""Peers that take more than their share: each waits or loses its place, and other peers are served.
+
+Oracle of stream slots, and of the addresses by which they are counted: a table kept by hand. Oracle
+of keys: a dictionary that the test changes; refused peers take nothing from admitted ones.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CALLS = CallLimits(
 
 
 async def _end(stream: DeviceStream) -> LinkError:
-    """Read a stream to its end."""
+    """Read a stream to its end; return its error."""
     try:
         while True:
             await stream.receive()
@@ -85,13 +86,13 @@ async def test_a_peer_cannot_take_all_slots() -> None:
 
 
 async def test_a_refused_stream_gives_its_slot_back_though_nobody_reads() -> None:
-    """The peer leaves its window full, sends on and reads nothing, not even the fault."""
+    """The peer fills its flow-control window, sends on and reads nothing, not even the fault."""
     refused = asyncio.Event()
 
     async def refuse(stream: VerifierStream) -> None:
         if await stream.receive() != Cancel():
             return await stream.send(Opened(INFO.limits, "toy", 3))
-        while True:  # until others are served and this goes no further: its window is full
+        while True:  # until others are served while this one is blocked: its window is full
             sending = asyncio.ensure_future(stream.send(Commit(0, (1,) * 4000)))
             if await held_up(sending, transport):
                 break
@@ -100,7 +101,7 @@ async def test_a_refused_stream_gives_its_slot_back_though_nobody_reads() -> Non
         await asyncio.wait((sending,))
         await stream.send(Fault(FaultCode.OVERLOADED, "no room"))
         refused.set()
-        await asyncio.Event().wait()  # a driver that never lets go
+        await asyncio.Event().wait()  # a driver that never ends
 
     async with served(refuse, max_streams=1) as (_, transport), raw_call(transport) as call:
         await call.write(encode_uplink(Cancel()))
@@ -131,18 +132,18 @@ async def test_a_device_that_never_reads_is_let_go() -> None:
 async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One has the slot, 64 more wait for their refusal, and the others hear a status."""
+    """One call has the slot, 64 more wait for their refusal, and the others receive a status."""
     for name in ("MIN_DELAY_S", "MAX_DELAY_S"):
         monkeypatch.setattr(f"edgespec.wire.callers.{name}", 3600.0)
     calls = replace(CALLS, peer_rate=1e-3, max_wait_s=1e-3)
     async with served(max_streams=1, opens=calls) as (_, transport):
         first = await opened(transport)
         waiting = [await transport.connect() for _ in range(64)]
-        await transport.info()  # answered after they have come to wait
+        await transport.info()  # answered after the 64 calls wait
         monkeypatch.setattr("edgespec.wire.callers.MAX_DELAY_S", 0.0)
         for _ in range(5):
             error: Exception | None = None
-            try:  # its status may come before or after the stream stands
+            try:  # its status may come before or after the stream is established
                 error = await asyncio.wait_for(_end(await transport.connect()), PATIENCE_S)
             except LinkError as refused:
                 error = refused
@@ -326,7 +327,7 @@ async def test_the_more_are_held_the_longer_they_are() -> None:
     assert calls.waits[:10] == [0.5] * 10
     assert calls.waits[19] == pytest.approx(1.0)
     assert calls.waits[149] == pytest.approx(150 / callers.REFUSALS_PER_S)
-    assert calls.waits[150] == 0.5  # another's
+    assert calls.waits[150] == 0.5  # the interval of another peer
     assert calls.refusals.delayed == 151
     await calls.let_go()
     assert calls.refusals.delayed == 0
@@ -347,13 +348,13 @@ async def test_what_is_held_is_bounded_by_payer_and_in_all() -> None:
 ONE_A_SECOND = CallLimits(
     peer_rate=1.0, peer_burst=1.0, total_rate=100.0, total_burst=100.0, max_wait_s=30.0
 )
-# In these tests' time only the first call of a peer gets out of the line.
+# Within these tests' time only the first call of a peer leaves the queue.
 ONE_FOR_GOOD = replace(ONE_A_SECOND, peer_rate=1e-4, max_wait_s=1e6)
 
 
 @dataclass
 class Keys:
-    """What ``authenticate`` knows, and who was served."""
+    """The keys that ``authenticate`` accepts, and the served peers."""
 
     known: dict[str, Credential] = field(
         default_factory=lambda: {name: Credential(name) for name in ("one", "two")}
@@ -387,15 +388,16 @@ async def test_many_wrong_keys_are_refused_and_right_ones_come_through() -> None
             ask: Any = channel.unary_unary("/edgespec.v1.Verifier/Info", None, None)
             wrong = (("authorization", "Bearer three"),)
             calls = [ask(b"", metadata=wrong) for _ in range(40)]
-            assert await works(await opened(known))  # it took no slot and no turn of theirs
+            # it uses no slot and no turn of the unknown peers
+            assert await works(await opened(known))
             codes = [await call.code() for call in calls]
         assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
     assert keys.served == ["one"]
 
 
 async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_not_held() -> None:
-    """Its share is 8 messages, quiet streams have 8 more as their grace, and no more come in this
-    test's time; each stream may be the one that gets the key into debt."""
+    """Its share is 8 messages, quiet streams have 8 more as their grace, and no more are earned in
+    this test's time. Each stream may be the one that puts the key into debt."""
     shares = ShareLimits(1e-3, 1e-3, 8.0, 8.0, max_wait_s=3600.0, idle_s=3600.0)
     uplink = UplinkLimits(shares=shares, messages_per_open=1e-3, bytes_per_message=1e9)
     read, watch, keys = list[str](), VerifierTelemetry(), Keys()
@@ -421,7 +423,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
                 while not watch.waits[WaitReason.CREDENTIAL.value]:
                     await modest.info()
             assert all([await works(mine) for _ in range(5)])
-            late = await greedy.connect()  # a new stream finds no way around the debt
+            late = await greedy.connect()  # a new stream does not avoid the debt
             await late.send(OPEN)
             fault = await asyncio.wait_for(late.receive(), PATIENCE_S)
             assert isinstance(fault, m.Fault)
@@ -437,15 +439,15 @@ async def test_one_keys_line_is_not_anothers() -> None:
         async with device(address, "one") as greedy, device(address, "two") as modest:
             assert await works(await opened(greedy))
             waiting = [await greedy.connect() for _ in range(5)]
-            assert await works(await opened(modest))  # though it calls from the same address
+            assert await works(await opened(modest))  # although it calls from the same address
             assert server.stream_count == 2
             for stream in waiting:
                 await stream.close()
 
 
 async def test_a_key_that_is_revoked_in_the_line_is_not_served() -> None:
-    """The first stream's key is looked at when it comes and when it is served; the second's when it
-    has come to the line, and then it is revoked."""
+    """The first stream's key is checked when it arrives and when it is served. The second one's is
+    checked when it has joined the queue, and then it is revoked."""
     keys, asked = Keys(), 0
 
     def known(key: str) -> Credential | None:

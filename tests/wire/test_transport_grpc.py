@@ -1,7 +1,9 @@
-"""gRPC on localhost: the protocol passes, one stream's trouble stays with that stream, and peers
-that die are noticed: a silent verifier by a device, which says which one, a silent device by a
-verifier. Where the verifier is a process of its own, that is this file run as a script. And the
-daemon's life: ports, refusals with reasons, health, reflection, stopping; and shaped links.
+"""gRPC on localhost.
+
+The protocol passes, a failing stream affects no other, and dead peers are noticed: a silent
+verifier by a device, whose error names it, and a silent device by a verifier. If the verifier needs
+a process of its own, that process runs this file as a script. Further tests cover the daemon's life
+(ports, refusals with reasons, health, reflection, stopping) and shaped links.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
 
 
 async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
-    """Its device does not read meanwhile: what is sent waits behind the write under way."""
+    """Its device does not read meanwhile, so further messages wait until the write under way has
+    ended."""
     given: list[int] = []
     read_now = asyncio.Event()
 
@@ -244,7 +247,7 @@ async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
     monkeypatch.setattr(transport, "_get_channel", Channel)
     connecting = asyncio.create_task(transport.connect())
     await asked.wait()
-    connected.set_result(None)  # the connection stands, and nobody has heard of it
+    connected.set_result(None)  # connected, but no waiter has run since
     connecting.cancel()
     await asyncio.gather(connecting, return_exceptions=True)
     assert connecting.cancelled()
@@ -298,9 +301,10 @@ async def test_an_idle_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatc
 async def test_a_peer_that_never_answers_is_noticed_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes the connection and says nothing, not even HTTP/2."""
+    """The peer accepts the connection and sends nothing, not even HTTP/2 settings."""
     monkeypatch.setattr("edgespec.wire.grpc_client.CALL_TIMEOUT_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel connects, nobody reads
+    # the kernel connects, no process reads
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         transport = GrpcTransport(f"127.0.0.1:{port}")
         with pytest.raises(LinkError, match=r"no answer to connect within 0.5 s"):
@@ -312,7 +316,7 @@ async def test_a_peer_that_never_answers_is_noticed_in_time(
 
 @pytest.mark.slow
 async def test_a_stopped_device_is_noticed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the verifier, so that the session's lease begins to run."""
+    """The verifier notices it, so that the session's lease begins to run."""
     gone: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
 
     async def watch(stream: VerifierStream) -> None:
@@ -432,7 +436,7 @@ async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a CA and a certificate for ``NAME``."""
+    """Make a folder with a CA and a certificate for ``NAME``."""
     folder = tmp_path_factory.mktemp("tls")
     certs("ca", "--dir", folder)
     certs("server", NAME, "--dir", folder)
@@ -468,7 +472,7 @@ UP_S, DOWN_S = 0.030, 0.070
 
 
 class HandPacer(ThreadPacer):
-    """Time moves when the test says so, from one waiter to the next."""
+    """A pacer whose time moves only when the test moves it, from one waiter to the next."""
 
     time_s = 100.0
 
@@ -493,13 +497,13 @@ class HandPacer(ThreadPacer):
 
 
 async def settle() -> None:
-    """Let everything run that can without time going on."""
+    """Let everything run that can run without a change of time."""
     for _ in range(30):
         await asyncio.sleep(0)
 
 
 class World:
-    """A verifier that notes what arrives when, and commits the tokens of each draft."""
+    """A verifier that notes the arrival of each message, and commits the tokens of each draft."""
 
     def __init__(self, up: LinkModel | None = None, down: LinkModel | None = None) -> None:
         self.pacer = HandPacer()
@@ -599,10 +603,10 @@ async def test_the_end_of_the_stream_comes_after_the_data_before_it() -> None:
     world = World()
     stream = await world.connected(0.1)
     await stream.send(draft(1))
-    await stream.send(m.Received(1, 1))  # the verifier ends the stream when it gets this
+    await stream.send(m.Received(1, 1))  # the verifier ends the stream when it receives this
     await world.run_until(0.15)
     assert world.left_s == [0.13]
-    await stream.send(draft(2))  # nobody here knows yet
+    await stream.send(draft(2))  # the device does not have this end yet
     await world.run_until(0.3)
     assert await stream.receive() == m.Commit(3, (1,), 1)
     with pytest.raises(LinkError, match="the verifier ended the stream"):
@@ -629,7 +633,7 @@ async def test_closing_returns_at_once_and_what_was_sent_still_arrives() -> None
 
 
 class HeldClock:
-    """The real clock, but it stands still until ``let_go``, however long that takes."""
+    """The real clock, except that it stands still until ``let_go``, however long that takes."""
 
     def __init__(self) -> None:
         self._held_s: float | None = time.monotonic()
