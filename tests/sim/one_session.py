@@ -17,7 +17,7 @@ from edgespec_sim.links.path import HopPath
 from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.site import Machine
 
-# A session that has not ended by then is stuck: no set-up takes seconds a token.
+# A session that has not ended by then is stuck: no setting takes seconds per token.
 _LONGEST_S = 1e6
 _CONTEXT_LENGTH = 1 << 24
 
@@ -32,8 +32,8 @@ def alone(
     pass_s: float,
     learned: Learned | None = None,
 ) -> SimulatedDevice:
-    """Play the only session of a verifier to its end; return its device. ``learned`` is what
-    earlier sessions of the device have learned of its draft."""
+    """Play the only session of a verifier to its end; return its device. ``learned`` holds the
+    estimates from earlier sessions of the device."""
     queue = EventQueue()
     limits = Limits(context_length=_CONTEXT_LENGTH)
     engine = VerifyEngine(target.info, limits, EngineLimits())

@@ -27,13 +27,12 @@ LIMIT: Final = 1.03
 FIRST_SEEDS: Final = 4
 MAX_SEEDS: Final = 64
 FAR: Final = 1.4
-"""A rival that is this many times slower than the default in the first world is not played in the
-others."""
+"""A rival this many times slower than the default in the first world is omitted from the others."""
 REQUESTS: Final = 3
-"""Questions that each arm answers in a world, of 128 tokens each. The first finds nothing
-learned."""
+"""Requests of 128 tokens that each arm completes in a world. The first one has no learned
+estimates."""
 TAPES: Final = {0.0: "bundled-greedy", 0.7: "bundled-sampled"}
-"""The tapes whose shape the agreement of draft and target has, by temperature."""
+"""Tapes, by temperature, whose shape the agreement of draft and target has."""
 SERVER_STEP: Final = 0.1
 """A step of the server's draft, as a share of the pass."""
 PASS_MS: Final = (3.0, 8.0, 15.0, 40.0)
@@ -69,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The default's time a token over that of its closest rival, with its 95 % interval."""
+    """The default's time per token over that of its closest rival, with its 95 % interval."""
 
     cell: Cell
     rival: Arm
@@ -78,11 +77,11 @@ class Verdict:
     high: float
     seeds: int
     ms: Mapping[str, float]
-    """Milliseconds a token, by arm."""
+    """Milliseconds per token, by arm."""
 
     @property
     def is_decided(self) -> bool:
-        """Whether the interval lies on one side of the limit."""
+        """Return whether the interval lies on one side of the limit."""
         return self.high <= LIMIT or self.low > LIMIT
 
 
@@ -91,7 +90,7 @@ Played = dict[Arm, TpotTotal]
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is played at a time: these arms of a cell with the dice of one seed."""
+    """One unit of work: these arms of a cell with the dice of one seed."""
 
     cell: Cell
     seed: int
@@ -99,7 +98,7 @@ class World:
 
 
 def play_world(world: World) -> Played:
-    """Play a world; return the times a token by arm."""
+    """Play a world; return the times per token by arm."""
     cell = world.cell
     server_ms = SERVER_STEP * cell.pass_ms if cell.both_ends else 0.0
     settings: dict[str, Any] = {
@@ -115,7 +114,7 @@ def play_world(world: World) -> Played:
 
 
 def judge(cell: Cell, worlds: Sequence[Played]) -> Verdict:
-    """Compare the default with the rival that it does worst against, of those in every world."""
+    """Compare the default with its strongest rival, among the rivals played in every world."""
     arms = [arm for arm in worlds[0] if all(arm in world for world in worlds)]
     totals = {arm: [world[arm] for world in worlds] for arm in arms}
     ms = {
@@ -138,9 +137,10 @@ def play_grid(
     play_all: Callable[[Sequence[World]], Iterator[Played]],
     most_seeds: int = MAX_SEEDS,
 ) -> list[Verdict]:
-    """Play every cell with as many seeds as it takes to decide it; return a verdict for each.
+    """Play every cell until enough seeds decide it; return a verdict for each.
 
-    ``play_all`` plays worlds, on several cores perhaps, and returns what came of them in order."""
+    ``play_all`` plays worlds, perhaps on several cores, and yields their results in order.
+    """
     played: dict[Cell, list[Played]] = {cell: [] for cell in cells}
     undecided = list(cells)
     while undecided:
@@ -157,7 +157,7 @@ def play_grid(
 
 
 def needs_more(cell: Cell, played: Sequence[Played], most_seeds: int) -> bool:
-    """Whether more seeds are to be played before a cell is judged."""
+    """Return whether more seeds are needed before a cell is judged."""
     if len(played) < min(FIRST_SEEDS, most_seeds):
         return True
     return len(played) < most_seeds and not judge(cell, played).is_decided

@@ -1,6 +1,6 @@
-"""Options of a random world from one seed: every policy, drafter, law, bound and fault there is.
+"""Options of a random world from one seed, over every policy, drafter, law, bound and fault.
 
-The suite plays a few thousand of them, ``benchmarks/many_worlds.py`` as many as it is asked for.
+The suite plays a few thousand worlds, ``benchmarks/many_worlds.py`` plays ``--worlds``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from tests.adversarial import AdversarialDrafter
 from tests.sim.faults import checks, worlds
 
-# Mutants are held against the worlds before: how soon they are caught stays as it was. From there
-# on devices run as users run them, some short of memory.
+# Mutants are tested on worlds below this seed, so that they are found as early as before. From this
+# seed on devices run as users run them, some short of memory.
 GOVERNED_FROM = 10_000
 REPLAY = 'PYTHONPATH=.:sim python -c "from tests.sim.random_worlds import play; play({seed})"'
 
@@ -49,7 +49,7 @@ DRAFTERS: tuple[worlds.DrafterFactory, ...] = (
 
 
 def play(seed: int) -> worlds.WorldResult:
-    """The world of a seed. Raises what is wrong with it."""
+    """Play the world of a seed. Raises any violation in it."""
     return worlds.run_world(draw_options(seed), seed)
 
 
@@ -63,7 +63,8 @@ def draw_options(seed: int) -> worlds.WorldOptions:
 
 
 def _as_users_run_it(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
-    """Most devices weigh their steps, as they do by default; many guess from the text too."""
+    """Let most devices use the default policy, which weighs their steps, and many also draft from
+    the text."""
     policies = tuple(
         GoodputPolicy(dice.choice((1, 2, 2, checks.WIDEST)), window=dice.choice((None, None, 1, 4)))
         if dice.random() < 0.7
@@ -74,7 +75,7 @@ def _as_users_run_it(options: worlds.WorldOptions, dice: random.Random) -> world
 
 
 def _with_conditions(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
-    """Some devices are short of memory; every fifth of a second it is another thing."""
+    """Make some devices short of memory; the shortage changes every fifth of a second."""
     held = [
         dice.choice((0, 0, worlds.BUDGET // 2, worlds.BUDGET - 80 * 1024, worlds.BUDGET))
         for _ in range(8)
@@ -86,8 +87,8 @@ def _with_conditions(options: worlds.WorldOptions, dice: random.Random) -> world
 
 
 def _with_server_drafts(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
-    """Most verifiers guess too; the sessions of one owner share what they guess from. The dice are
-    its own: what else there is in a world does not depend on it."""
+    """Let most verifiers draft by lookup too; the sessions of one owner share the texts. These
+    options have dice of their own, so they do not change the rest of the world."""
     limits = replace(options.engine_limits, server_drafts=dice.random() < 0.7)
     options = replace(options, engine_limits=limits)
     if options.credentials == (ANYBODY,) and dice.random() < 0.5:
@@ -96,8 +97,8 @@ def _with_server_drafts(options: worlds.WorldOptions, dice: random.Random) -> wo
 
 
 def _with_server_drafter(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
-    """Half of the verifiers have a draft model of their own, as right as it comes; some have no
-    room for all sequences, some fail."""
+    """Give half of the verifiers a draft model, of any acceptance rate. Some have too little room
+    for all sequences, some fail."""
     if dice.random() >= 0.5:
         return options
     limits = options.engine_limits
@@ -154,7 +155,7 @@ def _draw_options(seed: int) -> worlds.WorldOptions:
 
 
 def _with_keys(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
-    """Devices with keys (priorities, rates and places of their own), and rows that have a price."""
+    """Give devices keys with priorities, rates and places, and rows a price."""
     options = replace(options, row_s=dice.choice((0.0, 0.0, 0.001, 0.01)))
     keys = [
         Credential(
@@ -169,7 +170,7 @@ def _with_keys(options: worlds.WorldOptions, dice: random.Random) -> worlds.Worl
 
 
 def _under_pressure(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
-    """A cache that holds the longest text of one device, and little more."""
+    """Make the cache little larger than the longest text of one device."""
     block_tokens = dice.choice((1, 4, 16))
     longest = options.prompt_length + options.sampling.max_tokens
     context_length = min(options.limits.context_length, longest)
@@ -183,8 +184,8 @@ def _under_pressure(options: worlds.WorldOptions, dice: random.Random) -> worlds
 
 
 def _with_shared_texts(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
-    """Devices with one system prompt, or one chat that goes on from device to device; a cache that
-    holds the longest text, and sometimes much of what was there before."""
+    """Let devices share one system prompt, or one chat that continues from device to device. The
+    cache holds the longest text, and sometimes much of the earlier ones."""
     prompt_length, block_tokens = dice.choice((5, 12, 20)), dice.choice((1, 2, 4))
     policies = options.policies * dice.choice((2, 3))
     chat = dice.random() < 0.4
@@ -240,7 +241,7 @@ def _sampling(dice: random.Random, vocabulary_size: int) -> SamplingParams:
         max_tokens=dice.choice((1, 2, 7, 20, 30)),
         ignore_eos=dice.random() < 0.3,
     )
-    own = random.Random(params.seed)  # so that the worlds of a seed stay as they were otherwise
+    own = random.Random(params.seed)  # so that the worlds of a seed stay the same otherwise
     if own.random() < 0.2:
         params = replace(params, min_tokens=own.randint(1, params.max_tokens))
     if dice.random() < 0.7:

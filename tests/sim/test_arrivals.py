@@ -1,4 +1,4 @@
-"""Open loops: the same load for every arm, nobody forgotten, no law of queues broken.
+"""Open loops: every arm has the same load, no request is lost, and queues obey their laws.
 
 Oracles: the arrivals themselves, listed beforehand; the mean wait of an M/D/1 queue by Pollaczek
 and Khinchine; the integral of a day's curve.
@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> N
 
 
 class Counter:
-    """Devices that take a fixed time, and what became of each request."""
+    """Devices that take a fixed time, with the outcome of each request."""
 
     def __init__(self, at: sc.AtDevice, groups: str, service_s: float) -> None:
         self.queue, self.waits_s = EventQueue(), {}
@@ -167,7 +167,8 @@ def test_one_device_waits_like_m_d_1(load: float) -> None:
 
 @pytest.mark.parametrize("at", list(sc.AtDevice))
 def test_first_come_first_served(at: sc.AtDevice) -> None:
-    """First come, first served, by whoever may: waits by Lindley's recursion, line by line."""
+    """Any free device serves the first request in the queue. Oracle: waits by Lindley's
+    recursion."""
     counter = Counter(at, "aa", 1.0)
     came = coming((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1), (5.0, 1))
     counter.play(came)

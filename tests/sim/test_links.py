@@ -1,8 +1,8 @@
 """Links from traces, paths of several hops, cross traffic, handovers, TCP of lossy links.
 
-Oracle: the trace's own columns for a link made from it; for paths, conservation (each message out
-once, in order, never before it can be) and arithmetic on small cases; for cross traffic, the mean
-wait of an M/D/1 queue (Pollaczek and Khinchine) and a run with an event a packet; for TCP,
+Oracle: the trace's own columns for a link made from it; for paths, conservation (each message
+arrives once, in order, never before it can) and arithmetic on small cases; for cross traffic, the
+mean wait of an M/D/1 queue (Pollaczek and Khinchine) and a run with one event per packet; for TCP,
 rules of the RFCs and of Linux with exact figures.
 """
 
@@ -78,7 +78,7 @@ def test_serialisation_counts_on_every_hop_and_propagation_once_on_each() -> Non
     for _ in range(2):
         path.send(1000, lambda: arrived.append(events.now))
     events.run(1.0)
-    # Store and forward: the second is one serialisation behind, not three.
+    # Store and forward: the second message is one serialisation later, not three.
     assert arrived == pytest.approx([33 * MS, 34 * MS])
 
 
@@ -151,7 +151,8 @@ def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
         events.at(at_s, functools.partial(send, number))
     events.run(10.0)
     assert [number for number, _ in arrived] == list(range(6))
-    # The third to fifth arrive at the new cell at about 1.21 s, but the second comes at 1.401 s.
+    # The third to fifth messages arrive at the new cell at about 1.21 s, but the second arrives at
+    # 1.401 s.
     assert [at_s for _, at_s in arrived] == pytest.approx(
         [1.001, 1.401, 1.401, 1.401, 1.401, 2.011]
     )
@@ -159,7 +160,8 @@ def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_the_mean_wait_is_that_of_a_loaded_queue(share: float) -> None:
-    """M/D/1: the mean wait is share / (2 (1 - share)) packets' time. Probes of size 0 see it."""
+    """For M/D/1 the mean wait is share / (2 (1 - share)) times a packet's time. Probes of size 0
+    measure it."""
     queue = LoadedQueue(RATE, share, packet_bytes=1000, seed=1)
     chance, now_s, waits_s = random.Random(2), 0.0, list[float]()
     for _ in range(8000):
@@ -175,7 +177,7 @@ def test_packets_played_late_wait_as_those_with_an_event_each() -> None:
     chance, now_s = random.Random(3), 0.0
     for _ in range(300):
         later_s = now_s + chance.expovariate(1 / 0.01)
-        while now_s < later_s:  # asked often enough, no packet is played late
+        while now_s < later_s:  # queried often enough, no packet is played late
             now_s = min(now_s + 0.0002, later_s)
             eager.first_free_s(now_s, now_s, 0)
         found = lazy.first_free_s(now_s, now_s, 500), eager.first_free_s(now_s, now_s, 500)
@@ -186,12 +188,13 @@ def test_packets_played_late_wait_as_those_with_an_event_each() -> None:
 
 ONE_WAY_S = 0.01
 RTT_S = 2 * ONE_WAY_S
-# Headers aside, of a message that fills a packet of its own.
+# The payload of a message that fills a packet of its own, without headers.
 SMALL = 46
 
 
 class Losing:
-    """Loses the packets of these numbers, counted from 0; answers without data are not counted."""
+    """A link that loses the packets of these numbers, counted from 0; answers without data are not
+    counted."""
 
     def __init__(self, *lost: int) -> None:
         self.lost, self.data = lost, 0
@@ -205,7 +208,7 @@ class Losing:
 
 
 class Played:
-    """Messages up, at given times; ``late_s`` is how much later than lossless each arrived."""
+    """Messages sent up at given times; ``late_s`` is the delay of each over a lossless link."""
 
     def __init__(self, lost: tuple[int, ...], times_s: list[float], size: int = SMALL) -> None:
         queue, self.up = EventQueue(), Losing(*lost)
@@ -225,13 +228,14 @@ class Played:
 
 
 def test_the_next_packet_shows_a_loss_a_round_trip_later() -> None:
-    """RACK: the answer to the second packet comes 25 ms and a round trip after the first, more than
-    a quarter of a round trip behind: the first is sent again then. What follows waits for it."""
+    """RACK: the answer to the second packet arrives 25 ms and a round trip after the first one was
+    sent, which is more than a quarter of a round trip late. The first one is resent then, and later
+    packets wait for it."""
     assert Played((3,), [0.0, 0.025, 0.5]).late_s == [0.025 + RTT_S, RTT_S, 0.0]
 
 
 def test_a_lone_packet_is_probed_after_a_timeout_and_timeouts_double() -> None:
-    """The probe comes first, and does not count as a timeout: so 1, 2, and then 4 of them."""
+    """The probe comes first and is no timeout, so the waits are 1, 2 and then 4 timeouts."""
     found = [Played(lost, [0.0]) for lost in ((3,), (3, 4), (3, 4, 5))]
     timeout_s = RTT_S + MIN_TIMEOUT_S
     for played, count in zip(found, (1, 2, 4), strict=True):
@@ -241,8 +245,8 @@ def test_a_lone_packet_is_probed_after_a_timeout_and_timeouts_double() -> None:
 
 
 def test_a_lost_tail_is_probed_after_two_round_trips() -> None:
-    """RFC 8985, 7: two packets, neither answered, instead of a timeout of 220 ms; the answer to the
-    probe shows the loss of the first."""
+    """RFC 8985, 7: two packets are unanswered. A probe replaces the timeout of 220 ms, and the
+    answer to it shows the loss of the first packet."""
     played = Played((3, 4), [0.0, 0.001])
     assert played.late_s[1] == pytest.approx(3 * RTT_S, abs=0.006)
     assert played.late_s[0] == pytest.approx(3 * RTT_S, abs=0.008)
@@ -250,7 +254,7 @@ def test_a_lost_tail_is_probed_after_two_round_trips() -> None:
 
 
 def test_a_lost_retransmission_of_a_slow_sender_waits_for_a_timeout() -> None:
-    """A window that recovers lets one packet out, so nothing follows that could show it."""
+    """A window that recovers lets one packet out, so no later packet could show the loss."""
     played = Played((3, 5), [0.0, 0.025, 0.05, 0.075])
     assert played.late_s[0] > MIN_TIMEOUT_S
     assert played.connection.up.sender.timeouts == 1
@@ -268,8 +272,8 @@ def test_round_trips_are_smoothed_as_the_rfc_has_it() -> None:
 
 
 def test_packets_that_leave_at_one_instant_left_one_after_the_other() -> None:
-    """With a message every half round trip an answer comes as the next message leaves, and what was
-    lost goes again behind that one; the answer to that one says nothing of it yet."""
+    """With a message every half round trip, an answer arrives when the next message leaves. A lost
+    packet is resent after that message, so the answer to that message does not show it yet."""
     gap_s, queue = 1 / 32, EventQueue()
     up = LinkModel(LinkSettings(one_way_s=gap_s, loss=0.01, seed=1))
     down = LinkModel(LinkSettings(one_way_s=gap_s))
@@ -294,7 +298,7 @@ def _send_and_log(queue: EventQueue, path: Path, size: int, log: list[tuple[floa
 def test_every_message_arrives_once_in_order_and_not_before_it_could(
     up: list[tuple[int, int]], down: list[tuple[int, int]], loss: float, seed: int
 ) -> None:
-    """Over a queue of limited capacity, with losses both ways, of data and of answers."""
+    """The link is a queue of limited capacity, with losses both ways, of data and of answers."""
 
     def run() -> list[list[tuple[float, float]]]:
         queue = EventQueue()
@@ -330,8 +334,8 @@ WORLD = load_scenario(str(ROOT / "tests/sim/worlds/lossy.yaml"))
 
 @pytest.mark.parametrize("loss", [0.0, 1e-9])
 def test_only_the_first_request_of_a_device_pays_for_connecting(loss: float) -> None:
-    """Later ones use the connection that stands, as a gRPC channel does. It took a round trip each
-    for TCP, TLS and the settings of HTTP/2."""
+    """Later requests use the existing connection, like a gRPC channel. The connection took a round
+    trip each for TCP, TLS and the settings of HTTP/2."""
     wan = LinkSection(rtt_ms=100.0, loss=loss)
     device = replace(WORLD.devices["laptop"], count=1)
     world = replace(WORLD, links={"wan": wan}, devices={"laptop": device})

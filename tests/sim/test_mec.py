@@ -1,8 +1,8 @@
 """Moving devices, base stations, shared air, phones that change cells.
 
-Oracles: Shannon's formula and airtime by hand, 3GPP TR 38.901 by hand, delays
-added up by hand, gains that the test writes itself, and the laws of ``conservation.py``; tokens are
-judged against the target.
+Oracles: Shannon's formula and airtime by hand, 3GPP TR 38.901 by hand, delays added up by hand,
+gains that the test writes itself, and the laws of ``conservation.py``; tokens are compared with the
+target's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
-    """Gains of (device, station) are these, slot after slot, from the start again."""
+    """Replace the gains of (device, station) by these, slot after slot, in a cycle."""
 
     class Written:
         def __init__(self, *sizes: object) -> None:
@@ -62,14 +62,14 @@ def run(scenario: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
 def air(
     monkeypatch: pytest.MonkeyPatch, gains: list[list[float]]
 ) -> tuple[EventQueue, radio_network.RadioNetwork]:
-    """One network whose gains stay as they are given."""
+    """Return one network whose gains stay constant."""
     written(monkeypatch, gains)
     queue = EventQueue()
     return queue, radio_network.RadioNetwork(queue, RADIO, len(gains), len(gains[0]), "1")
 
 
 def rate(watts: float, gain: float, figure_db: float, other_w: float = 0.0) -> float:
-    """Shannon over 1 MHz."""
+    """Return Shannon's rate over 1 MHz."""
     noise_w = 10.0 ** ((-174.0 + figure_db) / 10.0 - 3.0) * 1e6
     bits = math.log2(1.0 + watts * gain / (noise_w + other_w))
     return 1e6 * min(max(bits, radio_network.MIN_BITS_PER_HZ), radio_network.MAX_BITS_PER_HZ)
@@ -79,7 +79,8 @@ DEVICE_W, STATION_W = 0.1, 10.0**0.3
 
 
 def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two devices send at once; the second waits until the first, which is slow, is through."""
+    """Two devices send at once; the second one waits until the first one, which is slow, has
+    finished."""
     gains = [[2e-14], [1e-9]]
     queue, network = air(monkeypatch, gains)
     (slow, _), (fast, _) = network.hop(0, 0), network.hop(1, 0)
@@ -93,7 +94,7 @@ def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device 1 sends in cell 1 for an eighth of a step; cell 0 hears it the step after."""
+    """Device 1 sends in cell 1 for an eighth of a step; cell 0 has the noise in the next step."""
     gains = [[1e-12, 1e-15], [2e-12, 1e-9]]
     queue, network = air(monkeypatch, gains)
     quiet = network.bits_per_s(0, 0)
@@ -105,7 +106,7 @@ def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.Monk
     expected = rate(DEVICE_W, 1e-12, radio_network.STATION_NOISE_DB, DEVICE_W * 2e-12 / 8)
     assert noisy[0] == pytest.approx(expected, rel=1e-3)
     assert noisy[1] == quiet[1]
-    # Its own signal is no noise to it, wherever it goes next; and a step later all is quiet.
+    # A device's own signal is no noise to it, in any cell; and a step later all is quiet.
     assert network.bits_per_s(1, 0)[0] == pytest.approx(
         rate(DEVICE_W, 2e-12, radio_network.STATION_NOISE_DB)
     )
@@ -118,8 +119,8 @@ def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.Monk
 
 
 def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device, one station, plain streaming: TTFT is connecting, the request's airtime, the
-    pass, the commit's airtime, and the access delay of each way."""
+    """With one device, one station and plain streaming, TTFT is the sum of connecting, the
+    request's airtime, the pass, the commit's airtime, and the access delay of each way."""
     written(monkeypatch, [[1e-9]])
     scenario = replace(
         MEC,
@@ -139,7 +140,7 @@ def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) 
 
 
 NEAR, FAR = 1e-9, 1e-12
-"""30 dB apart, and both far above what the best modulation needs."""
+"""Gains 30 dB apart, both far above the needs of the best modulation."""
 
 
 def cellular(
@@ -148,8 +149,8 @@ def cellular(
     phones: int = 2,
     **changes: object,
 ) -> sc.Scenario:
-    """Two stations and phones that are in cell 0 for two steps, in cell 1 for two, and so on; all
-    ask at once and for as long as the world lasts."""
+    """Return two stations, and phones that are in cell 0 for two steps, in cell 1 for two, and so
+    on. All phones make requests at once, for as long as the world lasts."""
     slots = [[[NEAR, FAR]] * phones] * 2 + [[[FAR, NEAR]] * phones] * 2
     written(monkeypatch, *slots)
     radio = replace(present(CELLS.radio), handover=handover)
@@ -188,7 +189,7 @@ def test_another_cells_verifier_is_behind_the_backhaul(monkeypatch: pytest.Monke
         up, _, _ = network.route("phone", device, name)
         up.send(1000, partial(note, name))
     queue.run(0.4)
-    # 1 ms on the line; phone 1 sends behind phone 0, in the same cell.
+    # 1 ms on the line; phone 1 sends after phone 0, in the same cell.
     air_s = (1000 + 84) * 8 / (10e6 * 7.4063)
     assert arrived["b"] - arrived["a"] == pytest.approx(0.015 + 0.001 + air_s, abs=1e-6)
 
@@ -205,7 +206,8 @@ def test_the_text_is_the_targets_own_through_every_handover(
 
 
 def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streaming at 20 ms a token: the longest gap is the gap, and a pass and a bit."""
+    """Streaming takes 20 ms per token, so the longest pause is the gap, a pass and a little
+    more."""
     scenario = cellular(monkeypatch, sc.CellHandoverSection(gap_ms=400.0))
     gaps_s = run(scenario, Arm.TARGET_ONLY).meters.gaps_s
     assert 0.4 < max(gaps_s) < 0.4 + 0.045
@@ -233,7 +235,8 @@ def test_path_loss_is_the_reports(distance_m: float, sight: bool, loss_db: float
 
 
 def test_gains_have_the_models_mean_and_spread() -> None:
-    """Far enough out that nothing is in sight: 7.82 dB of shadowing and Rayleigh's 5.57 dB."""
+    """The distance is far enough that nothing is in sight: 7.82 dB of shadowing and Rayleigh's 5.57
+    dB."""
     rng = np.random.default_rng(0)
     field = UmiGains(rng, 4000, 2)
     devices = np.tile([900.0, 0.0], (4000, 1))
@@ -250,7 +253,7 @@ def test_devices_walk_at_their_speed_and_stay_inside() -> None:
     walk = RandomWaypoint(np.random.default_rng(2), 200, side_m=50.0, speed_m_s=(1.0, 3.0))
     for _ in range(20):
         before = walk.positions_m
-        moved_m = walk.advance(30.0)  # Long enough for several legs.
+        moved_m = walk.advance(30.0)  # long enough for several legs
         assert np.all((walk.positions_m >= 0) & (walk.positions_m <= 50.0))
         assert np.all((moved_m >= 30.0 - 1e-6) & (moved_m <= 90.0 + 1e-6))
         straight_m = np.linalg.norm(walk.positions_m - before, axis=1)

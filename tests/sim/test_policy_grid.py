@@ -1,6 +1,6 @@
 """The default policy is nowhere slower than fixed ones. Oracle: the fixed ones, in the same worlds.
 
-These are a few cells of the grid that ``benchmarks/policy_grid.py`` plays, where passes are short.
+These are a few cells of the grid that ``benchmarks/policy_grid.py`` plays, with short passes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ TOKENS = 300
 def steps_of(
     texts: int, policy: DraftPolicy, learned: Learned, *, right_from: int | None = None
 ) -> list[int]:
-    """Count the draft steps of each text of ``TOKENS`` tokens. The draft is always wrong, or from
-    text ``right_from`` on the target's own law. Steps of 2 ms, passes of 63 ms."""
+    """Count the draft steps of each text of ``TOKENS`` tokens. The draft is always wrong, or
+    follows the target's own law from text ``right_from`` on. Steps take 2 ms, passes 63 ms."""
     found = []
     for text in range(texts):
         sampling = SamplingParams(temperature=1.0, seed=text, max_tokens=TOKENS, ignore_eos=True)
@@ -103,7 +103,8 @@ def test_little_evidence_is_none(tried: int) -> None:
 
 @pytest.mark.parametrize(("rate", "useless"), [(0.0, True), (0.005, True), (0.04, False)])
 def test_a_rate_is_told_from_one_that_is_of_use(rate: float, useless: bool) -> None:
-    """A draft above the limit is never given up, one far below it is within a thousand places."""
+    """A draft above the limit is never dropped; one far below it is dropped within a thousand
+    places."""
     given_up = 0
     for seed in range(50):
         evidence, dice = DraftEvidence(), random.Random(seed)

@@ -1,6 +1,9 @@
-"""How often an interval holds what it should, clusters or not, on made-up worlds whose speed-up
-and studies whose shares and quantiles are known. Independent requests are held against the
-binomial; clusters whose requests are all alike are as few as the clusters are."""
+"""The coverage of intervals, with clusters or without.
+
+Oracle: made-up worlds with a known speed-up, and studies with known shares and quantiles.
+Independent requests are compared with the binomial law. Clusters whose requests are all alike count
+as one observation each.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ LUCK, SCATTER = 0.15, 0.1
 
 
 def world(dice: random.Random) -> tuple[replication.TpotTotal, replication.TpotTotal]:
-    """One seed: both arms feel its difficulty, and complete different numbers of requests."""
+    """Make one seed's world: its difficulty affects both arms, which complete different numbers of
+    requests."""
     luck = dice.gauss(0.0, LUCK)
     base_s, arm_s = BASE_S * math.exp(luck / 2), ARM_S * math.exp(luck)
     totals = []
@@ -53,7 +57,8 @@ def test_of_a_fixed_number_of_seeds_95_percent_hold_the_truth(count: int) -> Non
 
 
 def test_looking_before_deciding_costs_little() -> None:
-    """Seeds are added until the interval is narrow: at least 90 of 100 hold, and it is narrow."""
+    """Seeds are added until the interval is narrow: at least 90 of 100 intervals cover the
+    truth."""
     dice, held = random.Random(1), 0
     for _ in range(200):
         worlds = [world(dice) for _ in range(replication.MIN_SEEDS)]
@@ -88,8 +93,8 @@ def test_more_seeds_are_asked_for_until_it_is_narrow_or_enough() -> None:
 
 
 def studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:
-    """How many of 300 studies have the truth in their interval: of the p95, and of the share below
-    it. ``mixture``: how much of a value is its cluster's own."""
+    """Count, of 300 studies, the intervals that cover the truth: of the p95, and of the share below
+    it. ``mixture`` is the part of a value that its cluster determines."""
     dice = random.Random(f"{clusters}/{each}/{mixture}")
     limit = statistics.NormalDist().inv_cdf(0.95)
     quantiles = shares = 0

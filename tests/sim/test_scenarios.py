@@ -1,10 +1,10 @@
-"""Scenarios: what they play, how they are read, and what each section does to its world.
+"""Scenarios: their worlds, their parsing, and the effect of each section on its world.
 
-Oracles: the target's own text, arithmetic by hand, and the same seed played again; a mistake has to
-be named: the key, the value, what would be right; which verifier a device uses is held against the
-product's own ranking; a memory guard's own bounds on the course that was stated; a world without
-the section; joules are neither made nor lost, shares by hand, the states of a radio integrated in
-small steps; the communication formula of arXiv 2511.11733 and pipeline arithmetic by hand.
+Oracles: the target's own text, arithmetic by hand, and the same seed played again; an error names
+the key, the value and the right form; the product's own ranking for the verifier that a device
+uses; a memory guard's own bounds for a stated course; a world without the section; joules are
+neither created nor lost, shares by hand, the states of a radio integrated in small steps; the
+communication formula of arXiv 2511.11733 and pipeline arithmetic by hand.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ SERVED = replace(
     ids=lambda tokens: str(tokens.source.value),
 )
 def test_a_server_that_drafts(tokens: sc.TokensSection) -> None:
-    """Prompts are longer than what its draft is fed at once, and it is counted what it did."""
+    """Prompts are longer than one feed of the server's draft model, and its work is counted."""
     work = replace(WORK, prompt_tokens=700)
     devices = {"laptop": replace(SMALL.devices["laptop"], workload=work)}
     summary = run(replace(SERVED, tokens=tokens, devices=devices))
@@ -112,7 +112,8 @@ def test_a_server_that_drafts(tokens: sc.TokensSection) -> None:
 
 
 def test_a_servers_draft_errs_where_it_likes() -> None:
-    """Of another acceptance than the devices' it changes no text, and is right as often as told."""
+    """A server draft with another acceptance rate than the devices' changes no text, and has its
+    configured rate."""
     shares = []
     for acceptance in (0.3, 0.9):
         draft = sc.ServerDraftSection(acceptance=acceptance)
@@ -125,7 +126,7 @@ def test_a_servers_draft_errs_where_it_likes() -> None:
 
 
 def test_steps_of_a_servers_draft_are_paid_for() -> None:
-    """By the sessions that they are for: joules of requests add up to those of the machine."""
+    """The sessions of a step pay for it: the joules of requests add up to those of the machine."""
     verifiers = {"server": replace(SERVED.verifiers["server"], busy_w=100.0)}
     for arm in run(replace(SERVED, verifiers=verifiers)).arms:
         joules = present(arm.verifiers[0].energy_j)
@@ -133,7 +134,7 @@ def test_steps_of_a_servers_draft_are_paid_for() -> None:
 
 
 def test_a_scenario_says_by_what_its_devices_draft() -> None:
-    """On a tape, whose texts have the drafts' own confidences."""
+    """On a tape, texts have the drafts' own confidences."""
     tape = sc.TokensSection(source=sc.TokensFrom.TAPE)
     work = sc.WorkloadSection(prompt_tokens=0, output_tokens=60, think_s=0.1)
     found = []
@@ -146,8 +147,9 @@ def test_a_scenario_says_by_what_its_devices_draft() -> None:
 
 
 def test_plain_streaming_is_as_fast_as_passes_come() -> None:
-    """One device: 25 ms a token; the first one after the request's way there, the pass over the
-    prompt and the way back. The first request of all pays for connecting as well."""
+    """One device takes 25 ms per token. The first token also takes the request's trip to the
+    verifier, the pass over the prompt and the trip back. The very first request pays for connecting
+    as well."""
     link = sc.LinkSection(rtt_ms=100.0)
     device = sc.DeviceSection(path=("wan",), workload=replace(WORK, start_within_s=0.0))
     scenario = replace(
@@ -171,9 +173,9 @@ def test_plain_streaming_is_as_fast_as_passes_come() -> None:
     ],
 )
 def test_a_connection_is_paid_for_once(event: str, connected: bool, extra_trips: list[int]) -> None:
-    """A request pays a round trip of 100 ms and a pass of 25 ms; one that has to connect three
-    round trips more (TCP, TLS, settings of HTTP/2). What ends a connection, here 4 s after the
-    start and between two requests, makes the next request connect anew."""
+    """A request pays a round trip of 100 ms and a pass of 25 ms. One that has to connect pays three
+    more round trips (TCP, TLS, settings of HTTP/2). The event that ends a connection, here 4 s
+    after the start and between two requests, makes the next request connect again."""
     link = sc.LinkSection(rtt_ms=100.0)
     if event == "new address":
         link = replace(link, handover=sc.HandoverSection(every_s=1e5, gap_ms=0.0, breaks=True))
@@ -189,7 +191,7 @@ def test_a_connection_is_paid_for_once(event: str, connected: bool, extra_trips:
     )
     around = WorldSetup(make_token_source(scenario, 1, HERE), HERE)
     world = World(scenario, Arm.TARGET_ONLY, "1", around)
-    # Between the first answer and the next question.
+    # The pause covers the time between the first answer and the next request.
     world.users[0]._pause_s = lambda: 4.0  # type: ignore[method-assign]
     if event == "restart":
         world.queue.at(4.0, lambda: world.sites[0].restart(0.0))
@@ -214,10 +216,11 @@ def test_energy_is_reported_where_all_of_it_is_known() -> None:
     device = replace(SMALL.devices["laptop"], draft_w=10.0, radio_power="wifi")
     arms = {arm.arm: arm.all for arm in run(replace(SMALL, devices={"laptop": device})).arms}
     ours, plain = (present(arms[name].energy_j_per_token) for name in ("edgespec", "target-only"))
-    # A radio that hears a token every pass never sleeps: 0.403 W, but for pauses, of two devices.
+    # A radio that receives a token every pass never sleeps: 0.403 W except in pauses, for two
+    # devices.
     tokens = arms["target-only"].tokens
     assert 0.3 * 0.403 * 12.0 / tokens < plain <= 0.403 * 12.0 / tokens
-    # At least one step of 8 ms at 10 W stands behind every hit; no device works all the time twice.
+    # At least one step of 8 ms at 10 W precedes every hit; no device works all the time twice.
     most = (10.0 + 0.403) * 2 * 6.0 / arms["edgespec"].tokens * 1.05
     assert 0.5 * 0.08 < ours < most
     for less in (replace(device, radio_power=""), replace(device, draft_w=0.0)):
@@ -278,7 +281,7 @@ def test_a_pass_of_few_rows_is_bound_by_memory_and_one_of_many_by_arithmetic() -
 
 
 def test_a_round_is_link_pass_and_messages() -> None:
-    """And a full verifier says so."""
+    """A full verifier refuses, with the reason."""
     gpu = sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=2.5), max_sessions=1)
     scenario = replace(SMALL, verifiers={"gpu": gpu})
     source = make_token_source(scenario, 1, HERE)
@@ -304,7 +307,7 @@ def tiny() -> Scenario:
 
 
 def results(scenario: Scenario) -> str:
-    """What a run says of itself, without the machine it ran on."""
+    """Return the report of a run without the machine that it ran on."""
     return run(scenario).to_json()
 
 
@@ -315,7 +318,8 @@ def test_hashing_of_strings_does_not_matter() -> None:
 
 
 def test_late_times_keep_their_order() -> None:
-    """After eleven virtual days (more microseconds than 32 bits hold) one still counts."""
+    """After eleven virtual days (more microseconds than 32 bits hold), one microsecond still
+    counts."""
     queue = EventQueue()
     seen: list[int] = []
     day_s = 1e6
@@ -402,7 +406,7 @@ def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
     assert [mark.name for mark in marks] == ["draft's memory"] * len(told)
 
 
-# --- who bears what verifiers and radios draw -----------------------------------------------------
+# --- the shares of the energy of verifiers and radios ---------------------------------------------
 
 
 WORLD = load_scenario(str(WORLDS / "powered.yaml"))
@@ -423,11 +427,11 @@ def test_no_joule_is_made_or_lost() -> None:
     assert used.idle_s == pytest.approx((1.0 - used.utilisation) * 3.0)
     assert used.idle_j == pytest.approx(50.0 * used.idle_s)
     assert sum(one.verifier_idle_j or 0.0 for one in records) == pytest.approx(used.idle_j)
-    # Requests that count outcome_of on behind the window; those behind it are borne by nobody here.
+    # Counted requests continue after the window; requests that start after it bear nothing here.
     borne_j = sum(one.verifier_j or 0.0 for one in records)
     assert borne_j >= 0.9 * used.energy_j
     assert all(one.verifier_j for one in records if one.tokens)
-    # Nobody used it, and it was on all the time.
+    # No request used it, and it was on all the time.
     assert (spare.energy_j, spare.idle_s, spare.idle_j) == (0.0, 3.0, 150.0)
 
 
@@ -468,7 +472,8 @@ STEP_S = 1e-3
 
 
 def stepped_j(power: RadioPower, packets_s: list[float], end_s: float) -> float:
-    """Power by power, each millisecond, and a promotion at each packet that finds it idle."""
+    """Integrate the power in steps of a millisecond, with a promotion at each packet that finds the
+    radio idle."""
     total_j, last_s = 0.0, -1e9
     awake_s = power.connected_s + power.tail_s
     for step in range(round(end_s / STEP_S)):
@@ -501,10 +506,10 @@ def test_a_meter_integrates_the_states(name: str) -> None:
     assert meter.collect_j(40.0) == 0.0
 
 
-# --- layers on several nodes, and the relaxed rule that goes with them ----------------------------
+# --- layers on several nodes, and the relaxed rule for them ---------------------------------------
 
 
-COMPUTE_S = 0.020  # its pass
+COMPUTE_S = 0.020  # the pass of a node
 SWARM = load_scenario(str(WORLDS / "swarm.yaml"))
 
 
@@ -547,7 +552,7 @@ def test_a_lost_node_loses_and_changes_no_token(arm: Arm, spares: int) -> None:
     assert [record.mismatches for record in result.meters.records] == [0, 0, 0]
     assert all(one.complete and one.tokens == 400 for one in result.meters.records)
     assert all(not one.failed and one.counters.reconnects for one in result.meters.records)
-    # Nobody hears anything until the way around stands and a pass has gone it.
+    # No device receives anything until the ring is complete and a pass has gone around it.
     assert max(result.meters.gaps_s) > 1.5 + 0.05
 
 
@@ -580,7 +585,8 @@ def test_the_relaxed_rule_is_faster_lossy_and_says_so(temperature: float) -> Non
 
 
 def test_lossy_stands_beside_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    """On the terminal, and in a page's first line and wherever it names the arm."""
+    """The label appears on the terminal, in a page's first line and wherever the page names the
+    arm."""
     loose, strict = summary(lossy(0.3)), summary(lossy(None))
     pages = render(loose), render_sweep([({"x": 1}, strict), ({"x": 2}, loose)])
     for page, first in zip(pages, ("<h1>LOSSY (vanilla): ", "<h1>LOSSY: "), strict=True):

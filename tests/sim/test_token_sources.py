@@ -1,11 +1,10 @@
-"""The three sources of tokens: what they promise to worlds, and that misuse is an error.
+"""The three sources of tokens: their contract with worlds, and errors for misuse.
 
-Oracle: ``expected`` of the source beside a plain decoding of its own target, one token a pass; the
-ranks of a walk beside those of the script. Of the acceptance process: statistics of the tape that
-it is fitted to, and Bayes' rule; a coin of the same mean, tried beside it, must fail. Of match
-tapes: the same world played with the toy models themselves, whose tokens, times, kinds, passes,
-rows and counters must be identical. Policies that go by a draft's confidences are an exception:
-those off the text are on no tape.
+Oracle: ``expected`` of the source beside a plain decoding of its own target, one token per pass;
+the ranks of a walk beside those of the script. For the acceptance process: statistics of its tape,
+and Bayes' rule; a coin of the same mean must fail. For match tapes: the same world played with the
+toy models themselves, whose tokens, times, kinds, passes, rows and counters must be identical.
+Policies that use a draft's confidences are an exception: confidences off the text are on no tape.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 
 
 def decoded(target: TargetModel, request: TokenRequest) -> list[int]:
-    """One token a pass, the prompt in pieces of 5."""
+    """Decode one token per pass, with the prompt in pieces of 5."""
     tokens, cached = list(request.prompt), 0
     target.open("a", len(request.prompt), request.sampling)
     ends = target.info.eos_token_ids
@@ -110,7 +109,7 @@ def test_guesses_differ_and_only_the_right_one_is_right() -> None:
         guesses = [c.token for c in drafter.step(9 + at, (token,), 4)]
         assert len(set(guesses)) == 4
         rank = guesses.index(text[at + 1]) if text[at + 1] in guesses else match_tape.MISS
-        # One off script, nothing it says is the script's; back on it, all is as before.
+        # One token off the script, no candidate is the script's; back on it, all is as before.
         wrong = (text[at + 1] + 1) % 32_000
         off = [c.token for c in drafter.step(10 + at, (wrong,), 4)]
         assert at + 2 >= len(text) or text[at + 2] not in off
@@ -157,7 +156,7 @@ def test_a_tape_by_name_by_file_and_by_neither(tmp_path: Path) -> None:
 
 
 def test_a_text_ends_where_its_tape_does() -> None:
-    """At its end token whatever is asked for, else where the recording stopped."""
+    """A text ends at its end token, whatever its length limit, or where the recording stopped."""
     ended = match_tape.TapedGeneration("g", (1, 2), (3, 4), (0, 0))
     stopped = match_tape.TapedGeneration("h", (1, 3), (3, 5, 6), (0, 0, 0))
     source = TapeSource(match_tape.MatchTape("t", "d", 1, (ended, stopped), (4,)))
@@ -179,7 +178,7 @@ def law_of(name: str) -> AcceptanceLaw:
 
 
 def coin(acceptance: float, ranks: int = 3) -> AcceptanceLaw:
-    """Independent positions, all texts alike."""
+    """Return a law with independent positions, the same for all texts."""
     chances = (acceptance, *(0.0,) * (ranks - 1))
     return AcceptanceLaw(chances, chances, chances, 1.0, 1.0, 0.0, "a coin")
 
@@ -189,13 +188,14 @@ def ranks(law: AcceptanceLaw, count: int, *seed: int) -> tuple[int, ...]:
 
 
 def texts_of(law: AcceptanceLaw, tape: MatchTape, repeats: int) -> Ranks:
-    """Texts of the tape's lengths, so that their cut ends are alike."""
+    """Draw texts with the tape's lengths, so that their cut ends are alike."""
     lengths = [len(g.ranks) for g in tape.generations] * repeats
     return [ranks(law, n, 3, i) for i, n in enumerate(lengths)]
 
 
 def survival(texts: Ranks) -> list[float]:
-    """Share of the runs of accepted tokens before a miss that are at least 1, 2, 4, 8 long."""
+    """Return the shares of the runs of accepted tokens before a miss that are at least 1, 2, 4, 8
+    long."""
     runs: list[int] = []
     for ranks in texts:
         length = 0
@@ -238,7 +238,7 @@ def test_a_law_moves_to_a_mean(acceptance: float) -> None:
 
 
 Told = Sequence[tuple[int, float]]
-"""Of places: the rank, and the probability that the draft gave its first choice."""
+"""For each place the rank, and the probability that the draft gave its first choice."""
 
 
 def told_by_tape(name: str) -> Told:
@@ -253,7 +253,8 @@ def told_by(law: AcceptanceLaw, texts: int = 400) -> Told:
 
 
 def right_by_bin(told: Told) -> list[tuple[float, float]]:
-    """Of each fifth of confidence: the share of places in it, and of those that are right."""
+    """Return for each fifth of confidence the share of places in it, and the share of right ones
+    there."""
     bins = [[rank == 0 for rank, sure in told if int(4.999 * sure) == n] for n in range(5)]
     return [(len(one) / len(told), sum(one) / len(one)) for one in bins]
 
@@ -274,8 +275,8 @@ def test_confidences_are_as_often_right_as_on_the_tape(name: str) -> None:
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.55, 0.9])
 def test_a_law_moved_to_a_mean_keeps_what_confidences_tell(acceptance: float) -> None:
-    """Oracle: Bayes. A draft of one state holds right choices for 0.9 three times in four and for
-    0.3 else, wrong ones the other way round."""
+    """Oracle: Bayes. A draft of one state gives right choices a confidence of 0.9 three times in
+    four and 0.3 otherwise, and wrong ones the other way round."""
     high, low = (math.log(0.9), math.log(0.05)), (math.log(0.3), math.log(0.2))
     right, wrong = (high,) * 3 + (low,), (low,) * 3 + (high,)
     kinds = tuple(one * 50 for one in (right, wrong, wrong))
@@ -313,7 +314,7 @@ def test_a_fit_finds_a_planted_law() -> None:
 
 WIDTH, TEXTS = 3, 3
 BY_RANK = make_policy(PolicyName.WINDOWED)
-"""Of the arm edgespec here: all that it looks at is on a tape."""
+"""The policy of the arm edgespec here, which reads nothing but what is on a tape."""
 ENDS = ToyModel(24, order=3, sharpness=3.0, seed=5, eos_token=0, eos_probability=0.004)
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=90),
@@ -324,7 +325,7 @@ SAMPLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """All there is to see of a generation."""
+    """All observable results of a generation."""
 
     tokens: tuple[int, ...]
     times_s: tuple[float, ...]
@@ -413,9 +414,9 @@ def test_a_tape_replays_the_models(arm: Arm, rtt_ms: float, kind: str) -> None:
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("rtt_ms", [2, 30, 200])
 def test_by_confidence_a_tape_comes_near(rtt_ms: float, kind: str) -> None:
-    """What the draft would have thought behind a wrong guess is on no tape, so a policy that looks
-    at it draws elsewhere now and then: all texts together take the same time to a few percent, and
-    as many rows."""
+    """The draft's confidences after a wrong guess are on no tape, so a policy that reads them
+    drafts differently now and then. All texts together take the same time and as many rows, within
+    a few percent."""
     tape, sampling, policy = taped(kind), SAMPLINGS[kind], make_policy()
     pairs = []
     for number in range(TEXTS):

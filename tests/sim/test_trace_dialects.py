@@ -1,8 +1,8 @@
 """Traces as other tools write them: dialects of ping, fping, irtt, iperf3, dishes, tables.
 
-Oracle: one series of probes, written out in each dialect as its tool prints it, and read back as
-the same times, delays and outages; arithmetic by hand for capacities. The forms are those of the
-tools' documentation and source.
+Oracle: one series of probes, written in each dialect as its tool prints it, and read back as the
+same times, delays and outages; arithmetic by hand for capacities. The forms are those of the tools'
+documentation and source.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from edgespec_sim.world.run import Job, make_jobs, play, summarise
 from tests.present import present
 
 SERIES = (12.0, 30.4, 11.9, None, None, None, 45.7, 13.0, None, 12.2)
-"""Round trips in ms of ten probes a second apart; None: no answer."""
+"""Round trips in ms of ten probes at intervals of a second; None means no answer."""
 TIMES_S = (0.0, 1.0, 2.0, 6.0, 7.0, 9.0)
 OUTAGES_S = ((3.0, 6.0), (8.0, 9.0))
-"""At a second a probe a lost one is a second without an answer: an outage."""
+"""Outages: with a probe each second, a lost one is a second without an answer."""
 Line = Callable[[int, float], str]
 
 
@@ -159,7 +159,7 @@ def test_a_dialect_of_ping_gives_the_series(name: str, tmp_path: Path) -> None:
 def test_a_log_that_begins_in_the_middle_begins_there(
     name: str, shift: int, tmp_path: Path
 ) -> None:
-    """A log without its first lines (`tail`), with numbers in the thousands."""
+    """The log lacks its first lines (`tail`), and its numbers are in the thousands."""
     lines = DIALECTS[name].splitlines()
     cut = next(n for n, line in enumerate(lines) if "30.4" in line or "30,4" in line)
 
@@ -178,7 +178,7 @@ def test_a_log_that_begins_in_the_middle_begins_there(
 
 def test_lost_probes_before_the_first_answer_and_behind_the_last(tmp_path: Path) -> None:
     """By hand: with the dialect's head the first number is known, and lines that name lost probes
-    count behind the last answer."""
+    count after the last answer."""
     head = "PING h (192.0.2.1): 56 data bytes\n"
     reply = "64 bytes from 192.0.2.1: seq={} ttl=57 time=12.0 ms\n"
     trace = read(tmp_path, head + reply.format(2) + reply.format(3))
@@ -189,7 +189,7 @@ def test_lost_probes_before_the_first_answer_and_behind_the_last(tmp_path: Path)
 
 
 def test_runs_without_heads_are_runs_still(tmp_path: Path) -> None:
-    """Answers alone, of two runs: numbers that come again begin another run."""
+    """The log has the answers of two runs, no heads: numbers that repeat begin another run."""
     reply = "64 bytes from 192.0.2.1: icmp_seq={} ttl=57 time={} ms"
     text = "\n".join(reply.format(n, ms) for ms in (10, 20) for n in (1, 2, 3))
     trace = read(tmp_path, text + "\n")
@@ -301,7 +301,7 @@ def test_irtt_gives_the_series(packed: bool, tmp_path: Path) -> None:
 
 
 MBPS = (10.0, 12.0, 0.0, 0.0, 8.0, 9.0)
-"""What was carried in each of six seconds."""
+"""Mbit/s carried in each of six seconds."""
 
 
 def iperf3(**start: object) -> dict[str, object]:
@@ -387,7 +387,8 @@ def test_json_that_is_none_of_theirs_is_refused(text: str, said: str, tmp_path: 
 
 
 def test_a_dish_of_starlink_grpc_tools(tmp_path: Path) -> None:
-    """Polls of `dish_grpc_text.py status`, and a header that was appended twice; by hand."""
+    """The file has polls of `dish_grpc_text.py status`, and a header that was appended twice;
+    values by hand."""
     head = (
         "datetimestamp_utc,id,state,pop_ping_drop_rate,downlink_throughput_bps,pop_ping_latency_ms"
     )
@@ -552,8 +553,8 @@ def test_the_improbable_is_warned_of(case: Improbable, tmp_path: Path) -> None:
 
 
 def test_no_shared_trace_is_improbable(data_dir: Path) -> None:
-    """Real networks, a train under bridges and a car park among them: nothing is warned of but a
-    day of which more than half is slow."""
+    """The traces are of real networks, a train under bridges and a car park among them. The only
+    warning is about a day of which more than half is slow."""
     for path in sorted((data_dir / "traces").glob("*/*.[ct][sx][vt]")):
         assert read_trace(path).warnings == (), path
 
@@ -575,8 +576,8 @@ def replay(path: Path, **link: object) -> sc.Scenario:
 def test_a_capacity_trace_has_the_delay_of_its_link_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A way of 1e9 bit/s and no delay in the trace: half of rtt_ms each way, or none and a warning
-    that a run prints."""
+    """A link with 1e9 bit/s and no delay in the trace has half of rtt_ms each way, or no delay and
+    a warning that a run prints."""
     path = tmp_path / "cap.csv"
     path.write_text("time_s,up_mbps,down_mbps\n0,1000,1000\n1,1000,1000\n")
     scenario = replay(path, rtt_ms=80.0)

@@ -2,8 +2,8 @@
 
 Oracle: small files written out by hand, conservation of bytes (packet-delivery files), and that
 writing in the plain format and reading it again changes nothing. Broken files must be refused at
-the right line, and bytes of any kind by ``TraceError``; every trace of the shared data is what its
-index says. Of generators: ranges for many seeds.
+the right line, and bytes of any kind by ``TraceError``; every trace of the shared data matches its
+index. For generators: ranges over many seeds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_plain_ping_numbers_its_probes_a_second_apart(tmp_path: Path) -> None:
     assert trace.source == "ping"
     assert trace.time_s == (0.0, 1.0, 3.0, 4.0)
     assert trace.duration_s == 5.0
-    # A second without an answer is an outage already at this pace.
+    # A second without an answer is an outage already at this probe rate.
     assert trace.outages_s == ((2.0, 3.0),)
     assert trace.loss == (0.0,) * 4
 
@@ -100,7 +100,7 @@ def test_cicv5g_is_read_by_position(tmp_path: Path) -> None:
 
 
 def test_what_a_car_does_not_measure_costs_nothing(tmp_path: Path) -> None:
-    """Cells are a space apart, so an empty one leaves two; rows and header may end after the
+    """Cells are separated by a space, so an empty one leaves two; rows and header may end after the
     delay."""
     rows = ("1000 1017 17 1.0 2.0 3.0 0.0  18 -94 ", "1050  23 1.0", "1100 1129 29")
     trace = read(tmp_path, "pub_time(ms) sub_time(ms) delay(ms)\n" + "\n".join(rows) + "\n")
@@ -133,7 +133,7 @@ def test_lost_seconds_of_a_dish_are_an_outage(tmp_path: Path) -> None:
     assert trace.rtt_s == (0.03, 0.04, 0.06)
     assert trace.loss == (0.0, 0.25, 0.0)
     assert trace.outages_s == ((2.0, 4.0),)
-    assert trace.up_bits_per_s is None  # what was carried is not what could be
+    assert trace.up_bits_per_s is None  # the carried rate is not the capacity
 
 
 def test_a_dish_need_not_say_more_than_its_latency(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_dish_need_not_say_more_than_its_latency(tmp_path: Path) -> None:
     assert trace.rtt_s == (0.03, 0.05, 0.06)
     assert trace.loss is None
     assert trace.outages_s == ((1.0, 2.0),)
-    # A share of pings that is not known is none, and the state a usual one.
+    # An unknown share of lost pings counts as none, and an unknown state as the usual one.
     row = f"{times[0]},,30,,\n"
     assert read(tmp_path, STARLINK_HEAD + row).loss == (0.0,)
 
@@ -182,8 +182,9 @@ def test_a_delivery_file_becomes_steps_and_outages(tmp_path: Path) -> None:
 
 
 def test_a_pair_of_delivery_files_is_one_trace(tmp_path: Path) -> None:
-    """Whichever is named; by hand: 100 ms windows, the shorter file ends it, either way's outage
-    is both's. A file alone goes the way that its name says."""
+    """Either file may be named. By hand: windows of 100 ms, the shorter file ends the trace, and an
+    outage of either direction is one of both. A file alone has the direction that its name states.
+    """
     (tmp_path / "lte.up").write_text("".join(f"{ms}\n" for ms in (100, 200, 2300, 2400)))
     down_ms = (50, 100, 200, *range(300, 3000, 50))
     (tmp_path / "lte.down").write_text("".join(f"{ms}\n" for ms in down_ms))
@@ -219,7 +220,7 @@ def test_plain_columns_are_optional(tmp_path: Path) -> None:
     assert trace.loss == (0.0, 0.5)
     assert trace.down_bits_per_s == (5e6, 8e6)
     assert trace.duration_s == 9.0
-    # An empty cell is as in the row before, and one before the first as that.
+    # An empty cell repeats the row above, and one above the first value takes that value.
     rows = "0,10,,,\n# so, or, so, or, so, or so\n\n1,10,1,5\n2,10,,,\n"
     trace = read(tmp_path, "time_s,rtt_ms,loss,up_mbps,down_mbps\n" + rows)
     assert trace.outages_s == ((1.0, 3.0),)
@@ -326,8 +327,9 @@ def test_nothing_but_a_trace_error_comes_of_garbage(
 
 
 def test_every_indexed_file_is_read_with_its_statistics(data_dir: Path) -> None:
-    """Percentiles within 0.2 % (the index takes the sample above, as here), durations within 5 %
-    (it counts steps), lost probes within 0.3 points (it counts each; here an outage is time)."""
+    """Percentiles agree within 0.2 % (the index takes the sample above, like this code), durations
+    within 5 % (it counts steps), lost probes within 0.3 points (it counts each; here an outage is
+    time)."""
     sources = set()
     with (data_dir / "traces/index.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if "matrix" not in row["kind"]]
@@ -347,9 +349,9 @@ def test_every_indexed_file_is_read_with_its_statistics(data_dir: Path) -> None:
 
 
 DAY_S, TARGET_DURATION_S = 86_400.0, 7200.0
-# What the data behind the laws say of the class, widened by what differs from one recording of it
-# to the next: (least, most) of one trace of at least that duration and any seed. The last two:
-# outages an hour, and their median length where there are any.
+# Ranges from the data behind the laws of the class, widened by the differences between its
+# recordings: (least, most) of one trace of at least that duration and any seed. The last two
+# columns are outages per hour, and their median length if there are any.
 NAMES = ("rtt_median_s", "rtt_p95_s", "rtt_p99_s", "autocorrelation", "loss")
 TARGETS = """
 wifi 0.0025..0.004 0.005..0.03 0.06..0.12 -0.1..0.1 0..0 0..0 0..0

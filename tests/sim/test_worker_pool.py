@@ -1,8 +1,8 @@
 """The processes that play worlds: late messages, deaths and signals.
 
-Oracle: which tasks were given and which of them may be reported; that the other end of a pipe which
-every process of a pool holds is closed only when all of them have ended. Tasks wait at FIFOs that
-the test opens, so nothing depends on the speed of the machine.
+Oracle: which tasks were given and which of them may be reported; every process of a pool holds the
+other end of a pipe, which is therefore closed only when all of them have ended. Tasks wait at FIFOs
+that the test opens, so nothing depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pool = WorkerPool[tuple[str, str], str]
 
 
 class OddError(Exception):
-    """Cannot be made anew from its arguments, so pickle fails on it at the other end."""
+    """An exception that pickle cannot rebuild from its arguments at the other end."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first + second)
@@ -77,7 +77,7 @@ def gate(folder: Path, name: str) -> Path:
 
 
 def test_messages_of_an_earlier_round_are_dropped(pool: Pool, tmp_path: Path) -> None:
-    """The first round is left while a worker is at its task 7; that worker reports 7 in the second
+    """The first round ends while a worker is at its task 7. That worker reports 7 in the second
     round, which has no task 7."""
     first, second = gate(tmp_path, "first"), gate(tmp_path, "second")
     for event in pool.work_on([(0, ("say", "a")), (7, ("gate", str(first)))], 0.01):
@@ -176,8 +176,8 @@ with reporting_errors():
     ids=lambda value: value.name if isinstance(value, signal.Signals) else "",
 )
 def test_a_signal_ends_every_process_without_a_word(number: signal.Signals, status: int) -> None:
-    """The workers hold the other end of stdout too, so it ends only when all have ended. When the
-    main process is killed nobody can end them: they notice that it is gone."""
+    """The workers hold the other end of stdout too, so it ends only when all have ended. A killed
+    main process cannot end them: they notice that it is gone."""
     main = subprocess.Popen(
         [sys.executable, "-c", f"import typer\ntyper.run(lambda: exec({MAIN!r}))"],
         cwd=ROOT,
@@ -189,7 +189,8 @@ def test_a_signal_ends_every_process_without_a_word(number: signal.Signals, stat
     try:
         assert main.stdout is not None
         assert main.stdout.readline() == "both at work\n"
-        # As a terminal's Ctrl-C and `timeout` do, to the whole group; SIGKILL to the main process.
+        # A terminal's Ctrl-C and `timeout` signal the whole group; SIGKILL goes to the main
+        # process.
         if number is signal.SIGKILL:
             main.kill()
         else:

@@ -1,12 +1,12 @@
-"""Random worlds: whatever goes wrong, every device gets its target's own text; and the published
-schemes and ours against each other in virtual time.
+"""Random worlds: every device receives its target's own text despite all faults; and the published
+schemes beside ours in virtual time.
 
 Oracle: ``checks`` on every event of every world (see there), against the stream computed directly
 from the target's law. Golden counts notice what no check can: drafts that stopped being useful.
-Of each check there is a mutant, a plausible mistake of the machines, that one of its first worlds
-finds. Of times: virtual ones are exact, so what is asserted is a property of the protocol and its
-policies, not of a machine (passes of 25 ms, steps of 8, a draft right about eight times of ten).
-Of each law of conservation a plausible mistake of a simulator breaks it within one small world.
+Each check has a mutant, a plausible mistake of the machines, that one of its first worlds finds.
+Virtual times are exact, so the assertions are about the protocol and its policies, not about a
+machine (passes of 25 ms, steps of 8, a draft right about eight times of ten). For each law of
+conservation, a plausible mistake of a simulator breaks it within one small world.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ POLICIES: dict[str, DraftPolicy] = {
 def test_drafts_count_for_as_much_as_ever(
     kind: str, policies: Sequence[str], run_ahead: str, golden: tuple[int, int, int, int]
 ) -> None:
-    """(accepted, sent, stale, passes): a change that is meant to change them changes them here."""
+    """The counts are (accepted, sent, stale, passes). A change that is meant to change them changes
+    them here."""
     chosen = tuple(POLICIES[name] for name in policies)
     options = replace(KINDS[kind], policies=chosen, run_ahead=RunAhead[run_ahead])
     assert _counts(run_world(options, 1)) == golden
@@ -139,7 +140,7 @@ def _counts(result: WorldResult) -> tuple[int, int, int, int]:
 
 
 def test_a_drafter_that_is_the_target_is_always_right() -> None:
-    """Without run-ahead nothing overtakes the drafts: every one that is looked at is accepted."""
+    """Without run-ahead nothing overtakes the drafts, so every node in a pass is accepted."""
     never = replace(PLAIN, drafter=exact_drafter, run_ahead=RunAhead.NEVER)
     for policy in (FixedPolicy(4), PearlPolicy(), WindowedPolicy()):
         counters = run_world(replace(never, policies=(policy,)), 1).devices[0].counters
@@ -205,7 +206,7 @@ def resume_skips_a_token(attach: Any, *given: Any) -> Any:
 def independent_siblings(
     walk: Any, rule: ExactRule, tokens: Any, parents: Any, targets: Any, *_: Any
 ) -> Walk:
-    """Any node that some row of the pass predicts is accepted; the longest path wins."""
+    """Mistake: accept any node that some row of the pass predicts; the longest path wins."""
     path: list[int] = []
     for node in range(len(tokens)):
         parent = path[-1] if path else -1
@@ -262,7 +263,7 @@ def blocks_are_never_freed(release: Any, ledger: BlockLedger, key: str) -> int:
 
 @MUTANTS.of(CacheKeeper, "reserve", seeds=600)
 def published_before_its_pass(reserve: Any, keeper: CacheKeeper, key: str, length: int) -> Any:
-    """Also what a pass that fails was to fill."""
+    """Mistake: also publish blocks that a failing pass was to fill."""
     table = reserve(keeper, key, length)
     if keeper._sharing is not None and key in keeper.sessions:
         keeper._sharing.publish(key, min(length, keeper.sessions[key].prefix.length))
@@ -271,7 +272,7 @@ def published_before_its_pass(reserve: Any, keeper: CacheKeeper, key: str, lengt
 
 @MUTANTS.of(CacheKeeper, "settle_pass", seeds=2400)
 def nodes_are_published(settle: Any, keeper: CacheKeeper, request: Any, length: int) -> None:
-    """Nobody knows yet whether the target can move them to their places."""
+    """Mistake: publish nodes before the target has moved them to their places."""
     if keeper._sharing is not None:
         keeper._sharing.publish(request.key, length - 1)
     settle(keeper, request, length)
@@ -288,20 +289,21 @@ def holder_is_not_counted(adopt: Any, ledger: BlockLedger, key: str, at: int, bl
 def older_ones_give_way(
     victims: Any, keeper: CacheKeeper, key: str, spared: Any, now: float
 ) -> Any:
-    """Any holder is a victim: two sessions take blocks from each other in turns."""
+    """Mistake: any holder is a victim, so two sessions take blocks from each other in turns."""
     return [other for other in keeper.sessions if other != key and other not in spared]
 
 
 @MUTANTS.of(CacheKeeper, "_may_enter", seeds=200)
 def everybody_waits_for_the_first(may_enter: Any, keeper: CacheKeeper, key: str) -> bool:
-    """Even where the room is enough for all, and for sessions of another credential."""
+    """Mistake: sessions wait even if the room is enough for all, and for sessions of another
+    credential."""
     older = itertools.takewhile(lambda other: other != key, keeper.sessions)
     return not any(map(keeper._is_outside, older))
 
 
 @MUTANTS.of(CacheKeeper, "_find_order", seeds=1000)
 def the_order_is_that_of_opening(find_order: Any, keeper: CacheKeeper) -> Any:
-    """What is above a share is not given back to a newcomer."""
+    """Mistake: blocks above a share are not returned to a newcomer."""
     order = find_order(keeper)
     line = [key for key in keeper.sessions if key in order.place_of]
     return replace(order, line=line, place_of={key: at for at, key in enumerate(line)})
@@ -364,7 +366,7 @@ ARMS: dict[str, tuple[DraftPolicy, RunAhead]] = {
 
 @cache
 def tpot_of(arm: str, rtt_ms: int, seed: int) -> float:
-    """In milliseconds."""
+    """Return the time per output token in milliseconds."""
     policy, run_ahead = ARMS[arm]
     model = ToyModel(vocabulary_size=64, order=3, seed=seed)
     sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS)
@@ -394,7 +396,7 @@ def test_drafts_pay_at_usual_round_trips(rtt_ms: int, speed_up: float) -> None:
     assert PASS_S * 1e3 / tpot_ms("edgespec", rtt_ms) >= speed_up
 
 
-# --- the laws of conservation find what they are there to find ------------------------------------
+# --- mistakes that the laws of conservation must find ---------------------------------------------
 
 
 WATCHED = load_scenario(str(ROOT / "tests/sim/worlds/watched.yaml"))
@@ -432,7 +434,7 @@ def messages_get_lost(send: Any, *given: Any) -> None:
 
 @BREAKS.of(Stream, "send_down")
 def commits_are_made_up_on_the_way(send_down: Any, stream: Stream, message: Any) -> None:
-    """A token delivered before the verifier has committed it."""
+    """Mistake: deliver a token before the verifier has committed it."""
     if isinstance(message, Commit):
         message = replace(message, tokens=(*message.tokens, 7))
     send_down(stream, message)

@@ -1,7 +1,7 @@
-"""What must hold at every step of a world, whatever drafts, links and machines do.
+"""Invariants of every step of a world, whatever drafts, links and machines do.
 
-Oracle: the stream a target gives by itself, computed without sessions (``target_stream``). The
-checks read only public state of the product's machines and raise ``CheckFailure``.
+Oracle: the stream that a target generates by itself, computed without sessions (``target_stream``).
+The checks read only public state of the product's machines and raise ``CheckFailure``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import VerifyState
 from edgespec_sim.token_sources.source import target_tokens
 
-# A verifier takes at most so many nodes of a device it has not greeted (``device/session.py``).
+# A verifier accepts at most this many nodes of a device before it has greeted it
+# (``device/session.py``).
 _NODES_BEFORE_OPENED = 16
 WIDEST = 3
-"""Choices of a step. One that runs may find that guesses from the text have filled the tree; what
-is too much then waits (that no more are sent than may be outstanding is seen at the verifier)."""
+"""Most candidates of a draft step. A running step may find that text lookup has filled the tree;
+then the surplus waits. (The bound on nodes in flight is checked at the verifier.)"""
 
 
 class CheckFailure(AssertionError):
-    """Something that must always hold did not; the message says what and where."""
+    """An invariant does not hold; the message states which one and where."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -41,29 +42,31 @@ def require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What one device has to deliver."""
+    """The output that one device has to deliver."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     reason: FinishReason
 
     def begins_with(self, held: Sequence[int]) -> bool:
-        """Whether ``held`` is the prompt and some beginning of the output."""
+        """Return whether ``held`` is the prompt and some beginning of the output."""
         return tuple(held) == (*self.prompt, *self.tokens)[: len(held)]
 
 
 def target_stream(
     model: ToyModel, prompt: Sequence[int], sampling: SamplingParams, context_length: int
 ) -> Expected:
-    """The target's own output, token by token from the law itself."""
+    """Return the target's own output, token by token from the law itself."""
     tokens, reason = target_tokens(model, prompt, sampling, context_length)
     return Expected(tuple(prompt), tokens, reason)
 
 
 def check_tree(tree: SpeculationTree, whose: str) -> None:
-    """Parents alive and older, positions one apart, siblings different, nothing unreachable.
+    """Check a tree: parents are alive and older, positions are one apart, siblings differ, no node
+    is unreachable.
 
-    It runs after every event: words are made only for what is wrong (a node's are its subtree's).
+    The check runs after every event, so messages are made for failures only (a message about a node
+    also counts for its subtree).
     """
     positions = {ROOT: tree.prefix.length - 1}
     siblings: set[tuple[int, int]] = set()
@@ -84,17 +87,17 @@ def check_tree(tree: SpeculationTree, whose: str) -> None:
 
 
 class DeviceCheck:
-    """Judges what one device holds, whenever that is something else than before."""
+    """Checks the tokens and the tree of one device whenever they have changed."""
 
     def __init__(self, expected: Expected, limits: Limits, *, text: bool = False) -> None:
-        """``text``: the device guesses from its text, too."""
+        """Set up the check. With ``text`` the device also drafts by lookup in its text."""
         self._expected = expected
         self._most = max(_NODES_BEFORE_OPENED, limits.max_nodes_outstanding) + text * WIDEST
         self._seen: tuple[object, ...] = ()
 
     def look(self, session: DraftSession, delivered: Sequence[int], replaced: bool) -> None:
-        """``replaced``: it took another device's place, so it may hear of a pass with nodes of that
-        one."""
+        """Check the session. If the device is ``replaced``, it took another device's place, so it
+        may receive a commit with nodes of that one."""
         tree, held, counters = session.tree, session.prefix, session.counters
         nodes = len(tree.nodes)
         now = (session, len(delivered), held.length, tree.last_id, nodes, counters.accepted)
@@ -113,14 +116,14 @@ class DeviceCheck:
 
 @dataclass(slots=True)
 class StreamRecord:
-    """What one stream told the verifier: the text each draft node stands for."""
+    """The drafts of one stream: the text that each draft node stands for."""
 
     expected: Expected
     texts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     received: int = 0
 
     def note(self, draft: Draft) -> None:
-        """A draft of the device itself arrived; a repeat says nothing new."""
+        """Record a draft of the device itself; a repeat adds nothing."""
         held = (*self.expected.prompt, *self.expected.tokens)
         for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
             base = held[: draft.base_position] if parent == ROOT else self.texts.get(parent)
@@ -130,7 +133,7 @@ class StreamRecord:
 
 
 class PassCheck:
-    """Judges every packed pass as it starts."""
+    """Checks every packed pass when it starts."""
 
     def __init__(
         self,
@@ -140,7 +143,8 @@ class PassCheck:
         engine_limits: EngineLimits,
         guessed: Collection[tuple[int, ...]] = (),
     ) -> None:
-        """``guessed``: texts that the verifier's own draft model guessed, and was fed for that."""
+        """Set up the check; ``guessed`` are texts that the verifier's own draft model drafted and
+        consumed for that."""
         self._sessions, self._records, self._guessed = sessions, records, guessed
         self._limits, self._engine_limits = limits, engine_limits
 
@@ -149,7 +153,7 @@ class PassCheck:
         limit = self._engine_limits.max_rows_per_pass
         require(rows <= limit, f"a pass of {rows} rows, limit {limit}")
         for request in batch:
-            if request.key in self._sessions:  # else it is the engine's own probe
+            if request.key in self._sessions:  # otherwise the engine's own probe
                 self._check_request(request)
 
     def _check_request(self, request: PassRequest) -> None:
@@ -181,7 +185,8 @@ class PassCheck:
         texts: Sequence[tuple[int, ...]],
         drafted: Collection[tuple[int, ...]],
     ) -> None:
-        """The verifier's own guesses: only where they may be, and where they can still matter."""
+        """Check the verifier's own draft nodes: they stand only in allowed places, where they can
+        still matter."""
         key, session = request.key, self._sessions[request.key]
         if not request.server_nodes:
             return
@@ -201,8 +206,11 @@ class PassCheck:
 def check_session(
     session: VerifySession, expected: Expected, limits: Limits, *, evictable: bool = False
 ) -> None:
-    """Between passes: the prefix is the target's text, the cache lacks its last token, or more
-    where a session may lose its cache (``evictable``)."""
+    """Check a session between passes.
+
+    Its prefix is the target's text. Its cache lacks the last token, or more if sessions may lose
+    their caches (``evictable``).
+    """
     key, prefix = session.request.session_id, session.prefix
     require(expected.begins_with(prefix.tokens), f"{key}: the verifier committed another text")
     check_tree(session.inbox.tree, f"verifier's {key}")
@@ -218,8 +226,8 @@ def check_session(
 
 
 def check_ledger(engine: VerifyEngine) -> None:
-    """Every block is free or held, by sessions that are there and as long as they need it, and
-    nobody else holds what a session may write."""
+    """Check the blocks: each is free, or held by existing sessions while they need it, and no two
+    sessions hold a block that one of them may write."""
     ledger = engine.keeper.ledger
     if ledger is None:
         return
@@ -239,16 +247,17 @@ def check_ledger(engine: VerifyEngine) -> None:
             continue
         least = -(-session.cache_length // ledger.block_tokens)
         require(len(table) >= least, f"{key}: {len(table)} blocks, {least} are cached")
-        if session.cache_length:  # else the blocks may be those of an earlier session of this id
+        if session.cache_length:  # otherwise the blocks may be from an earlier session of this id
             written = table[session.cache_length // ledger.block_tokens :]
             require(all(map(ledger.is_writable, written)), f"{key}: would write a shared block")
 
 
 class EntryCheck:
-    """Judges every refusal of the cache keeper at the moment in which it happens.
+    """Checks every refusal of the cache keeper at the moment in which it happens.
 
-    It states the law of ``cache_keeper.py`` a second time, by other means: shares by progressive
-    filling, and the blocks that a session could have by counting them."""
+    It states the law of ``cache_keeper.py`` a second time, by other means: it computes shares by
+    progressive filling, and counts the blocks that a session could have.
+    """
 
     def __init__(self, engine: VerifyEngine) -> None:
         self._engine = engine
@@ -265,7 +274,7 @@ class EntryCheck:
         return rows
 
     def _check_refused(self, key: str, spared: Collection[str], ledger: BlockLedger) -> None:
-        """The session has no block and got none."""
+        """Check that the session has no block and received none."""
         sessions, is_over_rate = self._engine.sessions, self._engine.keeper.is_over_rate
         outside, owned = [], dict[str, list[tuple[str, int]]]()
         for other, session in sessions.items():
@@ -288,7 +297,7 @@ class EntryCheck:
                 break
             left -= want
         else:
-            share = left + wants[-1]  # the greediest may have what the others leave
+            share = left + wants[-1]  # the greediest may have what the others do not use
         surplus: set[str] = set()
         ends: dict[str, int] = {}
         for mine in owned.values():
@@ -316,7 +325,7 @@ class EntryCheck:
 
 
 def check_credentials(engine: VerifyEngine) -> None:
-    """Every session is somebody's, and nobody has more than its credential allows."""
+    """Check that every session has a credential, and that no credential exceeds its limits."""
     whose = engine.registry.credential_of
     require(whose.keys() == engine.sessions.keys(), "a session is nobody's, or is gone")
     names = [credential.name for credential in whose.values()]
@@ -326,7 +335,7 @@ def check_credentials(engine: VerifyEngine) -> None:
 
 
 def check_at_rest(engine: VerifyEngine) -> None:
-    """Nobody is there any more, and nothing is left of anybody."""
+    """Check that no session exists any more, and that no state remains of any."""
     require(not engine.sessions, f"sessions {sorted(engine.sessions)} outlive their lease")
     require(not engine.registry.stream_of, "a stream outlives its session")
     require(not engine.running, "a pass is running for nobody")

@@ -1,11 +1,11 @@
-"""Whole worlds from one seed: devices, links, a verifier, everything that can go wrong, checked.
+"""Whole worlds from one seed: devices, links, a verifier and every kind of fault, with checks.
 
 ``run_world(options, seed)`` plays the product's own sessions in virtual time until every device has
 its text. Links delay, jitter, repeat and break; the verifier restarts and loses all sessions;
-device processes are replaced by new ones that hold what was delivered; drafts are forged; passes,
+device processes are replaced by new ones that hold the delivered tokens; drafts are forged; passes,
 sequences, sessions and the verifier's own drafts fail; the cache is too small for all. None of that
-may change a token:
-``checks`` judges every step against the target's own stream, computed without any of it.
+may change a token: ``checks`` compares every step with the target's own stream, computed without
+any of it.
 """
 
 from __future__ import annotations
@@ -47,74 +47,76 @@ DrafterFactory = Callable[[ToyModel], Drafter]
 
 
 def good_drafter(model: ToyModel) -> Drafter:
-    """Right about eight times of ten."""
+    """Make a drafter that is right about eight times of ten."""
     return ToyDrafter(model.perturbed(0.3))
 
 
 @dataclass(frozen=True, slots=True)
 class WorldOptions:
-    """Everything but the dice. Times in seconds; chances per message or pass."""
+    """The settings of a world, without its seed. Times are in seconds; chances are per message or
+    pass."""
 
     model: ToyModel = field(default_factory=lambda: ToyModel(vocabulary_size=8, order=2))
     drafter: DrafterFactory = good_drafter
     policies: tuple[DraftPolicy, ...] = (WindowedPolicy(),)
-    """One a device."""
+    """Draft policies of the devices, one each."""
     credentials: tuple[Credential, ...] = (ANYBODY,)
-    """What the devices show, in turn."""
+    """Credentials that the devices show, in turn."""
     prompt_length: int = 3
     shared_length: int = 0
-    """Of the prompt, as many tokens are the same for all devices."""
+    """Number of prompt tokens that are the same for all devices."""
     chat: bool = False
-    """Each device but the first goes on with the text of the one before it, once that is whole:
-    its prompt is that text and ``prompt_length`` tokens, if the context has room for it."""
+    """Whether each device but the first continues the text of the device before it, once that is
+    complete. Its prompt is then that text and ``prompt_length`` tokens, if the context has room for
+    it."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=24))
-    """Device i adds i to its seed."""
+    """Sampling parameters; device i adds i to the seed."""
     run_ahead: m.RunAhead = m.RunAhead.AUTO
     drafting: bool = True
     device_text: bool = False
-    """Devices guess from what their text has said, too."""
+    """Whether devices also draft by lookup in their text."""
     draft_context_length: int = 1 << 16
     limits: m.Limits = field(default_factory=lambda: m.Limits(lease_s=5.0))
     engine_limits: EngineLimits = field(default_factory=EngineLimits)
     delay_s: float = 0.02
-    """One way; a connection takes two."""
+    """One-way delay; a connection takes two."""
     jitter_s: float = 0.0
-    """Added to a message's delay, uniformly from 0; order is kept."""
+    """Jitter added to a message's delay, uniformly from 0; order is kept."""
     step_s: float = 0.005
     pass_s: float = 0.02
     row_s: float = 0.0
-    """Added to a pass for each row."""
+    """Seconds that each row adds to a pass."""
     faults_until_s: float = 1.0
     cuts: int = 0
-    """Broken links of each device, and processes of it that are replaced."""
+    """Broken links of each device, and replaced processes of it."""
     replacements: int = 0
     restarts: int = 0
-    """Of the verifier, which then cannot be reached for up to ``downtime_s``."""
+    """Restarts of the verifier, which then cannot be reached for up to ``downtime_s``."""
     downtime_s: float = 0.3
     duplicate_chance: float = 0.0
     forge_chance: float = 0.0
-    """A draft is followed by one that nobody sent."""
+    """Chance that a forged draft follows a draft."""
     batch_failure_chance: float = 0.0
-    """Of passes with more than one session."""
+    """Chance that a pass with more than one session fails."""
     target_failure_chance: float = 0.0
-    """Of each operation of the target, before it and after it."""
+    """Chance that an operation of the target fails, before it and after it."""
     server_drafter: DrafterFactory | None = None
-    """The verifier's own draft model, where ``EngineLimits.drafter`` says that there is one."""
+    """The verifier's own draft model, if ``EngineLimits.drafter`` states that it has one."""
     server_step_s: float = 0.0025
     refusal_chance: float = 0.0
-    """Of each sequence in a step of that model: no room for it."""
+    """Chance that a step of that model has no room for a sequence."""
     drafter_failure_chance: float = 0.0
-    """Of each step of that model, which is then off for good."""
+    """Chance that a step of that model fails; the model is then off for good."""
     session_failure_chance: float = 0.0
-    """Of each time that a session's machine asks its acceptance rule or its run-ahead policy."""
+    """Chance that a session's acceptance rule or run-ahead policy raises when it is called."""
 
     resident_bytes: Callable[[float], int] | None = None
-    """What every device's process holds beside its draft, by the time, of ``governors.BUDGET``;
-    with one leaf a step only."""
+    """Memory that every device's process holds beside its draft, by time, of ``governors.BUDGET``.
+    Only with one leaf per step."""
 
     @property
     def quiet(self) -> bool:
-        """Nothing goes wrong in this world."""
+        """Whether this world has no faults."""
         chances = (
             self.duplicate_chance,
             self.forge_chance,
@@ -129,8 +131,8 @@ class WorldOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """One device's generation: what it had to deliver (and did), and its counters (those of its
-    last process)."""
+    """One device's generation: the output that it had to deliver (and did), and the counters of its
+    last process."""
 
     expected: checks.Expected
     counters: DraftCounters
@@ -141,7 +143,7 @@ class DeviceResult:
 class WorldResult:
     devices: tuple[DeviceResult, ...]
     passes: int
-    """Of all verifiers, and the rows they had."""
+    """Passes of all verifiers; the rows follow."""
     rows: int
     faults: int
     """Faults that took place."""
@@ -156,10 +158,9 @@ class WorldResult:
     """Verifiers whose draft model failed."""
 
 
-# Devices of random worlds that are short of memory, so that their governor has much to do.
-#
-# It looks and recovers in fractions of a second here, so that it walks up and down within a
-# world. What it decides may change no token, which is what the worlds check.
+# Devices of random worlds are short of memory, so that their memory guard has much to do. It
+# measures and recovers in fractions of a second here, so that it moves up and down within a world.
+# Its decisions may change no token, which is what the worlds check.
 
 
 BUDGET: Final = 1 << 20
@@ -172,11 +173,11 @@ _GUARD_LOOK_S, _RECOVERY_S = 0.05, 0.1
 
 _CLOCK_RATE = MEASURE_EVERY_S / _GUARD_LOOK_S
 
-"""How much faster a guarded drafter's clock runs than the world's."""
+"""Ratio of a guarded drafter's clock to the world's."""
 
 
 def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Drafter:
-    """Below a memory budget, where the options have one."""
+    """Put the drafter under a memory budget, if the options have one."""
     others = options.resident_bytes
     if others is None:
         return drafter
@@ -191,8 +192,8 @@ def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Draft
 
 
 class CheckedDrafter(WrappedDrafter):
-    """A drafter that knows what its cache must hold at every step: the device's committed prefix
-    and one path of its tree."""
+    """A drafter that checks its cache at every step: it must hold the device's committed prefix and
+    one path of its tree."""
 
     def __init__(self, inner: Drafter, tree: SpeculationTree) -> None:
         super().__init__(inner)
@@ -219,11 +220,12 @@ class CheckedDrafter(WrappedDrafter):
 
 
 class InjectedFailure(Exception):
-    """What a world makes a target or a session's machine raise."""
+    """The exception that a world raises in a target or a session's machine."""
 
 
 class WatchedEngine(VerifyEngine):
-    """Notes that it has handled something: only then there is anything new to check about it."""
+    """An engine that notes that it handled an event, for only then the checks have anything new to
+    check."""
 
     handled = True
 
@@ -233,9 +235,8 @@ class WatchedEngine(VerifyEngine):
 
 
 class CheckedTarget(ToyTarget):
-    """A toy target whose every pass is judged by ``check``, and which fails passes of several
-    sessions. That each block holds what a session believes to be in it, the toy's own memory sees
-    to.
+    """A toy target that passes every request to ``check``, and fails passes of several sessions.
+    The toy's own memory checks that each block holds the content that its session expects.
 
     ``break_down`` is called before and after each operation and may raise ``InjectedFailure``.
     """
@@ -282,8 +283,9 @@ class CheckedTarget(ToyTarget):
 
 
 class CheckedDraftModel(ServerDraftModel):
-    """A verifier's draft model that knows what its caches must hold: the session's text, and what
-    it was fed behind it. ``break_down`` may raise; ``refuses`` says that there is no room."""
+    """A verifier's draft model that checks its caches: they must hold the session's text, and the
+    tokens that were fed after it. ``break_down`` may raise; ``refuses`` returns whether room is
+    missing."""
 
     def __init__(
         self,
@@ -299,8 +301,8 @@ class CheckedDraftModel(ServerDraftModel):
         self._break_down = break_down
         self._held: dict[str, list[int]] = {}
         self._lost: set[str] = set()
-        """Sequences that were refused a part of a prompt, which nobody can tell from one that went
-        well before the next step."""
+        """Sequences that were refused a part of a prompt. Before the next step they look the same
+        as successful ones."""
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -376,18 +378,18 @@ _FORGED_ID = 1 << 40
 
 _LOOK_S = 0.1
 
-# Twenty times those of the longest world: one that goes round in circles without a clock.
+# Twenty times the events of the longest world, to stop a world that loops without moving its clock.
 _EVENTS_MAX = 40_000
 
 
 def run_world(options: WorldOptions, seed: int) -> WorldResult:
-    """Play one world to its end. Raises ``CheckFailure`` at the first thing that is wrong; any
-    other exception is a bug too."""
+    """Play one world to its end. Raises ``CheckFailure`` at the first violation; any other
+    exception is a bug too."""
     return _World(options, random.Random(seed)).run()
 
 
 class _JitteryPath:
-    """Delays each message by a random time, in order."""
+    """A path that delays each message by a random time, in order."""
 
     def __init__(
         self, queue: EventQueue, delay_s: float, jitter_s: float, dice: random.Random
@@ -402,7 +404,8 @@ class _JitteryPath:
 
 
 class _Doubling(Stream):
-    """Drafts and commits arrive twice whenever ``twice`` says so; neither may do harm."""
+    """A stream on which drafts and commits arrive twice if ``twice`` holds; the repeats must do no
+    harm."""
 
     twice: Callable[[], bool]
 
@@ -541,7 +544,7 @@ class _World:
         return device
 
     def _prompt(self, index: int, vocabulary_size: int) -> list[int]:
-        """What all devices begin with, or the text of the one before, and tokens of its own."""
+        """Return the shared beginning, or the text of the device before, and tokens of its own."""
         options = self.options
         prompt = [self.dice.randrange(vocabulary_size) for _ in range(options.prompt_length)]
         if not index:
@@ -554,7 +557,7 @@ class _World:
         return [*self.expected[0].prompt[:shared], *prompt[shared:]]
 
     def _begin(self, index: int, device: SimulatedDevice) -> None:
-        """Start the device, or look again soon whether the text that it continues is whole."""
+        """Start the device, or try again soon if the text that it continues is not complete."""
         waits = self.options.chat and index and self.devices[index - 1].delivery.ended is None
         if waits and device is self.devices[index]:
             self.queue.after(_LOOK_S, lambda: self._begin(index, device))
@@ -597,7 +600,7 @@ class _World:
         return stream, 2 * delay_s
 
     def _forged(self, draft: m.Draft) -> m.Draft:
-        """Drafts on another text, on tokens not committed yet, behind parents nobody knows."""
+        """Return a draft on another text, on tokens not committed yet, or with unknown parents."""
         token = self.dice.randrange(self.options.model.vocabulary_size)
         far = self.dice.randrange(5, 100)
         return self.dice.choice(
@@ -645,7 +648,7 @@ class _World:
             device.stream.cut(self.dice.uniform(0.0, 0.1), self.dice.uniform(0.0, 0.5))
 
     def _replace(self, index: int) -> None:
-        """The process is gone without a word; a new one knows only what was delivered."""
+        """Replace the process without a farewell; the new one holds only the delivered tokens."""
         device = self.devices[index]
         if device.delivery.ended is not None:
             return
@@ -660,7 +663,7 @@ class _World:
         self.replaced.add(index)
 
     def _restart(self) -> None:
-        """Another verifier takes over, and nobody told it anything."""
+        """Let another verifier take over, without any state of the old one."""
         self.faults += 1
         self.down_until_s = self.queue.now + self.dice.uniform(0.0, self.options.downtime_s)
         self.server.halt()
@@ -680,7 +683,7 @@ class _World:
             events += 1
             checks.require(events <= _EVENTS_MAX, f"{events} events, and no end")
             if self.server.gave_up is not None:
-                self._restart()  # as a supervisor would
+                self._restart()  # like a supervisor
             self._check_step()
         self._check_end(until_s)
         self.queue.run(self.queue.now + self.options.limits.lease_s + 2.0)
@@ -708,8 +711,8 @@ class _World:
         )
 
     def _longest_s(self) -> float:
-        """Virtual seconds by which everything must have ended: far too few for a verifier that
-        waits for a draft in vain (``never_run_ahead``) at every other token."""
+        """Return the virtual seconds by which everything must have ended. They are far too few for
+        a verifier that waits for a draft in vain (``never_run_ahead``) at every other token."""
         options = self.options
         count = len(self.devices)
         rtt_s = 2 * (options.delay_s + options.jitter_s)
@@ -721,15 +724,13 @@ class _World:
         prompts = sum(len(expected.prompt) for expected in self.expected)
         prefill_s = prompts * pass_s
         settled_s = 1.0 if options.quiet else options.faults_until_s + options.downtime_s + 5.0
-        if (
-            options.engine_limits.cache is not None
-        ):  # they take turns, and compute again what they lose
+        if options.engine_limits.cache is not None:  # they take turns, and recompute lost rows
             token_s *= 2 * count
         rates = [one.tokens_per_s for one in options.credentials if one.tokens_per_s]
         if rates:
             settled_s += 2 * tokens / min(rates)
         own = any(one.max_sessions for one in options.credentials)
-        if own or options.engine_limits.max_sessions < count:  # the others ask again every second
+        if own or options.engine_limits.max_sessions < count:  # the others try again every second
             settled_s += (options.limits.lease_s + 1.0) * count
         return settled_s + prefill_s + (tokens + 2) * token_s
 
