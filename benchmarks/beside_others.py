@@ -38,7 +38,7 @@ Figures = dict[str, float]
 
 
 def prompts(sessions: int, length: int) -> list[list[int]]:
-    """Return a prompt of token ids for each session, no two of which begin alike."""
+    """Return a prompt of token ids for each session; no two prompts begin alike."""
     return [
         [(7919 * (i + 31 * session)) % 40_000 + 100 for i in range(length)]
         for session in range(sessions)
@@ -77,7 +77,8 @@ def run_transformers(args: argparse.Namespace, sessions: int) -> Figures:
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     with torch.inference_mode():
-        model(torch.tensor([[5] * 16]))  # what is made once, such as kernels, is made here
+        # so that kernels and the like are made before the measurement
+        model(torch.tensor([[5] * 16]))
         steps = Steps()
         given: dict[str, Any] = {"input_ids": torch.tensor(prompts(sessions, args.prompt))}
         for _ in range(1 + (args.tokens > 1) * (WARM_STEPS + args.tokens)):
@@ -93,7 +94,7 @@ def run_edgespec(
 ) -> Figures:
     from edgespec.verifier.build import prefer_reproducible_products
 
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the verifier does
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # like the verifier
     prefer_reproducible_products()
     from edgespec.core.ports import PassRequest
     from edgespec.core.protocol.sampling import SamplingParams
@@ -142,7 +143,7 @@ def run_llama(args: argparse.Namespace, sessions: int, gguf: str) -> Figures:
 
 
 def arms(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what each arm runs, by its name."""
+    """Return the function of each arm, by its name."""
     found: dict[str, Any] = {"transformers": run_transformers}
     for quantize in ("", "int8", "int4"):
         for canonical in (True, False):

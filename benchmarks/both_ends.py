@@ -1,15 +1,16 @@
-"""Whatever both ends draft, the text is the target's own: the bundled pair behind the real daemon.
+"""Check that a text is the target's own whatever both ends draft.
 
     PYTHONPATH=. python benchmarks/both_ends.py [--texts 1000]
     PYTHONPATH=. vllm-env/bin/python benchmarks/both_ends.py --vllm
 
-Oracle: the target by itself, one token a pass, without engine, daemon and drafts. Each *world* is a
-verifier with a draft model, small caches and many sessions at once; devices and draft model are
-right, wrong, late, failing or all of it by turns. ``--texts`` says how many texts each of the ten
-rows has (five kinds of drafters, greedy and sampled). A text that differs, and a row without drafts
-of either end, are findings: the exit status is 1. ``--vllm``: the target is vLLM with the draft as
-its own speculator, whose guesses get lost where a draft model would fail, and the oracle is the
-native target; texts without grammars.
+The models are the bundled pair, behind the real daemon. Oracle: the target by itself, one token per
+pass, without engine, daemon and drafts. Each *world* is a verifier with a draft model, small caches
+and many sessions at once; devices and draft model are right, wrong, late, failing or all of it by
+turns. ``--texts`` is the number of texts for each of the ten rows (five kinds of drafters, greedy
+and sampled). A text that differs, and a row in which one end drafts nothing, are findings: the exit
+status is 1. With ``--vllm`` the target is vLLM with the draft as its own speculator, whose
+proposals get lost where a draft model would fail; the oracle is the native target, and texts have
+no grammars.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ TEXT, READER = load_tokenizer("bundled"), target_grammar_reader("bundled")
 
 
 class Mood:
-    """What becomes of a drafter's guesses; one that fails does so after some steps."""
+    """The treatment of a drafter's guesses; one that fails does so after some steps."""
 
     def __init__(self, kind: str, dice: random.Random) -> None:
         self.kind, self.dice = kind, dice
@@ -164,7 +165,7 @@ class MoodyServerDrafter(PackedDrafter):
 
 
 class MoodyTarget:
-    """vLLM with a speculator of its own."""
+    """A vLLM target with a speculator of its own, whose proposals may get lost."""
 
     def __init__(self, inner: TargetModel, mood: Mood) -> None:
         self._inner, self._mood = inner, mood
@@ -205,7 +206,7 @@ def law(dice: random.Random, greedy: bool) -> SamplingParams:
 
 
 def alone(target: TargetModel, cases: Sequence[Case]) -> list[list[int]]:
-    """The oracle: all these texts, one token of each a pass."""
+    """Compute the oracle: all these texts, one token of each per pass."""
     texts: list[list[int]] = [[] for _ in cases]
     feeds = {at: tuple(prompt) for at, (prompt, _) in enumerate(cases)}
     for at, (prompt, params) in enumerate(cases):
@@ -231,13 +232,13 @@ class Models(NamedTuple):
     oracle: TargetModel
     target: TargetModel
     draft: DraftModel | None
-    """None: the target has a speculator of its own."""
+    """The draft model; None if the target has a speculator of its own."""
 
 
 async def play(
     models: Models, kind: str, dice: random.Random, cases: Sequence[Case]
 ) -> tuple[list[list[int]], VerifyEngine]:
-    """The texts of one world."""
+    """Play one world; return its texts and the engine."""
     target, mood, drafter = models.target, Mood(kind, dice), None
     blocks, server_drafts = dice.choice((64, 128)), dice.random() < 0.5
     if models.draft is None:
@@ -253,7 +254,8 @@ async def play(
         limits = EngineLimits(
             cache=CacheShape(blocks, 16), drafter=True, server_drafts=server_drafts
         )
-    read = target_grammar_reader("bundled")  # one of its own, which it closes when it stops
+    # a reader of its own, which the verifier closes when it stops
+    read = target_grammar_reader("bundled")
     verifier = Verifier(
         target, Limits(context_length=256), limits, read_constraint=read, drafter=drafter
     )
@@ -280,7 +282,7 @@ async def play(
 
 
 def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agent:
-    """Of no ``kind``: one that only streams."""
+    """Make a device's agent; without a ``kind`` it only streams."""
     drafter = None
     if kind:
         inner = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
@@ -295,12 +297,12 @@ def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agen
     )
     read = (
         device_grammar_reader("bundled") if dice.random() < 0.5 else None
-    )  # else drafts break grammars
+    )  # otherwise drafts break grammars
     return Agent(transport, drafter, TEXT.encode, TEXT.stream, options, read_constraint=read)
 
 
 def cases_of(greedy: bool, texts: int) -> Iterator[list[Case]]:
-    """The same for every row, so that the oracle speaks once."""
+    """Yield the cases of a world, the same for every row, so that the oracle runs once."""
     dice = random.Random(greedy)
     prompts = [TEXT.encode(prompt) for prompt in PROMPTS]
     for first in range(0, texts, AT_ONCE):
@@ -339,7 +341,8 @@ async def findings(models: Models, greedy: bool, texts: int) -> list[str]:
 
 
 def main() -> int:
-    """Steps and rows are made to seem cheap, so that all is drafted on any machine."""
+    """Run all rows. Steps and rows are made to seem cheap, so that everything is drafted on any
+    machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=1000, help="of each row")
     parser.add_argument("--vllm", action="store_true", help="the target is vLLM, which speculates")

@@ -1,16 +1,18 @@
-"""What one verifier process can carry: its CPU time a session and pass, and how late passes are.
+"""Measure the capacity of one verifier process: its CPU time per session and pass, and the delay of
+its passes.
 
     python benchmarks/daemon_load.py [--sessions 1,8,32,128,256,512]
         [--seconds 5] [--repeats 3]
 
-Starts a verifier with an emulated pass of ``--pass-ms`` (the toy target's law, looked up in a
-table) and so many emulated devices in a process of their own (below), lets them
-run in, and measures for ``--seconds``. Of each point: the period from the start of a pass to the
-start of the next, and per token of a session; the CPU time of the event loop's thread, of the whole
-process (gRPC's threads and the target's with it) and of the load generator, a session and pass;
-messages and bytes a session and pass. ``--nodes 0`` is plain streaming. All
-kinds of points take turns within a repeat. Every token
-is compared with the target's own text: the exit status is 1 when one differs.
+This program starts a verifier with an emulated pass of ``--pass-ms`` (the toy target's law, looked
+up in a table) and the given number of emulated devices in a process of their own (below). It lets
+them run in, and measures for ``--seconds``.
+
+Each point has: the period from the start of a pass to the start of the next, and per token of a
+session; the CPU time of the event loop's thread, of the whole process (gRPC's threads and the
+target's included) and of the load generator, per session and pass; messages and bytes per session
+and pass. ``--nodes 0`` is plain streaming. All kinds of points take turns within a repeat. Every
+token is compared with the target's own text: the exit status is 1 if one differs.
 """
 
 from __future__ import annotations
@@ -47,21 +49,21 @@ from edgespec.wire.codec import encode_uplink
 from edgespec.wire.pb import speculation_pb2 as pb
 
 EMULATED = "emulated-devices"
-"""As the first argument: this process plays them."""
+"""First argument that makes this process play the devices."""
 PROMPT = (5, 11, 7, 3, 29, 2, 17, 13)
 RUN_IN_S = 1.5
 
 
 Point = dict[str, float]
-"""One measurement, by the keys of ``COLUMNS``; times of the CPU in microseconds, and messages,
-bytes, tokens and nodes, of a session and pass."""
+"""One measurement, by the keys of ``COLUMNS``. CPU times are in microseconds; they and messages,
+bytes, tokens and nodes are per session and pass."""
 COLUMNS = {
     "sessions": "{:.0f}",
     "sends": "{:.0f}",  # nodes that a device sends for each pass
     "period ms": "{:.2f}",
     "p95": "{:.2f}",
-    "late": "{:.1%}",  # how much longer than the emulated pass the median period is
-    "ms/token": "{:.1f}",  # what a reader waits: not every session takes part in every pass
+    "late": "{:.1%}",  # excess of the median period over the emulated pass
+    "ms/token": "{:.1f}",  # a reader's wait: not every session takes part in every pass
     "loop us": "{:.0f}",
     "process us": "{:.0f}",
     "target us": "{:.0f}",
@@ -78,7 +80,7 @@ KIND = ("sessions", "sends")
 
 
 async def measure(sessions: int, nodes: int, options: argparse.Namespace) -> Point:
-    """One verifier and its devices, from their start to their end."""
+    """Run one verifier and its devices from their start to their end; return the measurement."""
     flags = ["--table", *shlex.split(options.verifier_flags)]
     with tempfile.TemporaryDirectory() as name:
         verifier, devices = Verifier(config_of(sessions, options), Path(name), *flags), Devices()
@@ -112,13 +114,13 @@ def config_of(sessions: int, options: argparse.Namespace) -> VerifierConfig:
         port=0,
         pacing=PacingSection(options.pass_ms),
         limits=limits,
-        server_drafts=False,  # what is measured is what devices send
+        server_drafts=False,  # the measurement is about the nodes that devices send
         drain_s=0.0,
     )
 
 
 class Devices:
-    """Their process."""
+    """The devices' process, seen from outside."""
 
     process: Any = None
 
@@ -165,7 +167,8 @@ def point(kind: tuple[int, int], before: Counts, after: Counts, pass_ms: float) 
 
 
 def table(points: list[Point]) -> str:
-    """A row for each kind of point: the median of its repeats, and the spread of what matters."""
+    """Return a row for each kind of point: the median of its repeats, and the spread of the main
+    figures."""
     lines = ["  ".join(f"{title:>10}" for title in COLUMNS)]
     for kind in sorted({tuple(point[name] for name in KIND) for point in points}):
         same = [point for point in points if tuple(point[name] for name in KIND) == kind]
@@ -209,16 +212,18 @@ _ACK = END_STREAM = 1
 _END_HEADERS = 4
 _WINDOW = (1 << 31) - 1
 _FRAME = struct.Struct(">IBI")
-"""Its head: length (24 bits) and kind, flags, stream."""
+"""Frame header: length (24 bits) and kind, flags, stream."""
 _READ_BYTES = 1 << 14
 
 
 class RawCall:
     """One bidirectional call of ``path`` (such as "/package.Service/Method") at ``port`` of this
-    machine, over a connection of its own; ``source`` is the address it comes from. ``send`` frames
-    a message, ``receive`` returns those that have come; settings and pings are acknowledged, the
-    window is opened once for good. No TLS, no compression, and no flow control upwards: it is for
-    small messages to a server that reads them. Raises ``OSError``."""
+    machine, over a connection of its own from the address ``source``.
+
+    ``send`` frames a message, ``receive`` returns the received ones. Settings and pings are
+    acknowledged, and the window is opened once for good. It has no TLS, no compression, and no flow
+    control upwards: it is for small messages to a server that reads them. Raises ``OSError``.
+    """
 
     def __init__(self, port: int, path: str, source: str = "127.0.0.1") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), 30.0, (source, 0))
@@ -245,7 +250,7 @@ class RawCall:
         )
 
     def send(self, message: bytes) -> None:
-        """Queue nothing: the kernel takes the message whole, or it is an error."""
+        """Send a message at once: the kernel takes it whole, or it is an error."""
         length = len(message)
         self._write(
             (length + 5).to_bytes(3, "big")
@@ -255,7 +260,7 @@ class RawCall:
         )
 
     def receive(self) -> list[bytes]:
-        """The messages that have come whole; blocks only when nothing at all has come."""
+        """Return the messages that have arrived whole; block only if no byte has arrived."""
         data = self.socket.recv(_READ_BYTES)
         if not data:
             self.over = True
@@ -287,7 +292,7 @@ class RawCall:
             self.over = True
 
     def _messages(self, data: bytes) -> list[bytes]:
-        """The messages that are whole with these further bytes of the call."""
+        """Return the messages that are whole with these further bytes of the call."""
         if self._partial:
             data = self._partial + data
         found: list[bytes] = []
@@ -311,7 +316,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _header(name: str, value: str) -> bytes:
-    """A literal that is not indexed (RFC 7541, 6.2.2)."""
+    """Encode a literal that is not indexed (RFC 7541, 6.2.2)."""
     return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
@@ -326,14 +331,14 @@ def _header(name: str, value: str) -> bytes:
 
 PATH = "/edgespec.v1.Verifier/Speculate"
 WIDTH = 2
-# Nodes sent and not decided on yet: two passes' worth, as an agent near its verifier holds them.
+# Nodes sent and not judged yet: two passes' worth, like an agent near its verifier.
 PASSES_AHEAD = 2
-# How many open their first stream at a time.
+# Streams that are opened first, at the same time.
 OPENING = 64
 
 
 class Text:
-    """A prompt, the target's own tokens behind it, and the hash of each of its beginnings."""
+    """A prompt, the target's own tokens after it, and the hash of each of its beginnings."""
 
     def __init__(self) -> None:
         self.prompt, self.vocabulary_size = PROMPT, TOY_MODEL.vocabulary_size
@@ -361,24 +366,25 @@ class Device:
     def open(self) -> None:
         """Begin the text anew, on a new connection."""
         text, self._texts = self._text, self._texts + 1
-        # Each from an address of its own: a verifier bounds what one address may hold.
+        # Each device has an address of its own, because a verifier bounds the usage of one address.
         source = f"127.{1 + self._number // 250}.0.{1 + self._number % 250}"
         self.call = RawCall(self._options.port, PATH, source)
         self.call.socket.setblocking(True)
         self.position = self._acknowledged = len(text.prompt)
         self._last_id, self._chain = 0, list[int]()
-        """Ids of the first choices at ``position`` and on, as long as they are right; the last may
-        be a wrong one."""
+        """Ids of the first choices from ``position`` on, as long as they are right; the last one
+        may be wrong."""
         self._wrong_at: int | None = None
         most = len(text.tokens) - len(text.prompt)
         sampling = SamplingParams(max_tokens=most, ignore_eos=True)
         name = f"load-{self._number}-{self._texts}"
-        # Always: so that every session takes part in every pass, with a draft or without.
+        # Run-ahead is ALWAYS, so that every session takes part in every pass, with a draft or
+        # without.
         request = Open(name, "", "", text.prompt, sampling=sampling, run_ahead=RunAhead.ALWAYS)
         self._send(encode_uplink(request), "Open")
 
     def read(self) -> bool:
-        """Take in what has come; whether a commit was among it."""
+        """Process all received messages; return whether a commit was among them."""
         found = False
         try:
             payloads = self.call.receive()
@@ -458,9 +464,9 @@ def play(options: argparse.Namespace) -> None:
     poll.register(orders, select.EPOLLIN)
     devices: list[Device] = []
     device_of: dict[int, Device] = {}
-    """By the descriptor of its socket."""
+    """Devices by the descriptor of their socket."""
     begun: set[Device] = set()
-    # A device drafts so long behind a commit.
+    # A device drafts this long after a commit.
     draft_s = 0.4 * options.pass_ms / 1e3
     due: list[tuple[float, int, Device]] = []
     while True:

@@ -1,4 +1,4 @@
-"""Does the simulator tell the truth? Real runs beside simulated ones, set-up by set-up.
+"""Check the simulator: real runs beside simulated ones, case by case.
 
     edgespec profile --pass-ms 25 --draft-ms 8 --out profile.json     # of this machine
     python benchmarks/fidelity.py --profile profile.json [--repeats 3] [--prompts 6] [--json FILE]
@@ -6,9 +6,9 @@
 
 Real: the bundled models, a verifier process, gRPC, the product's emulated link; passes take 25 ms
 and draft steps 8 ms. Simulated: the same texts as a match tape recorded here, the profile's times,
-the same links in virtual time. Four arms at five round-trip times, then our arm on ten recorded
-networks (``EDGESPEC_DATA``; skipped without). Asked for: TPOT within 5 % of the real median, tokens
-per pass within 2 %.
+the same links in virtual time. Four arms run at five round-trip times, then our arm on ten recorded
+networks (``EDGESPEC_DATA``; skipped without). The targets are TPOT within 5 % of the real median,
+and tokens per pass within 2 %.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SetUp:
 
 @dataclass(slots=True)
 class Seen:
-    """Of one set-up on one side: median TPOT over requests, and sums."""
+    """The results of one case on one side: median TPOT over requests, and sums."""
 
     tpots_s: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -120,7 +120,7 @@ class Seen:
 
 
 class Real:
-    """Runs set-ups on real processes; ``seen`` fills up with the repeats."""
+    """Runs cases on real processes; ``seen`` collects the repeats."""
 
     def __init__(
         self,

@@ -1,16 +1,17 @@
-"""Random and mutated messages: at the codec, and at the socket of a real verifier.
+"""Send random and mutated messages to the codec, and to the socket of a real verifier.
 
     python benchmarks/fuzz.py [--messages 100000] [--streams 5000] [--seed 1] [--model toy]
 
-Messages are random bytes, messages that parse as protobuf but hold numbers nobody should send,
-valid messages with damaged bytes, and valid ones that come at the wrong time, in equal parts. The
-verifier is a process of its own with a small context and short leases; ``--cached-tokens``
-makes its KV pool small (``--model bundled``). Hostile streams come from eight addresses of this
-machine (127.0.1.1 and on), an honest device from 127.0.0.1. Findings, each of which makes the exit
-status 1: what the codec makes of a message is neither one that it encodes and decodes again to an
-equal one nor ``ProtocolViolation``, a stream that ends with UNKNOWN, INTERNAL or not at all, a text
-of the honest device that differs from its text before, a traceback in the log, memory that grows,
-sessions left behind, an exit status other than 0.
+Messages are random bytes, messages that parse as protobuf but hold invalid numbers, valid messages
+with damaged bytes, and valid ones at the wrong time, in equal parts. The verifier is a process of
+its own with a small context and short leases; ``--cached-tokens`` makes its KV pool small
+(``--model bundled``). Hostile streams come from eight addresses of this machine (127.0.1.1 and on),
+an honest device from 127.0.0.1.
+
+Each finding makes the exit status 1: a message that the codec neither decodes to one that survives
+a round trip nor refuses by ``ProtocolViolation``; a stream that ends with UNKNOWN, INTERNAL or not
+at all; a text of the honest device that differs from its text before; a traceback in the log;
+memory that grows; sessions left behind; an exit status other than 0.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ CLEAN = frozenset(
 
 @dataclass
 class Tally:
-    """What was seen so far."""
+    """The counts so far."""
 
     ends: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
@@ -91,19 +92,19 @@ _FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-38, 5e-324, 1e308, float("inf"), float(
 
 
 def number(dice: random.Random) -> int:
-    """A number below 2^32, often one at a bound."""
+    """Return a number below 2^32, often one at a bound."""
     return dice.choice(_EDGES) if dice.random() < 0.6 else dice.randrange(1 << 32)
 
 
 def tokens(dice: random.Random, most: int = 24) -> tuple[int, ...]:
-    """Token ids of the vocabulary; now and then one outside it."""
+    """Return token ids of the vocabulary, and now and then one outside it."""
     if dice.random() < 0.1:
         return tuple(number(dice) for _ in range(dice.randrange(1, 4)))
     return tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(most)))
 
 
 def sampling(dice: random.Random) -> SamplingParams:
-    """Any parameters that are allowed, the costly ones too."""
+    """Return any allowed parameters, the costly ones too."""
     return SamplingParams(
         temperature=dice.choice((0.0, 0.7, 1.0, 100.0, 1e-9)),
         top_k=dice.choice((0, 1, 5, 1 << 20)),
@@ -121,7 +122,7 @@ def sampling(dice: random.Random) -> SamplingParams:
 
 
 def valid_open(dice: random.Random, session_id: str = "") -> Open:
-    """An Open that a verifier with a vocabulary of 64 or more serves."""
+    """Return an Open that a verifier with a vocabulary of 64 or more serves."""
     return Open(
         session_id or f"fuzz-{dice.randrange(40)}",
         "",
@@ -136,7 +137,7 @@ def valid_open(dice: random.Random, session_id: str = "") -> Open:
 
 
 def valid_uplink(dice: random.Random) -> bytes:
-    """A message that is well-formed, whatever it says."""
+    """Return a well-formed message with any content."""
     kind = dice.randrange(5)
     if kind == 0:
         return encode_uplink(Received(number(dice) % 4096, number(dice)))
@@ -152,7 +153,7 @@ def valid_uplink(dice: random.Random) -> bytes:
 
 
 def valid_downlink(dice: random.Random) -> bytes:
-    """Any message of a verifier."""
+    """Return any message of a verifier."""
     kind = dice.randrange(4)
     if kind == 0:
         limits = Limits(number(dice), number(dice), number(dice), number(dice), dice.random() * 99)
@@ -166,7 +167,7 @@ def valid_downlink(dice: random.Random) -> bytes:
 
 
 def odd_uplink(dice: random.Random) -> bytes:
-    """A message that parses, with numbers of any size in any field."""
+    """Return a message that parses, with numbers of any size in any field."""
     kind = dice.randrange(4)
     if kind == 0:
         return pb.DeviceMessage(
@@ -207,7 +208,8 @@ def odd_uplink(dice: random.Random) -> bytes:
 
 
 def odd_downlink(dice: random.Random) -> bytes:
-    """The same for the other direction."""
+    """Return a message of the other direction that parses, with numbers of any size in any
+    field."""
     commit = pb.Commit(
         position=number(dice),
         tokens=tokens(dice, 90),
@@ -229,7 +231,7 @@ def odd_downlink(dice: random.Random) -> bytes:
 
 
 def damaged(payload: bytes, dice: random.Random) -> bytes:
-    """``payload`` with bytes changed, cut off, repeated or put in."""
+    """Return ``payload`` with bytes changed, cut off, repeated or inserted."""
     data = bytearray(payload or b"\x00")
     for _ in range(dice.randrange(1, 5)):
         at = dice.randrange(len(data))
@@ -246,12 +248,12 @@ def damaged(payload: bytes, dice: random.Random) -> bytes:
 
 
 def hostile_uplink(dice: random.Random) -> bytes:
-    """One message of a device that nobody should send."""
+    """Return an invalid or hostile message of a device."""
     return _hostile(dice, valid_uplink, odd_uplink)
 
 
 def hostile_downlink(dice: random.Random) -> bytes:
-    """One message of a verifier that nobody should send."""
+    """Return an invalid or hostile message of a verifier."""
     return _hostile(dice, valid_downlink, odd_downlink)
 
 
@@ -269,7 +271,7 @@ def _hostile(
 
 
 def fuzz_codec(count: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Decode ``count`` hostile messages; what became of them, and the findings."""
+    """Decode ``count`` hostile messages; return their outcomes and the findings."""
     dice, limits = random.Random(seed), WireLimits.for_context(256)
     ends: Counter[str] = Counter()
     findings = []
@@ -296,7 +298,7 @@ def fuzz_codec(count: int, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def script(dice: random.Random) -> list[bytes]:
-    """What a hostile stream sends."""
+    """Return the messages of a hostile stream."""
     opening = encode_uplink(valid_open(dice))
     kind = dice.randrange(7)
     if kind == 0:
@@ -315,7 +317,8 @@ def script(dice: random.Random) -> list[bytes]:
 
 
 async def hostile_stream(method: Any, seed: int, tally: Tally) -> None:
-    """One stream, from its seed: send a script, then read on, half-close, cancel or go silent."""
+    """Run one stream from its seed: send a script, then read on, half-close, cancel or go
+    silent."""
     dice = random.Random(seed)
     call = method()
     try:
@@ -323,8 +326,8 @@ async def hostile_stream(method: Any, seed: int, tally: Tally) -> None:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.BaseError):
                 await call.wait_for_connection()
                 for payload in script(dice):
-                    # Not ``call.write``: when the verifier has just ended the stream, that replaces
-                    # the verifier's status with INTERNAL (grpc/grpc#36066).
+                    # ``call.write`` would not do: if the verifier has just ended the stream, it
+                    # replaces the verifier's status with INTERNAL (grpc/grpc#36066).
                     await call._cython_call.send_serialized_message(payload)
                 ending = dice.randrange(4)
                 if ending == 0:
@@ -360,7 +363,7 @@ async def hostile_stream(method: Any, seed: int, tally: Tally) -> None:
 async def hostile_streams(
     addresses: list[str], count: int, seed: int, tally: Tally, verifier: Verifier
 ) -> list[int]:
-    """Run all streams; the verifier's memory at each fifth of them, in bytes."""
+    """Run all streams; return the verifier's memory at each fifth of them, in bytes."""
     channels = [grpc.aio.insecure_channel(address) for address in addresses]
     methods: list[Any] = [
         channel.stream_stream("/edgespec.v1.Verifier/Speculate", None, None) for channel in channels
@@ -387,11 +390,11 @@ async def hostile_streams(
 async def fuzz_socket(
     verifier: Verifier, options: argparse.Namespace, tally: Tally, honest: honest_devices.Tally
 ) -> str:
-    """Run all streams; a line about memory."""
+    """Run all streams; return a line about memory."""
     await verifier.start()
     agent = honest_devices.device_agent(verifier.address, options.model, drafting=True)
     async with agent:
-        # Of few tokens: the context is small.
+        # The requests have few tokens, because the context is small.
         requests = honest_devices.make_requests(6, options.seed, 60)
         requests = await honest_devices.answers(agent, requests)
         device = honest_devices.Device(agent, random.Random(options.seed), honest)
@@ -421,7 +424,7 @@ async def fuzz_socket(
 
 
 async def sessions_left(verifier: Verifier) -> int:
-    """Sessions that the verifier still holds when all leases are over."""
+    """Count the sessions that the verifier still holds when all leases have ended."""
     count = 0
     for _ in range(50):
         count = int((await verifier.look())["sessions"])

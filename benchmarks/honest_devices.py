@@ -1,11 +1,12 @@
-"""Devices that behave: they join, generate a text, check it, pause, and leave.
+"""Run devices that behave: they join, generate a text, check it, pause, and leave.
 
     python benchmarks/honest_devices.py PORT REQUESTS --devices 100 [--drafting 8] [--keys FOLDER]
 
-Runs until its standard input ends and then prints a JSON object with what became of all texts. A
-line "cut" on standard input makes the links of every tenth device break now and then from there on,
-"mend" ends that. REQUESTS is a file that ``write_requests`` wrote: what is asked, and the target's
-own text for it. With ``--keys`` device N shows the key in the file ``device-N`` of that folder.
+It runs until its standard input ends and then prints a JSON object with the outcomes of all texts.
+A line "cut" on standard input lets the links of every tenth device break now and then from there
+on; "mend" ends that. REQUESTS is a file that ``write_requests`` wrote: the prompts, and the
+target's own text for each. With ``--keys`` device N shows the key in the file ``device-N`` of that
+folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from edgespec.models.toy import TOY_MODEL
 from tests.kit.gate import Gate
 from tests.kit.live_verifier import toy_text
 
-# A verifier that is overrun may keep a newcomer waiting; nobody should be lost for that.
+# An overloaded verifier may keep a new stream waiting; no device should give up for that.
 PATIENT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=60.0)
 LONGEST_PAUSE_S = 2.0
 CUT_EVERY_S = 0.5
@@ -42,7 +43,7 @@ CUT_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question, and the target's own answer to it."""
+    """A request, and the target's own answer to it."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -50,7 +51,7 @@ class Request:
 
 
 def make_requests(count: int, seed: int, longest: int) -> list[Request]:
-    """Short and long prompts and texts; every third is sampled, every sixth with penalties."""
+    """Make short and long prompts and texts; every third is sampled, every sixth with penalties."""
     dice = random.Random(seed)
     requests: list[Request] = []
     for number in range(count):
@@ -85,7 +86,7 @@ def write_requests(path: Path, requests: Sequence[Request]) -> None:
 
 @dataclass
 class Tally:
-    """What became of the texts."""
+    """The outcomes of the texts."""
 
     texts: int = 0
     tokens: int = 0
@@ -96,7 +97,7 @@ class Tally:
 
 @dataclass
 class Waits:
-    """What devices waited for, in seconds: first tokens, and the tokens behind them."""
+    """Waits of devices in seconds: for first tokens, and for the tokens after them."""
 
     first_s: list[float] = field(default_factory=list)
     next_s: list[float] = field(default_factory=list)
@@ -104,7 +105,7 @@ class Waits:
 
 @dataclass
 class Device:
-    """One device; it adds its waits to ``waits``, if that is there."""
+    """One device; it adds its waits to ``waits`` if that is given."""
 
     agent: Agent
     dice: random.Random
@@ -112,7 +113,7 @@ class Device:
     waits: Waits | None = None
 
     async def generate(self, request: Request) -> None:
-        """One text, compared token by token; a failure is noted, not raised."""
+        """Generate one text and compare it token by token; a failure is recorded, not raised."""
         tokens: list[int] = []
         asked_s = came_s = time.perf_counter()
         try:
@@ -138,7 +139,7 @@ class Device:
             self.tally.wrong.append(f"{tokens} is not {list(request.expected)}")
 
     async def live(self, requests: Sequence[Request], longest_pause_s: float) -> None:
-        """Until cancelled."""
+        """Generate texts until cancelled."""
         while True:
             await asyncio.sleep(self.dice.random() * longest_pause_s)
             await self.generate(self.dice.choice(requests))
@@ -157,12 +158,12 @@ def device_agent(address: str, model: str, *, drafting: bool, key_file: str = ""
 
 
 def key_file(folder: Path | None, number: int) -> str:
-    """The file with the key of this device; empty: it needs none."""
+    """Return the file with the key of this device, or an empty string if it needs none."""
     return "" if folder is None else str(folder / f"device-{number}")
 
 
 def toy_answers(requests: Sequence[Request]) -> list[Request]:
-    """With the toy target's own texts, by the scalar specification."""
+    """Return the requests with the toy target's own texts, by the scalar specification."""
     return [
         replace(one, expected=tuple(toy_text(one.prompt, one.sampling, TOY_MODEL)))
         for one in requests
@@ -170,7 +171,8 @@ def toy_answers(requests: Sequence[Request]) -> list[Request]:
 
 
 async def answers(agent: Agent, requests: Sequence[Request]) -> list[Request]:
-    """With the verifier's texts while nobody else is there."""
+    """Return the requests with the verifier's texts, generated while no other device is
+    connected."""
     found = list[Request]()
     for one in requests:
         chunks = [chunk.tokens async for chunk in agent.generate(one.prompt, one.sampling)]
@@ -193,7 +195,7 @@ class Crowd:
         await tell(self.process, "cut" if yes else "mend")
 
     async def stop(self) -> dict[str, Any]:
-        """What became of their texts."""
+        """Stop the devices; return the outcomes of their texts."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         found: dict[str, Any] = json.loads(await line_of(self.process))

@@ -1,14 +1,14 @@
-"""Clients that are a burden to a verifier, each kind from an address of its own.
+"""Run clients that burden a verifier, each kind from an address of its own.
 
     python benchmarks/hostile_clients.py PORT --kinds stale-drafts,open-cancel [--seconds 5]
 
 It prints "ready", waits for a line on its standard input, plays for the given time and until every
-kind has begun, prints a JSON object (for each kind what was sent and what became of it) and then
-waits to be killed, with its streams open. Every kind has a fixed number of clients (``KINDS``) and
-each sends as fast as it is let. ``--kinds all`` plays all at once, but for ``wrong-keys``, which
-wants a verifier with keys, and ``only-cpu``, a control, which no verifier can be to blame for. The
-process is niced to 10: what is measured is how the verifier holds out, not how hungry these clients
-are.
+kind has begun, prints a JSON object (for each kind the counts of its messages and their outcomes),
+and then waits to be killed, with its streams open. Every kind has a fixed number of clients
+(``KINDS``), and each sends as fast as it can. ``--kinds all`` plays all at once, except
+``wrong-keys``, which needs a verifier with keys, and ``only-cpu``, a control that is no verifier's
+fault. The process is niced to 10, because the measurement is about the verifier, not about the CPU
+share of these clients.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ COSTLY = SamplingParams(
     max_tokens=2_000,
     ignore_eos=True,
 )
-# Kinds share them in turn.
+# Kinds share the addresses in turn.
 ADDRESSES = 16
-# How long a client of each kind may take to do its first deed beyond the given time.
+# Most seconds beyond the given time that a client of each kind may take to begin.
 BEGUN_WITHIN_S = 60.0
-# All that the library raises when a call is over; which one varies with the moment.
+# All exceptions that the library raises after the end of a call; which one varies with the moment.
 OVER = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, RuntimeError, OSError)
 
 
 class Stream:
-    """One stream of raw messages; ``sent`` counts those the library has taken."""
+    """One stream of raw messages; ``sent`` counts the messages that the library has taken."""
 
     def __init__(self, call: Any, dice: random.Random, sent: Counter[str]) -> None:
         self._call, self._dice, self._sent = call, dice, sent
         self._turn = asyncio.Lock()  # the library takes one message at a time
         self.prefix = CommittedPrefix((1,))
         self.position = 1
-        """Committed so far."""
+        """The committed length."""
 
     async def open(self, length: int, sampling: SamplingParams = PLAIN) -> None:
-        """Begin a generation from a prompt of so many random tokens."""
+        """Begin a generation from a prompt of ``length`` random tokens."""
         prompt = tuple(self._dice.randrange(1, 64) for _ in range(length))
         self.prefix, self.position = CommittedPrefix(prompt), length
         name = f"hostile-{self._dice.randbytes(8).hex()}"
@@ -84,13 +84,13 @@ class Stream:
 
     async def send_bytes(self, payload: bytes) -> None:
         await self._call.wait_for_connection()
-        # Not ``call.write``: when the verifier has just ended the stream, that replaces the
+        # ``call.write`` would not do: if the verifier has just ended the stream, it replaces the
         # verifier's status with INTERNAL (grpc/grpc#36066).
         async with self._turn:
             await self._call._cython_call.send_serialized_message(payload)
 
     async def read(self) -> bool:
-        """Take one message in; False at the end of the stream."""
+        """Read one message; return False at the end of the stream."""
         payload = await self._call.read()
         if payload is grpc.aio.EOF:
             return False
@@ -109,7 +109,7 @@ class Stream:
             await asyncio.sleep(pause_s)
 
     async def beside_reading(self, flood: Awaitable[None]) -> None:
-        """Do something until the stream, read meanwhile, has ended."""
+        """Run ``flood`` until the stream, which is read meanwhile, has ended."""
         tasks = [asyncio.ensure_future(self.read_on()), asyncio.ensure_future(flood)]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -124,7 +124,7 @@ class Stream:
 
 @dataclass
 class Client:
-    """What one hostile client has: a way to the verifier, dice, and a tally."""
+    """The tools of one hostile client: a way to the verifier, dice, and a tally."""
 
     relay: Gate
     channel: grpc.aio.Channel
@@ -134,7 +134,7 @@ class Client:
     roots: bytes | None = None
     """Certificates of the verifier's CA; None: no TLS."""
     metadata: tuple[tuple[str, str], ...] = ()
-    """Of each call: the key, if there is one."""
+    """Metadata of each call: the key, if there is one."""
     streams: list[Stream] = field(default_factory=list)
 
     def stream(self) -> Stream:
@@ -146,7 +146,7 @@ class Client:
 
     @asynccontextmanager
     async def way_of_its_own(self) -> AsyncIterator[tuple[Gate, Stream]]:
-        """A stream over a link that nobody else has."""
+        """Open a stream over a link of its own."""
         async with (
             Gate(self.relay.port, self.relay.source) as way,
             channel_to(way.address, self.roots) as channel,
@@ -164,11 +164,11 @@ def channel_to(address: str, roots: bytes | None) -> grpc.aio.Channel:
 
 
 def shown(key: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that shows a key."""
+    """Return metadata that shows a key."""
     return ((KEY_HEADER, f"{KEY_SCHEME} {key}"),)
 
 
-# --- what they do, once over; repeated until the time is over -----------------------------------
+# --- one deed of each kind; repeated until the time is over ---------------------------------------
 
 
 async def stale_drafts(client: Client) -> None:
@@ -178,7 +178,8 @@ async def stale_drafts(client: Client) -> None:
 
     async def flood() -> None:
         for number in range(1, 1 << 30):
-            # Odd ids of the toy's alphabet, one of which the target may have chosen: still stale.
+            # The ids are odd in the toy's alphabet. The target may have chosen one: the draft is
+            # still stale.
             await stream.send(Draft(number, (0,), (number % 64,), base, base_hash))
 
     await stream.beside_reading(flood())
@@ -237,7 +238,7 @@ async def huge_opens(client: Client) -> None:
 async def long_prompts(
     client: Client, share: float = 0.97, sampling: SamplingParams = PLAIN
 ) -> None:
-    """Of so large a share of the context."""
+    """Send prompts that fill ``share`` of the context."""
     stream = client.stream()
     await stream.open(int(share * client.context_length), sampling)
     await stream.read_on()
@@ -249,14 +250,14 @@ async def no_open(client: Client) -> None:
 
 
 async def no_reading(client: Client) -> None:
-    """Opens, and from then on neither reads nor acknowledges."""
+    """Open a stream, and from then on neither read nor acknowledge."""
     stream = client.stream()
     await stream.open(20)
     await stream._call.code()
 
 
 async def black_hole(client: Client) -> None:
-    """The network of a device that streams swallows everything from some moment on."""
+    """Stream until the device's network swallows everything from some moment on."""
     async with client.way_of_its_own() as (way, stream):
         for _ in range(client.dice.randrange(1, 30)):
             await stream.read()
@@ -283,7 +284,7 @@ async def malformed(client: Client) -> None:
 
 
 async def killed(client: Client) -> None:
-    """A device whose process or link dies in the middle of a text."""
+    """Let the process or the link of a device die in the middle of a text."""
     async with client.way_of_its_own() as (way, stream):
         for _ in range(client.dice.randrange(1, 30)):
             await stream.read()
@@ -292,7 +293,7 @@ async def killed(client: Client) -> None:
 
 
 async def wrong_keys(client: Client) -> None:
-    """Another key each time, at both calls."""
+    """Show another key each time, at both calls."""
     mine = replace(client, metadata=shown(f"edgespec-{client.dice.randbytes(32).hex()}"))
     if client.dice.random() < 0.5:
         await info(mine)
@@ -304,7 +305,7 @@ async def wrong_keys(client: Client) -> None:
 
 
 async def only_cpu(client: Client) -> None:
-    """A control: it sends nothing, but takes a core as a flood's sender does."""
+    """Use a core like a flood's sender, but send nothing: a control."""
     for _ in range(2_000):
         client.dice.random()
     client.tally["rounds"] += 1
@@ -382,7 +383,7 @@ async def play(options: argparse.Namespace) -> None:
             await asyncio.sleep(0.1)
         for task in tasks:
             if task.done():
-                task.result()  # a mistake of ours
+                task.result()  # raises a mistake of this file
         print(json.dumps({name: dict(tally) for name, tally in tallies.items()}), flush=True)
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(600.0)
@@ -411,7 +412,8 @@ class Hostile:
         await line_of(self.process)
 
     async def play(self) -> dict[str, dict[str, int]]:
-        """What they sent in their time, by kind; then they are killed, all streams open."""
+        """Let the clients play and return their counts by kind; then kill them, with all streams
+        open."""
         await tell(self.process, "go")
         found: dict[str, dict[str, int]] = json.loads(await line_of(self.process, self._within_s))
         self.process.kill()

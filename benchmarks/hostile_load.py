@@ -1,26 +1,27 @@
-"""What hostile clients of a verifier cost the honest ones, and what they leave behind.
+"""Measure the cost of a verifier's hostile clients to its honest ones, and the state that they
+leave behind.
 
     python benchmarks/hostile_load.py [--devices 200] [--seconds 60] [--seed 1] [--json FILE]
     python benchmarks/hostile_load.py --keys [--flood-sessions 16]
     python benchmarks/hostile_load.py --kinds stale-drafts --devices 8 --phase 4
 
-A real verifier (toy model with an emulated pass time, or ``--model bundled``), a crowd of honest
-devices that join, generate and leave, and four measured devices among them, the victims. Calm
-phases, in which there is nobody else, take turns with hostile ones, in which the ``--kinds`` of
+The load is a real verifier (toy model with an emulated pass time, or ``--model bundled``), a crowd
+of honest devices that join, generate and leave, and four measured devices among them, the victims.
+Calm phases, without hostile clients, take turns with hostile ones, in which the ``--kinds`` of
 ``hostile_clients.py`` (by default all) play at once and the links of every tenth honest device
 break; then their process is killed. ``--seconds`` is the time of the hostile phases together. The
-kind ``only-cpu`` tells what the second process costs the victims even if it sends nothing.
+kind ``only-cpu`` shows the cost of the second process to the victims even if it sends nothing.
 
 With ``--keys`` each honest device has a key of its own, and all hostile clients share one, whose
-sessions ``--flood-sessions`` may bound: what an operator does against strangers.
+sessions ``--flood-sessions`` may bound: an operator's defence against strangers.
 
-Every text of an honest device is compared with the target's own. Findings, each of which makes the
-exit status 1: a text that is wrong or lost; messages beyond the verifier's budget; a traceback in
-its log; after a rest, sessions, blocks, tasks, descriptors or memory that it still holds; and,
-unless ``--any-latency``, a p99 of the victims' token latency above 1.5 times the calm one (median
-over pairs of phases). The hostile process is niced to 10, the crowd to 5: measured is what the
-verifier does for a victim, not who gets the two cores. On a machine whose cores are all busy in the
-calm phases already, the ratio says little.
+Every text of an honest device is compared with the target's own. Each finding makes the exit status
+1: a text that is wrong or lost; messages beyond the verifier's budget; a traceback in its log;
+after a rest, sessions, blocks, tasks, descriptors or memory that it still holds; and, unless
+``--any-latency``, a p99 of the victims' token latency above 1.5 times the calm one (median over
+pairs of phases). The hostile process is niced to 10, the crowd to 5, because the measurement is
+about the verifier's treatment of a victim, not about the shares of two cores. If all cores are busy
+in the calm phases already, the ratio means little.
 """
 
 from __future__ import annotations
@@ -58,15 +59,16 @@ from edgespec.config import LimitsSection, PacingSection, VerifierConfig
 
 VICTIMS, FLOODER = 4, "flooder"
 ASKED_RATIO = 1.5
-# What the verifier may still hold after a rest, beyond what it held before the first device.
+# Most resources that the verifier may still hold after a rest, beyond those before the first
+# device.
 SPARE_TASKS, SPARE_DESCRIPTORS, SPARE_BYTES = 4, 16, 64 << 20
-# The budget of all streams is 2,000 messages a second beyond what quiet streams send.
+# The budget of all streams is 2,000 messages per second beyond the messages of quiet streams.
 MAX_READ_RATE = 2_500.0
 REST_WITHIN_S = 30.0
 
 
 class Load:
-    """One verifier under load: phases, and what was measured in them."""
+    """One verifier under load, in phases, and the measurements of each."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -112,7 +114,7 @@ class Load:
         await self._judge_rest(before, full)
 
     async def _take_turns(self) -> None:
-        """Calm, hostile, calm, hostile, ..."""
+        """Run phases in the order calm, hostile, calm, hostile, ..."""
         options, names = self.options, self.options.kinds
         pairs: list[dict[str, Any]] = []
         for turn in range(options.rounds):
@@ -139,7 +141,8 @@ class Load:
             )
 
     async def _phase(self, what: Any) -> tuple[Waits, dict[str, float], Any]:
-        """The victims' waits while ``what`` runs, rates a second of the verifier, the result."""
+        """Return the victims' waits while ``what`` runs, rates per second of the verifier, and the
+        result of ``what``."""
         waits, start, started_s = Waits(), await self.verifier.look(), time.perf_counter()
         for victim in self.victims:
             victim.waits = waits
@@ -191,7 +194,7 @@ def config_of(options: argparse.Namespace, folder: Path) -> VerifierConfig:
 
 
 def held(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What is left after a rest that should not be."""
+    """Return a line for each resource that is still held after a rest and should not be."""
     bounds = {
         "sessions": 0,
         "streams": 0,
@@ -210,13 +213,14 @@ def held(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of all do not exceed; NaN of none."""
+    """Return the smallest value that at least ``share`` of all values do not exceed, or NaN without
+    values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
 def figures(waits: Waits, rates: dict[str, float]) -> dict[str, float]:
-    """Of one phase, in milliseconds and a second."""
+    """Return the figures of one phase, in milliseconds and per second."""
     return {
         "p50_ms": 1e3 * percentile(waits.next_s, 0.5),
         "p99_ms": 1e3 * percentile(waits.next_s, 0.99),
@@ -228,7 +232,7 @@ def figures(waits: Waits, rates: dict[str, float]) -> dict[str, float]:
 
 
 def summary(pairs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians over the pairs of phases; of the ratio also the extremes."""
+    """Return medians over the pairs of phases, and for the ratio also the extremes."""
     ratios = [one["hostile"]["p99_ms"] / one["calm"]["p99_ms"] for one in pairs]
     found = {"ratio": median(ratios), "least_ratio": min(ratios), "most_ratio": max(ratios)}
     for phase in ("calm", "hostile"):
@@ -238,7 +242,7 @@ def summary(pairs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """All figures of a row, calm and hostile ones side by side."""
+    """Return all figures of a row, calm and hostile ones side by side."""
     pairs = [name.removeprefix("calm_") for name in row if name.startswith("calm_")]
     shown = [f"{name} {row[f'calm_{name}']:.4g} {row[f'hostile_{name}']:.4g}" for name in pairs]
     spread = f"{row['least_ratio']:.2f}-{row['most_ratio']:.2f}"

@@ -1,4 +1,4 @@
-"""Drafts, policies and relaxed rules beside one another on the target's own texts, in virtual time.
+"""Compare drafts, policies and relaxed rules on the target's own texts, in virtual time.
 
     EDGESPEC_DATA=... python benchmarks/judge_drafts.py [--draft OLD NEW]
         [--policy windowed,goodput] [--sources model,text,both] [--rtts 20,50]
@@ -6,21 +6,21 @@
     python benchmarks/judge_drafts.py --rules "typical dsd:0.3" [--arms edgespec,vanilla]
         [--prompts FILE.jsonl]
 
-The target says each text once; then every draft, which is run for real, drafts it under every
-policy: the model alone, guesses from the text alone, or both in one tree. A pass takes 25 ms and a
+The target generates each text once. Then every draft, which is run for real, drafts it under every
+policy: the model alone, lookup in the text alone, or both in one tree. A pass takes 25 ms and a
 step 8 ms, with a tenth more for each further token that is fed, so the machine's load changes no
-figure. Texts are played one after another on one device, which keeps what it has learned: a line of
-the table begins with nothing. Sets of texts: the bench's built-in prompts, those of the simulator's
-tapes, and code, chat and maths of ``EDGESPEC_DATA`` (left out without it). Times are means over the
-texts with 95 % intervals; the speed is 25 ms over that, and the last column the time over that of
-the first row, text by text. Exits 1 if a text is not the target's.
+figure. Texts are played one after another on one device, which keeps its estimates; each line of
+the table begins without any. Sets of texts: the bench's built-in prompts, those of the simulator's
+tapes, and code, chat and maths of ``EDGESPEC_DATA`` (omitted without it). Times are means over the
+texts with 95 % intervals. The speed is 25 ms over that, and the last column is the time over that
+of the first row, text by text. The exit status is 1 if a text is not the target's.
 
 With ``--rules`` the bundled draft plays the prompts of a file (by default the tapes') under each of
 these rules and the exact one, every step in 8 ms; ``vanilla`` drafts four deep and waits. A line
-has the time a token takes, tokens a pass, the speed over the exact rule, text by text, the share of
+has the time per token, tokens per pass, the speed over the exact rule, text by text, the share of
 tokens that are not the target's own, the target's perplexity of the texts (raw, at temperature 1)
-over that of its exact ones, and how many texts behind Python are Python as far as their last whole
-line.
+over that of its exact ones, and the number of texts after Python prompts that are valid Python up
+to their last whole line.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _LONGEST_PROMPT: Final = 700
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What the target says to a prompt."""
+    """The target's own output for a prompt."""
 
     prompt: tuple[int, ...]
     said: tuple[int, ...]
@@ -91,17 +91,18 @@ class Text:
 
 @dataclass(slots=True)
 class Played:
-    """What became of a text; as its device's tracer the raw log-probability of each token."""
+    """The outcome of a text. As a tracer of its device it also collects the raw log-probability of
+    each token."""
 
     logprobs: list[float] = field(default_factory=list)
     tpot_ms: float = 0.0
     passes: int = 0
     sent: float = 0.0
-    """Nodes a token."""
+    """Nodes per token."""
     steps: float = 0.0
-    """Draft steps a token."""
+    """Draft steps per token."""
     replaced: float = 0.0
-    """The share of tokens that are not the target's own."""
+    """Share of tokens that are not the target's own."""
     said: tuple[int, ...] = ()
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
@@ -110,7 +111,7 @@ class Played:
 
 
 def texts(folder: Path, kind: str) -> list[str]:
-    """The prompts of a kind, in the order of their file."""
+    """Return the prompts of a kind, in the order of their file."""
 
     def rows(name: str) -> Iterator[dict[str, Any]]:
         with (folder / name).open(encoding="utf-8") as lines:
@@ -151,22 +152,23 @@ def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
 
 
 def step_s(kept: int, fed: int) -> float:
-    """Five tokens take about 1.4 times as long as one; a prompt counts as eight."""
+    """Return the seconds of a step: five tokens take about 1.4 times as long as one; a prompt
+    counts as eight."""
     return STEP_S * (0.9 + 0.1 * min(fed, 8))
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What texts are played with, one after another."""
+    """The set-up with which texts are played, one after another."""
 
     drafter: Drafter
     policy: DraftPolicy
     rtt_s: float
     step_s: Callable[[int, int], float]
     tables: TextTables | None = None
-    """Guesses from the text."""
+    """Tables for lookup in the text."""
     target: TargetModel | None = None
-    """None: a tape of the text, since by the exact rule there is no other."""
+    """The target; None: a tape of the text, since the exact rule needs no other."""
     rule: str = EXACT_RULE
     run_ahead: RunAhead = RunAhead.AUTO
     learned: Learned = field(default_factory=Learned)
@@ -224,7 +226,7 @@ def play(text: Text, stage: Stage) -> Played:
 
 
 def row(found: Sequence[Played], first: Sequence[Played]) -> str:
-    """The last columns of a line."""
+    """Return the last columns of a line."""
     times, base = [one.tpot_ms for one in found], [one.tpot_ms for one in first]
     (low, high), (least, most) = mean_interval(times), ratio_interval(times, base)
     mean = fmean(times)
@@ -238,7 +240,7 @@ def row(found: Sequence[Played], first: Sequence[Played]) -> str:
 def compare(
     heard: Sequence[Text], drafts: Mapping[str, OnnxDrafter], options: Any, head: str
 ) -> int:
-    """Print the lines of one set of texts at one temperature; the number of wrong texts."""
+    """Print the lines of one set of texts at one temperature; return the number of wrong texts."""
     wrong = 0
     for rtt_ms in map(float, options.rtts.split(",")):
         first: list[Played] = []
@@ -263,7 +265,7 @@ def compare(
 
 
 def is_python(text: str) -> bool:
-    """Whether it is Python, or begins it."""
+    """Return whether the text is Python, or the beginning of it."""
     with suppress(SyntaxError, ValueError, OverflowError):
         compile_command(text, symbol="exec")
         return True

@@ -1,4 +1,4 @@
-"""Random worlds by the hundred thousand: does every device get its target's own text?
+"""Play random worlds by the hundred thousand: every device must receive its target's own text.
 
     PYTHONPATH=.:sim python benchmarks/many_worlds.py --worlds 200000
 
@@ -22,13 +22,14 @@ BATCH = 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plays many worlds on several cores; names each that fails, and how to play it again."""
+    """Play many worlds on several cores; print each failing one with the line that plays it
+    again."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="seed of the first world")
     parser.add_argument("--worlds", type=int, default=2000, help="how many seeds from there on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     args = parser.parse_args(argv)
-    logging.disable(logging.CRITICAL)  # what worlds inject is logged by the product, by thousands
+    logging.disable(logging.CRITICAL)  # the product logs thousands of the faults that worlds inject
     batches = range(args.first, args.first + args.worlds, BATCH)
     last = args.first + args.worlds
     begun, played, told = time.monotonic(), Counter[str](), 0

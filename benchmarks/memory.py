@@ -1,14 +1,14 @@
-"""What a draft takes of a device: memory, predicted against measured and held against budgets, and
-the time of a step.
+"""Measure the cost of a draft to a device: memory, predicted against measured and compared with
+budgets, and the time of a step.
 
     python benchmarks/memory.py predict [--large]   model sizes, precisions, contexts and widths
     python benchmarks/memory.py cgroup [--large]   chats in a group with a hard limit
     python benchmarks/memory.py step [--shape 0.6B]   of the bundled draft, or of random weights
 
-Every row of the first two is a fresh process that holds what an agent of the command line holds and
-chats over gRPC with a verifier in this one, whose text is made of random tokens. Drafts have random
-weights in real models' shapes (``make_draft``); ``--large`` adds those of Qwen3-0.6B, which take a
-gigabyte and minutes. Steps of 4 and 8 bits and float32 are timed in turns.
+Every row of the first two is a fresh process with the content of an agent of the command line. It
+chats over gRPC with a verifier in this process, whose text is made of random tokens. Drafts have
+random weights in real models' shapes (``make_draft``); ``--large`` adds those of Qwen3-0.6B, which
+take a gigabyte and minutes. Steps of 4 and 8 bits and float32 are timed in turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# What a device's process holds: whatever else a function here needs, it imports itself.
+# These imports are what a device's process holds; a function here that needs more imports it
+# itself.
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.config import DraftSection
 from edgespec.core.device.goodput_policy import make_policy
@@ -59,7 +60,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class NoControlGroup(RuntimeError):
-    """None can be made here; the message says why."""
+    """No control group can be made here; the message states why."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ControlGroup:
     version: int
 
     def file(self, first: str, second: str) -> Path:
-        """By its name in version 1 and in version 2."""
+        """Return the file by its name in version 1 or in version 2."""
         return self.path / f"memory.{(first, second)[self.version - 1]}"
 
     @property
@@ -83,17 +84,17 @@ class ControlGroup:
 
     @property
     def peak(self) -> int:
-        """The most that was charged at once."""
+        """Return the most bytes that were charged at once."""
         return int(self.file("max_usage_in_bytes", "peak").read_text())
 
     @property
     def killed(self) -> int:
-        """Processes that the kernel killed for want of memory."""
+        """Count the processes that the kernel killed for want of memory."""
         lines = self.file("oom_control", "events").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     def joining(self) -> tuple[str, ...]:
-        """What goes before a command that shall run in the group."""
+        """Return the prefix of a command that shall run in the group."""
         return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$0" "$@"')
 
 
@@ -111,8 +112,8 @@ def make_drafter(job: dict[str, Any], told: list[str]) -> Drafter:
 
 
 async def converse(job: dict[str, Any], drafter: Drafter, transport: Transport) -> tuple[int, int]:
-    """A conversation whose every prompt is all that was said before; the tokens generated, and how
-    many of them are not the verifier's."""
+    """Hold a conversation in which every prompt contains all text so far. Return the number of
+    generated tokens, and of tokens that are not the verifier's."""
     rng = np.random.default_rng(1)
     options = AgentOptions(policy=make_policy(width=job["width"]), run_ahead=RunAhead.NEVER)
     agent = Agent(transport, drafter, lambda text: [], lambda prompt: _NoText(), options)
@@ -135,20 +136,20 @@ async def converse(job: dict[str, Any], drafter: Drafter, transport: Transport) 
 
 
 def random_token(position: int, vocabulary_size: int) -> int:
-    """The verifier's token there, whatever came before."""
+    """Return the verifier's token at a position, whatever came before."""
     return 1 + (position * 2654435761 >> 7) % (vocabulary_size - 1)
 
 
 def held_hard(group: ControlGroup, budget: int, runtime: int) -> int:
-    """Limit the group this process is in to ``budget``, less what the process has resident and is
-    charged to others, such as libraries that were in the system's cache; the limit."""
+    """Limit the group of this process to ``budget``, less the resident memory that is charged to
+    others, such as libraries in the system's cache; return the limit."""
     limit = budget - max(0, runtime - group.usage)
     group.limit_file.write_text(str(limit))
     return limit
 
 
 class _NoText:
-    """No text is wanted, tokens alone."""
+    """A vocabulary without text, for tokens alone."""
 
     def push(self, tokens: Sequence[int]) -> str:
         return ""
@@ -170,7 +171,7 @@ def predicted(job: dict[str, Any], runtime: int) -> dict[str, int]:
 
 
 def be_device(job: dict[str, Any]) -> None:
-    """Load a draft, chat with a verifier, print a JSON object with what it took."""
+    """Load a draft, chat with a verifier, and print a JSON object with the memory it took."""
     transport = connect(job["verifier"])  # before the draft, as in an agent
     runtime = resident_bytes()
     told: list[str] = []
@@ -180,12 +181,12 @@ def be_device(job: dict[str, Any]) -> None:
         most = parse_budget(job["budget"]).resolve(machine_memory())
         limit = held_hard(found, most, runtime)
     drafter = make_drafter(job, told)
-    if fill := job.get("fill"):  # the whole window, whatever the chat comes to
+    if fill := job.get("fill"):  # the whole window, whatever the chat needs
         drafter.begin(1, SamplingParams(temperature=0.7))
         drafter.step(0, [1 + token % 1000 for token in range(fill)], job["width"])
     made, wrong = asyncio.run(converse(job, drafter, transport))
     result = {
-        # In kilobytes, the most that this process ever had resident.
+        # The kernel reports in kilobytes the most that this process ever had resident.
         "peak": 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]),
         "tokens": made,
         "wrong": wrong,
@@ -252,11 +253,12 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, str]] = {
     "135M": (576, 30, 9, 3, 64, 1536, 49152, "llama"),
     "0.6B": (1024, 28, 16, 8, 128, 3072, 151936, "qwen3"),
 }
-"""As of the bundled draft, two between, SmolLM2-135M and Qwen3-0.6B."""
+"""The shapes are the bundled draft's, two between, SmolLM2-135M's and Qwen3-0.6B's."""
 
 
 class _RandomCheckpoint:
-    """Every tensor that is asked for, of small random numbers; no biases."""
+    """A checkpoint that returns every requested tensor, filled with small random numbers; no
+    biases."""
 
     def __init__(self, folder: Path) -> None:
         self._rng = np.random.default_rng(0)
@@ -274,7 +276,7 @@ class _RandomCheckpoint:
 
 
 def _random_matrix(weight: NDArray[np.float32], bits: int) -> object:
-    """No two alike: the runtime keeps equal ones once."""
+    """Return a random matrix. No two are alike, because the runtime keeps equal ones once."""
     from edgespec.models.weight_blocks import BLOCK_SIZE
 
     rows, columns = weight.shape
@@ -287,7 +289,7 @@ def _random_matrix(weight: NDArray[np.float32], bits: int) -> object:
 
 
 def config_of(name: str, context_length: int) -> dict[str, Any]:
-    """The ``config.json`` of a shape."""
+    """Return the ``config.json`` of a shape."""
     hidden, layers, heads, kv_heads, head_dim, wide, vocabulary, kind = SHAPES[name]
     return {
         "model_type": kind,
@@ -336,7 +338,7 @@ def make_draft(
         )
 
 
-# --- what a device process takes -----------------------------------------------------------------
+# --- the memory of a device process ---------------------------------------------------------------
 
 
 @dataclass
@@ -353,7 +355,7 @@ class Case:
 
 
 async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[str, Any]:
-    """What one fresh device process tells of itself; ``joining`` goes before its command."""
+    """Return the measurements of one fresh device process; ``joining`` goes before its command."""
     from edgespec.core.verifier.engine_events import EngineLimits
     from edgespec.verifier.daemon import Verifier
     from edgespec.wire.codec import WireLimits
@@ -392,7 +394,7 @@ async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[
 
 
 def case(shape: str, bits: int, kv_type: str, window: int, width: int = 2, chunk: int = 64) -> Case:
-    """The whole window is filled; then comes a short chat."""
+    """Return a case in which the whole window is filled before a short chat."""
     job = {
         "window": window,
         "width": width,
@@ -450,12 +452,12 @@ async def predict(large: bool, root: Path) -> None:
 
 
 def chat(shape: str, kv_type: str, budget: str) -> Case:
-    """40 turns, each of which adds 72 tokens."""
+    """Return a case of 40 turns, each of which adds 72 tokens."""
     job = {"budget": budget, "turns": 40, "prompt": 60, "tokens": 12}
     return Case(shape, 4, kv_type, job=job)
 
 
-# The budget is what so long a window takes, and this much more: a little above a plan's margin.
+# The budget is the memory of this window, and this much more: a little above a plan's margin.
 _TRIED_WINDOW, _SPARE, _SPARE_SHARE = 384, 16 * MIB, 0.07
 LIMITED = [
     ("1M", 4, "float32"),
@@ -475,7 +477,7 @@ LIMITED = [
 
 @contextlib.contextmanager
 def control_group(name: str) -> Iterator[ControlGroup]:
-    """Raises ``NoControlGroup`` where none can be made."""
+    """Make a control group. Raises ``NoControlGroup`` if none can be made."""
     first = (ROOT / "memory").is_dir()
     group = ControlGroup((ROOT / "memory" if first else ROOT) / f"{name}-{os.getpid()}", 2 - first)
     try:
@@ -491,7 +493,7 @@ def control_group(name: str) -> Iterator[ControlGroup]:
 
 
 async def cgroup(large: bool, root: Path) -> None:
-    """Each draft once without a limit, to know what it takes, then 40 turns within one."""
+    """Run each draft once without a limit, to measure its memory, then 40 turns within one."""
     print(
         "| shape | bits | KV | budget | limit | predicted | peak of process | predicted over peak |"
         " of group | killed | wrong |"
@@ -517,7 +519,7 @@ async def cgroup(large: bool, root: Path) -> None:
 
 
 def _planned_mib(line: str) -> float:
-    """What the plan that says ``memory: 240.1 MiB of 274.0 MiB: ...`` predicts."""
+    """Return the prediction in a plan's line ``memory: 240.1 MiB of 274.0 MiB: ...``."""
     return float(line.partition(":")[2].split()[0].replace(",", ""))
 
 
@@ -525,7 +527,7 @@ def _planned_mib(line: str) -> float:
 
 
 def step(shape: str, rounds: int, cached: int = 300) -> None:
-    """Medians, with the tenth and the ninth of ten parts."""
+    """Print the medians of step times, with the tenth and the ninetieth percentile."""
     from edgespec.device.export.export import export_draft
 
     sampling, samples = SamplingParams(max_tokens=64), dict[str, list[float]]()
@@ -557,7 +559,7 @@ def step(shape: str, rounds: int, cached: int = 300) -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 DEVICE = "device"
-"""As the first argument: what this program starts for each row."""
+"""First argument of the process that this program starts for each row."""
 PYTHON = (sys.executable, str(Path(__file__).resolve()))
 
 

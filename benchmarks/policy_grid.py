@@ -32,7 +32,7 @@ from tests.sim.policy_grid import (
 
 
 def make_table(verdicts: Sequence[Verdict]) -> str:
-    """Return the worst ratio by who drafts, pass time and round-trip time, in Markdown."""
+    """Return the worst ratio by drafting end, pass time and round-trip time, in Markdown."""
     rtts = sorted({one.cell.rtt_ms for one in verdicts})
     rows = sorted({(one.cell.both_ends, one.cell.pass_ms) for one in verdicts})
     head = "| who drafts | pass ms | " + " | ".join(f"RTT {ms:g}" for ms in rtts) + " |"

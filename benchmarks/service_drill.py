@@ -1,26 +1,26 @@
-"""What an operator does to a verifier that is in use, and what its devices notice of it.
+"""Do to a verifier in use what an operator does, and measure the effect on its devices.
 
     python benchmarks/service_drill.py [--devices 60] [--seconds 8] [--seed 1] [--json FILE]
 
-A real verifier process (toy model, emulated pass time) with TLS and keys, and a crowd of devices
-that stream one text after the other, every eighth with drafts; every second one makes a new
-connection for each text. While they stream, one drill follows the other:
+The service is a real verifier process (toy model, emulated pass time) with TLS and keys, and a
+crowd of devices that stream one text after the other, every eighth with drafts; every second one
+makes a new connection for each text. While they stream, one drill follows the other:
 
-    calm          nothing happens: what the others are compared with
+    calm          nothing happens: the reference for the others
     rotation      new certificates, three times, and once a broken file
-    revocation    a key is revoked: its own devices end, within a second, and nobody else's
+    revocation    a key is revoked: only its own devices end, within a second
     wrong-keys    forty clients try keys in a loop
-    flood         one key floods the verifier with streams, drafts, prompts and questions
-    restart       SIGTERM; what has not ended in two seconds resumes when the verifier is back: it
-                  starts on the same port when it has ended
-    two           a second verifier has started and the devices know of it, and nothing happens
-    drain         SIGTERM for the first one; what has not ended in two seconds resumes at the second
+    flood         one key floods the verifier with streams, drafts, prompts and info calls
+    restart       SIGTERM; texts that have not ended in two seconds resume when the verifier is
+                  back: it starts on the same port when it has ended
+    two           a second verifier has started and is in the devices' list, and nothing happens
+    drain         SIGTERM for the first one; texts that have not ended in two seconds resume at
+                  the second
 
 Every text of an honest device is compared with the target's own. Printed per drill: texts, tokens,
-texts lost and wrong, and the times for which a device that wanted a token had none: their median,
-their p99 and the longest.
-Findings, each of which makes the exit status 1: a text lost or wrong, a wrong key that was let in,
-a certificate or a revocation that did not take effect, a traceback in the verifier's log.
+texts lost and wrong, and the waits of devices for a token: their median, their p99 and the longest.
+Each finding makes the exit status 1: a text lost or wrong, a wrong key that was admitted, a
+certificate or a revocation that did not take effect, a traceback in the verifier's log.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ REVOKED_WITHIN_S = 1.0
 
 
 async def until(true: Callable[[], bool], within_s: float) -> None:
-    """Look again and again, for no longer than that."""
+    """Poll until the condition holds, for at most ``within_s``."""
     ends_s = time.perf_counter() + within_s
     for _ in itertools.takewhile(lambda _: time.perf_counter() < ends_s, itertools.count()):
         if true():
@@ -85,7 +85,7 @@ async def until(true: Callable[[], bool], within_s: float) -> None:
 
 
 def make_files(folder: Path) -> None:
-    """A CA, a certificate, the keys, and each device's own one."""
+    """Make a CA, a certificate, the keys, and each device's own key file."""
     make_ca(folder)
     make_certificate(folder)
     make_keys(folder, {**dict.fromkeys((*FLEETS, LEAVER), 0), FLOODER: 4})
@@ -116,13 +116,13 @@ class Service(Verifier):
         self.process.send_signal(number)
 
     async def shows(self, certificate: str) -> bool:
-        """Whether a new connection is shown it."""
+        """Return whether the verifier shows a new connection this certificate."""
         address = ("127.0.0.1", self.port)
         shown = await asyncio.to_thread(ssl.get_server_certificate, address)
         return shown.strip() == certificate.strip()
 
     async def reloaded(self, count: int) -> None:
-        """Wait until the log tells of so many reloads."""
+        """Wait until the log reports ``count`` reloads."""
         await until(lambda: self.log.count("reload: ") >= count, START_WITHIN_S)
 
 
@@ -134,7 +134,7 @@ FLOOD = ("stale-drafts", "wide-roots", "open-cancel", "info", "long-prompts", "n
 
 @dataclass
 class Outcome:
-    """What devices noticed during one drill."""
+    """The observations of the devices during one drill."""
 
     name: str
     texts: int = 0
@@ -145,12 +145,12 @@ class Outcome:
     p50_s: float = 0.0
     p99_s: float = 0.0
     stall_s: float = 0.0
-    """The longest wait for a token; those above are of all waits."""
+    """The longest wait for a token; the figures above are of all waits."""
     notes: dict[str, Any] = field(default_factory=dict)
 
 
 class Streamer:
-    """One device; ``refused_at`` is when it heard that its key is revoked."""
+    """One device; ``refused_at`` is the time when it received the revocation of its key."""
 
     def __init__(self, drills: Drills, number: int, key: str, requests: list[Request]) -> None:
         self.drills, self.key, self.requests = drills, key, requests
@@ -161,8 +161,8 @@ class Streamer:
         self.knows: tuple[str, ...] = ()
         self.failovers = 0
         self.broken: list[tuple[float, float, int]] = []
-        """Of texts that lost a verifier: when their first token came, when they ended, and how
-        often they went on at another one."""
+        """For each text that lost a verifier: the time of its first token, the time of its end, and
+        the number of its resumptions at another verifier."""
 
     def _refused(self) -> bool:
         return self.refused_at is not None
@@ -218,7 +218,7 @@ class Streamer:
             self.drills.now.wrong.append(f"{tokens} is not {list(request.expected)}")
 
     def note(self) -> None:
-        """A token came, or the drill ends."""
+        """Record a wait: a token arrived, or the drill ends."""
         now_s = time.perf_counter()
         waited_s, self.since_s = now_s - self.since_s, now_s
         if self.refused_at is None:
@@ -236,7 +236,7 @@ class Drills:
         self.second = Service(options, folder, "second")
         self.hostile = Hostile()
         self.addresses: tuple[str, ...] = ()
-        """Of the verifiers that devices may use."""
+        """Addresses of the verifiers that devices may use."""
         self.now, self.waits_s = Outcome("warm-up"), list[float]()
         self.outcomes: list[Outcome] = []
         self.findings: list[str] = []
@@ -333,7 +333,7 @@ class Drills:
         await asyncio.sleep(self.options.seconds * 3 / 4)
 
     async def _hostile(self, *kinds: str) -> None:
-        """``hostile_clients.py``, all with one key."""
+        """Run ``hostile_clients.py``, all with one key."""
         seconds, key, ca = self.options.seconds, self.folder / FLOODER, self.folder / "ca.pem"
         await self.hostile.start(self.service, kinds, seconds, key=key, ca=ca)
         tally = Counter[str]()
@@ -356,14 +356,14 @@ class Drills:
         await asyncio.sleep(max(3.0, self.options.seconds))
 
     async def _second_verifier(self) -> None:
-        """It starts, and every device hears of it before its next text."""
+        """Start the second verifier, and add it to every device's list before its next text."""
         await self.second.start()
         self.addresses = (self.service.address, self.second.address)
         honest = [one for one in self.devices if one.refused_at is None]
         await until(lambda: all(one.knows == self.addresses for one in honest), START_WITHIN_S)
 
     async def _drain(self) -> None:
-        """The first verifier goes for good."""
+        """Stop the first verifier for good."""
         asked_s, moved = time.perf_counter(), sum(one.failovers for one in self.devices)
         self.findings += await self.service.stop()
         ended_s = time.perf_counter()
@@ -371,7 +371,7 @@ class Drills:
         await asyncio.sleep(max(3.0, self.options.seconds))
         moved = sum(one.failovers for one in self.devices) - moved
         self.now.notes["texts_that_moved"] = moved
-        # Others end within the time of the drain, or are refused before they begin.
+        # The others end within the time of the drain, or are refused before they begin.
         stayed = sum(
             not failovers
             for one in self.devices

@@ -1,4 +1,4 @@
-"""What a pass of the native target takes, as a share of what this machine can do at all.
+"""Measure a pass of the native target, as a share of what this machine can do at all.
 
     python benchmarks/verifier.py                     # a small random model, a minute
     python benchmarks/verifier.py --shape 0.6b --dtype bfloat16 --sessions 1,4,8 --rows 1,8
@@ -6,13 +6,13 @@
 
 For each count of sessions and rows (one fed token and a tree of the others):
 
-* ``pass``: ``TorchTarget.forward`` and ``keep`` of every session; ``model``: of it, the call of
-  the model, or on a GPU its repetition from a recording; ``choose``: choosing the tokens;
-  ``outside``: all the rest.
+* ``pass``: ``TorchTarget.forward`` and ``keep`` of every session; ``model``: the part of it that
+  is the call of the model, or on a GPU its repetition from a recording; ``choose``: choosing the
+  tokens; ``outside``: all the rest.
 * ``roofline``: the greater of two times, for reading the weights and the cached keys and values
   at the bandwidth that this program measures first, and for the arithmetic at the measured rate.
 
-The cache holds random rows: what a pass takes does not depend on them.
+The cache holds random rows, because the time of a pass does not depend on them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """What this machine can do, measured: the best of some trials."""
+    """The measured limits of this machine: the best of some trials."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -110,7 +110,7 @@ class Clock:
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """A random checkpoint of the shape, in bfloat16."""
+    """Write a random checkpoint of the shape, in bfloat16."""
     config = transformers.Qwen3Config(
         **{"max_position_embeddings": 40_960, "tie_word_embeddings": True, **SHAPES[name]},
         bos_token_id=None,
@@ -123,7 +123,7 @@ def write_shape(name: str, folder: Path) -> Path:
     generator = torch.Generator(device).manual_seed(1)
 
     def random(shape: torch.Size) -> torch.Tensor:
-        """Drawn where that is quick: of an 8B shape a CPU alone would draw for minutes."""
+        """Draw a random tensor on the quickest device: for an 8B shape a CPU would need minutes."""
         made = torch.empty(shape, dtype=torch.bfloat16, device=device)
         return made.normal_(0, 0.02, generator=generator).cpu()
 
@@ -140,8 +140,8 @@ def write_shape(name: str, folder: Path) -> Path:
 
 
 def measure_roof(dtype: torch.dtype, clock: Clock) -> Roof:
-    """Bandwidth: a product of one row with a matrix far larger than the caches, and a sum over it,
-    whichever is quicker. Rate: a square product."""
+    """Measure the bandwidth (a product of one row with a matrix far larger than the caches, or a
+    sum over it, whichever is quicker) and the rate (a square product)."""
     device = clock.device
     wide = 2048 if device.type == "cpu" else 8192
     matrix = torch.randn((wide * 16, wide), device=device).to(dtype)
@@ -192,7 +192,8 @@ class Bench:
         )
 
     def roofline_s(self, roof: Roof, sessions: int, rows: int, context: int) -> float:
-        """Every weight but the embedding is read once a pass, and each session's rows once."""
+        """Return the roofline time: every weight but the embedding is read once per pass, and each
+        session's rows once."""
         config, size = self.config, self.pool.data.element_size()
         inner = sum(p.numel() for n, p in self.model.named_parameters() if "embed_tokens" not in n)
         packed = [part for part in self.model.modules() if isinstance(part, PackedLinear)]
@@ -220,7 +221,8 @@ class Bench:
                 setattr(torch_target, name, work)
 
     def open(self, sessions: int, context: int, room: int) -> None:
-        """Sessions with ``context`` rows: the prompt's blocks lie together, the others mixed."""
+        """Open sessions with ``context`` rows: the prompt's blocks lie together, the others
+        mixed."""
         tables: list[list[int]] = []
         free = iter(range(1, self.pool.block_count + 1))
         for _ in range(sessions):
@@ -248,7 +250,7 @@ class Bench:
         ]
 
     def run(self, requests: Sequence[PassRequest]) -> dict[str, float]:
-        """Seconds of one pass and its parts; of a tree the second node is kept."""
+        """Return the seconds of one pass and its parts; the second node of a tree is kept."""
         self.clock.seconds.clear()
         began = self.clock.now()
         self.target.forward(requests)
@@ -263,7 +265,7 @@ class Bench:
 def measure(
     bench: Bench, sessions: int, rows: int, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Seconds of every pass by part."""
+    """Return the seconds of every pass, by part."""
     samples: dict[str, list[float]] = {}
     room = 2 * (args.passes + 3) + rows
     bench.open(sessions, args.context, room)

@@ -1,11 +1,11 @@
-"""The verifier command as users run it, in a process that a bench can look into; and the parent's
+"""The verifier command as users run it, in a process that a bench can inspect; and the parent's
 side of that process and of others.
 
     python benchmarks/watched_verifier.py REPORT [--table] [options of edgespec verifier]
 
-At SIGUSR1 it writes a JSON object to REPORT: its asyncio tasks, sessions, streams, key-value blocks
-held, passes and their rows, the messages taken and sent so far, by type, the CPU time of the event
-loop's thread, of the target's and of the whole process, and when the latest passes were started.
+At SIGUSR1 it writes a JSON object to REPORT: its asyncio tasks, sessions, streams, KV blocks held,
+passes and their rows, the messages received and sent so far, by type, the CPU time of the event
+loop's thread, of the target's and of the whole process, and the start times of the latest passes.
 ``--table`` looks the toy target's tokens up in a table: a model on an accelerator takes no time
 from the event loop, and the toy's own arithmetic would. Nothing else differs.
 """
@@ -39,10 +39,10 @@ from edgespec.models.toy import TOY_MODEL
 from edgespec.wire.access import KeyEntry, KeyFile, make_key, save_keys
 
 HERE = Path(__file__).resolve().parent
-# Also for a loaded machine.
+# The limit leaves room for a loaded machine.
 START_WITHIN_S = 120.0
 UPLINK = ("Open", "Draft", "Received", "Cancel")
-# Of a point of ``daemon_load.py``: half a minute of passes.
+# Kept starts of passes: half a minute of a point of ``daemon_load.py``.
 _STARTS_KEPT = 1_200
 
 
@@ -50,7 +50,7 @@ _STARTS_KEPT = 1_200
 
 
 async def start(script: str, *arguments: str, stderr: Any = None) -> Process:
-    """A script of this folder in a process of its own, with pipes to and from it."""
+    """Start a script of this folder in a process of its own, with pipes to and from it."""
     paths = os.pathsep.join((str(HERE.parent), str(HERE.parent / "sim")))
     command = (sys.executable, str(HERE / script), *arguments)
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -60,7 +60,7 @@ async def start(script: str, *arguments: str, stderr: Any = None) -> Process:
 
 
 async def line_of(process: Process, within_s: float = START_WITHIN_S) -> str:
-    """The next line that the process prints. Raises ``RuntimeError`` when there is none."""
+    """Return the next line that the process prints. Raises ``RuntimeError`` if there is none."""
     assert process.stdout is not None
     async with asyncio.timeout(within_s):
         line = (await process.stdout.readline()).decode()
@@ -76,7 +76,7 @@ async def tell(process: Process, word: str) -> None:
 
 
 async def kill(part: Any) -> None:
-    """End the ``process`` of ``part``, if it has one yet, for the end of a run that went wrong."""
+    """End the ``process`` of ``part``, if it has one yet, after a run that failed."""
     process: Process | None = getattr(part, "process", None)
     if process is not None:
         if process.returncode is None:
@@ -85,8 +85,8 @@ async def kill(part: Any) -> None:
 
 
 def make_keys(folder: Path, max_sessions: Mapping[str, int]) -> str:
-    """A key for each name, in a file of that name, with its bound (0: none); the verifier's file of
-    them."""
+    """Write a key for each name into a file of that name, with its bound (0: none); return the
+    verifier's key file."""
     entries: dict[str, KeyEntry] = {}
     for name, bound in max_sessions.items():
         key, digest = make_key()
@@ -99,8 +99,8 @@ def make_keys(folder: Path, max_sessions: Mapping[str, int]) -> str:
 
 
 class Verifier:
-    """The daemon in a process of its own, its log in a file; ``look`` says what it holds. Started
-    anew, it listens at the port that it had."""
+    """The daemon in a process of its own, with its log in a file; ``look`` returns its state. After
+    a restart it listens at the same port."""
 
     process: Process
 
@@ -133,14 +133,15 @@ class Verifier:
         return self._log.read_text()
 
     def resident_bytes(self) -> int:
-        """Memory of the process; 0 when it has died."""
+        """Return the memory of the process, or 0 if it has died."""
         try:
             return int(psutil.Process(self.process.pid).memory_info().rss)
         except psutil.NoSuchProcess:
             return 0
 
     async def look(self) -> dict[str, Any]:
-        """Its own counts, and its memory, file descriptors and CPU time from outside."""
+        """Return the verifier's own counts, and its memory, file descriptors and CPU time from
+        outside."""
         self._looks += 1
         self.process.send_signal(signal.SIGUSR1)
         for _ in range(1_000):
@@ -160,7 +161,8 @@ class Verifier:
         return found
 
     async def stop(self, within_s: float = START_WITHIN_S) -> list[str]:
-        """End it as a supervisor does; the findings: another exit status than 0, tracebacks."""
+        """End it like a supervisor; return the findings: an exit status other than 0,
+        tracebacks."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
         found = list[str]()
@@ -245,7 +247,7 @@ def watch(report: Path) -> None:
 
 
 def cpu_s(thread: threading.Thread) -> float:
-    """CPU time that a running thread has used."""
+    """Return the CPU time that a running thread has used."""
     assert thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
@@ -310,7 +312,7 @@ class TableTarget(SimpleTarget):
     def _run(self, request: PassRequest) -> PassResult:
         key = request.key
         text, cached = self._texts[key], request.cache_length
-        # Of its prompt, a sequence may find a beginning that another one has fed.
+        # A sequence may find a beginning of its prompt that another one has fed.
         tail = text[:cached] if cached <= len(text) else self._tails[key]
         root = (*tail[-TOY_MODEL.order :], *request.feed)[-TOY_MODEL.order :]
         self._tails[key], self._fed[key] = root, (root, request)
@@ -333,7 +335,7 @@ def next_token(tail: tuple[int, ...]) -> int:
 
 
 def answer(prompt: Sequence[int], length: int) -> list[int]:
-    """The target's own text behind ``prompt``, of ``length`` tokens."""
+    """Return the target's own text after ``prompt``, of ``length`` tokens."""
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(next_token(tuple(tokens[-TOY_MODEL.order :])))

@@ -1,8 +1,9 @@
 """Draw a bench as SVG: ``python -m tools.draw_bench RESULT.json --out FILE.svg``.
 
-Time per token over the link's round-trip time, a curve an arm. Every number of the picture, its
-caption's too, comes from what ``edgespec bench --json RESULT.json`` wrote. ``--keep FILE`` writes
-the part of it that is committed beside the picture: a row an arm and round-trip time.
+The picture shows time per token over the link's round-trip time, one curve per arm. Every number of
+the picture and its caption comes from the file that ``edgespec bench --json RESULT.json`` wrote.
+``--keep FILE`` writes the part of it that is committed beside the picture: one row per arm and
+round-trip time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from edgespec.bench.report import counted
 from tools.svg import SANS, picture, text, write
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 62, 640, 74, 414
-# Where 0 ms of round-trip time lies: right of the numbers, so that labels have room.
+# The place of 0 ms of round-trip time: right of the numbers, so that labels have room.
 _ORIGIN: Final = _LEFT + 20
 _CAPTION_COLUMNS, _CAPTION_ROW = 132, 17
 _LABEL_ROW, _LABEL_APART, _MARK = 24, 44, 6
@@ -39,9 +40,9 @@ _ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
     Arm.BOTH: ("edgespec, both", "circle", "#c24e00", "#ff9d5c"),
 }
 _OURS_LAST: Final = sorted(Arm, key=lambda arm: arm.is_ours)
-# Of a row, what the picture shows, besides its interval.
+# Columns of a row that the picture shows, besides its interval.
 _KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup")
-# Of the rest, what a page shows: tables have it.
+# Other columns that a page shows, in tables.
 _LEFT_OUT: Final = ("beside", "server_drafts")
 _SETTINGS: Final = frozenset(
     "repeats prompt_names max_tokens vanilla_gamma target_name model draft_name draft temperature"
@@ -74,7 +75,7 @@ class Point:
     low_ms: float
     high_ms: float
     speedup: float | None
-    """Against target-only at the same round-trip time, None without it."""
+    """Speed-up over target-only at the same round-trip time, or None without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From milliseconds to pixels; both axes begin at 0."""
+    """A scale from milliseconds to pixels; both axes begin at 0."""
 
     rtt_ms: float
     token_ms: float
@@ -100,14 +101,14 @@ class _Scale:
 
 
 def draw(path: Path) -> str:
-    """The picture of the result at ``path``."""
+    """Return the picture of the result at ``path``."""
     content = json.loads(path.read_text(encoding="utf-8"))
     caption = [row for line in _caption(content) for row in textwrap.wrap(line, _CAPTION_COLUMNS)]
     return _picture(_curves(content["summary"]), caption)
 
 
 def _curves(summary: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    """In order of the file; an arm without a measured time is left out."""
+    """Return the curves in the order of the file, without arms that have no measured time."""
     points: dict[Arm, list[Point]] = {}
     for row in summary:
         if row["tpot_ms_mean"] is None:
@@ -122,7 +123,7 @@ def _curves(summary: Sequence[Mapping[str, Any]]) -> list[Curve]:
 
 
 def kept(content: Mapping[str, Any]) -> str:
-    """What the picture says of a bench's result, as JSON with a row a line."""
+    """Return the shown part of a bench's result as JSON, one row per line."""
     settings = {key: value for key, value in content["settings"].items() if key in _SETTINGS}
     tokens = sum(int(row["tokens"]) for row in content["results"])
     summary = [
@@ -130,7 +131,7 @@ def kept(content: Mapping[str, Any]) -> str:
         | {"interval": {"tpot_ms_mean": _rounded(row["interval"]["tpot_ms_mean"])}}
         for row in content["summary"]
     ]
-    # Where the machine kept the result is nobody's business.
+    # The machine's path of the result is left out.
     command = re.sub(r" --json \S+", "", content["command"])
     rest = {"command": command, "settings": settings, "results": [{"tokens": tokens}]}
     parts = [
@@ -155,7 +156,8 @@ def _rounded(value: object) -> object:
 
 
 def _caption(content: Mapping[str, Any]) -> Iterator[str]:
-    """Lines: what is drawn, of what, where and when, and by which command."""
+    """Yield the lines of the caption: what is drawn, the models, the place and date, and the
+    command."""
     settings, machine = content["settings"], content["machine"]
     repeats, prompts = int(settings["repeats"]), len(settings["prompt_names"])
     gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
@@ -242,7 +244,7 @@ def _axes(scale: _Scale, step_ms: float, rtts_ms: Sequence[float]) -> Iterator[s
 
 
 def _band(curve: Curve, scale: _Scale) -> Iterator[str]:
-    """The intervals: an area, and a bar at each point."""
+    """Yield the intervals: an area, and a bar at each point."""
     high = [f"{scale.x(p.rtt_ms):.1f} {scale.y(p.high_ms):.1f}" for p in curve.points]
     low = [f"{scale.x(p.rtt_ms):.1f} {scale.y(p.low_ms):.1f}" for p in reversed(curve.points)]
     color = f"var(--{curve.arm.value})"
@@ -266,7 +268,8 @@ def _curve(curve: Curve, scale: _Scale) -> Iterator[str]:
 
 
 def _speedups(ours: Curve, curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
-    """Below our points and those of other arms right below them; above, beside a neighbour."""
+    """Yield the speed-ups: below our points, and below other arms' points right under ours; above a
+    point beside a neighbour."""
     last_x = -math.inf
     for point in ours.points:
         if point.speedup is None:
@@ -287,7 +290,8 @@ def _speedups(ours: Curve, curves: Sequence[Curve], scale: _Scale) -> Iterator[s
 
 
 def _legend(curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
-    """Names beside the ends of the curves, from top to bottom as those lie."""
+    """Yield the names beside the ends of the curves, from top to bottom in the order of the
+    ends."""
     ends = sorted((scale.y(curve.points[-1].token_ms), curve.arm.value) for curve in curves)
     tops: list[float] = []
     for y, _ in ends:
@@ -309,7 +313,7 @@ def _marks(arm: Arm, places: Iterable[tuple[float, float]]) -> str:
 
 
 def _step(highest: float) -> float:
-    """Between the lines of the grid: 1, 2 or 5 times a power of ten."""
+    """Return the distance between the lines of the grid: 1, 2 or 5 times a power of ten."""
     if highest <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(highest / _TICKS_MAX))
@@ -326,7 +330,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path: Path = arguments.record
     out = arguments.out or path.with_suffix(".svg")
-    if arguments.keep:  # fewer digits, and the picture is held against what is committed
+    if arguments.keep:  # fewer digits, and the picture is compared with the committed one
         write(kept(json.loads(path.read_text(encoding="utf-8"))), arguments.keep)
         path = arguments.keep
     write(draw(path), out)

@@ -1,10 +1,10 @@
 """Draw one text with and without drafts as a moving SVG: ``python -m tools.draw_race RECORD``.
 
-``--record`` first makes the record: a verifier without drafts of its own and one that drafts, one
-after the other, and at each of them two devices, all on this machine and by the command line of a
-user; and the instant at which each token arrived. Nothing else goes into the picture. The first and
-the last arm are shown with their text, those between by how they come along. Where nothing moves (a
-printer, a reader who wants less motion) it shows the end of the race.
+``--record`` first makes the record. It runs a verifier without drafts of its own and one that
+drafts, one after the other, each with two devices, all on this machine and by a user's command
+line, and it stores the instant at which each token arrived. Nothing else goes into the picture. The
+first and the last arm are shown with their text, those between by their progress. If nothing moves
+(a printer, a reader who prefers less motion), the picture shows the end of the race.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from edgespec.bench.report import machine
 from tools.svg import MONO, SANS, picture, text, write
 
 RTT_MS, PASS_MS, DRAFT_MS, SERVER_DRAFT_MS, TOKENS = 50, 25, 8, 2.5, 64
-# Of the bench's nine texts the one whose speed lies nearest to their mean.
+# The one of the bench's nine texts whose speed lies nearest to their mean.
 PROMPT: Final = "python-1"
-# What drafts on the server and on the device, none or a model.
+# The drafters on the server and on the device: none or a model.
 ARMS: Final = {
     "plain streaming": ("", "none"),
     "edgespec, device alone": ("", "bundled"),
@@ -39,7 +39,7 @@ ARMS: Final = {
 COLUMNS, PAUSE_S = 57, 3.0
 _CELL, _ROW, _MARGIN, _PANE, _TOP, _STRIP = 6.65, 18, 16, 412, 96, 26
 _WIDE: Final = 3 * _MARGIN + 2 * _PANE
-# What a token was, and the class of its letters.
+# The origin of a token, and the class of its letters.
 _KINDS: Final = {"accepted": "a", "corrected": "c", "decoded": "", "prompt": "p"}
 _BAR_STEPS: Final = 12
 _COLORS: Final = (
@@ -59,7 +59,7 @@ text {{ font: 13px {SANS}; fill: var(--ink); white-space: pre; }}
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """``at_s`` counts from the first token of its text."""
+    """One token; ``at_s`` counts from the first token of its text."""
 
     at_s: float
     text: str
@@ -68,7 +68,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Characters beside each other on one row that arrived together."""
+    """Adjacent characters of one row that arrived together."""
 
     row: int
     column: int
@@ -78,7 +78,7 @@ class Piece:
 
 
 def record() -> str:
-    """Run the race, and say as JSON what happened."""
+    """Run the race; return the record as JSON."""
     prompt = next(one.text for one in DEFAULT_PROMPTS if one.name == PROMPT)
     arms: dict[str, list[Token]] = {}
     for on_server, some in groupby(ARMS.items(), key=lambda arm: arm[1][0]):
@@ -96,14 +96,14 @@ def record() -> str:
 
 
 def _instants(tokens: Sequence[Token]) -> dict[str, object]:
-    """What an arm has of its own: milliseconds, and of each kind the first letter."""
+    """Return an arm's own data: milliseconds, and the first letter of each kind."""
     at_ms = [round(token.at_s * 1e3) for token in tokens]
     return {"at_ms": at_ms, "kinds": "".join(token.kind[0] for token in tokens)}
 
 
 def _run(on_server: str, drafts: Mapping[str, str], prompt: str) -> dict[str, list[Token]]:
-    """The devices that draft with these, by name, at one verifier that drafts with ``on_server``;
-    empty: it does not."""
+    """Run the devices with these drafts, by name, at one verifier that drafts with ``on_server``
+    (empty: no drafts); return their tokens."""
     command = [sys.executable, "-m", "edgespec"]
     pacing = {"pass_ms": PASS_MS, "draft_ms": SERVER_DRAFT_MS}
     with TemporaryDirectory() as folder:
@@ -120,7 +120,8 @@ def _run(on_server: str, drafts: Mapping[str, str], prompt: str) -> dict[str, li
                 "verifier": ready.split(" ready on ")[1].split(": ")[0],
                 "link": {"rtt_ms": RTT_MS},
                 "draft": {"draft_ms": DRAFT_MS},
-                # Greedy as in the bench: a choice, so that the bundled pair adds no penalty.
+                # Greedy as in the bench: an explicit choice, so that the bundled pair adds no
+                # penalty.
                 "sampling": {"temperature": 0.0, "top_k": 1, "max_tokens": TOKENS},
             }
             asking.write_text(json.dumps(device))
@@ -147,7 +148,7 @@ def _tokens(arguments: Sequence[str]) -> list[Token]:
 
 
 def draw(path: Path) -> str:
-    """The picture of the record at ``path``."""
+    """Return the picture of the record at ``path``."""
     content = json.loads(path.read_text(encoding="utf-8"))
     kinds = {kind[0]: kind for kind in _KINDS}
     arms = {
@@ -216,7 +217,7 @@ def _picture(prompt: str, arms: Mapping[str, Sequence[Token]], caption: Sequence
 
 
 def _strip(y: float, name: str, tokens: Sequence[Token], length_s: float) -> Iterator[str]:
-    """One line: a name, a bar that grows with the text, and how long it took."""
+    """Yield one line: a name, a bar that grows with the text, and the duration."""
     left, wide = _MARGIN + 210, _WIDE - 2 * _MARGIN - 420
     yield f'<text x="{_MARGIN}" y="{y}">{text(name)}</text>'
     yield f'<rect x="{left}" y="{y - 8}" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
@@ -238,7 +239,7 @@ def _bar(x: float, y: float, wide: float, tokens: Sequence[Token], length_s: flo
 
 
 def _took(x: float, y: float, tokens: Sequence[Token], length_s: float) -> str:
-    """Shown once it is known."""
+    """Return the duration, shown once it is known."""
     last = tokens[-1]
     done = f"{_each_ms(tokens):.1f} ms a token, {last.at_s:.1f} s"
     return (
@@ -252,7 +253,7 @@ def _took(x: float, y: float, tokens: Sequence[Token], length_s: float) -> str:
 def _pane(
     left: float, bottom: float, name: str, tokens: Sequence[Token], length_s: float
 ) -> Iterator[str]:
-    """Name, a bar that grows with the text, and how long it took once that is known."""
+    """Yield the name, a bar that grows with the text, and the duration once it is known."""
     wide = _PANE - 2 * _MARGIN
     yield (
         f'<rect x="{left}" y="16" width="{_PANE}" height="{bottom - 16}" rx="6"'
@@ -266,8 +267,8 @@ def _pane(
 
 
 def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:
-    """The prompt's last lines and the text, wrapped at ``COLUMNS``; what arrived together and looks
-    alike stays together."""
+    """Yield the prompt's last lines and the text, wrapped at ``COLUMNS``; characters that arrived
+    together and look alike stay together."""
     row = column = 0
     held: list[str] = []
     for token in (Token(0.0, prompt, "prompt"), *tokens):
@@ -286,7 +287,8 @@ def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:
 
 
 def _rows(pieces: Sequence[Piece], left: float, length_s: float) -> Iterator[str]:
-    """Each row is one text, stretched to its place and uncovered as its characters arrive."""
+    """Yield rows, each one text that is stretched to its place and uncovered as its characters
+    arrive."""
     for row, some in groupby(pieces, key=lambda piece: piece.row):
         line = list(some)
         x, y, shown = left + _MARGIN, _TOP + _ROW * row, 0.0
@@ -314,7 +316,8 @@ def _rows(pieces: Sequence[Piece], left: float, length_s: float) -> Iterator[str
 
 
 def _grows(widths: Mapping[float, float], length_s: float) -> str:
-    """The animation of a rectangle that has ``widths[at_s]`` from ``at_s`` on, in each round."""
+    """Return the animation of a rectangle that has ``widths[at_s]`` from ``at_s`` on, in each
+    round."""
     if len(widths) < 2:
         return ""
     values = ";".join(f"{width:.0f}" for width in widths.values())

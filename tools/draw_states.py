@@ -1,4 +1,4 @@
-"""Draw ``docs/session-states.md`` from the tables the sessions enforce."""
+"""Draw ``docs/session-states.md`` from the tables that the sessions enforce."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the pictures of the README share: a panel in the reader's own colours.
+"""The shared parts of the README's pictures: a panel in the reader's own colours.
 
-A picture fetches nothing, not even a font, and brings its own background: a page can be dark where
-the reader's system is light. Its colours follow ``prefers-color-scheme``.
+A picture fetches nothing, not even a font, and brings its own background, because a page can be
+dark where the reader's system is light. Its colours follow ``prefers-color-scheme``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ COLORS: Final[tuple[tuple[str, str, str], ...]] = (
 
 
 def text(value: str) -> str:
-    """``value`` between two tags, without characters that XML or a reader cannot take."""
+    """Escape ``value`` for a place between two tags, without characters that XML or a reader cannot
+    take."""
     return escape(make_printable(value))
 
 
@@ -38,8 +39,8 @@ def picture(
     body: Iterable[str],
     colors: Iterable[tuple[str, str, str]] = (),
 ) -> str:
-    """A whole SVG of ``size`` pixels: ``title`` and ``description`` are for those who cannot see
-    it, ``colors`` are added to ``COLORS``; each is a CSS variable of its name."""
+    """Return a whole SVG of ``size`` pixels. ``title`` and ``description`` are for readers who
+    cannot see it. ``colors`` are added to ``COLORS``; each is a CSS variable of its name."""
     width, height = size
     both = (*COLORS, *colors)
     light = " ".join(f"--{name}: {color};" for name, color, _ in both)
@@ -62,7 +63,7 @@ def picture(
 
 
 def write(drawn: str, out: Path) -> None:
-    """Put a picture into its place, and tell its size. Raises ``OSError``."""
+    """Write a picture to its place, and print its size. Raises ``OSError``."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(drawn, encoding="utf-8", newline="\n")
     print(f"{out}: {len(drawn.encode()) / 1e3:.1f} kB")

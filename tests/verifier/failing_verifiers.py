@@ -1,4 +1,5 @@
-"""Two verifiers that can fail, and a device that knows both: what tests of failover share."""
+"""Two verifiers that can fail, and a device that has both in its list: shared by the tests of
+failover."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ PATIENT = ReconnectPolicy(first_s=0.02, longest_s=0.1, give_up_first_s=60.0, giv
 HASTY = replace(PATIENT, give_up_first_s=1.0, give_up_s=1.0)
 WITHIN_S = 60.0
 PACED = VerifierConfig(model="toy", port=0, pacing=PacingSection(2.0))
-# Never in doubt of one that is slow to say something, as all are on a busy machine.
+# This policy never suspects a slow verifier, since all are slow on a busy machine.
 STEADY = FailoverPolicy(hedge_s=60.0, quiet_s=60.0, probe_s=60.0)
-# Quick to suspect, for tests of those who say nothing.
+# This policy suspects quickly, for tests of silent verifiers.
 WARY = FailoverPolicy(hedge_s=0.05, quiet_s=0.2, probe_s=0.3)
 
 
@@ -38,7 +39,7 @@ WARY = FailoverPolicy(hedge_s=0.05, quiet_s=0.2, probe_s=0.3)
 async def gates(
     count: int, targets: Sequence[TargetModel | None] = (), access: ServerAccess | None = None
 ) -> AsyncIterator[list[tuple[Gate, int]]]:
-    """Verifiers in this process, each behind a gate; with the port of each."""
+    """Run verifiers in this process, each behind a gate; yield the gates with their ports."""
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for number in range(count):
@@ -71,7 +72,8 @@ def agent(
 
 
 async def collect(one: Agent, at: Mapping[int, Callable[[], object]] | None = None) -> list[int]:
-    """The tokens of one text; what stands in ``at`` is called when so many have come."""
+    """Return the tokens of one generation. ``at`` maps a count of received tokens to a function
+    that is called then."""
     tokens: list[int] = []
     todo = dict(at or {})
     async with asyncio.timeout(WITHIN_S):

@@ -1,8 +1,9 @@
-"""What stands in for vLLM in the suite: the toy model behind ``StepEngine``, with vLLM's whims.
+"""A stand-in for vLLM in the suite: the toy model behind ``StepEngine``, with vLLM's
+irregularities.
 
-A step may leave sessions out, compute a text in part or further than was wished, and throw away a
-cache it has, as vLLM does when it is short of room. Tokens come from the scalar specification, so
-texts are those of ``toy_text``.
+A step may omit sessions, compute a text in part or further than was requested, and drop a cache, as
+vLLM does when it is short of room. Tokens come from the scalar specification, so texts equal those
+of ``toy_text``.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ class FakeText:
 
 
 class FakeVllm:
-    """``whims``: how often (0 to 1) a step does less or more than it was asked. An adapter makes
-    another toy model of it. ``right``: how often a token that it proposes is right."""
+    """The stand-in engine.
+
+    ``whims`` is how often (0 to 1) a step does less or more than requested. ``right`` is how often
+    a proposed token is right. An adapter makes another toy model of it.
+    """
 
     def __init__(
         self, whims: float = 0.0, seed: int = 0, model: ToyModel = TOY_MODEL, right: float = 0.7
@@ -42,7 +46,7 @@ class FakeVllm:
         self.texts: dict[str, FakeText] = {}
         self.steps: list[dict[str, StepRequest]] = []
         self.failing: set[str] = set()
-        """Sessions whose logits are no numbers."""
+        """Sessions whose logits are not numbers."""
         self._whims, self._random = whims, random.Random(seed)
 
     def add(
@@ -133,7 +137,7 @@ def fake_target(
     mark: str = "toy",
     speculator_tokens: int = 0,
 ) -> VllmTarget:
-    """``mark`` is a part of its fingerprints."""
+    """Make a target on the stand-in; ``mark`` is a part of its fingerprints."""
     engine = engine or FakeVllm()
     size, eos = engine.model.vocabulary_size, engine.model.eos_token
     info = ModelInfo(

@@ -1,8 +1,10 @@
-"""What a verifier says beside its tokens, its own guesses, and relaxed rules, over real gRPC.
+"""Log-probabilities beside tokens, the verifier's own draft nodes, and relaxed rules, over real
+gRPC.
 
-Oracles: of log-probabilities the toy's logits, and transformers' own model with ``log_softmax``,
-and the text is that of a run without; of guesses one pass a token without any; of rules the toy's
-own token behind every text so far, by the scalar specification; of torch the scalar scores.
+Oracle of log-probabilities: the toy's logits, and transformers' own model with ``log_softmax``; and
+the generation equals one without them. Oracle of draft nodes: one token per pass without any.
+Oracle of rules: the toy's own token after every prefix, by the scalar specification. Oracle of
+torch: the scalar scores.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def same(found: list[TokenScore], right: list[TokenScore]) -> None:
 
 @pytest.mark.parametrize("draft", ["toy", "none"])
 async def test_each_token_has_the_score_of_its_own_row(draft: str) -> None:
-    """Drafted trees and penalties too: scores are of the raw distribution."""
+    """Drafted trees and penalties do not matter: scores are of the raw distribution."""
     async with serving() as (address, _):
         async with build_agent(config(address, draft)) as agent:
             chunks = await scored(agent, SAMPLED, 3)
@@ -123,7 +125,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
-    """A tree behind a prompt; each row against ``log_softmax`` of its path run alone."""
+    """A tree follows a prompt; each row is compared with ``log_softmax`` of its path run alone."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     target = load_target(VerifierConfig(model=str(checkpoint), device="cpu"))
@@ -153,7 +155,7 @@ def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
             assert score.margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
 
 
-# Its greedy text runs into a circle soon, so it can be guessed.
+# Its greedy text soon repeats in a circle, so it can be guessed.
 CIRCLING = ToyModel(len(TOY_ALPHABET), order=1, seed=4)
 
 
@@ -163,7 +165,7 @@ def _target() -> ToyTarget:
 
 
 async def _passes(address: str, params: SamplingParams) -> int:
-    """How many passes the text took; it is the target's own."""
+    """Return the number of passes of a generation; check that it is the target's own."""
     prompt = ToyTokenizer().encode("a circle")
     async with build_agent(config(address, "none")) as agent:
         chunks = [chunk async for chunk in agent.generate(prompt, params)]
@@ -176,7 +178,8 @@ async def _passes(address: str, params: SamplingParams) -> int:
 async def test_a_device_without_a_draft_is_told_several_tokens_a_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a clock by which each pass takes a millisecond, whatever its rows: none is too dear."""
+    """On this clock each pass takes a millisecond, whatever its rows, so no row is too
+    expensive."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks))
     monkeypatch.setattr("edgespec.verifier.daemon.time", clock)
@@ -193,7 +196,7 @@ WARM = SamplingParams(max_tokens=200, temperature=0.9, seed=11, ignore_eos=True)
 
 
 def held_against_the_target(chunks: list[Chunk], params: SamplingParams) -> int:
-    """How many tokens are not the target's own; the kinds have to say which."""
+    """Count the tokens that are not the target's own, and check that their kinds mark them."""
     text, replaced = list(IDS), 0
     for chunk in chunks:
         for place, token in enumerate(chunk.tokens):
@@ -209,7 +212,7 @@ def held_against_the_target(chunks: list[Chunk], params: SamplingParams) -> int:
 
 @pytest.mark.parametrize("params", [WARM, replace(WARM, temperature=0.0)])
 async def test_only_drafts_replace_and_each_is_told(params: SamplingParams) -> None:
-    """A link breaks in the middle, and the text goes on."""
+    """A link breaks in the middle, and the generation goes on."""
     target = GatedTarget(load_target(OFFER), 8)
     async with serving(target, config=OFFER) as (address, verifier):
         settings = replace(config(address, run_ahead=m.RunAhead.NEVER, width=1), rule="dsd:0.05")
@@ -290,8 +293,8 @@ def test_what_was_replaced_travels_and_is_weighed() -> None:
 
 
 def test_torchs_scores_of_nodes_are_the_scalar_ones() -> None:
-    """Sessions of all kinds in one pass, those that do not ask and that do not sample between
-    them: trees, penalties, bias, truncation, grammars."""
+    """One pass holds sessions of all kinds (trees, penalties, bias, truncation, grammars), and
+    between them sessions that do not request scores and sessions that do not sample."""
     torch = pytest.importorskip("torch")
     from edgespec.sampling import tensors
 

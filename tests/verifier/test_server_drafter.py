@@ -1,8 +1,8 @@
-"""The verifier's own draft model: packed steps, its cache, its memory, and who is refused.
+"""The verifier's own draft model: packed steps, its cache, its memory, and refused sequences.
 
-Oracles: each guess is what the model says by itself behind the same text, fed at once, whoever else
-was in the step and whatever was cut, evicted or shared before; the toy target's memory, which
-notices a block that holds another text; a device's drafter of the same model.
+Oracles: each candidate is the model's own after the same text, fed at once, whatever else was in
+the step and whatever was cut, evicted or shared before; the toy target's memory, which notices a
+block that holds another text; a device's drafter of the same model.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Guess = Callable[[Sequence[int], int, SamplingParams], int]
 
 
 class _ToyDraft(ToyTarget):
-    """A draft's text is cut and goes on with other tokens, which a target's never does. The memory
-    behind it notices a block whose rows are those of another text."""
+    """A toy draft model. Its text is cut and continues with other tokens, which a target's text
+    never does. The memory behind it notices a block whose rows belong to another text."""
 
     def __init__(self, blocks: int, context_length: int = 4096) -> None:
         cache = CacheShape(blocks, 4)
@@ -88,7 +88,7 @@ def _torch_guess(model: TorchTarget) -> Guess:
 
 @dataclass(slots=True)
 class _Session:
-    """What the core knows of one sequence."""
+    """The core's state of one sequence."""
 
     key: str
     prompt_length: int
@@ -98,7 +98,8 @@ class _Session:
 
 
 class _Core:
-    """Sessions that come, draft chains, are corrected, and go; each guess is checked."""
+    """A core whose sessions open, draft chains, are corrected, and close; each candidate is
+    checked."""
 
     def __init__(
         self,
@@ -207,8 +208,8 @@ def test_every_guess_is_the_models_own_whatever_was_cut_shared_or_evicted(
 def test_a_text_beyond_the_window_goes_on_from_its_second_half(
     context: int, window: int | None
 ) -> None:
-    """The toy looks at two tokens, so its guesses are those behind the whole text; penalties count
-    what is in the window."""
+    """The toy looks at two tokens, so its candidates follow from the whole text; penalties count
+    the tokens in the window."""
     model = _ToyDraft(60, context)
     drafter = PackedDrafter(model, window=window)
     plain = [one for one in SAMPLINGS if not one.is_penalised]
@@ -235,7 +236,7 @@ def test_of_a_long_prompt_the_last_window_is_computed_when_a_guess_is_wanted() -
     found = _guessed(drafter, "s", 480, tuple(text[480:]))
     assert found.token == _toy_guess(text, 500, SamplingParams(temperature=1.0, seed=2))
     assert model.fed[-1].row_count == 40
-    # Cut, and before the window.
+    # The text is cut, to a length before the window.
     _guessed(drafter, "s", 470, (1,))
     _guessed(drafter, "s", 300, (1,))
     assert model.fed[-1].row_count == 20
@@ -270,7 +271,7 @@ def test_packed_steps_of_a_torch_model_guess_what_it_says_alone(folder: Path) ->
 def test_choices_are_the_best_by_the_law_in_its_scalar_form(
     large: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows at once, and row by row as over a large vocabulary on a CPU."""
+    """The law applies to all rows at once, and row by row as over a large vocabulary on a CPU."""
     monkeypatch.setattr(tensors, "_LARGE_VOCABULARY", 1 if large else 1 << 20)
     model = torch_target(folder, canonical=False)
     logits = recorded(model)
@@ -303,7 +304,7 @@ def test_a_constraint_forces_the_draft_as_it_does_the_target() -> None:
         keep = len(text) - 1 if text[2:] else 0
         text.append(_guessed(drafter, "s", keep, tuple(text[keep:])).token)
         assert text[-1] in grammar.allowed(text[2:-1])
-    # A token that the grammar forbids leaves nothing to guess; the others of the step go on.
+    # A token that the grammar forbids leaves no candidates; the other sequences of the step go on.
     left, right = drafter.step([DraftStep("s", len(text) - 1, (6,)), DraftStep("free", 0, (6,))])
     assert not left
     assert right
@@ -319,7 +320,7 @@ def test_a_constraint_that_nobody_reads_gets_no_guess() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_agrees_with_the_device_because_both_use_the_same_noise(temperature: float) -> None:
-    """A device's drafter of the same weights, at four bits; another seed is the control."""
+    """Oracle: a device's drafter of the same weights, at four bits; another seed is the control."""
     folder = resolve_source("bundled", Purpose.DRAFT).folder
     text = TextTokenizer(folder).encode("def read_lines(path):\n    with open(path) as file:\n")
     device = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
@@ -358,7 +359,7 @@ def test_a_prompt_that_another_fed_is_not_computed_again() -> None:
         _open(drafter, "a", "b")
         drafter.step([DraftStep("a", 0, PROMPT)])
         model.fed.clear()
-        # In two parts, as the core feeds a long one.
+        # The text is fed in two parts, as the core feeds a long one.
         drafter.step([DraftStep("b", 0, PROMPT[:21], guess=False)])
         drafter.step([DraftStep("b", 21, PROMPT[21:])])
         assert sum(request.row_count for request in model.fed) == rows + share
@@ -375,7 +376,7 @@ def test_the_sequence_not_used_for_longest_makes_room_and_finds_its_blocks_again
     assert drafter.evictions == 1
     stays, gone = drafter.step([DraftStep("a", 40, (1,)), DraftStep("b", 40, (1,))])
     assert stays
-    assert not gone  # not there any more, which the core hears of now
+    assert not gone  # evicted, which the core learns now
     model.fed.clear()
     _guessed(drafter, "b", 0, (*PROMPT, 1))
     assert drafter.evictions == 2
@@ -395,8 +396,8 @@ def test_who_finds_no_room_in_a_step_is_left_out_alone() -> None:
 
 
 def test_what_the_draft_cannot_look_at_gets_no_guess() -> None:
-    """A cache that is not there, a grammar whose beginning is out of the window, a sequence that
-    nobody opened."""
+    """No candidates follow if the cache is missing, if the beginning of a grammar is outside the
+    window, or if the sequence was not opened."""
     drafter = PackedDrafter(_ToyDraft(50), window=24)
     _open(drafter, "a", "b")
     grammar = Automaton(({5: 0},), frozenset())
@@ -412,7 +413,7 @@ def test_what_the_draft_cannot_look_at_gets_no_guess() -> None:
 
 
 def test_a_token_that_only_the_target_has_is_fed_as_an_end_of_text() -> None:
-    """Oracle: the guesses behind the stand-in itself; what follows is drafted as ever."""
+    """Oracle: the candidates after the stand-in token itself; later tokens are drafted as usual."""
     drafter = PackedDrafter(_ToyDraft(50))
     (stand_in,) = drafter.info.eos_token_ids
     _open(drafter, "a", "b")
@@ -522,7 +523,7 @@ def _bundled(limits: LimitsSection = _FEW, draft: str = "bundled") -> VerifierCo
 
 
 def test_the_bundled_pair_drafts_for_itself() -> None:
-    """And its draft model stays beside a canonical target, which has set torch to one thread."""
+    """The draft model stays beside a canonical target, which has set torch to one thread."""
     config = _bundled()
     target = load_target(config)
     drafter = load_server_drafter(config, target)
@@ -566,8 +567,8 @@ def test_a_budget_pays_for_the_keys_of_both(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_share_of_a_gpu_pays_for_both() -> None:
-    """Of 10,000 bytes 9,000 may be taken: 4,000 are, 1,000 are the draft's weights, 500 a pass.
-    What is left goes into rows of 10 bytes, 1 (the copy of a layer of ten) and 4."""
+    """The pool may use 9,000 of 10,000 bytes: 4,000 are in use, the draft's weights take 1,000 and
+    a pass 500. The rest goes into rows of 10 bytes, 1 (the copy of a layer of ten) and 4."""
     figures = MemoryFigures(10_000, 6000, 500, 64, token_bytes=10, layer_count=10)
     budget = PoolBudget(None, 0.9, 64, DraftMemory(weights=1000, token_bytes=4))
     assert pool_tokens(budget, figures, 1 << 20) == 3500 // 15 // 16 * 16
@@ -616,7 +617,8 @@ def test_a_draft_whose_vocabulary_is_padded_more_serves(folder: Path, tmp_path: 
 
 
 async def test_a_verifier_that_drafts_says_the_same_in_fewer_passes() -> None:
-    """How many fewer depends on the machine: the first round runs whatever a step takes."""
+    """The number of saved passes depends on the machine: the first round runs whatever a step
+    takes."""
     text = "Once upon a time there was a little girl who"
     paces = PacingSection(pass_ms=40.0, draft_ms=1.0)
     sampled = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)

@@ -1,9 +1,9 @@
-"""What lies in a checkpoint: families and formats that are served, damage and all else that is
+"""The content of checkpoints: families and formats that are served, damage and all else that is
 refused once, by name; and weights that are packed or rounded when they are loaded.
 
 Oracles: the library's model with the weights that the integers stand for. Our products round their
-inputs to 8 bits, so where a text leaves the library's, the two best tokens must nearly tie. Packed
-weights: the products of plain ones.
+inputs to 8 bits, so where a text differs from the library's, the two best tokens must nearly tie.
+Oracle of packed weights: the products of plain ones.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from tests.verifier.torch_schedules import (
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(20, 61))]
 COUNT = 20
-# Of a logit, by how much inputs of 8 bits, or bfloat16, may move the difference of two.
+# The logit difference by which inputs of 8 bits, or bfloat16, may move two logits apart.
 _NEAR_TIE = 0.25
 _INPUT_ERROR = 0.08
-"""The error of logits that inputs of 8 bits may make in two layers, as a share of their spread."""
+"""Error of logits that inputs of 8 bits may make in two layers, as a share of their spread."""
 Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
@@ -189,7 +189,8 @@ def test_weights_that_are_no_numbers_or_make_none_are_refused(
 def test_weights_that_are_not_stored_as_real_numbers_are_refused_by_name(
     tmp_path: Path, dtype: torch.dtype, shards: int
 ) -> None:
-    """As of a quantised checkpoint whose configuration does not say so: it would be served."""
+    """Without a refusal, a quantised checkpoint whose configuration does not declare it would be
+    served."""
     folder, name = write_checkpoint(tmp_path / "whole", shards=shards), "model.norm.weight"
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
@@ -223,7 +224,8 @@ def test_every_fault_of_a_checkpoint_is_named_at_once(tmp_path: Path) -> None:
 
 
 def _decode(target: TorchTarget, failing: PassRequest | None) -> list[int]:
-    """Ten tokens of session "good"; some passes are first tried together with ``failing``."""
+    """Decode ten tokens of session "good"; some passes are first tried together with
+    ``failing``."""
     target.open("good", 2, SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2))
     text = [5, 6]
     for step in range(10):
@@ -240,7 +242,7 @@ def _decode(target: TorchTarget, failing: PassRequest | None) -> list[int]:
 def test_a_session_whose_logits_are_no_numbers_is_named_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:
-    """Its token's embedding is spoilt when it is served already."""
+    """The embedding of its token is spoilt while it is already served."""
     folder = write_checkpoint(tmp_path / "good", tiny_config(tie_word_embeddings=False))
     expected = _decode(torch_target(folder), None)
     target = torch_target(folder)
@@ -255,20 +257,20 @@ def test_a_session_whose_logits_are_no_numbers_is_named_and_the_others_go_on(
 
 
 def _logits(model: Any, text: list[int], first: int) -> torch.Tensor:
-    """float32 [tokens, vocabulary]: those behind which stand text[first], text[first + 1], .."""
+    """Return float32 [tokens, vocabulary]: the rows before text[first], text[first + 1], .."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([text])).logits[0, first - 1 : -1].float()
     return logits
 
 
 def _rounded_twin(folder: Path, number_format: str) -> Any:
-    """The library's model with the weights that the integers stand for."""
+    """Return the library's model with the weights that the integers stand for."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     head = model.get_output_embeddings()
     for _, part in model.named_modules():
         if isinstance(part, torch.nn.Linear):
             bits = quantized.HEAD_BITS if part is head else quantized.FORMATS[number_format]
-            # A new parameter, for a tied embedding keeps its own numbers.
+            # The parameter is new, because a tied embedding keeps its own numbers.
             part.weight = torch.nn.Parameter(quantized.rounded(part.weight, bits))
     return model
 
@@ -278,7 +280,7 @@ def _rounded_twin(folder: Path, number_format: str) -> Any:
 def test_logits_of_the_graph_are_those_of_the_library_up_to_rounded_inputs(
     tmp_path: Path, family: str, number_format: str
 ) -> None:
-    """Texts are longer than a window of 12 tokens and than the shortest line of keys."""
+    """Texts are longer than a window of 12 tokens and than the shortest row of keys."""
     family_model(family).save_pretrained(tmp_path)
     recorder = Recorder(tmp_path, quantize=number_format)
     assert recorder.target._graph is not None
@@ -312,7 +314,7 @@ def test_bits_of_the_graph_do_not_depend_on_the_schedule(
 def test_a_graph_whose_bits_depend_on_the_row_count_is_not_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Then the products are rounded one by one, and canonical mode is tried with them."""
+    """The products are then rounded one by one, and canonical mode is tried with them."""
     right = GraphModel._run
 
     def wrong(model: GraphModel, rows: Any, bounds: Any, padded: int, *others: Any) -> Any:
@@ -332,7 +334,8 @@ def test_a_graph_whose_bits_depend_on_the_row_count_is_not_used(
 def test_rounded_weights_write_the_text_of_generate_up_to_near_ties(
     tmp_path: Path, family: str, number_format: str
 ) -> None:
-    """Families whose queries, keys and values are three layers, with biases or without, or one."""
+    """The families have three layers for queries, keys and values (with or without biases),
+    or one."""
     family_model(family).save_pretrained(tmp_path)
     target = torch_target(tmp_path, quantize=number_format, weights="w")
     assert target.canonical
@@ -432,7 +435,7 @@ def test_a_format_is_refused_with_the_packages_that_are_missing(
 
 
 def _store(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-    """Put what ``change`` makes of each projection in its place."""
+    """Replace each projection by the result of ``change``."""
     tensors = load_file(folder / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -442,7 +445,8 @@ def _store(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.T
 
 
 def _assert_served_as_unpacked(folder: Path, *, canonical: bool) -> None:
-    """The text is that of ``generate`` of the float32 weights that the integers stand for."""
+    """Check that the text is that of ``generate`` with the float32 weights that the integers stand
+    for."""
     target = torch_target(folder)
     assert target.canonical is canonical
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -539,7 +543,7 @@ def test_what_is_small_shared_hooked_or_of_another_format_stays_as_it_is(
 
 
 class _Scaled(torch.nn.Embedding):
-    """More than a table, as Gemma's."""
+    """An embedding that also scales, like Gemma's."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens) * 3.0
@@ -552,7 +556,7 @@ def test_a_head_that_is_the_embedding_is_packed_beside_a_table_with_the_same_num
 ) -> None:
     torch.manual_seed(4)
     embed, head = kind(40, 96), torch.nn.Linear(96, 40)
-    if exact:  # as of a checkpoint in bfloat16
+    if exact:  # like a checkpoint in bfloat16
         embed.weight.data = embed.weight.data.bfloat16().float()
     head.weight = embed.weight
     model = torch.nn.ModuleDict({"embed": embed, "head": head}).requires_grad_(False).eval()
@@ -573,7 +577,7 @@ def test_a_head_that_is_the_embedding_is_packed_beside_a_table_with_the_same_num
 
 
 def _wrong(layer: linear_layers.PackedLinear, rows: torch.Tensor) -> torch.Tensor:
-    """Right for the first layer alone."""
+    """Return products that are right for the first layer alone."""
     out = torch.nn.functional.linear(rows, layer.unpacked(), layer.bias)
     return out if layer.in_features == 96 else out * 1.001
 

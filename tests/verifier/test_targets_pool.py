@@ -1,8 +1,8 @@
 """The pool of keys and values: its blocks, a pass over it by column, and its size by memory; the
-toy target's account of its cache, and the paced target's clock.
+toy target's check of its cache, and the paced target's clock.
 
-Oracles: the checks that look at each request by itself; arithmetic by hand on made-up figures, and
-a real target whose pool has what the budget pays.
+Oracles: checks that look at each request by itself; arithmetic by hand on made-up figures, and a
+real target whose pool has the size that the budget allows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INFO = ModelInfo("tiny", "v", 50, 60)
 
 
 def _request(rng: random.Random, key: str, vocabulary_size: int) -> PassRequest:
-    """Mostly right."""
+    """Return a random request that is usually right."""
     tokens, parents = random_tree(rng, rng.choice([0, 0, 3]), vocabulary_size)
     if rng.random() < 0.05:
         parents = (*parents, rng.choice([-2, 0, 9]))
@@ -88,7 +88,7 @@ def test_what_columns_let_through_the_checks_let_through_and_the_other_way_round
 
 
 class _Waits(TorchDispatchMode):
-    """Notes every operation that would make the host wait for a GPU."""
+    """A mode that records every operation that would make the host wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,7 +102,8 @@ class _Waits(TorchDispatchMode):
 
 
 def test_the_model_never_waits_for_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks for packed sequences, or masks, by the values of tensors; not here."""
+    """transformers searches for packed sequences, or masks, by the values of tensors; it must not
+    do so here."""
     target = torch_target(write_checkpoint(tmp_path), max_cached_tokens=256, canonical=False)
     call, waits = target_module._call_model, _Waits()
 
@@ -168,7 +169,7 @@ def test_nodes_of_a_dropped_tree_cannot_be_kept() -> None:
 
 
 MIB = 1 << 20
-# 1 KiB a token in each of 4 layers: with the copy of one layer, 5 KiB.
+# Each of 4 layers takes 1 KiB per token; with the copy of one layer, 5 KiB.
 FIGURES = kv_pool.MemoryFigures(
     total=1000 * MIB,
     free=600 * MIB,
@@ -220,7 +221,7 @@ def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
     budget = kv_pool.PoolBudget(parse_budget("1MiB"), None, rows=100)
     monkeypatch.setattr(kv_pool, "machine_memory", machine)
     sized = torch_target(folder, canonical=canonical, pool_budget=budget)
-    # 2 layers x 2 x 2 heads x 16 numbers of 4 bytes are 512 bytes a token.
+    # 2 layers x 2 x 2 heads x 16 numbers of 4 bytes are 512 bytes per token.
     assert sized.cache.block_count * kv_pool.BLOCK_SIZE == sized._pool.free_tokens == MIB // 512
     assert asked == [1]
     assert sized.mode.endswith(", 2048 cached tokens in 1 MiB")
@@ -292,7 +293,8 @@ def test_what_the_cache_does_not_hold_is_an_error() -> None:
 
 
 def _sharing() -> ToyTarget:
-    """Two sequences of one text; the first has filled blocks 1 to 3 of four rows each."""
+    """Return a target with two sequences of one text; the first one has filled blocks 1 to 3 of
+    four rows each."""
     target = ToyTarget(ToyModel(vocabulary_size=32, order=2), cache=CacheShape(8, 4))
     penalised = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.4)
     for key in ("first", "second"):
@@ -320,7 +322,8 @@ def test_a_block_that_another_request_reads_is_not_written() -> None:
 
 
 class SlowTarget(ToyTarget):
-    """Takes 20 ms a pass, on a clock that only moves when somebody sleeps, and oversleeps."""
+    """A target that takes 20 ms per pass, on a clock that only moves during sleeps, and
+    oversleeps."""
 
     now_s, naps = 100.0, 0
 

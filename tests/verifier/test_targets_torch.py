@@ -1,15 +1,18 @@
 """The torch target's tokens against transformers' own ``generate``, and against itself; every
-attention backend, and packed weights, against attention as the definition has it; canonical mode.
+attention backend, and packed weights, against the definition of attention; canonical mode.
 
 Oracles: greedy texts of every family equal ``generate`` of the same tiny random checkpoint (another
 attention, another cache), with windows, soft caps and sinks that matter within the text; texts of
-all kinds of sampling equal those of one token a pass alone. Of attention: a reference that goes row
-by row in float32, reads the pool through the same tables and makes no use of any library's
-attention. Every slot that was not written holds NaN, so a backend that reads one is found out. Of
-canonical mode: one token a pass after a prefill in one piece; everything else (cuts, chunks, trees,
-other sessions in the pass) is random, and compared bit for bit, right and wrong branches alike.
-Products that are made to depend on the row count, on a row's place, or on the order of their sum
-must be found out.
+all kinds of sampling equal those of one token per pass alone.
+
+Oracle of attention: a reference that goes row by row in float32, reads the pool through the same
+tables and uses no library's attention. Every unwritten slot holds NaN, which exposes a backend that
+reads one.
+
+Oracle of canonical mode: one token per pass after a prefill in one piece. Everything else (cuts,
+chunks, trees, other sessions in the pass) is random, and compared bit for bit, on right and wrong
+branches alike. Products that depend on the row count, on a row's place, or on the order of their
+sum must be detected.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def test_greedy_texts_are_those_of_generate(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("canonical", [True, False])
 def test_a_least_length_is_that_of_generate(folder: Path, canonical: bool) -> None:
-    """Ends are the likeliest tokens of the free text, so that each of them would come early."""
+    """The end tokens are the likeliest tokens of the free text, so each would come early."""
     model = family_model("qwen3")
     free = schedules.generated(model, PROMPTS[1], 30)
     ends = list(dict.fromkeys(free[:12]))
@@ -180,7 +183,7 @@ def test_bad_options_are_named(folder: Path) -> None:
 
 
 class ReferenceAttention:
-    """``AttentionBackend`` that nobody would serve with."""
+    """An ``AttentionBackend`` for comparison only; it is too slow to serve with."""
 
     def lay_out(self, rows: BatchRows) -> ReferenceLayout:
         seen = [line for session in range(len(rows.requests)) for line in _seen_keys(rows, session)]
@@ -189,7 +192,7 @@ class ReferenceAttention:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLayout:
-    """Of each row the slots that it sees, and how far behind it they are in the text."""
+    """The slots that each row attends to, and their distances from the row in the text."""
 
     seen: list[tuple[Indices, Indices]]
 
@@ -217,7 +220,7 @@ class ReferenceLayout:
 
 
 def _seen_keys(rows: BatchRows, index: int) -> list[tuple[Indices, Indices]]:
-    """For each row of a session: slots, and its own position less theirs."""
+    """Return for each row of a session the slots, and its own position less theirs."""
     request, base, first = rows.requests[index], int(rows.bases[index]), rows.first_rows[index]
     slots = rows.key_slots(np.array([index]), int(rows.lengths[index]))[0]
     own = rows.positions[first : first + request.row_count]
@@ -234,7 +237,7 @@ def _seen_keys(rows: BatchRows, index: int) -> list[tuple[Indices, Indices]]:
 
 
 def by_definition(layout: PagedLayout, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
-    """What the kernel of ``paged_kernel.py`` computes, from the same numbers."""
+    """Compute the result of the kernel in ``paged_kernel.py`` from the same numbers."""
     nothing = np.zeros(0, dtype=np.int64)
     seen = [(nothing, nothing)] * states.query.shape[1]
     for line, count, *rows in layout.tiles.tolist():
@@ -260,7 +263,7 @@ def _kernel() -> Attend:
 
 
 def repeated_by_hand(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """``recorded_passes.Record`` where there is no GPU: the same work on the same memory again."""
+    """Replace ``recorded_passes.Record`` without a GPU: the same work on the same memory again."""
     result = work()
 
     def repeat() -> None:
@@ -275,7 +278,7 @@ SHAPED: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gpt_oss": {},
 }
-"""Grouped heads of an odd number; windows and soft caps; windows and sinks."""
+"""Model shapes: an odd number of grouped heads; windows and soft caps; windows and sinks."""
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -286,7 +289,7 @@ def test_random_serving_has_the_logits_of_the_reference(
     family: str, backend: str, dtype: str, device: str, tmp_path: Path
 ) -> None:
     """Every slot of the pool that was not written holds NaN. A half-precision result carries its
-    own rounding and the weights'."""
+    own rounding and that of the weights."""
     family_model(family, **SHAPED[family]).save_pretrained(tmp_path)
     one, two = (Recorder(tmp_path, dtype, canonical=False, device=device) for _ in range(2))
     for each in (one, two):
@@ -302,13 +305,14 @@ def test_random_serving_has_the_logits_of_the_reference(
             paged,
             repeated_by_hand if device == "cpu" else None,
         )
-    # The choice of an expert may turn on the last bits.
+    # The choice of an expert may depend on the last bits.
     half = 3e-2 if family != "gpt_oss" or device == "cpu" else 0.2
     most = 1e-5 if dtype == "float32" else half
     check = partial(_close, one, two, most)
     Serving(one.target, two.target, check, seed=5, same_tokens=dtype == "float32").run(80)
     if one.target._recorded is not None:
-        if family == "gpt_oss" and device == "cuda":  # the host has to know who goes to which
+        # the host needs the assignment of rows to experts
+        if family == "gpt_oss" and device == "cuda":
             assert "synchronizing" in one.target._recorded.off
         else:
             assert not one.target._recorded.off
@@ -316,7 +320,8 @@ def test_random_serving_has_the_logits_of_the_reference(
 
 
 def _close(one: Recorder, two: Recorder, most: float) -> None:
-    """Of the row's largest logit, or of 1: sums are no more exact than that. NaN differs too."""
+    """Check that logits agree within ``most`` of the row's largest logit, or of 1, because sums are
+    no more exact than that. NaN counts as a difference."""
     difference = (one.logits - two.logits).abs().amax(dim=-1).float()
     share = difference / two.logits.abs().amax(dim=-1).clamp(min=1.0)
     assert float(share.max()) <= most
@@ -326,7 +331,8 @@ def _close(one: Recorder, two: Recorder, most: float) -> None:
 def test_random_serving_has_the_tokens_and_logits_of_the_reference(
     packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged passes, trees, rollbacks, prefix hits, evictions; with plain weights in the second."""
+    """Ragged passes, trees, rollbacks, prefix hits and evictions; the second target has plain
+    weights."""
     monkeypatch.setattr(linear_layers, "LEAST_WEIGHTS", 1)
     folder = write_checkpoint(tmp_path, tiny_config(tie_word_embeddings=not packed))
     one, two = (Recorder(folder, canonical=False, packed=pack) for pack in (packed, False))
@@ -469,7 +475,7 @@ def _packed(recorder: schedules.Recorder) -> int:
 
 def test_packed_weights_have_the_same_bits_under_every_schedule(tiny: Path, small: None) -> None:
     recorder, rng = schedules.Recorder(tiny), random.Random(5)
-    # Which base holds, and whether with packed weights, is for this processor to say.
+    # The base that holds, and whether it holds with packed weights, depends on this processor.
     assert recorder.target.mode.startswith("canonical (row tiles of ")
     assert _packed(recorder) == (15 if recorder.target.mode.endswith(", packed weights") else 0)
     for length in (5, 130):
@@ -490,7 +496,7 @@ def test_where_packed_products_do_not_hold_canonical_mode_keeps_the_bits_of_plai
     expected = plain.reference(text, 20)
     monkeypatch.setattr(canonical_mode, "agreeing_packed_sizes", fails)
     recorder = schedules.Recorder(tiny)
-    # Which of the larger tiles are tried hangs on the machine: where attention does not hold, none.
+    # The larger tiles that are tried depend on the machine: none where attention does not hold.
     assert min(tried) == max(2, linear_layers.quick_rows())
     assert 8 in tried
     assert tried <= set(row_tiles.SIZES)
@@ -500,8 +506,8 @@ def test_where_packed_products_do_not_hold_canonical_mode_keeps_the_bits_of_plai
 
 
 class Unshared(SimpleTarget):
-    """``TargetModel`` that takes nothing from another session's blocks: what a request says is
-    cached and this session has not computed itself is computed in front of it."""
+    """A ``TargetModel`` that uses no blocks of other sessions. If a request counts a row as cached
+    that this session has not computed, the target computes it first."""
 
     def __init__(self, target: TorchTarget) -> None:
         self._target, self.info, self.cache = target, target.info, target.cache
@@ -536,7 +542,7 @@ class Unshared(SimpleTarget):
 
 
 def test_shared_and_private_prefixes_give_the_same_bits(tmp_path: Path) -> None:
-    """In random passes with prefix hits, evictions and kept nodes, of all kinds of sampling."""
+    """Random passes have prefix hits, evictions and kept nodes, with all kinds of sampling."""
     checkpoint = write_checkpoint(tmp_path)
     shared, private = schedules.Recorder(checkpoint), schedules.Recorder(checkpoint)
 
@@ -566,7 +572,7 @@ FORCED = [
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sums of 24 to 4096 terms, and a vocabulary of an odd size."""
+    """Make a model with sums of 24 to 4096 terms, and a vocabulary of an odd size."""
     config = tiny_config(
         "qwen2",
         hidden_size=512,
@@ -594,6 +600,6 @@ def test_canonical_mode_holds_under_every_forced_instruction_set(
     assert done.stdout.count("canonical (row tiles of ") == 2, done.stdout
     if (
         "MKL_CBWR" in forced and torch.backends.mkl.is_available()
-    ):  # the library's promise: every row count agrees; packed weights it never sees
+    ):  # the library's promise: every row count agrees; packed weights never reach it
         sizes = r"(8 to 128\)|\d+( to \d+)?\), packed)"
         assert re.search(rf"float32 canonical \(row tiles of {sizes}", done.stdout)

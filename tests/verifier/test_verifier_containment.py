@@ -1,8 +1,9 @@
-"""No failure of a verifier's parts is silent, and none reaches further than it must.
+"""Containment: no failure of a verifier's parts is silent, and none affects more than it must.
 
-Oracle: a part is made to raise, to wait or to loop at one place. Then either everybody else's text
-is the target's own and the one session concerned hears of it, or the verifier says that it is
-broken and every stream hears a retryable fault. Nobody waits for ever: each test ends by itself.
+Oracle: a part is made to raise, to wait or to loop at one place. Then either every other session's
+generation is the target's own and the one concerned receives a fault, or the verifier reports
+itself as broken and every stream receives a retryable fault. No test waits for ever: each ends by
+itself.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ CACHE = work.CacheShape(64, 4)
 
 
 class Fragile(ToyTarget):
-    """``fails(operation, keys)`` raises, where an operation is to fail."""
+    """A toy target that calls ``fails(operation, keys)``, which raises if an operation is to
+    fail."""
 
     def __init__(self, fails: Callable[[str, tuple[str, ...]], None]) -> None:
         super().__init__(MODEL, cache=CACHE)
@@ -84,7 +86,7 @@ async def running(
     wrap: Callable[[int, VerifierStream], Any] = lambda number, stream: stream,
     **options: Any,
 ) -> AsyncIterator[tuple[Verifier, LoopbackTransport]]:
-    """``wrap`` puts something in the place of the stream of that number."""
+    """Run a verifier; ``wrap`` may replace the stream of each number."""
     target = target or ToyTarget(MODEL, cache=CACHE)
     limits = ee.EngineLimits(cache=target.cache, drafter="drafter" in options)
     verifier = Verifier(target, m.Limits(context_length=256), limits, **options)
@@ -112,7 +114,7 @@ async def _open(
 
 
 async def _read(stream: DeviceStream) -> tuple[list[int], m.Fault | None]:
-    """What a stream says until its text or itself ends."""
+    """Return the tokens and the fault that a stream receives until it or its generation ends."""
     tokens: list[int] = []
     while True:
         message: m.Downlink = await stream.receive()
@@ -149,7 +151,8 @@ async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> No
 
 
 class FragileDraft(ToyServerDrafter):
-    """``fails(operation, key)`` raises or waits, where an operation is to."""
+    """A toy draft model that calls ``fails(operation, key)``, which raises or waits if an operation
+    is to."""
 
     def __init__(self, fails: Callable[[str, str], None]) -> None:
         super().__init__(MODEL, ToyTarget(MODEL).info)
@@ -173,7 +176,7 @@ class FragileDraft(ToyServerDrafter):
 
 @pytest.mark.parametrize("operation", ["open", "step", "close"])
 async def test_a_draft_model_that_raises_ends_drafts_and_no_text(operation: str) -> None:
-    """The next round says that it failed; one runs within some ``PROBE_EVERY`` passes."""
+    """The next round reports the failure; a round runs within some ``PROBE_EVERY`` passes."""
     failed: list[str] = []
 
     def fails(what: str, key: str) -> None:
@@ -194,7 +197,7 @@ async def test_a_draft_model_that_raises_ends_drafts_and_no_text(operation: str)
 
 
 class HeldStep:
-    """Holds the first draft step up until ``go_on``."""
+    """A draft model whose first step waits until ``go_on``."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -284,12 +287,12 @@ async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
         finally:
             go_on.set()
             await stopping
-        # So the process does not wait for that thread at its end, either (``cli/verifier._leave``).
+        # The process does not wait for that thread at its end either (``cli/verifier._leave``).
         assert verifier.why_broken == "the target is still at work after 0.05 s"
 
 
 class StickyError(PacedModel):
-    """Passes go well five times and never again, as on a GPU with a sticky error."""
+    """A target with a sticky error, as on a GPU: passes succeed five times and never again."""
 
     passes = 5
 
@@ -313,7 +316,7 @@ async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_ne
             assert process.stderr is not None
             assert "error: the verifier failed: RuntimeError: CUDA error" in process.stderr.read()
             last = trace.read_text(encoding="utf-8").splitlines()[-1]
-            assert '"name":"GiveUp"' in last  # the trace is written out to its end
+            assert '"name":"GiveUp"' in last  # the trace is written to its end
             assert not text.done()
             async with serving(port=int(address.rpartition(":")[2])):
                 assert tokens(await text) == toy_text(IDS, params)
@@ -367,7 +370,7 @@ async def test_an_engine_that_raises_breaks_the_verifier(
 
 
 class Changed:
-    """A stream with ``methods`` of the test's own."""
+    """A stream with some of its methods replaced by ``methods``."""
 
     def __init__(self, inner: VerifierStream, **methods: Any) -> None:
         self._inner, self._methods = inner, methods
@@ -382,7 +385,7 @@ class Changed:
 
 @pytest.mark.parametrize("place", ["receive", "send", "send_now"])
 async def test_a_stream_that_raises_ends_alone(place: str) -> None:
-    """From the second call on; ``send_now`` did not send before."""
+    """The failure starts with the second call; ``send_now`` did not send before."""
 
     def wrap(number: int, stream: VerifierStream) -> Any:
         calls = 0
@@ -423,7 +426,7 @@ async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> No
     async with running(wrap=wrap) as (verifier, transport):
         reading = asyncio.ensure_future(_read(await _open(transport, "held")))
         assert await _read(await _open(transport, "free")) == (TEXT, None)
-        # Its greeting did not leave, so the end of its first pass found it behind.
+        # Its greeting was not sent, so the end of its first pass found it behind.
         assert verifier.engine.sessions["held"].prefix.length == len(PROMPT) + 1
         gate.set()
         assert await reading == (TEXT, None)
@@ -458,7 +461,7 @@ async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> N
         long = SamplingParams(max_tokens=200, ignore_eos=True)
         stream = await _open(transport, "a", long)
         await stream.receive()
-        nobody = ""  # the name of who showed no key
+        nobody = ""  # the name of a peer without a key
         assert verifier.revoke([nobody]) == 1
         assert not verifier.engine.sessions
         _, fault = await _read(stream)
@@ -468,7 +471,7 @@ async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> N
 
 
 class Held:
-    """A stream whose one message comes when the test says."""
+    """A stream whose one message arrives when the test releases it."""
 
     peer, credential = "peer", ANYBODY
 
@@ -489,10 +492,10 @@ class Held:
         return False
 
     async def send(self, message: m.Downlink) -> None:
-        """It is lost."""
+        """Lose the message."""
 
     async def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing, since there is nothing to close."""
 
 
 async def test_an_open_that_comes_as_its_stream_ends_leaves_no_session_attached() -> None:
@@ -513,10 +516,10 @@ async def test_an_open_that_comes_as_its_stream_ends_leaves_no_session_attached(
 
 
 class Outgrown(AutomatonMatcher):
-    """A grammar whose work is over its bounds behind the fourth token of a text."""
+    """A grammar whose work exceeds its bounds after the fourth token of a text."""
 
     def consume(self, tokens: Sequence[int]) -> int:
-        if len(self._states) + len(tokens) > 4:  # the state before the text is one of them
+        if len(self._states) + len(tokens) > 4:  # the state before the text is one of the states
             raise ConstraintError("the regex cannot be used: it asks for too much work")
         return super().consume(tokens)
 
@@ -539,7 +542,8 @@ HARD, EASY = (Constraint(ConstraintKind.REGEX, name) for name in ("hard", "easy"
 
 
 class Reader:
-    """Reads ``HARD`` when it may go on; ``begun`` counts, ``at_once`` is the most at one time."""
+    """A grammar reader that reads ``HARD`` when it may go on; ``begun`` counts its calls,
+    ``at_once`` is the most at one time."""
 
     def __init__(self) -> None:
         self.started, self.go_on = threading.Event(), threading.Event()
@@ -570,14 +574,15 @@ def reader() -> Iterator[Reader]:
 
 
 async def test_who_does_not_wait_any_more_still_has_its_thread(reader: Reader) -> None:
-    """Oracle: the reader is never in two threads for one peer, however often it gives up."""
+    """Oracle: the reader never runs in two threads for one peer, however often the peer gives
+    up."""
     constraints = ConstraintReader(reader, (0,))
     for _ in range(3):
         given_up = asyncio.create_task(constraints.read_constraint(asked(HARD), "one"))
         await asyncio.to_thread(reader.started.wait)
         assert isinstance(
             await constraints.read_constraint(asked(EASY), "two"), m.Open
-        )  # threads had their turn
+        )  # the threads had their turn
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
     last = asyncio.create_task(constraints.read_constraint(asked(HARD), "one"))
@@ -590,7 +595,8 @@ async def test_who_does_not_wait_any_more_still_has_its_thread(reader: Reader) -
 
 
 async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader: Reader) -> None:
-    """Another key behind the same addresses, which came after it, and after five more such keys."""
+    """The other key comes from the same addresses, after the first key and after five more such
+    keys."""
     constraints = ConstraintReader(reader, (0,))
     keys = [Credential(name) for name in ("loop", "b", "c", "d", "e", "f")]
     many = [

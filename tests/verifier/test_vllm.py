@@ -1,8 +1,8 @@
-"""vLLM as an engine, without vLLM: the target on a stand-in for its core, adapters by name, and
-what runs inside it (the worker's choice of tokens, the scheduler's guest list).
+"""vLLM as an engine, without vLLM: the target on a stand-in for its core, adapters by name, and the
+code that runs inside it (the worker's choice of tokens, the scheduler's list of sessions).
 
-Oracle: the scalar specification of sampling. Whatever is drafted, and whatever the engine leaves
-out, computes too far or throws away, a text is the toy model's; an adapter is another toy model.
+Oracle: the scalar specification of sampling. Whatever is drafted, and whatever the engine omits,
+computes too far or drops, a generation is the toy model's; an adapter is another toy model.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ PARAMS = pytest.mark.parametrize(
     "params", [GREEDY, SAMPLED, LEAST], ids=["greedy", "sampled", "least length"]
 )
 Guess = Callable[[list[int], int], Sequence[int]]
-"""Drafts behind so many tokens of the answer, which is given."""
+"""A function that drafts after a given number of tokens of the given output."""
 
 
 class Session:
-    """Plays the part of a ``VerifySession``: commits, and asks for the next pass."""
+    """A stand-in for a ``VerifySession``: it commits, and requests the next pass."""
 
     def __init__(self, target: VllmTarget, key: str, params: SamplingParams, guess: Guess) -> None:
         self.target, self.key, self.params, self._guess = target, key, params, guess
@@ -226,7 +226,7 @@ def test_what_the_engine_proposes_is_a_draft_like_any(params: SamplingParams) ->
 
 @PARAMS
 async def test_a_verifier_drafts_with_what_the_engine_proposes(params: SamplingParams) -> None:
-    """Each text is drafted for by the engine, by the device or by both."""
+    """Each generation is drafted by the engine, by the device or by both."""
     engine = FakeVllm(0.1, right=0.9)
     async with serving(fake_target(engine, speculator_tokens=3)) as (address, verifier):
 
@@ -250,35 +250,36 @@ def test_the_self_test_lets_a_right_engine_in(speculator_tokens: int) -> None:
 
 
 class _ShiftedNoise(FakeVllm):
-    """Chooses behind a draft as if the draft were not there: one position too early."""
+    """An engine that samples after a draft as if the draft were not there: one position too
+    early."""
 
     def choose(self, text: FakeText, path: Sequence[int]) -> int:
         return super().choose(text, path[:-1])
 
 
 class _Believing(FakeVllm):
-    """Takes every draft for right."""
+    """An engine that accepts every draft."""
 
     def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
         return (*drafts, self.choose(text, drafts))
 
 
 class _Deaf(FakeVllm):
-    """Never looks at a draft."""
+    """An engine that ignores every draft."""
 
     def run(self, key: str, text: FakeText, wanted: StepRequest) -> StepResult:
         return super().run(key, text, StepRequest(wanted.rows, (), wanted.logprobs))
 
 
 class _Silent(FakeVllm):
-    """Has a speculator that never proposes."""
+    """An engine with a speculator that never proposes."""
 
     def propose(self, text: FakeText, count: int) -> tuple[int, ...]:
         return ()
 
 
 class _TooLate(FakeVllm):
-    """Takes its own proposals for right, and has looked at those of devices."""
+    """An engine that accepts its own proposals, and judges those of devices."""
 
     def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
         right = super().targets(text, drafts)
@@ -286,7 +287,7 @@ class _TooLate(FakeVllm):
 
 
 class _OwnSampler(FakeVllm):
-    """Does not know this project's parameters."""
+    """An engine that ignores this project's parameters."""
 
     def choose(self, text: FakeText, path: Sequence[int]) -> int:
         return super().choose(
@@ -306,7 +307,7 @@ class _OwnSampler(FakeVllm):
     ],
 )
 def test_the_self_test_finds_what_is_wrong(kind: str, why: str) -> None:
-    # Other tokens than in the middle, so that no bias is needed to see one.
+    # Its tokens differ from those in the middle, so that a bias is not needed to show one.
     engine = globals()[kind](model=ToyModel(64, order=3, sharpness=3.0))
     failures = self_test(fake_target(engine, speculator_tokens=3))
     assert why in "; ".join(failures)
@@ -332,7 +333,7 @@ def test_a_session_without_numbers_fails_alone() -> None:
 
 
 class _Breaking(FakeVllm):
-    """Some steps fail when vLLM has booked them already, in part or as a whole."""
+    """An engine that fails some steps after vLLM has booked them, in part or as a whole."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(0.2, seed)
@@ -400,7 +401,7 @@ def test_openings_have_bounds() -> None:
 
 
 def _core(**calls: Any) -> VllmCore:
-    """With sessions ``a`` and ``b``, on what stands in for vLLM's own core."""
+    """Return a core with sessions ``a`` and ``b``, on a stand-in for vLLM's own core."""
     core = VllmCore.__new__(VllmCore)
     core._ids, core._core = {"a": "1", "b": "2"}, SimpleNamespace(**calls)
     return core
@@ -443,7 +444,7 @@ def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
 
 
 class _StartedCore(FakeVllm):
-    """As much of ``VllmCore`` as loading asks for; its first step fails."""
+    """The part of ``VllmCore`` that loading uses; its first step fails."""
 
     context_length, number_format, max_drafts, max_rows = 128, "float32", 4, 64
     speculator_tokens, speculator = 2, "ngram"
@@ -468,7 +469,7 @@ def test_a_self_test_that_cannot_run_ends_vllm_and_says_why(
     monkeypatch.setattr(core_module, "VllmCore", _StartedCore)
     names = ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
     for name in (*names, "VLLM_USE_V2_MODEL_RUNNER"):
-        monkeypatch.setenv(name, "")  # they are set for the process, and go with the test
+        monkeypatch.setenv(name, "")  # they are set for the process, and removed after the test
     with pytest.raises(SetupError, match=r"fails in the self-test on .*: MemoryError: no room"):
         loading.vllm_target(VerifierConfig(model="bundled", engine="vllm"), "tiny")
     assert _StartedCore.shut == 1
@@ -480,7 +481,7 @@ SQL = replace(TOY_MODEL, order=2)
 
 
 def adapter(folder: Path, scale: float = 1.0, base: str = "anything") -> Path:
-    """As PEFT writes one, of one matrix."""
+    """Write an adapter of one matrix in PEFT's format."""
     folder.mkdir(parents=True)
     settings = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": base}
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -518,7 +519,7 @@ def test_what_cannot_be_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
-    """Of its weights and its model, whatever both are called and where they lie."""
+    """The fingerprint is of the weights and the model, whatever their names and folders are."""
     folders = (
         adapter(tmp_path / "one"),
         adapter(tmp_path / "two", base="another"),
@@ -536,7 +537,7 @@ def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_adapters_of_a_verifier_are_bounded() -> None:
-    """Both ways, and one that has none says nothing of them."""
+    """The number and the size are bounded, and a verifier without adapters reports none."""
     model = ports.ModelInfo("m", "v", 9, 8)
     info = VerifierInfo(model, Limits(), 0, 8, 0, (replace(model, name="a"),) * 65)
     with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
@@ -692,7 +693,8 @@ class _SamplerOutput:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The two modules of vLLM that are named, and nothing in them but what is used."""
+    """Replace the two modules of vLLM that are imported by modules with nothing but the used
+    names."""
     for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     outputs: Any = ModuleType("vllm.v1.outputs")
@@ -709,7 +711,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass
 class _Runner:
-    """As much of vLLM's model runner as is used: one row of ``texts`` a request."""
+    """The part of vLLM's model runner that is used: one row of ``texts`` per request."""
 
     texts: dict[str, list[int]]
     params: dict[str, tuple[int, SamplingParams]]
@@ -790,7 +792,7 @@ def _expected(runner: _Runner, name: str, row: int, path: list[int]) -> int:
 
 @pytest.mark.usefixtures("stand_ins")
 def test_tokens_follow_our_law_with_and_without_drafts_and_requests_fail_alone() -> None:
-    """Of d the text is not computed to its end, and the logits of e are no numbers."""
+    """The text of d is not computed to its end, and the logits of e are not numbers."""
     texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7], "d": [1, 2], "e": [3, 4]}
     params = {name: (2, SamplingParams()) for name in texts} | {"a": (3, PENALISED)}
     params["c"] = (1, PENALISED)
@@ -815,8 +817,8 @@ def test_tokens_follow_our_law_with_and_without_drafts_and_requests_fail_alone()
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("law", [SamplingParams(), PENALISED], ids=["greedy", "sampled"])
 def test_no_end_comes_before_the_least_length(law: SamplingParams) -> None:
-    """Oracle: the scalar law of logits without the ends. Three tokens of the text are there, so of
-    the rows behind two drafts the last one is free again."""
+    """Oracle: the scalar law of logits without the end tokens. The text has three tokens, so the
+    last of the rows after two drafts is free again."""
     best = [int(row.argmax()) for row in _logits(3)]
     eos, stop = best[0], best[1]
     law = replace(law, min_tokens=5, stop_token_ids=(stop,), logit_bias={eos: 9.0, stop: 8.0})
@@ -852,7 +854,7 @@ def test_a_step_without_drafts_is_no_speculation() -> None:
 
 
 class _Drafter:
-    """As much of vLLM's drafters with a forward pass as is used; hidden states are logits."""
+    """The part of vLLM's drafters with a forward pass that is used; hidden states are logits."""
 
     use_heterogeneous_vocab = False
 
@@ -866,7 +868,7 @@ class _Drafter:
 
 
 def _speculating(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner, Any]:
-    """A runner with a drafter, whose step accepts one draft of ``a``."""
+    """Return a runner with a drafter, whose step accepts one draft of ``a``."""
     texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7]}
     runner = _Runner(
         texts, {"a": (3, params), "b": (1, params), "c": (2, params)}, _logits(5), [[]] * 3
@@ -879,15 +881,15 @@ def _speculating(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_drafter_chooses_by_our_law_with_the_noise_of_its_places() -> None:
-    """Of c the text is not computed to its end. Oracle: the scalar specification behind the tokens
-    of the step and what was proposed before."""
+    """The text of c is not computed to its end. Oracle: the scalar specification after the tokens
+    of the step and the earlier proposals."""
     runner, output = _speculating(PENALISED, [False, False, True])
     draft = runner.drafter._sample_draft_tokens
     chains = [list(output.edgespec_rows["a"][0][:2]), [*output.edgespec_rows["b"][0]]]
     for place in range(3):
         hidden = _logits(3, seed=10 + place)
         if place == 2:
-            hidden[0, 5] = torch.nan  # a drafter without numbers fails nobody
+            hidden[0, 5] = torch.nan  # a drafter without numbers makes no session fail
         tokens, probabilities = draft(hidden, None)
         assert probabilities is None
         assert tokens.dtype == torch.int64
@@ -919,7 +921,7 @@ def test_a_drafter_follows_the_text_in_every_step() -> None:
 
 def test_parameters_survive_the_way_to_the_worker() -> None:
     assert sampling_of(arguments_of(7, PENALISED)) == PENALISED
-    # So that none is forgotten: all are set but those that say how a text ends.
+    # All parameters are set except those that define the end of a text, so that none is forgotten.
     ends = {"stop_token_ids", "stop", "max_tokens", "ignore_eos", "constraint"}
     usual = SamplingParams()
     names = [field.name for field in dataclasses.fields(SamplingParams)]
@@ -931,7 +933,7 @@ def test_parameters_survive_the_way_to_the_worker() -> None:
 
 
 class _Scheduler:
-    """vLLM's, as far as it is used: schedules all it finds."""
+    """The part of vLLM's scheduler that is used: it schedules all requests."""
 
     def __init__(self) -> None:
         self.running: list[Any] = []

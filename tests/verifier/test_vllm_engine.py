@@ -89,7 +89,7 @@ async def test_texts_are_those_of_the_native_engine(address: str, params: Sampli
 
 
 def _adapter(folder: Path, merged: Path) -> None:
-    """A random one as PEFT writes it in ``folder``, and the model that it makes in ``merged``."""
+    """Write a random adapter in PEFT's format to ``folder``, and the merged model to ``merged``."""
     bundled = resolve_source("bundled", Purpose.TARGET).folder
     shutil.copytree(bundled, merged)
     weights = {name: one.float() for name, one in load_file(bundled / WEIGHTS).items()}
@@ -114,7 +114,7 @@ def _adapter(folder: Path, merged: Path) -> None:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A verifier with an adapter, and its model in one piece."""
+    """Serve a verifier with an adapter; yield its address and the folder of the merged model."""
     folder = tmp_path_factory.mktemp("adapter")
     _adapter(folder / "sql", folder / "merged")
     options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
@@ -127,7 +127,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
 async def test_texts_of_an_adapter_are_those_of_the_merged_model(
     adapted: tuple[str, Path], params: SamplingParams
 ) -> None:
-    """With the model's own beside them, so that steps hold both."""
+    """The model's own generations run beside them, so that steps hold both."""
     address, merged = adapted
     expected = {}
     for name, model in (("", "bundled"), ("sql", str(merged))):
@@ -176,7 +176,8 @@ def test_what_vllm_cannot_do_is_an_error_with_the_reason(flags: tuple[str, ...],
 
 
 async def test_a_verifier_whose_vllm_has_a_draft_model(address: str) -> None:
-    """With vLLM's worker in a process of its own; the texts are those without it."""
+    """vLLM's worker is a process of its own; the generations equal those without the draft
+    model."""
     draft = {"method": "draft_model", "model": str(resolve_source("bundled", Purpose.DRAFT).folder)}
     settings = json.dumps(draft | {"num_speculative_tokens": 3})
     options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
@@ -191,7 +192,7 @@ async def test_a_verifier_whose_vllm_has_a_draft_model(address: str) -> None:
     assert texts[2] == texts[0]
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+@pytest.mark.filterwarnings("ignore")  # vLLM's own warnings: it is loaded in this process
 @pytest.mark.parametrize("kind", ["Mamba2", "GraniteMoeHybrid", "Qwen3Next"])
 def test_models_with_recurrent_layers_are_refused(kind: str, tmp_path: Path) -> None:
     import transformers
@@ -203,9 +204,9 @@ def test_models_with_recurrent_layers_are_refused(kind: str, tmp_path: Path) -> 
         VllmCore(str(tmp_path), VerifierConfig(max_model_len=128), SMALL)
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+@pytest.mark.filterwarnings("ignore")  # vLLM's own warnings: it is loaded in this process
 def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has booked the rows of such a step, and would let others share them by prefix."""
+    """vLLM has booked the rows of such a step, and would share them by prefix."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     flags = (*SMALL, "--block-size", "32", "--distributed-executor-backend", "uni")
     core = VllmCore(str(resolve_source("bundled", Purpose.TARGET).folder), VerifierConfig(), flags)
@@ -260,7 +261,7 @@ OWN, LENGTH, SESSIONS = 4, 64, 8
 
 
 def _eagle(folder: Path) -> Path:
-    """A head of EAGLE for the bundled target, of random numbers."""
+    """Write an EAGLE head with random numbers for the bundled target."""
     config = json.loads(
         (resolve_source("bundled", Purpose.TARGET).folder / "config.json").read_text()
     )
@@ -299,7 +300,7 @@ def _eagle(folder: Path) -> Path:
 
 @dataclass
 class _Played:
-    """What a run of all sessions came to."""
+    """The outcome of a run of all sessions."""
 
     texts: list[list[int]] = field(default_factory=list)
     passes: int = 0
@@ -309,7 +310,7 @@ class _Played:
 
 
 class _Playing:
-    """One session, whose drafts are ``"own"``, a ``"device"``'s, 70 % of them right, or none."""
+    """One session. Its drafts are ``"own"``, a ``"device"``'s (70 % right), or none."""
 
     def __init__(self, target: VllmTarget, number: int, params: SamplingParams, by: str) -> None:
         size = target.info.vocabulary_size
@@ -351,8 +352,8 @@ def _play(
     known: Sequence[Sequence[int]] = (),
     seed: int | None = None,
 ) -> _Played:
-    """All sessions to their end; ``seed``: some stand aside in each pass, and in some passes
-    nothing is to be proposed."""
+    """Run all sessions to their end. With ``seed`` some sessions pause in each pass, and some
+    passes request no proposals."""
     chance, played = random.Random(seed), _Played()
     sessions = [_Playing(target, n, params, by[n % len(by)]) for n in range(SESSIONS)]
     while unfinished := [one for one in sessions if len(one.answer) < LENGTH]:
@@ -379,7 +380,8 @@ def _play(
 def speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, VllmTarget]]:
-    """A target with a speculator of vLLM's; 20 blocks of 32 tokens, where 8 sessions need 24."""
+    """Return a target with a speculator of vLLM's. It has 20 blocks of 32 tokens, and 8 sessions
+    need 24."""
     settings: dict[str, Any] = {"method": request.param, "num_speculative_tokens": OWN}
     match request.param:
         case "ngram":
@@ -414,7 +416,7 @@ def speculating(
         core.shut_down()
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+@pytest.mark.filterwarnings("ignore")  # vLLM's own warnings: it is loaded in this process
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_are_the_same_whichever_end_drafts(
     speculating: tuple[str, VllmTarget], temperature: float
@@ -430,7 +432,7 @@ def test_texts_are_the_same_whichever_end_drafts(
     for played in (own, both, ragged):
         assert played.texts == plain.texts
         assert played.own[1] > 0
-    if method == "draft_model":  # the others guess at these texts by luck
+    if method == "draft_model":  # the others are right about these texts by luck
         assert own.passes < 0.7 * plain.passes
         assert own.own[0] > 0.2 * own.own[1]
     passes = sum(one.passes for one in (plain, own, both, ragged))
@@ -439,7 +441,7 @@ def test_texts_are_the_same_whichever_end_drafts(
     )
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+@pytest.mark.filterwarnings("ignore")  # vLLM's own warnings: it is loaded in this process
 def test_the_self_test_looks_at_vllms_own_proposals(speculating: tuple[str, VllmTarget]) -> None:
     _, target = speculating
     assert self_test(target) == []

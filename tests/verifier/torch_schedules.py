@@ -1,8 +1,8 @@
-"""Random schedules of passes on torch targets: whatever is drafted and whoever shares the passes,
-texts, tokens, logits or bits are to be those of a plain schedule.
+"""Random schedules of passes on torch targets: texts, tokens, logits or bits must equal those of a
+plain schedule, whatever is drafted and whichever sessions share the passes.
 
-As a program, ``python -m tests.verifier.torch_schedules FOLDER:DTYPE ...``, it looks at the bits
-of a checkpoint in a process whose instruction set the environment may have restricted.
+Run as a program, ``python -m tests.verifier.torch_schedules FOLDER:DTYPE ...``, this file checks
+the bits of a checkpoint in a process whose instruction set the environment may have restricted.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def torch_target(folder: Path, **options: Any) -> TorchTarget:
 
 
 class Recorder:
-    """A target whose every pass leaves its logits in ``logits``; canonical unless ``options`` say
-    otherwise."""
+    """A target whose every pass leaves its logits in ``logits``; canonical unless ``options``
+    override it."""
 
     def __init__(self, folder: Path, dtype: str = "float32", **options: Any):
         settings = {"device": "cpu", "max_cached_tokens": 8192, "canonical": True, **options}
@@ -57,7 +57,7 @@ class Recorder:
         return self._recorded[-1]
 
     def reference(self, text: list[int], first: int) -> torch.Tensor:
-        """Logits behind text[first - 1], text[first], .., one token a pass."""
+        """Return the logits that predict text[first], text[first + 1], .., one token per pass."""
         target, rows = self.target, []
         target.open("reference", first, GREEDY)
         target.forward([PassRequest("reference", 0, tuple(text[:first]))])
@@ -70,7 +70,7 @@ class Recorder:
 
 
 def recorded(target: TorchTarget) -> deque[torch.Tensor]:
-    """The logits of its last pass, from now on."""
+    """Record the logits of the target's last pass, from now on."""
     run, found = target._run, deque[torch.Tensor](maxlen=1)
 
     def record(batch: Sequence[PassRequest]) -> torch.Tensor:
@@ -101,8 +101,8 @@ def random_path(rng: random.Random, parents: Sequence[int]) -> list[int]:
 
 
 def check_random_schedule(rng: random.Random, recorder: Recorder, length: int) -> None:
-    """A random prompt cut at random, then a random tree among other sessions' work: the bits of
-    one token a pass, behind right and wrong nodes alike."""
+    """Cut a random prompt at random places, then run a random tree among other sessions' work: the
+    bits must be those of one token per pass, after right and wrong nodes alike."""
     target, size = recorder.target, recorder.vocabulary_size
     prompt = [rng.randrange(size) for _ in range(length)]
     tokens, parents = random_tree(rng, rng.randrange(1, 14), size)
@@ -132,7 +132,7 @@ def check_random_schedule(rng: random.Random, recorder: Recorder, length: int) -
 
 
 def _other_sessions(rng: random.Random, recorder: Recorder) -> list[PassRequest]:
-    """Up to three other sessions with work of their own."""
+    """Return the requests of up to three other sessions."""
     requests = []
     for index in range(rng.randrange(4)):
         key = f"other {index}"
@@ -153,7 +153,8 @@ def _sampled_rows(request: PassRequest) -> int:
 
 
 def generated(model: Any, prompt: list[int], count: int) -> list[int]:
-    """``count`` greedy tokens of transformers' own ``generate``, whatever the end token is."""
+    """Return ``count`` greedy tokens of transformers' own ``generate``, whatever the end
+    token is."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -170,7 +171,7 @@ def generated(model: Any, prompt: list[int], count: int) -> list[int]:
 def decode_alone(
     target: TargetModel, prompt: list[int], count: int, params: SamplingParams = GREEDY
 ) -> list[int]:
-    """One token a pass, nothing drafted."""
+    """Decode one token per pass, without drafts."""
     target.open("alone", len(prompt), params)
     text, cached = list(prompt), 0
     for _ in range(count):
@@ -186,11 +187,12 @@ def decode_beside(
     texts: Sequence[list[int]],
     params: Sequence[SamplingParams] = (GREEDY,),
 ) -> list[list[int]]:
-    """What ``target`` writes behind each of ``prompts``, as many tokens as the text of each has.
+    """Return the tokens that ``target`` generates after each of ``prompts``, as many as each of
+    ``texts`` has.
 
-    Each pass serves some of the sessions. ``texts`` are what is expected; the drafts are trees in
-    which some of it hides among wrong nodes, chains of it, chains of wrong tokens, or nothing. The
-    first half of a long prompt is fed in a pass of its own.
+    Each pass serves some of the sessions. ``texts`` are the expected outputs. The drafts are trees
+    that hide some of the text among wrong nodes, chains of the text, chains of wrong tokens, or
+    nothing. The first half of a long prompt is fed in a pass of its own.
     """
     rng, size = random.Random(len(prompts)), target.info.vocabulary_size
     written = [list(prompt) for prompt in prompts]
@@ -241,7 +243,7 @@ def _random_draft(rng: random.Random, right: Sequence[int], vocabulary_size: int
 
 
 def accepted(request: PassRequest, result: PassResult) -> tuple[list[int], list[int]]:
-    """Nodes that are the target's own tokens, and the tokens that the pass commits."""
+    """Return the nodes that are the target's own tokens, and the tokens that the pass commits."""
     kept: list[int] = []
     new = [result.targets[0]]
     for node, (token, parent) in enumerate(zip(request.tokens, request.parents, strict=True)):
@@ -264,15 +266,15 @@ class _Session:
     cached: int
     blocks: list[int] = field(default_factory=list)
     shared: int = 0
-    """Of the blocks, the first ones that belong to another session's text."""
+    """Number of the first blocks that belong to another session's text."""
 
 
 class Serving:
-    """Two targets of at least 2048 cached tokens, whose tokens must be equal pass by pass
-    (``same_tokens``).
+    """Two targets with room for at least 2048 cached tokens, whose tokens must be equal in every
+    pass (``same_tokens``).
 
-    Sessions come and go, feed and draft trees, keep random paths, roll back, start on blocks of
-    other sessions (prefix hits), and lose their blocks and are computed again (evictions); tables
+    Sessions open and close, feed and draft trees, keep random paths, roll back, start on blocks of
+    other sessions (prefix hits), and lose their blocks and are computed again (evictions). Tables
     are made as the engine makes them. ``check`` is called after each pass of both.
     """
 
@@ -293,7 +295,7 @@ class Serving:
         self.opened = self.hits = self.rows = 0
 
     def run(self, rows: int) -> None:
-        """Until so many rows were sampled."""
+        """Run until this many rows were sampled."""
         while self.rows < rows:
             self._step()
         self._close(self.sessions)

@@ -1,8 +1,8 @@
-"""Beginnings for the target to go on from: questions, requests, code and prose of the corpus.
+"""Beginnings for the target to continue: questions, requests, code and prose of the corpus.
 
 python -m tools.train_pair.beginnings build/prompts.jsonl
 
-A draft is asked on texts that begin as users' prompts do, so beginnings look like these: whole
+A draft is used on texts that begin like users' prompts, so beginnings look like these: whole
 questions of the corpus, sentences put as a request, functions up to their docstring, plain cuts.
 Only training documents are cut; no prompt of an evaluation set is among them.
 """
@@ -27,18 +27,19 @@ LONGEST = 320  # tokens of a beginning
 CODE = ("cpython311_lib", "standard_library")
 FUNCTION = re.compile(r'^ *(?:def|class) [^\n]+:\n +"""[^"]{8,600}"""\n', re.MULTILINE)
 SENTENCE = re.compile(r"[A-Z][^.?!]{12,300}[.?!]")
-# How often each kind is drawn.
+# Share of each kind.
 SHARES = {"question": 0.2, "request": 0.2, "function": 0.2, "cut": 0.4}
 
 
 def question(text: str, dice: random.Random) -> str:
-    """The user's part of a chat document, ready for the answer; empty for another document."""
+    """Return the user's part of a chat document, ready for the answer, or an empty string for
+    another document."""
     user, mark, _ = text.partition(ASSISTANT)
     return user + mark if mark else ""
 
 
 def request(text: str, dice: random.Random) -> str:
-    """One to four sentences in a row, put as what a user says."""
+    """Return one to four consecutive sentences, put as a user's request."""
     plain = text.replace(USER, "").replace(ASSISTANT, " ")
     at = dice.randrange(len(plain))
     found = SENTENCE.findall(plain[at : at + 1500])[: dice.choice((1, 1, 2, 3, 4))]
@@ -47,7 +48,8 @@ def request(text: str, dice: random.Random) -> str:
 
 
 def function(text: str, dice: random.Random) -> str:
-    """A function or class of Python up to the end of its docstring, often with lines before it."""
+    """Return a function or class of Python up to the end of its docstring, often with lines before
+    it."""
     found = FUNCTION.search(text, dice.randrange(len(text)))
     if found is None:
         return ""
@@ -56,7 +58,7 @@ def function(text: str, dice: random.Random) -> str:
 
 
 def cut(text: str, dice: random.Random) -> str:
-    """A stretch from the start of a line to the end of a word."""
+    """Return a stretch from the start of a line to the end of a word."""
     at = text.rfind("\n", 0, dice.randrange(len(text))) + 1
     end = at + dice.randint(20, 400)
     while end < len(text) and not text[end].isspace():
@@ -79,7 +81,7 @@ class Beginnings(Iterator[str]):
                 texts[document.source].append(document.text)
         code = [texts[source] for source in CODE if source in texts]
         chats = [t for found in texts.values() for t in found if ASSISTANT in t]
-        # A source is drawn first, then a text of it: a few long books count as much as
+        # A source is drawn first, then a text of it, so that a few long books count as much as
         # thousands of short pages.
         self._groups = {"question": [chats] if chats else [], "function": code}
         self._all = list(texts.values())

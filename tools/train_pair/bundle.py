@@ -1,4 +1,5 @@
-"""A trained draft into the package, and a damaged copy of the bundled one to try training on.
+"""Put a trained draft into the package, or write a damaged copy of the bundled one to try training
+on.
 
 python -m tools.train_pair.bundle pack build/draft
 python -m tools.train_pair.bundle cripple build/crippled --noise 0.3
@@ -20,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 
 def pack(checkpoint: Path, bundled: Path) -> None:
-    """What ``edgespec distill`` wrote becomes the bundled draft: float32 and int4 ONNX."""
+    """Make the output of ``edgespec distill`` the bundled draft: float32 and int4 ONNX."""
     out = bundled / "draft"
     export_draft(checkpoint, out, bits=4)
     shutil.copyfile(checkpoint / WEIGHTS, out / WEIGHTS)

@@ -1,8 +1,8 @@
-"""Training text: the project's shared corpus when it is there, else this Python's own library.
+"""Training text: the project's shared corpus if it exists, else this Python's own library.
 
-Documents come out in a seeded order, each with the name of its source. A document is held out for
-validation when a hash of its text falls below ``HELD_OUT_SHARE``, so every stage of the recipe
-agrees on the split without writing it down.
+Documents come in a seeded order, each with the name of its source. A document is held out for
+validation if a hash of its text falls below ``HELD_OUT_SHARE``, so every stage of the recipe agrees
+on the split without writing it down.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 HELD_OUT_SHARE = 0.02
 
-# How often each source is seen for one pass over the whole: code and short instructions count
-# more than their bytes, because the demo prompts look like them.
+# Repetitions of each source in one pass over the whole: code and short instructions count more than
+# their bytes, because the demo prompts look like them.
 REPEATS = {
     "books_public_domain": 0.6,
     "python_peps": 0.7,
@@ -50,9 +50,9 @@ def _digest(text: str, size: int) -> bytes:
 
 
 def documents(seed: int = 0) -> list[Document]:
-    """All documents, repeated by source weight and shuffled by ``seed``.
+    """Return all documents, repeated by source weight and shuffled by ``seed``.
 
-    Raises ``FileNotFoundError`` where ``EDGESPEC_DATA`` names a folder without a corpus.
+    Raises ``FileNotFoundError`` if ``EDGESPEC_DATA`` names a folder without a corpus.
     """
     folder = Path(os.environ.get("EDGESPEC_DATA", "../shared/data")) / "corpus"
     if "EDGESPEC_DATA" in os.environ and not folder.is_dir():
@@ -75,7 +75,8 @@ def _shared(folder: Path) -> Iterator[Document]:
         source = path.name.removesuffix(".txt.xz")
         with lzma.open(path, "rt", encoding="utf-8") as file:
             for text in file.read().split("<|doc|>\n")[1:]:
-                # Whole books would make the held-out share a lottery: cut them into chapters.
+                # Whole books would make the held-out share a lottery, so they are cut into
+                # chapters.
                 for piece in _pieces(text.strip(), 60_000):
                     yield Document(source, _shaped(source, piece))
 
@@ -97,7 +98,7 @@ def _shaped(source: str, text: str) -> str:
         question = question.removeprefix("Question:").strip()
         answer = re.sub(r"<<[^>]*>>", "", answer).strip()
         return f"{USER}{question}{ASSISTANT}{answer}"
-    # Half of them, by the text alone.
+    # Half of the pages are shaped, chosen by their text alone.
     if source == "tldr_pages_en" and _digest(text, 1)[0] % 2:
         title = text.splitlines()[0].lstrip("# ").strip()
         rest = "\n".join(text.splitlines()[1:]).strip()

@@ -1,10 +1,11 @@
-"""How often the draft's choices are the target's token, on prompts neither model was trained on.
+"""Measure how often the draft's choices are the target's token, on prompts that neither model was
+trained on.
 
-The target writes its own text for each prompt; each draft is then asked, on every prefix of it,
-what comes next. The share of first choices that are right is the acceptance rate of a chain, the
-share of second choices what a hedge adds. Noise is shared, as in production. Intervals are 95 % of
-a bootstrap over prompts, since the positions of one text are no independent trials; with several
-drafts (``--draft OLD NEW``) the gain of each over the first is taken prompt by prompt.
+The target generates its own text for each prompt; each draft then predicts the next token after
+every prefix of it. The share of first choices that are right is the acceptance rate of a chain, and
+the share of second choices is the gain of a hedge. Noise is shared, as in production. Intervals are
+95 % of a bootstrap over prompts, since the positions of one text are no independent trials. With
+several drafts (``--draft OLD NEW``) the gain of each over the first is computed prompt by prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tools.train_pair.corpus import ASSISTANT, USER
 
 SETS = ("humaneval", "gsm8k_test", "mt_bench", "mbpp", "oasst_prompts")
 TEMPERATURES = (0.0, 0.7, 1.0)
-SESSIONS = 40  # texts that the target writes in one pass
+SESSIONS = 40  # texts that the target generates in one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def prompts(each: int) -> Iterator[tuple[str, str]]:
 
 
 def fill(target: TargetModel, texts: Sequence[Text]) -> None:
-    """Let the target write the outputs, all texts in lock step."""
+    """Let the target generate the outputs, all texts in lock step."""
     eos, cached = set(target.info.eos_token_ids), [0] * len(texts)
     for number, text in enumerate(texts):
         target.open(str(number), len(text.prompt), text.params)
@@ -75,7 +76,7 @@ def _ended(text: Text, eos: set[int]) -> bool:
 
 
 def ranks(drafter: OnnxDrafter, text: Text) -> list[int]:
-    """Of the output's tokens how many were the draft's first choice, its second, or neither."""
+    """Count the output's tokens that were the draft's first choice, its second, or neither."""
     drafter.begin(len(text.prompt), text.params)
     found = walk_along(drafter.step, text.prompt, text.output, 2).ranks
     return [found.count(rank) for rank in (0, 1, MISS)]
@@ -102,7 +103,7 @@ def report(temperature: float, drafts: Sequence[str], sets: np.ndarray, found: n
 
 
 def written(folder: Path, temperatures: Sequence[float], each: int, tokens: int) -> list[Text]:
-    """The target's texts for every prompt at every one of ``temperatures``."""
+    """Return the target's texts for every prompt at every one of ``temperatures``."""
     from edgespec.verifier.targets.torch_target import TorchTarget
 
     info, tokenizer = model_info(folder), TextTokenizer(folder)
