@@ -25,7 +25,7 @@ from onnx import (
 )
 
 from edgespec.models.onnx_runtime import ort
-from edgespec.models.weight_blocks import CONTRIB, matmul_attributes
+from edgespec.models.weight_blocks import CONTRIB, RoundedMatrix, matmul_attributes
 
 OPSET: Final = 21
 IR_VERSION: Final = 10
@@ -97,25 +97,24 @@ class GraphNodes:
         self,
         name: str,
         rows: str,
-        integers: Array,
-        scales: Array,
-        *,
-        columns: int,
-        bits: int,
+        matrix: RoundedMatrix,
         bias: Array | None = None,
     ) -> str:
-        """Append the product of ``rows`` with a rounded matrix (``weight_blocks.py``) that has
-        ``columns`` inputs, and return its name."""
+        """Append the product of ``rows`` with a rounded matrix, plus ``bias``, and return its
+        name."""
         inputs = [
             rows,
-            self._packed_constant(f"{name}.integers", integers),
-            self.constant(f"{name}.scales", scales.reshape(-1)),
+            self._packed_constant(f"{name}.integers", matrix.integers),
+            self.constant(f"{name}.scales", matrix.scales.reshape(-1)),
         ]
+        if matrix.zero_points is not None:
+            points = matrix.zero_points.reshape(-1)
+            inputs.append(self.constant(f"{name}.zero_points", points))
         if bias is not None:
-            inputs += ["", "", self.constant(f"{name}.bias", bias)]
-        return self.node(
-            "MatMulNBits", inputs, name, **matmul_attributes(len(integers), columns, bits)
-        )
+            inputs += [""] * (5 - len(inputs))
+            inputs.append(self.constant(f"{name}.bias", bias))
+        form = matmul_attributes(len(matrix.integers), matrix.columns, matrix.bits)
+        return self.node("MatMulNBits", inputs, name, **form)
 
     def norm(self, name: str, rows: str, weight: Array, epsilon: float) -> str:
         """Append an RMS norm over the last axis and return its name."""

@@ -30,15 +30,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto, helper
 
 from edgespec.models.graph_nodes import GraphNodes
-from edgespec.models.weight_blocks import quantize_matrix
+from edgespec.models.weight_blocks import RoundedMatrix, round_matrix
 from edgespec.verifier.targets import cpu_threads
 from edgespec.verifier.targets.graph_passes import GraphModel, GraphShape, probe_logits
 from edgespec.verifier.targets.quantized_linear import FORMATS, HEAD_BITS, check_product
 
 Array = NDArray[Any]
-RoundedMatrix = tuple[Array, Array, int]
-"""Integers and scales (``weight_blocks.py``), and bits of a weight."""
-
 _GEMMA: Final = ("gemma", "gemma2", "gemma3_text")
 _ACTIVATIONS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "silu": ("QuickGelu", {"alpha": 1.0}),
@@ -145,7 +142,7 @@ class _GraphBuilder:
         graph.node("Concat", [value for _, value in written], "new_values", axis=1)
         normed, _ = self._norm("norm", self._model.model.norm, residual, branch)
         picked = graph.node("Gather", [normed, "sampled"], "picked", axis=1)
-        self._head(picked, hidden)
+        self._head(picked)
         return BuiltGraph(graph.session(self._inputs(hidden), self._outputs(), threads), graph)
 
     # --- the parts of a decoder -----------------------------------------------------------
@@ -238,11 +235,11 @@ class _GraphBuilder:
             partial["rotary_embedding_dim"] = width
         return graph.node("RotaryEmbedding", inputs, f"{value}.rotated", num_heads=heads, **partial)
 
-    def _head(self, picked: str, hidden: int) -> None:
+    def _head(self, picked: str) -> None:
         graph, config = self._graph, self._config
         head = self._model.get_output_embeddings()
         rounded = self._rounded_matrix("head", [head], is_head=True)
-        logits = self._block_product("head", picked, rounded, [head], hidden)
+        logits = self._block_product("head", picked, rounded, [head])
         if divisor := getattr(config, "logits_scaling", None):
             graph.constant("logits.divisor", np.array(divisor, dtype=np.float32))
             logits = graph.node("Div", [logits, "logits.divisor"], "logits.divided")
@@ -294,12 +291,11 @@ class _GraphBuilder:
             names = ("gate_up_proj",)
         layers = [getattr(parent, part) for part in names]
         rounded = self._rounded_matrix(name, layers, is_head=False)
-        return self._block_product(name, rows, rounded, layers, layers[0].in_features)
+        return self._block_product(name, rows, rounded, layers)
 
     def _block_product(
-        self, name: str, rows: str, rounded: RoundedMatrix, layers: list[Any], columns: int
+        self, name: str, rows: str, rounded: RoundedMatrix, layers: list[Any]
     ) -> str:
-        integers, scales, bits = rounded
         bias = None
         if any(layer.bias is not None for layer in layers):
             parts = [
@@ -307,15 +303,13 @@ class _GraphBuilder:
                 for layer in layers
             ]
             bias = torch.cat(parts).float().numpy()
-        return self._graph.block_product(
-            name, rows, integers, scales, columns=columns, bits=bits, bias=bias
-        )
+        return self._graph.block_product(name, rows, rounded, bias)
 
     def _rounded_matrix(self, name: str, layers: list[Any], *, is_head: bool) -> RoundedMatrix:
         if name not in self._rounded:
             weight = torch.cat([layer.weight.detach() for layer in layers]).numpy()
             bits = HEAD_BITS if is_head else self._bits
-            self._rounded[name] = (*quantize_matrix(weight, bits), bits)
+            self._rounded[name] = round_matrix(weight, bits)
             for layer in layers:
                 layer.weight = None
         return self._rounded[name]

@@ -1,11 +1,13 @@
 """Linear layers whose weights are rounded to 4 or 8 bits, on a CPU.
 
 Theory of operation. On a CPU a pass of few rows takes as long as reading the weights takes, so
-fewer bits are fewer milliseconds. Weights are rounded in blocks of 32 (``models/weight_blocks.py``,
-the format of the device's drafts, and that of GGUF's Q4_0 and Q8_0), and multiplied by
-onnxruntime's ``MatMulNBits``: it rounds each row's inputs to 8 bits by the same blocks, and adds up
-whole numbers within a block. Layers that read the same rows (query, key and value; gate and up) are
-one product, for each product costs some microseconds beside its arithmetic.
+fewer bits are fewer milliseconds. Weights are rounded in blocks of 32
+(``models/weight_blocks.py``). The blocks are those of GGUF's Q4_0 and Q8_0; a block of 4 bits has a
+zero point where that leaves less error. onnxruntime's ``MatMulNBits`` multiplies them: it rounds
+each row's inputs to 8 bits by the same blocks, and adds up whole numbers within a block. Layers
+that read the same rows (query, key and value; gate and up) are one product, because each product
+costs some microseconds beside its arithmetic. Most families do not come here: all their layers are
+one graph (``decoder_graph.py``).
 
 A row's bits may not depend on the rows beside it. Neither torch nor onnxruntime promises that, so
 canonical mode tries the row counts it uses, as it does for other products (``row_tiles.py``).
@@ -16,12 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.nn import functional
 
 from edgespec.core.ports import UnsupportedModelError
-from edgespec.models.weight_blocks import CONTRIB, matmul_attributes, quantize_matrix
+from edgespec.models.weight_blocks import CONTRIB, RoundedMatrix, matmul_attributes, round_matrix
 from edgespec.verifier.targets import cpu_threads
 
 FORMATS: Final = {"int8": 8, "int4": 4}
@@ -49,8 +50,7 @@ class QuantizedLinear(torch.nn.Module):
         self.out_features = sum(layer.out_features for layer in layers)
         self.bits = bits
         weight = torch.cat([layer.weight.detach().float() for layer in layers])
-        integers, scales = quantize_matrix(weight.numpy(), bits)
-        self._session = _session(integers, scales, self.in_features, bits)
+        self._session = _session(round_matrix(weight.numpy(), bits))
         biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -175,19 +175,10 @@ def _check_product(
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return float32 [outputs, inputs]: the weights that the rounded integers represent."""
-    integers, scales = quantize_matrix(weight.detach().float().numpy(), bits)
-    if bits == 4:
-        integers = np.stack([integers & 15, integers >> 4], axis=-1).reshape(*scales.shape, -1)
-    values = (integers.astype(np.float32) - (1 << (bits - 1))) * scales[..., None]
-    return torch.from_numpy(values.reshape(len(weight), -1)[:, : weight.shape[1]])
+    return torch.from_numpy(round_matrix(weight.detach().float().numpy(), bits).values())
 
 
-def _session(
-    integers: np.ndarray[Any, Any],
-    scales: np.ndarray[Any, Any],
-    inputs: int,
-    bits: int,
-) -> Any:
+def _session(matrix: RoundedMatrix) -> Any:
     """Return an onnxruntime session that multiplies ``rows`` by one rounded matrix."""
     try:
         from onnx import TensorProto, helper, numpy_helper
@@ -195,23 +186,23 @@ def _session(
         from edgespec.models.onnx_runtime import ort
     except ImportError as error:
         raise missing_package(error) from error
-    outputs = len(integers)
+    outputs, inputs = len(matrix.integers), matrix.columns
+    constants: dict[str, Any] = {"integers": matrix.integers, "scales": matrix.scales.reshape(-1)}
+    if matrix.zero_points is not None:
+        constants["zero_points"] = matrix.zero_points.reshape(-1)
     node = helper.make_node(
         "MatMulNBits",
-        ["rows", "integers", "scales"],
+        ["rows", *constants],
         ["out"],
         domain=CONTRIB,
-        **matmul_attributes(outputs, inputs, bits),
+        **matmul_attributes(outputs, inputs, matrix.bits),
     )
     graph = helper.make_graph(
         [node],
         "product",
         [helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["count", inputs])],
         [helper.make_tensor_value_info("out", TensorProto.FLOAT, ["count", outputs])],
-        [
-            numpy_helper.from_array(integers, "integers"),
-            numpy_helper.from_array(scales.reshape(-1), "scales"),
-        ],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(CONTRIB, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
