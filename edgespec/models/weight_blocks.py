@@ -30,7 +30,7 @@ BLOCK_SIZE = 32
 # signs.
 _GRID_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.07, 1.14)
 _GRID_8 = (1.0, 128 / 127)  # the second is that of GGUF's Q8_0, whose integers are kept so
-# Shares of a block's range that its integers may cover where it has a zero point. More of them, or
+# Shares of a block's range that its integers may cover where it has a zero point. More shares, or
 # other zero points, leave 0.2 % less error.
 _RANGE_SHARES = (1.0, 0.93)
 _ROWS_AT_ONCE = 2048

@@ -1,4 +1,5 @@
-"""Attention whose bits do not depend on how a text was cut into passes, nor on what runs beside it.
+"""Computes attention whose bits depend neither on how a text was cut into passes, nor on what
+shares the pass.
 
 Layout: a group is rows of one session that share *one line of ancestors*, where key index equals
 position. A row sees the keys of that line before its own position; its own key is apart. All nodes
@@ -85,8 +86,8 @@ class CanonicalGroups:
         return found
 
     def windowed(self, window: int) -> CanonicalGroups:
-        """The same rows, seeing no key ``window`` positions or more behind them. Tiles of which no
-        row sees a key would add exact zeros: left out."""
+        """Return the same rows, which see no key that is ``window`` positions or more behind them.
+        Tiles in which no row sees a key would add exact zeros, so they are left out."""
         assert self.positions is not None
         last_unseen = self.positions[:, :, None] - window
         keys = torch.arange(KEY_TILE, device=last_unseen.device)
@@ -99,7 +100,7 @@ class CanonicalGroups:
 
 
 class CanonicalAttention:
-    """``AttentionBackend`` for the row counts of ``tiles``."""
+    """An ``AttentionBackend`` for the row counts of ``tiles``."""
 
     def __init__(self, tiles: RowTiles) -> None:
         self._sizes, self._batch = tiles.attention_sizes, tiles.attention_batch
@@ -145,7 +146,7 @@ class CanonicalLayout:
         return out
 
     def _groups(self, window: int | None) -> tuple[CanonicalGroups, ...]:
-        """A window that hides nothing changes nothing."""
+        """Return the groups under a window, which are the same where the window hides nothing."""
         if window is None or window > self.last_position:
             return self.groups
         if self._windowed is None or self._windowed[0] != window:
@@ -154,8 +155,8 @@ class CanonicalLayout:
 
 
 def _is_wide(groups: Sequence[CanonicalGroups]) -> bool:
-    """Return whether groups are worth a thread each: a prompt's are, those of single tokens are
-    computed sooner than another thread wakes up."""
+    """Return whether each group gets a thread of its own. A prompt's groups do; groups of single
+    tokens are computed before another thread wakes up."""
     return len(groups) > 1 and max(one.padded for one in groups) >= _WIDE_ROWS
 
 
@@ -224,8 +225,8 @@ def canonical_attention(
 
 @lru_cache(maxsize=2048)
 def _one_path(parents: tuple[int, ...]) -> int:
-    """The inner nodes of a tree that is one line of ancestors, if they are its first nodes, one
-    after the other: then the keys of that line lie side by side. Else -1."""
+    """Return how many inner nodes a tree has if they are its first nodes, one after the other, so
+    that the keys of their line lie side by side; else -1."""
     (path, _), *others = tree_lines(parents)
     return -1 if others or path.tolist() != list(range(len(path))) else len(path)
 
@@ -247,7 +248,7 @@ def _groups(
         return []
     device, size = rows.pool.device, picked.shape[1]
     positions = rows.positions[picked]
-    # Tiles behind the last position would add exact zeros: left out. One is always there.
+    # Tiles behind the last position would add exact zeros, so they are left out, but for one.
     tiles = np.maximum(1, -(-positions.max(axis=1) // KEY_TILE))
     found = []
     for tile_count in np.unique(tiles).tolist():
@@ -285,14 +286,14 @@ def _groups(
 
 @lru_cache(maxsize=4)
 def _mask_rows(device: torch.device) -> torch.Tensor:
-    """float32 [KEY_TILE + 1, KEY_TILE]: row n lets the first n keys be seen."""
+    """Return float32 [KEY_TILE + 1, KEY_TILE], whose row n shows the first n keys."""
     places = torch.arange(KEY_TILE, device=device)
     hidden = places >= torch.arange(KEY_TILE + 1, device=device)[:, None]
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _groups_of(rows: BatchRows, session: int, sizes: tuple[int, ...]) -> list[CanonicalGroups]:
-    """The groups of any session."""
+    """Return the groups of one session, whatever its tree."""
     request, first = rows.requests[session], int(rows.first_rows[session])
     fed, which = len(request.feed), np.array([session])
     groups: list[CanonicalGroups] = []

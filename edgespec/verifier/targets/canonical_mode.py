@@ -74,8 +74,8 @@ def run_self_test(
 ) -> str:
     """Compute the same text one token at a time (by ``single`` where it is given), in chunks, as a
     tree beside wrong guesses, packed with another session, and as many equal siblings: logits must
-    agree to the last bit. Says where they do not, empty: nowhere. Leaves ``pool`` as it was; with
-    fewer than ``TOKENS_NEEDED`` free tokens it cannot hold."""
+    agree to the last bit. Return a description of where they do not, which is empty if they do.
+    ``pool`` is left as it was. With fewer than ``TOKENS_NEEDED`` free tokens the test fails."""
     if pool.free_tokens < TOKENS_NEEDED:
         return f"{pool.free_tokens} free tokens, {TOKENS_NEEDED} needed"
     text = _text(vocabulary_size)
@@ -99,7 +99,8 @@ def run_self_test(
 
 
 def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
-    """Whether the logits behind a short text are numbers; True when the pool has no room for it."""
+    """Return whether the logits behind a short text are finite; True when the pool has no room for
+    the text."""
     if pool.free_tokens < TOKENS_NEEDED:
         return True
     text = _text(vocabulary_size)
@@ -108,7 +109,8 @@ def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
 
 
 def tree_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> torch.Tensor | None:
-    """Logits of a short text as a tree beside wrong guesses; None when the pool has no room."""
+    """Return the logits of a short text as a tree beside wrong guesses, or None when the pool has
+    no room."""
     if pool.free_tokens < TOKENS_NEEDED:
         return None
     text = _text(vocabulary_size)
@@ -121,8 +123,8 @@ def _text(vocabulary_size: int) -> list[int]:
 
 
 def schedule_logits(pool: KvPool, run: RunPass, steps: Iterable[Step]) -> torch.Tensor:
-    """Logits [wanted rows of all steps, vocabulary], float32 on the CPU; most schedules want those
-    behind text[_PROMPT - 1] .. text[-1]."""
+    """Return the logits [wanted rows of all steps, vocabulary] of a schedule, float32 on the CPU.
+    Most schedules want the rows behind text[_PROMPT - 1] .. text[-1]."""
     rows = []
     for key in (_KEY, _OTHER):
         pool.open(key, 1, SamplingParams())
@@ -215,10 +217,10 @@ def _siblings(text: list[int], count: int) -> Iterator[Step]:
 TILE_BASES = (8, 16, 32)
 
 SMALL_BASES = (1, 2, 4, *TILE_BASES)
-"""Bases of attention, and of plain layers beside others. Those of quantised layers come first: a
-product of one row is the quickest there is, where it has the bits that larger ones have."""
+"""Bases of attention, and of plain layers beside others. The bases of quantised layers come first:
+a product of one row takes the least time, where it has the bits that larger ones have."""
 ROW_BY_ROW = 0
-"""One row at a time in every product, where nothing else holds."""
+"""The base for one row at a time in every product, where nothing else holds."""
 GPU_BASES = (64, 128)
 
 # Keys of the attention that is tried: one tile and a part of the next.
@@ -251,7 +253,7 @@ class CanonicalModeError(ValueError):
 class CanonicalMode:
     tiles: RowTiles | None
     failures: tuple[str, ...]
-    """Why each base that was tried before does not hold."""
+    """Reasons why each base that was tried before does not hold."""
 
 
 def find_canonical_mode(
@@ -292,7 +294,8 @@ def _first_that_holds(
     bases: Sequence[int],
     failures: list[str],
 ) -> RowTiles | None:
-    """Of ``bases``, in their order; installed. What does not hold is added to ``failures``."""
+    """Install and return the first of ``bases`` that holds. Reasons why others do not hold are
+    added to ``failures``."""
     for base in bases:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)
@@ -306,7 +309,8 @@ def _first_that_holds(
 
 
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
-    """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
+    """Install the sizes that agree with ``base``. Return None, and add a reason to ``failures``,
+    when the base does not hold."""
     heads = head_shape(loaded)
     one_row, base = base == ROW_BY_ROW, max(1, base)
     bases: tuple[int, ...] = (base,) if one_row or base in TILE_BASES else SMALL_BASES
@@ -343,7 +347,8 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
 
 
 def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-    """Of the sizes that agree with each base those that reach furthest, the smallest base first."""
+    """Return the sizes of the base whose agreeing sizes reach furthest. The smallest base wins a
+    tie."""
     best: tuple[int, ...] = ()
     for base in bases:
         sizes = sizes_of(base)
@@ -355,7 +360,7 @@ def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) ->
 
 
 def _kind(layer: TiledLayer) -> tuple[object, ...]:
-    """Equal for layers whose products are computed alike."""
+    """Return a key that is equal for layers whose products are computed alike."""
     if isinstance(layer, PackedLinear):
         return (layer.dtype, layer.in_features, layer.out_features, layer.bias is None)
     if isinstance(layer, QuantizedLinear):
@@ -385,7 +390,8 @@ def _agreeing_quantized_sizes(layer: QuantizedLinear, base: int) -> tuple[int, .
 
 
 def _other_products(loaded: LoadedModel) -> str:
-    """The name of a matrix that no layer with a known product holds, such as those of experts."""
+    """Return the name of a matrix that no layer with a known product holds, such as an expert's, or
+    an empty one."""
     for name, part in loaded.model.named_modules():
         if isinstance(part, QuantizedLinear):
             continue

@@ -10,7 +10,7 @@ Attention reads keys and values where the pool has them. A *group* is some rows 
 ancestors all lie on one line of keys, on which the key with index i has position i. For each group
 ``places`` names the line's rows in the pool; rows of the run itself are not in the pool yet, so
 ``fresh_rows`` are put at ``fresh_goals`` among what was gathered. With G groups of R rows and lines
-of L keys, A key-value heads, S query heads for each of them, and head dimension d:
+of L keys, A key-value heads, S query heads for each key-value head, and head dimension d:
 
     scores [G, A, S R, L] = scale * queries [G, A, S R, d] keys [G, A, L, d]' + hidden
     out = softmax(scores) * seen @ values
@@ -209,8 +209,8 @@ class _GraphBuilder:
         return attended, (key, value)
 
     def _line(self, name: str, pool: str, places: str, new: str) -> str:
-        """Append the nodes that gather the keys (or values) of all lines. ``new`` are those of the
-        run's own rows."""
+        """Append the nodes that gather the keys (or values) of all lines. ``new`` names the keys of
+        the run's own rows."""
         graph = self._graph
         cached = graph.node("Gather", [pool, places], f"{name}.cached", axis=0)
         own = graph.node("Reshape", [new, "by_head"], f"{name}.own")

@@ -305,8 +305,8 @@ def _groups_of(rows: BatchRows, start: int, stop: int) -> list[Group]:
 
 @lru_cache(maxsize=2048)
 def leaf_lines(parents: tuple[int, ...]) -> tuple[tuple[Indices, Indices], ...]:
-    """Return for each leaf of a tree the nodes on the path from the root to the leaf, and those of
-    them that are on the path of no earlier leaf."""
+    """Return for each leaf of a tree the nodes on the path from the root to the leaf, and the part
+    of the path that no earlier leaf shares."""
     inner = set(parents)
     placed: set[int] = set()
     found = []
@@ -403,8 +403,7 @@ def probe_logits(model: GraphModel) -> Array:
 
 
 def _widest(sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the counts that reach furthest among those of all bases. The smallest base wins a
-    tie."""
+    """Return the counts of the base whose counts reach furthest. The smallest base wins a tie."""
     best: tuple[int, ...] = ()
     for base in BASES:
         sizes = sizes_of(base)

@@ -322,7 +322,7 @@ class KvPool:
 SESSION_ROWS = 16
 """Rows of each session in the measured pass: a fed token and a chain of nodes."""
 
-# The measured pass has at most so many rows on a CPU, and its memory is scaled up: a larger one
+# The measured pass has at most this many rows on a CPU, and its memory is scaled up: a larger one
 # would take a minute.
 _MOST_CPU_ROWS = 256
 _GIB = 1 << 30

@@ -1,6 +1,6 @@
 """Open a causal language model from a folder or a hub id, or refuse it by name.
 
-Supported are decoders whose layers attend to all earlier tokens or to a window of them, dense or
+Supported are decoders whose layers attend to all earlier tokens or within a window, dense or
 with experts, with rotary embeddings that depend on a token's position alone. A test compares each
 family with the library's own ``generate``. transformers fills what a checkpoint lacks with random
 numbers, and accepts integers as weights, with a warning at most. Such checkpoints are refused, and

@@ -6,8 +6,8 @@ the key-value cache, and it handles the failure of one session within a step.
 
 Life of a step: cut each sequence to what the core keeps -> use blocks that others have filled ->
 reserve blocks, taking them from the least recently used sequences if none is free -> one pass ->
-publish the blocks that are full. A sequence that loses its blocks is fed again, and finds those of
-them that no other sequence has needed meanwhile. The target's generation never waits for that.
+publish the blocks that are full. A sequence that loses its blocks is fed again, and finds the
+blocks that no other sequence has needed meanwhile. The target's generation never waits for that.
 
 The model sees a *window* of the text. A text that outgrows the window is continued as if it began
 in the middle of the window: the second half is fed again, with the noise of its true positions. A

@@ -30,14 +30,15 @@ Attend = Callable[["PagedLayout", LayerAttention, LayerStates], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of what goes to the device; ``rows`` are those of the pass, padding included."""
+    """The shapes of the arrays that go to the device. ``rows`` counts the rows of the pass with
+    their padding."""
 
     rows: int
     tiles: int
     lines: int
     blocks: int
     nodes: int
-    """Of the longest path."""
+    """Nodes of the longest path."""
     tile_rows: int
 
     @property
@@ -49,19 +50,19 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """One pass; tensors are int32 on the pool's device."""
+    """The layout of one pass. Tensors are int32 on the pool's device."""
 
     kernel: Attend
     most_keys: int
-    """That a row sees before its own, at most."""
+    """The most keys that a row sees before its own."""
     tiles: torch.Tensor
     """[tiles, 2 + rows of a tile]: line, how many rows, and which."""
     bases: torch.Tensor
     """[lines]: the length of the text, behind which the path follows."""
     tables: torch.Tensor
-    """[lines, blocks]: of the text."""
+    """[lines, blocks]: the blocks of the text."""
     paths: torch.Tensor
-    """[lines, nodes]: slots."""
+    """[lines, nodes]: the slots of each path's nodes."""
     positions: torch.Tensor
     """[rows]."""
     own_slots: torch.Tensor
@@ -86,8 +87,8 @@ class PagedLayout:
 
 
 class PagedAttention:
-    """``AttentionBackend`` for models with ``share`` query heads a key head; ``kernel`` is
-    ``paged_kernel.attend``."""
+    """An ``AttentionBackend`` for models with ``share`` query heads for each key head. ``kernel``
+    is ``paged_kernel.attend``."""
 
     def __init__(self, share: int, kernel: Attend) -> None:
         self.kernel = kernel
@@ -125,8 +126,9 @@ class Lines:
         )
 
     def packed(self, shape: Shape) -> npt.NDArray[np.int32]:
-        """All arrays of ``PagedLayout`` one behind the other, each padded to ``shape`` with zeros:
-        tiles without rows, rows that see nothing and write to the block that nobody owns."""
+        """Return all arrays of ``PagedLayout``, one behind the other, each padded to ``shape`` with
+        zeros. A zero stands for a tile without rows, or for a row that sees nothing and writes to
+        block 0."""
         data = np.zeros(sum(shape.sizes), dtype=np.int32)
         ends = np.cumsum(shape.sizes)[:-1]
         tiles, bases, tables, paths, positions, own_slots = np.split(data, ends)

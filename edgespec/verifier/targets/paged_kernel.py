@@ -20,7 +20,8 @@ from edgespec.verifier.targets.pass_plan import LayerAttention, LayerStates
 _STRETCH = 256
 # Keys that are multiplied at once, by the size of a number: two such tiles fit beside each other.
 _KEYS = {2: 64, 4: 32}
-# What the stretches of a launch leave behind; more tiles take several launches.
+# Partial results of the stretches of one launch take at most this; more tiles take several
+# launches.
 _SCRATCH_BYTES = 1 << 28
 _LEAST_LANES = 32
 
@@ -32,8 +33,8 @@ def _capped(score, soft_cap):
     return tl.where(score < 0, -1.0, 1.0) * soft_cap * (1.0 - bent) / (1.0 + bent)
 
 
-# Each kind of number and alignment that Triton is told of would be another compilation, in the
-# middle of a pass.
+# Triton would compile the kernel again, in the middle of a pass, for each kind of number and
+# alignment that it specialises on.
 _ANY_WIDTH = ("tile_width", "table_width", "path_width", "window")
 _ANYWHERE = ("tiles", "bases", "tables", "paths", "positions", "own_slots")
 
@@ -203,7 +204,7 @@ def add_up(
 
 
 def attend(layout: PagedLayout, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
-    """As ``AttentionLayout.attend``."""
+    """Compute attention, as ``AttentionLayout.attend``."""
     with torch.cuda.device_of(states.query):  # where Triton launches
         return _attend(layout, layer, states)
 

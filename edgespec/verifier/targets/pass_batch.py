@@ -106,7 +106,7 @@ class PassBatch(tuple[PassRequest, ...]):
             and all(
                 [sample or not one for sample, one in zip(self.samples, self.nodes, strict=True)]
             )
-            # As an unsigned number a negative one is too large as well.
+            # A negative token id, read as an unsigned number, is too large as well.
             and int(self.tokens.view(np.uint64).max()) < info.vocabulary_size
             and int(lengths.max()) <= info.context_length
         )
@@ -118,7 +118,8 @@ def share_out(
     scores: Mapping[str, tuple[TokenScore, ...]],
     nodes_scored: Mapping[str, tuple[NodeScore, ...]],
 ) -> list[PassResult]:
-    """Each session's share of the sampled rows' ``tokens``, with the scores of those that ask."""
+    """Return each session's share of the sampled rows' ``tokens``, with its scores if the session
+    wants them."""
     results, first = [], 0
     for key, nodes, sample in zip(batch.keys, batch.nodes, batch.samples, strict=True):
         last = first + 1 + len(nodes) if sample else first

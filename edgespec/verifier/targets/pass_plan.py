@@ -64,13 +64,13 @@ class BatchRows:
         return self.pool.tables.key_slots(self.tables[sessions], count)
 
     def node_slots(self, session: int, nodes: Indices) -> Indices:
-        """[len(nodes)]: slots of these nodes of a session."""
+        """Return [len(nodes)]: the slots of ``nodes`` of a session."""
         table, keys = self.tables[session : session + 1], self.bases[session] + nodes
         return self.pool.tables.slots_of(table, keys)
 
 
 def write_slots(rows: BatchRows) -> Indices:
-    """[rows]: where each row's key and value go."""
+    """Return [rows]: the slot of each row's key and value."""
     tables = rows.tables if rows.single else np.repeat(rows.tables, rows.counts)
     return rows.pool.tables.slots_of(tables, rows.own_keys)
 
@@ -87,7 +87,7 @@ def write_slots(rows: BatchRows) -> Indices:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What a layer asks of attention."""
+    """The parameters of a layer's attention."""
 
     scale: float
     window: int | None = None
@@ -112,7 +112,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """What a layer's projections made of the rows, and what is cached of the layer."""
+    """Queries, keys and values of a pass's rows in one layer, and the layer's cached ones."""
 
     query: torch.Tensor
     """[heads, rows, head_dim], padding included."""
@@ -121,7 +121,7 @@ class LayerStates:
     value: torch.Tensor
     """[key-value heads, rows, head_dim]."""
     keys: torch.Tensor
-    """[slots, key-value heads * head_dim]: the pool's, those of this pass among them."""
+    """[slots, key-value heads * head_dim]: the keys of the pool, this pass's keys included."""
     values: torch.Tensor
     """[slots, key-value heads * head_dim]."""
 
@@ -157,7 +157,8 @@ class PassPlan:
 def plan_pass(
     rows: BatchRows, backend: AttentionBackend, *, tiles: RowTiles | None = None
 ) -> PassPlan:
-    """The plan of a pass over ``rows``; ``tiles`` prescribe the padding of canonical mode."""
+    """Return the plan of a pass over ``rows``. ``tiles`` prescribe the padding of canonical
+    mode."""
     count, sampled = rows.row_count, sampled_rows(rows)
     padded, sampled_padded = count, len(sampled)
     if tiles is not None:
@@ -187,7 +188,8 @@ def plan_pass(
 
 
 def sampled_rows(rows: BatchRows) -> Indices:
-    """Those whose logits are wanted: of a request that samples its last fed row and its nodes."""
+    """Return the rows whose logits are wanted: the last fed row and the nodes of each request that
+    samples."""
     if rows.single:
         return np.flatnonzero(rows.requests.samples)
     first = np.where(rows.requests.samples, rows.bases - 1, rows.lengths)

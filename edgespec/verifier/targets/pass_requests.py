@@ -1,7 +1,7 @@
-"""What every target model asks of the requests of a pass, before anything changes.
+"""Checks that every target model makes of the requests of a pass, before anything changes.
 
-Raises ``ValueError`` for a request that contradicts itself or the cache, and ``CapacityError`` for
-one that is longer than the context; both name the session, the value and the limit.
+They raise ``ValueError`` for a request that contradicts itself or the cache, and ``CapacityError``
+for one that is longer than the context. Both name the session, the value and the limit.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams
 
 @dataclass(slots=True)
 class SequenceText:
-    """What a target knows of one sequence's text."""
+    """The text of one sequence, as a target keeps it."""
 
     prompt_length: int
     sampling: SamplingParams
     text: Sequence[int] = ()
-    """Committed tokens, as many as were ever known at once: some may have lost their blocks."""
+    """Committed tokens, also those whose blocks were taken away."""
     tokens: list[int] = field(default_factory=list)
     """Committed tokens whose keys are cached."""
     nodes: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    """The tree of the last pass, until it is kept or dropped."""
+    """Parents of ``nodes``, the tree of the last pass, until it is kept or dropped."""
     first: int = 0
     """The position of the first token, for the noise: a draft model's window begins later."""
 
     def reach(self, request: PassRequest) -> int:
-        """How many tokens a pass may find cached: of its own passes or in its blocks."""
+        """Return how many tokens a pass may find cached, from its own passes or in its blocks."""
         return max(len(self.tokens), len(self.text) if request.blocks else 0)
 
     def cut(self, length: int) -> None:
-        """Of the committed tokens the first ``length`` are cached."""
+        """Record that the first ``length`` committed tokens are cached, and no more."""
         if length < len(self.tokens) and len(self.text) < len(self.tokens):
             self.text = tuple(self.tokens)
         del self.tokens[length:]

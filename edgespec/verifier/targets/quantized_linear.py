@@ -2,12 +2,12 @@
 
 Theory of operation. On a CPU a pass of few rows takes as long as reading the weights takes, so
 fewer bits are fewer milliseconds. Weights are rounded in blocks of 32
-(``models/weight_blocks.py``). The blocks are those of GGUF's Q4_0 and Q8_0; a block of 4 bits has a
-zero point where that leaves less error. onnxruntime's ``MatMulNBits`` multiplies them: it rounds
-each row's inputs to 8 bits by the same blocks, and adds up whole numbers within a block. Layers
-that read the same rows (query, key and value; gate and up) are one product, because each product
-costs some microseconds beside its arithmetic. Most families do not come here: all their layers are
-one graph (``decoder_graph.py``).
+(``models/weight_blocks.py``). The blocks have the format of GGUF's Q4_0 and Q8_0; a block of 4 bits
+has a zero point where that leaves less error. onnxruntime's ``MatMulNBits`` multiplies them: it
+rounds each row's inputs to 8 bits by the same blocks, and adds up whole numbers within a block.
+Layers that read the same rows (query, key and value; gate and up) are one product, because each
+product costs some microseconds beside its arithmetic. Most families do not come here: all their
+layers are one graph (``decoder_graph.py``).
 
 A row's bits may not depend on the rows beside it. Neither torch nor onnxruntime promises that, so
 canonical mode tries the row counts it uses, as it does for other products (``row_tiles.py``).

@@ -1,16 +1,17 @@
-"""Passes that are recorded once and then repeated: on a GPU, CUDA graphs.
+"""Records passes once and then repeats them: on a GPU, as CUDA graphs.
 
-Theory of operation. A pass of a few rows is two thousand launches that a GPU has done long before
-the host has asked for the next; repeated from a recording, all of them are one. A recording repeats
-the same work on the same memory, so passes are put into buckets, each with tensors of its own, and
-what is fewer is padded: rows of padding see nothing and write to block 0, tiles without rows are
-over at once, and their results nobody reads. What fits no bucket, a long prefill above all, runs as
-it always did, and so does everything once recording has failed: the reason is logged, and nobody's
-text is touched.
+Theory of operation. A pass of a few rows is two thousand launches, each of which a GPU finishes
+long before the host issues the next one. Repeated from a recording, all of them are one launch. A
+recording repeats the same work on the same memory, so passes are put into buckets, each with its
+own tensors, and a smaller pass is padded: rows of padding see nothing and write to block 0, tiles
+without rows end at once, and their results are not read. A pass that fits no bucket, such as a long
+prefill, runs without a recording. So does every pass once recording has failed; the reason is
+logged, and no output changes.
 
-Work is first done once on a stream of its own, as torch asks for, and with torch told to raise
-where it would wait for the GPU: what waits cannot be recorded, and an error is easier to survive
-before a capture than in one. All graphs share a memory pool, for they run one after another.
+Work is first done once on a separate stream, as torch requires, in a mode in which torch raises
+where it would wait for the GPU. Work that waits cannot be recorded, and an error is easier to
+recover from before a capture than within one. All graphs share a memory pool, because they run one
+after another.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ _KEYS = (256, 1024, 4096, 16_384)
 _NODES = 64
 MOST_RECORDINGS = 24
 MEMORY_BYTES = 1 << 30
-"""That recordings may take; the last one may go beyond."""
+"""Memory that recordings may take. The last one may exceed it."""
 
 Call = Callable[[PassPlan], torch.Tensor]
-"""The model over a plan: logits [sampled rows, vocabulary]."""
+"""Computes the model over a plan and returns logits [sampled rows, vocabulary]."""
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Do the work: what repeats it, and its result, which is written anew each time."""
+"""Does the work and returns a function that repeats it, and the result tensor, which every
+repetition overwrites."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,15 @@ class _Recorded:
     wide: torch.Tensor
     """int64: tokens, positions, slots to write, sampled rows."""
     narrow: torch.Tensor
-    """int32: what attention is laid out by."""
+    """int32: the arrays of ``PagedLayout``."""
     plan: PassPlan
     repeat: Callable[[], None] | None = None
     logits: torch.Tensor | None = None
 
 
 class RecordedPasses:
-    """Of one model over ``pool``, whose memory stays where it is; passes come one at a time."""
+    """Recordings of one model's passes over ``pool``, whose memory must not move. Passes come one
+    at a time."""
 
     def __init__(
         self, call: Call, pool: KvPool, attention: PagedAttention, record: Record | None = None
@@ -83,13 +86,13 @@ class RecordedPasses:
         self._record: Record = CudaRecorder(pool.device) if record is None else record
         self._known: dict[_Bucket, _Recorded] = {}
         self.repeated = 0
-        """Passes that were."""
+        """The number of passes that were repeated from a recording."""
         self.off = ""
-        """Why no more passes are recorded."""
+        """The reason why no more passes are recorded; empty while they are."""
 
     def run(self, rows: BatchRows) -> torch.Tensor | None:
-        """Logits [sampled rows, vocabulary], until the next pass; None: the pass is not one of
-        those that are recorded, and nothing has happened."""
+        """Return logits [sampled rows, vocabulary], which are valid until the next pass. Return
+        None, without any effect, for a pass that is not recorded."""
         sampled = sampled_rows(rows)
         lines = lines_of(rows, self._attention.tile_rows)
         bucket = _bucket(rows, len(sampled), lines)
@@ -137,7 +140,7 @@ class RecordedPasses:
 
 
 def _bucket(rows: BatchRows, sampled: int, lines: Lines) -> _Bucket | None:
-    """The smallest that a pass fits into."""
+    """Return the smallest bucket that a pass fits into, or None."""
     row_count, tiles = _least(ROWS, rows.row_count), _least(_TILES, len(lines.tiles))
     most_keys = _least(_KEYS, int(rows.lengths.max()))
     shape = lines.shape
@@ -160,12 +163,12 @@ def _fill(found: _Recorded, rows: BatchRows, sampled: Indices, lines: Lines) -> 
 
 
 def _least(sizes: tuple[int, ...], count: int) -> int | None:
-    """The smallest of ``sizes`` that is not below ``count``."""
+    """Return the smallest of ``sizes`` that is not below ``count``, or None."""
     return next((size for size in sizes if size >= count), None)
 
 
 class CudaRecorder:
-    """``Record`` by ``torch.cuda.CUDAGraph``. Raises ``MemoryError`` once graphs have taken
+    """Records work with ``torch.cuda.CUDAGraph``. Raises ``MemoryError`` once graphs have taken
     ``MEMORY_BYTES``."""
 
     def __init__(self, device: torch.device) -> None:

@@ -110,7 +110,7 @@ def agreeing_sizes(
     """Return the row counts at which ``product`` gives every row of ``probes`` [count, width] the
     bits that it has in ``base``, the base first.
 
-    Row counts are those of ``candidates`` that are multiples of the base, or ``SIZES`` of the base.
+    Row counts are the multiples of the base among ``candidates``, or ``SIZES`` of the base.
     Returns nothing when equal rows differ in the base itself."""
     expected = []
     for probe in probes:
@@ -146,7 +146,7 @@ def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
     """Return the ``agreeing_linear_sizes`` of a packed layer."""
     shape = (layer.out_features, layer.in_features)
     zero_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
-    # The plain weights are dropped once they are packed: those of a large head take much memory.
+    # The plain weights are dropped once they are packed, for a large head takes much memory.
     tried = PackedLinear(_cancelling_like(torch.empty(shape, dtype=layer.dtype)), zero_bias)
     rows = _equal_numbers(torch.empty((1, layer.in_features), dtype=layer.dtype))
     return agreeing_sizes(partial(cpu_threads.in_threads, tried.product), rows, base)

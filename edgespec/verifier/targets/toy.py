@@ -48,9 +48,9 @@ class ToyMemory:
         self._block_count, self._block_tokens = cache.block_count, cache.block_tokens
         self._slots = array("q", [_EMPTY]) * ((cache.block_count + 1) * cache.block_tokens)
         self._tables: dict[str, tuple[int, ...]] = {}
-        """Of each sequence's last pass."""
+        """The block table of each sequence in its last pass."""
         self._marks: dict[str, array[int]] = {}
-        """Of each sequence's committed tokens so far, whose text only grows."""
+        """The marks of each sequence's committed tokens so far."""
 
     def write(self, batch: Sequence[PassRequest], cached: Sequence[Sequence[int]]) -> None:
         """Store the rows of a pass; ``cached[i]`` are the tokens that request i finds cached.
@@ -77,7 +77,7 @@ class ToyMemory:
             self._slots[self._slot(key, length + place)] = kept
 
     def forget(self, key: str) -> None:
-        """The sequence is closed; its slots keep what they hold."""
+        """Forget a closed sequence. Its slots keep their marks."""
         self._tables.pop(key, None)
         self._marks.pop(key, None)
 
@@ -187,7 +187,7 @@ class ToyTarget(SimpleTarget):
             self._memory.forget(key)
 
     def shift(self, key: str, first: int) -> None:
-        """As ``packed_drafter.DraftModel.shift``."""
+        """Move the window of a sequence, as ``packed_drafter.DraftModel.shift``."""
         self._sequence(key).first = first
 
     def _sequence(self, key: str) -> SequenceText:
@@ -253,13 +253,14 @@ class ToyTarget(SimpleTarget):
         return PassResult(request.key, targets, tuple(scores), node_scores=tuple(nodes_scored))
 
     def _tail(self, sequence: SequenceText, path: tuple[int, ...]) -> list[int]:
-        """What the model looks at: no copy of a long text."""
+        """Return the tokens that the model's logits depend on, without a copy of a long text."""
         return [*sequence.tokens[-self.model.order :], *path] if self.model.order else []
 
     def _said(
         self, sequence: SequenceText, path: tuple[int, ...]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Prompt and output before the end of ``path``, if penalties look at them."""
+        """Return the prompt and the output up to the end of ``path`` if penalties need them, else
+        nothing."""
         if not sequence.sampling.is_penalised:
             return (), ()
         length = sequence.prompt_length
@@ -267,9 +268,10 @@ class ToyTarget(SimpleTarget):
 
 
 class ToyServerDrafter:
-    """``ports.ServerDrafter`` over a ``ToyModel``, standard library only. ``max_cached_tokens``
-    bounds its cache: a sequence that finds no room gets no guess, and the others keep theirs.
-    Context and end tokens are those of ``info``."""
+    """A ``ports.ServerDrafter`` over a ``ToyModel``, with the standard library only.
+
+    ``max_cached_tokens`` bounds its cache: a sequence that finds no room gets no guess, and the
+    other sequences keep their tokens. ``info`` gives context and end tokens."""
 
     def __init__(
         self, model: ToyModel, info: ModelInfo, *, max_cached_tokens: int = 1 << 20
@@ -338,7 +340,7 @@ class PacedModel:
 
     @property
     def mode(self) -> str:
-        """How the target computes, in words."""
+        """A description of how the target computes."""
         return f"{self.inner.mode}, emulated pass time"
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
