@@ -279,7 +279,8 @@ class _Job:
 
         def check_time() -> None:
             stopping.raise_if_requested()
-            if left_s() <= 0.0:
+            # Once the draft has trained, it is judged, for which time was set aside.
+            if job is None and left_s() <= 0.0:
                 raise training.TimeUpError
 
         def save() -> None:

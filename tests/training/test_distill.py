@@ -15,10 +15,12 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from contextlib import chdir, nullcontext
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -781,3 +783,25 @@ def test_a_crippled_draft_is_the_bundled_one_with_so_much_noise(tmp_path: Path) 
         for name, weight in load_file(out / "model.safetensors").items():
             share = float((weight - bundled[name]).std() / bundled[name].std())
             assert np.isclose(share, noise if weight.ndim == 2 else 0.0, rtol=0.02), name
+
+
+def test_a_draft_that_has_trained_is_judged_after_the_time(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time is set aside for the verdict. On a busy machine it takes longer than that, and what was
+    learned must not be lost."""
+    late_s, run, clock = [0.0], training.Distillation.run, time.monotonic
+
+    def run_and_be_late(self: training.Distillation, budget: Any, *given: Any) -> None:
+        run(self, Budget(steps=2), *given[:2])
+        late_s[0] = 1e6
+
+    monkeypatch.setattr(training.Distillation, "run", run_and_be_late)
+    late_clock = SimpleNamespace(monotonic=lambda: clock() + late_s[0])
+    monkeypatch.setattr("edgespec.cli.distill.time", late_clock)
+    models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
+    given = (*models, "--prompts", folder / "prompts.jsonl", "--out", tmp_path / "out")
+    done = call("distill", *given, "--minutes", 60, "--force")
+    assert done.exit_code == 0, done.stderr
+    assert late_s[0]
+    assert (tmp_path / "out" / "model.safetensors").is_file()
