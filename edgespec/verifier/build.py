@@ -35,7 +35,7 @@ from edgespec.wire.access import ServerAccess
 from edgespec.wire.tokenizer_lending import FACT_FILES, MAX_TEXT_BYTES, TEXT_FILES, PackedTexts
 
 if TYPE_CHECKING:
-    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
+    from edgespec.verifier.targets.memory_sizing import DraftMemory, PoolBudget
     from edgespec.verifier.targets.torch_target import TorchTarget
     from edgespec.wire.grpc_server import GrpcServer
 
@@ -245,7 +245,7 @@ def pool_budget(config: VerifierConfig) -> PoolBudget | None:
     limits = config.limits
     if not limits.kv_budget and limits.gpu_memory_utilization is None:
         return None
-    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
+    from edgespec.verifier.targets.memory_sizing import DraftMemory, PoolBudget
 
     return PoolBudget(
         kv=parse_budget(limits.kv_budget) if limits.kv_budget else None,
@@ -258,8 +258,8 @@ def pool_budget(config: VerifierConfig) -> PoolBudget | None:
 def _packed_drafter(
     config: VerifierConfig, target: TargetModel, apart: frozenset[int]
 ) -> ServerDrafter:
-    from edgespec.verifier.targets.kv_pool import check_draft_fits
     from edgespec.verifier.targets.loading import device_of
+    from edgespec.verifier.targets.memory_sizing import check_draft_fits
     from edgespec.verifier.targets.packed_drafter import PackedDrafter
 
     assert target.cache is not None, "an engine without a cache to give out has its own drafter"

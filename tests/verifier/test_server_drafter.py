@@ -32,8 +32,13 @@ from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.sampling import tensors
 from edgespec.verifier.build import load_server_drafter, load_target
-from edgespec.verifier.targets import kv_pool
-from edgespec.verifier.targets.kv_pool import DraftMemory, MemoryFigures, PoolBudget, pool_tokens
+from edgespec.verifier.targets import memory_sizing
+from edgespec.verifier.targets.memory_sizing import (
+    DraftMemory,
+    MemoryFigures,
+    PoolBudget,
+    pool_tokens,
+)
 from edgespec.verifier.targets.packed_drafter import PackedDrafter
 from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.torch_target import TorchTarget
@@ -561,7 +566,7 @@ def test_a_budget_pays_for_the_keys_of_both(monkeypatch: pytest.MonkeyPatch) -> 
     assert target.cache.tokens == 8 * MIB // (target_bytes + draft_bytes) // 16 * 16
     model: TargetModel = drafter._model
     assert model.cache == target.cache
-    monkeypatch.setattr(kv_pool, "machine_memory", _machine(9 * MIB))
+    monkeypatch.setattr(memory_sizing, "machine_memory", _machine(9 * MIB))
     with pytest.raises(ValueError, match=r"kv_budget is 8MiB: .*the draft model's weights take"):
         load_target(config)
 
@@ -579,7 +584,7 @@ def test_too_little_memory_for_both_is_said_before_the_draft_is_loaded(
 ) -> None:
     config = _bundled()
     target = load_target(config)
-    monkeypatch.setattr(kv_pool, "machine_memory", _machine(9 * MIB))
+    monkeypatch.setattr(memory_sizing, "machine_memory", _machine(9 * MIB))
     with pytest.raises(ValueError, match=r"2048 cached tokens, .* but 0\.01 GiB are free beside"):
         load_server_drafter(config, target)
 

@@ -32,7 +32,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.build import pool_budget
-from edgespec.verifier.targets import kv_pool
+from edgespec.verifier.targets import kv_pool, memory_sizing
 from edgespec.verifier.targets import torch_target as target_module
 from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_requests import check_batch
@@ -170,7 +170,7 @@ def test_nodes_of_a_dropped_tree_cannot_be_kept() -> None:
 
 MIB = 1 << 20
 # Each of 4 layers takes 1 KiB per token; with the copy of one layer, 5 KiB.
-FIGURES = kv_pool.MemoryFigures(
+FIGURES = memory_sizing.MemoryFigures(
     total=1000 * MIB,
     free=600 * MIB,
     activations=100 * MIB,
@@ -180,8 +180,8 @@ FIGURES = kv_pool.MemoryFigures(
 )
 
 
-def _budget(kv: str = "", gpu_share: float | None = None) -> kv_pool.PoolBudget:
-    return kv_pool.PoolBudget(parse_budget(kv) if kv else None, gpu_share, rows=64)
+def _budget(kv: str = "", gpu_share: float | None = None) -> memory_sizing.PoolBudget:
+    return memory_sizing.PoolBudget(parse_budget(kv) if kv else None, gpu_share, rows=64)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures(
     kv: str, gpu_share: float | None, message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        kv_pool.pool_tokens(_budget(kv, gpu_share), FIGURES, 1 << 30)
+        memory_sizing.pool_tokens(_budget(kv, gpu_share), FIGURES, 1 << 30)
 
 
 @pytest.mark.parametrize("canonical", [None, False])
@@ -218,8 +218,8 @@ def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
         asked.append(1)
         return MachineMemory(total=8 << 30, available=4 << 30, resident=0)
 
-    budget = kv_pool.PoolBudget(parse_budget("1MiB"), None, rows=100)
-    monkeypatch.setattr(kv_pool, "machine_memory", machine)
+    budget = memory_sizing.PoolBudget(parse_budget("1MiB"), None, rows=100)
+    monkeypatch.setattr(memory_sizing, "machine_memory", machine)
     sized = torch_target(folder, canonical=canonical, pool_budget=budget)
     # 2 layers x 2 x 2 heads x 16 numbers of 4 bytes are 512 bytes per token.
     assert sized.cache.block_count * kv_pool.BLOCK_SIZE == sized._pool.free_tokens == MIB // 512
@@ -243,7 +243,7 @@ def test_a_share_of_a_gpu_is_for_a_gpu(tmp_path: Path) -> None:
 def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     torch.cuda.empty_cache()
-    budget = kv_pool.PoolBudget(None, 0.5, rows=64)
+    budget = memory_sizing.PoolBudget(None, 0.5, rows=64)
     target = torch_target(folder, device="cuda", pool_budget=budget, max_sessions=8)
     assert target._pool.free_tokens == 8 * 256
     free, total = torch.cuda.mem_get_info()

@@ -33,7 +33,7 @@ from edgespec.verifier.targets.canonical_attention import (
     CanonicalGroups,
     canonical_attention,
 )
-from edgespec.verifier.targets.kv_pool import TOKENS_NEEDED, KvPool
+from edgespec.verifier.targets.kv_pool import KvPool
 from edgespec.verifier.targets.linear_layers import (
     NarrowEmbedding,
     PackedLinear,
@@ -42,6 +42,7 @@ from edgespec.verifier.targets.linear_layers import (
     unpack_model,
 )
 from edgespec.verifier.targets.loading import LoadedModel
+from edgespec.verifier.targets.memory_sizing import TOKENS_NEEDED
 from edgespec.verifier.targets.pass_plan import LayerAttention, LayerStates
 from edgespec.verifier.targets.quantized_linear import QuantizedLinear
 from edgespec.verifier.targets.row_tiles import (

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.core.ports import UnsupportedModelError
 from edgespec.verifier.targets.graph_passes import GRAPH_FAMILIES, GraphModel
-from edgespec.verifier.targets.kv_pool import DraftMemory
+from edgespec.verifier.targets.memory_sizing import DraftMemory
 from edgespec.verifier.targets.pass_plan import ATTENTION, register_attention
 from edgespec.verifier.targets.quantized_linear import FORMATS as QUANTIZE_FORMATS
 from edgespec.verifier.targets.quantized_linear import check_dense, missing_package, quantize_model

@@ -28,7 +28,7 @@ from edgespec.core.ports import (
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, Candidate, NodeScore
 from edgespec.sampling import tensors
-from edgespec.verifier.targets import cpu_threads, kv_pool
+from edgespec.verifier.targets import cpu_threads, kv_pool, memory_sizing
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import (
     CanonicalModeError,
@@ -88,7 +88,7 @@ class TorchTarget(SimpleTarget):
         model_threads: int | None = None,
         quantize: str = "",
         packed: bool = True,
-        pool_budget: kv_pool.PoolBudget | None = None,
+        pool_budget: memory_sizing.PoolBudget | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
@@ -120,7 +120,7 @@ class TorchTarget(SimpleTarget):
             f"{weights}-{number_format}" if weights else "",
         )
         if pool_budget is not None:
-            max_cached_tokens = kv_pool.starting_tokens(pool_budget, loaded.device)
+            max_cached_tokens = memory_sizing.starting_tokens(pool_budget, loaded.device)
         self._pool = _pool(loaded, max_cached_tokens)
         self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
@@ -227,14 +227,14 @@ class TorchTarget(SimpleTarget):
         not. Call it only while no session is open."""
         return run_self_test(self._pool, self._run, self.info.vocabulary_size)
 
-    def _size_pool(self, loaded: LoadedModel, budget: kv_pool.PoolBudget) -> None:
-        figures = kv_pool.memory_figures(
+    def _size_pool(self, loaded: LoadedModel, budget: memory_sizing.PoolBudget) -> None:
+        figures = memory_sizing.memory_figures(
             budget, self.forward, self._pool, self.info.vocabulary_size
         )
         if isinstance(self._attention, PagedAttention):
             figures = replace(figures, activations=figures.activations + MEMORY_BYTES)
         longest = -(-self.info.context_length // kv_pool.BLOCK_SIZE) * kv_pool.BLOCK_SIZE
-        tokens = kv_pool.pool_tokens(budget, figures, self._max_sessions * longest)
+        tokens = memory_sizing.pool_tokens(budget, figures, self._max_sessions * longest)
         self._pool = _pool(loaded, tokens)
         logger.info("%d cached tokens: %s", tokens, figures)
         self._notes.append(
