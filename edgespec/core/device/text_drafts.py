@@ -14,11 +14,11 @@ was in the tree or not. The policy sees one tree of nodes with chances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import Final
 
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftView
+from edgespec.core.protocol.lookup_tree import LookupTree
 from edgespec.core.protocol.text_guesses import TextCandidate, TextReader, TextTables
 from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, SpeculationTree
 
@@ -52,23 +52,17 @@ class DeviceLookup:
         if end < 2 or reader.lookup.indexed_length < end:
             return
         room = min(view.room // 2, MAX_LOOKUP_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
-        # Entries, likeliest first, then oldest: negated chance, count, chance in its pass, node,
-        # the position behind it, and the lookup state there.
-        count = 0
-        heap = [(-1.0, 0, 1.0, ROOT, end, reader.state_at_end(tokens))]
-        while heap:
-            negated, _, in_pass, parent, position, state = heappop(heap)
-            candidates, state = reader.candidates(tokens, state)
-            children = tree.children(parent)
+        # The node before a place is described by its id and the path's chance within its pass.
+        lookup_tree = LookupTree(reader, tokens, (ROOT, 1.0))
+        for (parent, chance_in_pass), path_chance, depth, candidates in lookup_tree.visit_places():
+            children, position = tree.children(parent), end + depth
             if position < view.end:
-                room -= self._add(children, parent, candidates, -negated, room)
+                room -= self._add(children, parent, candidates, path_chance, room)
             for child in children:
-                behind = negated * child.chance
-                behind_in_pass = in_pass if position < settled else in_pass * child.chance
-                if -behind >= MIN_PATH_CHANCE and behind_in_pass >= min_in_pass:
-                    count += 1
-                    after = reader.advance(tokens, state, child.token)
-                    heappush(heap, (behind, count, behind_in_pass, child.id, position + 1, after))
+                chance = path_chance * child.chance
+                in_pass = chance_in_pass if position < settled else chance_in_pass * child.chance
+                if chance >= MIN_PATH_CHANCE and in_pass >= min_in_pass:
+                    lookup_tree.add_place((child.id, in_pass), child.token, chance)
 
     def _add(
         self,

@@ -29,12 +29,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
+from edgespec.core.protocol.lookup_tree import LookupTree
 from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
-from edgespec.core.protocol.text_guesses import LookupState, TextChances, TextReader, TextTables
+from edgespec.core.protocol.text_guesses import TextChances, TextReader, TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.pass_tree import DraftSource, PassTree
@@ -105,28 +105,26 @@ class ServerLookup:
 
         The text has two tokens or more, which are all indexed.
         """
-        reader, chances, count = self.reader, self.chances.by_cell, 0
-        proposal = Proposal([], [], [])
-        # Likeliest first, then oldest: -probability, count, parent, token, the place behind it,
-        # depth.
-        heap: list[tuple[float, int, int, int, LookupState, int]] = []
-        node, chance, place, level = -1, 1.0, reader.state_at_end(text), 0
-        while True:
+        chances, proposal = self.chances.by_cell, Proposal([], [], [])
+        # The node before a place is described by its parent and its token, and gets its index when
+        # the place is visited; None stands for the end of the text.
+        root: tuple[int, int] | None = None
+        lookup_tree = LookupTree(self.reader, text, root)
+        for node, path_chance, level, candidates in lookup_tree.visit_places():
+            index = -1
+            if node is not None:
+                index = len(proposal.tokens)
+                proposal.parents.append(node[0])
+                proposal.tokens.append(node[1])
+                proposal.chances.append(path_chance)
+                if index + 1 == room:
+                    break
             if level < depth:
-                named, place = reader.candidates(text, place)
-                for cell, token in named:
-                    node_chance = chance * chances[cell]
-                    if node_chance >= least_chance:
-                        count += 1
-                        behind = reader.advance(text, place, token)
-                        heappush(heap, (-node_chance, count, node, token, behind, level + 1))
-            if not heap or len(proposal.tokens) >= room:
-                return proposal
-            chance, _, parent, token, place, level = heappop(heap)
-            chance, node = -chance, len(proposal.tokens)
-            proposal.tokens.append(token)
-            proposal.parents.append(parent)
-            proposal.chances.append(chance)
+                for cell, token in candidates:
+                    chance = path_chance * chances[cell]
+                    if chance >= least_chance:
+                        lookup_tree.add_place((index, token), token, chance)
+        return proposal
 
 
 @dataclass(slots=True)
