@@ -36,6 +36,7 @@ from edgespec.core.ports import (
     Cancelled,
     Drafter,
     TargetModel,
+    make_twin,
     never_cancelled,
 )
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
@@ -55,7 +56,6 @@ from edgespec.core.verifier.row_price import RowPriceEstimator
 from edgespec.core.verifier.server_model import DraftTimes, RoundTimes
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter, load_tokenizer
-from edgespec.device.drafters.token_cache import twin_of
 from edgespec.models.grammar import device_grammar_reader, target_grammar_reader
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.testing import LoopbackTransport
@@ -132,7 +132,7 @@ class MoodyDrafter(WrappedDrafter):
         self._mood = mood
 
     def twin(self) -> Drafter:
-        return MoodyDrafter(twin_of(self._inner), Mood(self._mood.kind, self._mood.dice))
+        return MoodyDrafter(make_twin(self._inner), Mood(self._mood.kind, self._mood.dice))
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._mood.begin()

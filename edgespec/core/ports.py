@@ -89,6 +89,16 @@ class Twinned(Protocol):
         ``MemoryError``, or whatever else the model raises when there is no room for it."""
 
 
+def make_twin(drafter: Drafter) -> Drafter:
+    """Return another sequence on the weights of ``drafter`` (``Twinned``).
+
+    Raises ``TypeError`` naming its class if it can have only one, and the drafter's own error if
+    there is no room."""
+    if not isinstance(drafter, Twinned):
+        raise TypeError(f"{type(drafter).__name__} holds one sequence only")
+    return drafter.twin()
+
+
 # --- the target -----------------------------------------------------------------------------
 
 

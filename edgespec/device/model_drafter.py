@@ -5,6 +5,7 @@ graph.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from edgespec.config import DraftSection, EndpointSection, PolicySection
 from edgespec.config.common import SetupError, needs
 from edgespec.core.device import memory
+from edgespec.core.guarded_drafter import CacheGroup, GuardedDrafter
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.checkpoint import DecoderShape, read_shape
@@ -27,6 +29,8 @@ from edgespec.telemetry.process_memory import machine_memory, resident_bytes, tr
 
 if TYPE_CHECKING:
     from edgespec.device.drafters.onnx_drafter import ForeignDrafter, GraphDrafter
+
+_log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -294,7 +298,6 @@ def load_planned_drafter(
     Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-        from edgespec.device.drafters.token_cache import CacheGroup, GuardedDrafter
     variants = list_variants(draft, source)
     folder = source.folder
     question = measure_memory_question(draft, max_width)
@@ -322,8 +325,21 @@ def load_planned_drafter(
         time.monotonic,
         max_caches=settings.caches,
         budget_bytes=plan.budget_bytes,
+        on_restricted=log_restriction,
+        on_measure_failed=log_measure_failure,
     )
     return GuardedDrafter(drafter, caches)
+
+
+def log_restriction(resident_bytes: int, allowance: memory.DraftAllowance) -> None:
+    """Log what the memory guard leaves to the draft from now on."""
+    text = "%d MiB resident: the draft may hold %d tokens and propose %d candidates a step"
+    _log.info(text, resident_bytes >> 20, allowance.window, allowance.width)
+
+
+def log_measure_failure(error: Exception) -> None:
+    """Log that the memory of this process cannot be measured any more."""
+    _log.warning("this process's memory cannot be measured any more: %s", error)
 
 
 def summarise_plan(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:

@@ -17,9 +17,9 @@ from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import explain_resting
 from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.guarded_drafter import GuardedDrafter
 from edgespec.core.protocol.checks import one_line
 from edgespec.device.activity import GenerationNotes
-from edgespec.device.drafters.token_cache import GuardedDrafter
 from edgespec.device.prober import VerifierMonitor
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.telemetry import agent_status as st

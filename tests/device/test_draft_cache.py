@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgespec.core.device.draft_window import SINKS, DraftWindow
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import kv_buffers
@@ -29,7 +30,6 @@ from edgespec.device.drafters.decoder_graph import CacheTensor
 from edgespec.device.drafters.kv_buffers import PROBED_ROWS, KvBuffers, measure_frequencies
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.token_cache import SINKS, DraftWindow
 from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import export_draft
 from edgespec.device.export.export_graph import rope_tables

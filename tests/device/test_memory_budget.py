@@ -32,6 +32,7 @@ from edgespec.core.device.memory import (
     MemoryGuard,
     MemoryPlanError,
 )
+from edgespec.core.guarded_drafter import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -40,9 +41,13 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import BUNDLED, build_agent, connect, load_drafter
 from edgespec.device.drafter_pool import DraftThread
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec.device.model_drafter import list_variants, predict_variant, read_exported_variant
+from edgespec.device.model_drafter import (
+    list_variants,
+    log_measure_failure,
+    predict_variant,
+    read_exported_variant,
+)
 from edgespec.models.folders import model_info
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
@@ -142,7 +147,8 @@ def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDr
     full = DraftAllowance(512, 4)
     drafter.restrict(full.window, full.width)
     guard = MemoryGuard(200 * MIB, 5 * MIB, full, drafter.growth_bytes(1))
-    return GuardedDrafter(drafter, CacheGroup(guard, measure, clock))
+    caches = CacheGroup(guard, measure, clock, on_measure_failed=log_measure_failure)
+    return GuardedDrafter(drafter, caches)
 
 
 def test_the_draft_gets_less_when_the_process_grows_and_more_when_it_shrinks() -> None:

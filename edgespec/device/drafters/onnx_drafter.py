@@ -30,12 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.core import ports
+from edgespec.core.device.draft_window import DraftWindow
+from edgespec.core.device.token_cache import TokenCache
 from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
 from edgespec.device.drafters import kv_buffers as kv
 from edgespec.device.drafters import manifest as mf
-from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.models.onnx_runtime import ort
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
 from edgespec.telemetry.process_memory import trim_heap

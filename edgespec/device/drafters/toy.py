@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from edgespec.core import ports
+from edgespec.core.device.token_cache import TokenCache
 from edgespec.core.protocol.sampling import SamplingParams, gumbel, masked, noise_bits, warp
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.drafters.token_cache import TokenCache, twin_of
 
 DEFAULT_CONTEXT_LENGTH = 1 << 16
 
@@ -160,7 +160,7 @@ class PacedDrafter:
 
     def twin(self) -> PacedDrafter:
         """Return a twin of ``inner`` at the same pace. Raises ``TypeError`` if it has none."""
-        return PacedDrafter(twin_of(self.inner), self._step_ms, self._sleep, self._clock)
+        return PacedDrafter(ports.make_twin(self.inner), self._step_ms, self._sleep, self._clock)
 
     def step(
         self,

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from edgespec.bench.arms import Arm, arm_settings
+from edgespec.core.device.draft_window import DraftWindow
 from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import make_policy
@@ -22,10 +23,10 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import DraftAllowance, MemoryGuard, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
+from edgespec.core.guarded_drafter import CacheGroup, GuardedDrafter
 from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
 from edgespec.core.protocol.messages import EXACT_RULE, Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.token_cache import CacheGroup, DraftWindow, GuardedDrafter
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue

@@ -20,6 +20,7 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import SMALLEST_WINDOW, DraftAllowance, MemoryGuard
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.guarded_drafter import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancelled
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule, Walk
@@ -34,7 +35,6 @@ from edgespec.core.verifier.engine_events import EngineAction, EngineEvent, Engi
 from edgespec.core.verifier.run_ahead import RUN_AHEAD, RunAheadPolicy, RunAheadView
 from edgespec.core.verifier.server_model import LONGEST_CHAIN
 from edgespec.core.verifier.session import VerifySession
-from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
