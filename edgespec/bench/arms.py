@@ -13,8 +13,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import assert_never
 
+from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.goodput_policy import make_policy
-from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.protocol.messages import RunAhead
 
 

@@ -9,6 +9,7 @@ from edgespec.config import common
 from edgespec.config.groups import advanced, emulation
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
+from edgespec.core.device.comparison_policies import MAX_GAMMA
 from edgespec.core.device.goodput_policy import (
     DEFAULT_POLICY,
     POLICIES_WITH_GAMMA,
@@ -17,7 +18,7 @@ from edgespec.core.device.goodput_policy import (
 )
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import KvType, parse_budget
-from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
+from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.ports import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.acceptance import parse_rule
 from edgespec.core.protocol.checks import Section, among, check_limits, limited

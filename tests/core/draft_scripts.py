@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgespec.core.device import events as ev
+from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.link_keeper import ReconnectPolicy
-from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams

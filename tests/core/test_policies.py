@@ -17,17 +17,19 @@ from hypothesis import strategies as st
 
 from edgespec.core.device import estimates as est
 from edgespec.core.device import goodput_policy
-from edgespec.core.device.events import Start, StartStep
-from edgespec.core.device.policy import (
-    DEFAULT_WIDTH,
-    GATHER_SHARE,
+from edgespec.core.device.comparison_policies import (
     MAX_GAMMA,
-    DraftPolicy,
-    DraftView,
     FixedPolicy,
     PearlPolicy,
     WindowedPolicy,
     best_gamma,
+)
+from edgespec.core.device.events import Start, StartStep
+from edgespec.core.device.policy import (
+    DEFAULT_WIDTH,
+    GATHER_SHARE,
+    DraftPolicy,
+    DraftView,
 )
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.estimators import ASSUMED_RTT_S, CalibratedChances, MovingAverage

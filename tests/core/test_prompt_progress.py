@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from edgespec.core.device import events as ev
+from edgespec.core.device.comparison_policies import FixedPolicy
 from edgespec.core.device.link_keeper import ReconnectPolicy
-from edgespec.core.device.policy import FixedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Downlink, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams

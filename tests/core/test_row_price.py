@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import pytest
 
+from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.estimates import RowPrice, VerifierEstimates
 from edgespec.core.device.events import Connected, DraftAction, Start, StartStep
-from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
 from edgespec.core.protocol.tree import CommittedPrefix

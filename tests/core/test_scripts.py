@@ -31,7 +31,8 @@ from edgespec.core.association.failover import Failover, FailoverPolicy
 from edgespec.core.association.known_verifiers import CLOSED
 from edgespec.core.association.policies import Association
 from edgespec.core.device import events as de
-from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule, Walk

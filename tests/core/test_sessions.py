@@ -19,10 +19,10 @@ import pytest
 from edgespec.core.device import events as de
 from edgespec.core.device import events as ev
 from edgespec.core.device import link_keeper
+from edgespec.core.device.comparison_policies import FixedPolicy, WindowedPolicy
 from edgespec.core.device.events import DraftCounters, LinkDown
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
-from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.estimates import (
     DraftEstimates,
     DraftEvidence,
@@ -17,7 +18,7 @@ from edgespec.core.device.estimates import (
     VerifierEstimates,
 )
 from edgespec.core.device.goodput_policy import GoodputPolicy, explain_resting
-from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams

@@ -22,8 +22,9 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
+from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.goodput_policy import PolicyName, make_policy
-from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftCache
 from edgespec.core.link_model import LinkModel
 from edgespec.core.protocol.acceptance import ExactRule, Walk

@@ -25,9 +25,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.config import AgentConfig, DraftSection, PacingSection, PolicySection, VerifierConfig
+from edgespec.core.device.comparison_policies import FixedPolicy, WindowedPolicy
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters, Transmit
-from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import Draft, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.activity import Activity

@@ -14,10 +14,10 @@ chances, which depend on their draft source and its confidence (``estimates.Draf
 the acceptance rate of the draft model, and n the first step whose node arrives in time. At c = 0.5
 and a = 0.8 a leaf whose next node is in time brings 0.4 a step. If only the fourth node is in time,
 it brings 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09 with k = 7. The next step runs behind the leaf
-that brings most, unless that is less than a step has to bring. A row in a pass is paid for as in
-``policy.WindowedPolicy``: at the verifier's price, by the chance that remains in its pass.
-(SmartSpec, arXiv 2406.14066, defines goodput as tokens committed per second under load, and chooses
-draft lengths by it.)
+that brings most, unless that is less than a step has to bring. A row in a pass is paid for at the
+verifier's price, by the chance that remains in its pass (``comparison_policies.WindowedPolicy`` has
+an example). (SmartSpec, arXiv 2406.14066, defines goodput as tokens committed per second under
+load, and chooses draft lengths by it.)
 
 Where nothing pays, the policy rests: now and then it drafts one node that is not sent, so that a
 change of the acceptance rate is noticed.
@@ -31,15 +31,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Final, assert_never
 
+from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.estimates import DraftEstimates, DraftEvidence, RowPrice
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
     DraftPolicy,
     DraftView,
-    FixedPolicy,
-    PearlPolicy,
-    WindowedPolicy,
     is_full,
     sends_now,
 )
@@ -66,9 +64,10 @@ class GoodputPolicy:
     min_gain: float = MIN_GAIN
     """Tokens that a step has to save."""
     gather: float | None = None
-    """Share of a pass, as in ``WindowedPolicy``."""
+    """None: every step's nodes are sent at once. A number: nodes are sent together, just in time
+    for the next pass, within this share of a pass before it, or when none is in flight."""
     window: int | None = None
-    """Bound on outstanding steps, as in ``WindowedPolicy``."""
+    """Steps whose nodes may be outstanding; None: what two rounds can hold."""
     min_candidate_chance: float = MIN_CANDIDATE_CHANCE
     """Least chance of a candidate after the first one; less likely ones are dropped."""
     drops_useless_draft: ClassVar[bool] = True

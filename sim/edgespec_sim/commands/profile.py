@@ -37,7 +37,7 @@ from edgespec.cli.running import reporting_errors, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.config.files import temporary_folder, write_output
-from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.events import DraftCounters, Fail, Finish, LinkState
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import SMALLEST_WINDOW, DraftAllowance, MemoryGuard
-from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.guarded_drafter import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancelled
