@@ -132,7 +132,7 @@ class MoodyDrafter(WrappedDrafter):
         self._mood = mood
 
     def twin(self) -> Drafter:
-        return MoodyDrafter(make_twin(self._inner), Mood(self._mood.kind, self._mood.dice))
+        return MoodyDrafter(make_twin(self.inner), Mood(self._mood.kind, self._mood.dice))
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._mood.begin()

@@ -15,14 +15,14 @@ class WrappedDrafter:
     """A ``Drafter`` that forwards every call to its inner drafter."""
 
     def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
+        self.inner = inner
 
     @property
     def info(self) -> ModelInfo:
-        return self._inner.info
+        return self.inner.info
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._inner.begin(prompt_length, sampling)
+        self.inner.begin(prompt_length, sampling)
 
     def step(
         self,
@@ -31,10 +31,10 @@ class WrappedDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        return self._inner.step(keep_length, feed, width, cancelled)
+        return self.inner.step(keep_length, feed, width, cancelled)
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
 
 class AdversarialDrafter(WrappedDrafter):

@@ -72,6 +72,7 @@ class LentDrafter:
 
     def __init__(self, owned: Drafter) -> None:
         self.info, self.begin, self.step = owned.info, owned.begin, owned.step
+        self.inner = owned
 
     def close(self) -> None:
         """Do nothing, because the owner closes the drafter."""

@@ -134,7 +134,7 @@ class TheoryRecorder:
 
     def __init__(self, target: TargetModel, drafter: Drafter, sampling: SamplingParams) -> None:
         """Raise ``ValueError`` for a model that shows no logits."""
-        inner = getattr(drafter, "inner", drafter)  # of a paced one
+        inner = drafter.inner or drafter  # A paced drafter shows no logits.
         for name, one, shows in (("target", target, "run_pass"), ("draft", inner, "logits")):
             if not hasattr(one, shows):
                 raise ValueError(f"--theory: the {name} shows no logits ({type(one).__name__})")

@@ -47,6 +47,10 @@ class Drafter(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    @property
+    def inner(self) -> Drafter | None:
+        """The drafter that this one wraps; None for one that computes candidates itself."""
+
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         """Empty the cache and start a sequence whose first ``prompt_length`` tokens are the
         prompt."""

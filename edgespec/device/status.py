@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from edgespec.core.association.known_verifiers import CLOSED
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
@@ -211,9 +211,9 @@ class StatusSource:
             resident = resident_bytes()
         except Exception:  # Systems differ in the errors that they raise here.
             resident = 0
-        drafter: Any = self._agent.drafter
+        drafter = self._agent.drafter
         while drafter is not None and not isinstance(drafter, GuardedDrafter):
-            drafter = getattr(drafter, "inner", None)
+            drafter = drafter.inner
         if drafter is None:
             return st.MemoryStatus(resident)
         budget, now = drafter.caches.budget_bytes, drafter.caches.guard.current

@@ -521,6 +521,7 @@ class Rows:
     """Both models: logits by the last token."""
 
     info = replace(toy_info(TOY_MODEL), name="rows", context_length=6)
+    inner = None
 
     def __init__(self, rows: dict[int, list[float]]) -> None:
         self._rows, self.last, self.opened = rows, 1, 0

@@ -96,6 +96,11 @@ class GraphDrafter:
         """Frequencies of each cache tensor, measured when a sequence first outgrows the window. The
         entry of values is None."""
 
+    @property
+    def inner(self) -> None:
+        """None, because the graph computes the candidates."""
+        return None
+
     def twin(self) -> GraphDrafter:
         """Return another sequence on the same weights, with its own buffers (``ports.Twinned``)."""
         if self._session is None:

@@ -21,6 +21,8 @@ DEFAULT_CONTEXT_LENGTH = 1 << 16
 class SilentDrafter:
     """A ``Drafter`` without a model or a candidate. The session may still draft by lookup."""
 
+    inner: ports.Drafter | None = None
+
     def __init__(self, info: ports.ModelInfo) -> None:
         self._cache, self.info = TokenCache(info), info
 

@@ -271,6 +271,8 @@ class ScriptedDrafter:
 
     Raises ``ScriptError``."""
 
+    inner: Drafter | None = None
+
     def __init__(self, info: ModelInfo, find: FindScript, max_width: int) -> None:
         self.info, self._find, self._max_width = info, find, max_width
         self._size = info.vocabulary_size

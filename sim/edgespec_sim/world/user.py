@@ -62,7 +62,7 @@ class WindowedDrafter:
     ) -> None:
         self.fed = self.kept = 0
         """Tokens that the last step fed, and rows that it found in the cache."""
-        self._inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
+        self.inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
         self._window, self._width = DraftWindow(window, can_move=True), width
         self.info, self.close = inner.info, inner.close
         self.held_tokens = 0
@@ -78,7 +78,7 @@ class WindowedDrafter:
         self._on_restricted(window, width)
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._inner.begin(prompt_length, sampling)
+        self.inner.begin(prompt_length, sampling)
         self._window.clear()
 
     def step(
@@ -88,7 +88,7 @@ class WindowedDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        found = self._inner.step(keep_length, feed, width, cancelled)
+        found = self.inner.step(keep_length, feed, width, cancelled)
         length = keep_length + len(feed)
         if not self._width:
             self._window.clear()
