@@ -21,7 +21,7 @@ from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassReq
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import server_model as od
 from edgespec.core.verifier.credential import ANYBODY
-from edgespec.core.verifier.drafts import DraftInbox
+from edgespec.core.verifier.draft_inbox import DraftInbox
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.pass_tree import DraftSource, PassTree
 from edgespec.core.verifier.run_ahead import MAX_HISTORIES, DraftHistories, DraftHistory

@@ -37,7 +37,7 @@ from edgespec.core.verifier.admission import SessionSlots
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import Containment
-from edgespec.core.verifier.drafts import DraftInbox
+from edgespec.core.verifier.draft_inbox import DraftInbox
 from edgespec.core.verifier.pass_tree import PassTree
 from edgespec.core.verifier.server_drafts import ServerDrafts, ServerLookup
 from edgespec.core.verifier.server_model import ChainRecord

@@ -47,7 +47,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.tree import CommittedPrefix, EndCondition
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.drafts import DraftInbox
+from edgespec.core.verifier.draft_inbox import DraftInbox
 from edgespec.core.verifier.pass_tree import PassTree
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.run_ahead import DraftHistory, RunAheadPolicy
