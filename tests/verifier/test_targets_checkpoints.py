@@ -339,7 +339,7 @@ def test_rounded_weights_write_the_text_of_generate_up_to_near_ties(
     family_model(family).save_pretrained(tmp_path)
     target = torch_target(tmp_path, quantize=number_format, weights="w")
     assert target.canonical
-    assert target.info.fingerprint == f"w-{number_format}-float32"
+    assert target.info.fingerprint == f"w-{number_format}v2-float32"
     alone = [decode_alone(target, prompt, COUNT) for prompt in PROMPTS]
     assert decode_beside(target, PROMPTS, alone) == alone
     model = _rounded_twin(tmp_path, number_format)

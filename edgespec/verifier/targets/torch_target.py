@@ -110,7 +110,8 @@ class TorchTarget(SimpleTarget):
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
         if quantize:
-            number_format = f"{quantize}-{number_format}"
+            # The version counts what makes other bits of the same weights: 2 has zero points.
+            number_format = f"{quantize}v2-{number_format}"
         self.info = ModelInfo(
             name,
             vocabulary,
