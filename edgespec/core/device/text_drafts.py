@@ -4,8 +4,8 @@ tree.
 Theory of operation. The tree has two draft sources: the device model, which takes the time of a
 draft step for each position, and text lookup (``core/protocol/text_guesses.py``), which takes none.
 After every event lookup's candidates are added where they are worth a row, behind whatever is in
-the tree, the likeliest place first. So a chain of them is in flight before the model has begun a
-step.
+the tree, the likeliest place first (``core/protocol/lookup_tree.py``). So a chain of them is in
+flight before the model has begun a step.
 
 Each source has the accuracy that was measured (``estimates.DraftChances``), whether its candidate
 was in the tree or not. The policy sees one tree of nodes with chances.

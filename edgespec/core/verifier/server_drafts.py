@@ -10,9 +10,9 @@ one node are one node.
 **Forced tokens.** If a grammar leaves no choice about the next tokens, they become nodes of every
 pass, behind the likeliest path. They cost a row each and no draft step.
 
-**The lookup tree.** The likeliest candidate of all places becomes the next node, and the tables are
-looked up behind it, until no candidate is worth its row. The probability of a node is the product
-along its path.
+**The lookup tree** (``core/protocol/lookup_tree.py``). The likeliest candidate of all places
+becomes the next node, and the tables are looked up behind it, until no candidate is worth its row.
+The probability of a node is the product along its path.
 
 **The price.** No node has a probability below ``least_chance``, the price of a row on the target,
 nor below ``MIN_LOOKUP_CHANCE``. Candidates are judged whether or not they were worth a row, so the
