@@ -117,9 +117,9 @@ class Mood:
             raise RuntimeError("out of memory")
         if self.kind == "late":
             threading.Event().wait(0.004)
-        return [None if one is None else self._one(one, size) for one in found]
+        return [None if one is None else self._spoil_one(one, size) for one in found]
 
-    def _one(self, guess: Candidate, size: int) -> Candidate | None:
+    def _spoil_one(self, guess: Candidate, size: int) -> Candidate | None:
         kind = self.dice.choice(("right", "wrong", "")) if self.kind == "mixed" else self.kind
         if kind == "wrong":
             return Candidate(self.dice.randrange(size), guess.logprob)

@@ -139,7 +139,7 @@ def point(kind: tuple[int, int], before: Counts, after: Counts, pass_ms: float) 
     starts = [at for at in after[0]["starts_s"] if at > before[0]["starts_s"][-1]]
     periods = sorted(1e3 * (later - sooner) for sooner, later in pairwise(starts))
 
-    def each(name: str, who: int, scale: float = 1.0) -> float:
+    def per_pass(name: str, who: int, scale: float = 1.0) -> float:
         change = after[who].get(name, 0) - before[who].get(name, 0)
         return float(scale * change / (sessions * passes))
 
@@ -150,16 +150,16 @@ def point(kind: tuple[int, int], before: Counts, after: Counts, pass_ms: float) 
         "period ms": middle,
         "p95": periods[int(0.95 * (len(periods) - 1))],
         "late": middle / pass_ms - 1.0,
-        "loop us": each("loop_cpu_s", 0, 1e6),
-        "process us": each("process_cpu_s", 0, 1e6),
-        "target us": each("target_cpu_s", 0, 1e6),
-        "devices us": each("cpu_s", 1, 1e6),
-        "up": sum(each(message, 1) for message in ("Open", "Draft", "Received")),
-        "down": each("commit", 1),
-        "B up": each("bytes_up", 1),
-        "B down": each("bytes_down", 1),
-        "tokens": each("tokens", 1),
-        "nodes": each("drafted", 0),
+        "loop us": per_pass("loop_cpu_s", 0, 1e6),
+        "process us": per_pass("process_cpu_s", 0, 1e6),
+        "target us": per_pass("target_cpu_s", 0, 1e6),
+        "devices us": per_pass("cpu_s", 1, 1e6),
+        "up": sum(per_pass(message, 1) for message in ("Open", "Draft", "Received")),
+        "down": per_pass("commit", 1),
+        "B up": per_pass("bytes_up", 1),
+        "B down": per_pass("bytes_down", 1),
+        "tokens": per_pass("tokens", 1),
+        "nodes": per_pass("drafted", 0),
         "wrong": after[1].get("wrong", 0),
         "ended": after[1].get("ended", 0),
     }
@@ -479,7 +479,7 @@ def play(options: argparse.Namespace) -> None:
                 if not (word := os.read(orders, 4096)):
                     return
                 if b"count" in word:
-                    print(json.dumps(total(devices)), flush=True)
+                    print(json.dumps(sum_counts(devices)), flush=True)
                 continue
             device = device_of[descriptor]
             if device.read():
@@ -504,7 +504,7 @@ def watch(device: Device, poll: select.epoll, device_of: dict[int, Device]) -> N
     device_of[descriptor] = device
 
 
-def total(devices: list[Device]) -> dict[str, float]:
+def sum_counts(devices: list[Device]) -> dict[str, float]:
     counts: Counter[str] = Counter()
     for device in devices:
         counts += device.counts

@@ -163,7 +163,7 @@ def channel_to(address: str, roots: bytes | None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options)
 
 
-def shown(key: str) -> tuple[tuple[str, str], ...]:
+def key_metadata(key: str) -> tuple[tuple[str, str], ...]:
     """Return metadata that shows a key."""
     return ((KEY_HEADER, f"{KEY_SCHEME} {key}"),)
 
@@ -294,7 +294,7 @@ async def killed(client: Client) -> None:
 
 async def wrong_keys(client: Client) -> None:
     """Show another key each time, at both calls."""
-    mine = replace(client, metadata=shown(f"edgespec-{client.dice.randbytes(32).hex()}"))
+    mine = replace(client, metadata=key_metadata(f"edgespec-{client.dice.randbytes(32).hex()}"))
     if client.dice.random() < 0.5:
         await info(mine)
     else:
@@ -359,7 +359,7 @@ async def again_and_again(client: Client, act: Callable[[Client], Awaitable[None
 
 async def play(options: argparse.Namespace) -> None:
     tallies: dict[str, Counter[str]] = {name: Counter() for name in options.kinds}
-    metadata = shown(options.key_file.read_text()) if options.key_file else ()
+    metadata = key_metadata(options.key_file.read_text()) if options.key_file else ()
     roots = options.ca.read_bytes() if options.ca else None
     async with AsyncExitStack() as stack:
         actors = []

@@ -165,10 +165,10 @@ class Load:
     async def _judge_rest(self, before: dict[str, Any], full: dict[str, Any]) -> None:
         deadline_s = time.perf_counter() + REST_WITHIN_S
         after = await self.verifier.look()
-        while time.perf_counter() < deadline_s and held(before, after):
+        while time.perf_counter() < deadline_s and list_leaks(before, after):
             await asyncio.sleep(0.5)
             after = await self.verifier.look()
-        self.findings += held(before, after)
+        self.findings += list_leaks(before, after)
         grown = after["resident_bytes"] - full["resident_bytes"]
         if grown > SPARE_BYTES:
             self.findings.append(f"memory grew by {grown >> 20} MiB since the first calm phase")
@@ -193,7 +193,7 @@ def config_of(options: argparse.Namespace, folder: Path) -> VerifierConfig:
     )
 
 
-def held(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def list_leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return a line for each resource that is still held after a rest and should not be."""
     bounds = {
         "sessions": 0,

@@ -140,7 +140,7 @@ def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
         yield kind, [every[number * len(every) // limit] for number in range(limit)]
 
 
-def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
+def generate_texts(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
     target, found = load_target(VerifierConfig(canonical=False, threads=1)), list[Text]()
     encode = load_tokenizer("bundled").encode
     for number, text in enumerate(prompts):
@@ -356,7 +356,7 @@ def main() -> int:
     print("| --- | ---: | ---: | --- | --- | ---: | ---: | ---: | --- |")
     for name, prompts in prompt_sets(options.limit):
         for temperature in map(float, options.temperatures.split(",")):
-            heard = said(prompts, temperature, options.tokens)
+            heard = generate_texts(prompts, temperature, options.tokens)
             wrong += compare(heard, drafts, options, f"| {name} ({len(heard)}) | {temperature:g} |")
     for drafter in drafts.values():
         drafter.close()

@@ -164,16 +164,16 @@ class Streamer:
         """For each text that lost a verifier: the time of its first token, the time of its end, and
         the number of its resumptions at another verifier."""
 
-    def _refused(self) -> bool:
+    def _was_refused(self) -> bool:
         return self.refused_at is not None
 
     async def live(self) -> None:
         await asyncio.sleep(self.dice.random())
-        while not self._refused():
+        while not self._was_refused():
             async with self._agent() as agent:
-                await self._text(agent)
-                while self.reuses and not self._has_news and not self._refused():
-                    await self._text(agent)
+                await self._generate_text(agent)
+                while self.reuses and not self._has_news and not self._was_refused():
+                    await self._generate_text(agent)
 
     @property
     def _has_news(self) -> bool:
@@ -193,7 +193,7 @@ class Streamer:
             )
         )
 
-    async def _text(self, agent: Agent) -> None:
+    async def _generate_text(self, agent: Agent) -> None:
         request, tokens = self.dice.choice(self.requests), list[int]()
         self.since_s, first_s = time.perf_counter(), math.inf
         try:

@@ -222,7 +222,7 @@ def _strip(y: float, name: str, tokens: Sequence[Token], length_s: float) -> Ite
     yield f'<text x="{_MARGIN}" y="{y}">{text(name)}</text>'
     yield f'<rect x="{left}" y="{y - 8}" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
     yield _bar(left, y - 8, wide, tokens, length_s)
-    yield _took(_WIDE - _MARGIN, y, tokens, length_s)
+    yield _draw_duration(_WIDE - _MARGIN, y, tokens, length_s)
 
 
 def _bar(x: float, y: float, wide: float, tokens: Sequence[Token], length_s: float) -> str:
@@ -234,11 +234,11 @@ def _bar(x: float, y: float, wide: float, tokens: Sequence[Token], length_s: flo
             shown, widths[at_s] = share, share * wide
     return (
         f'<rect x="{x}" y="{y}" width="{wide}" height="6" rx="3" fill="var(--bar)">'
-        f"{_grows(widths, length_s)}</rect>"
+        f"{_animate_width(widths, length_s)}</rect>"
     )
 
 
-def _took(x: float, y: float, tokens: Sequence[Token], length_s: float) -> str:
+def _draw_duration(x: float, y: float, tokens: Sequence[Token], length_s: float) -> str:
     """Return the duration, shown once it is known."""
     last = tokens[-1]
     done = f"{_each_ms(tokens):.1f} ms a token, {last.at_s:.1f} s"
@@ -261,7 +261,7 @@ def _pane(
     )
     x = left + _MARGIN
     yield f'<text class="h" x="{x}" y="42">{text(name)}</text>'
-    yield _took(left + _PANE - _MARGIN, 42, tokens, length_s)
+    yield _draw_duration(left + _PANE - _MARGIN, 42, tokens, length_s)
     yield f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
     yield _bar(x, 54, wide, tokens, length_s)
 
@@ -302,7 +302,7 @@ def _rows(pieces: Sequence[Piece], left: float, length_s: float) -> Iterator[str
             characters = "".join(piece.characters for piece in alike)
             parts.append(f"<tspan{named}>{text(characters)}</tspan>")
         covered = ""
-        if grows := _grows(widths, length_s):
+        if grows := _animate_width(widths, length_s):
             name = f"r{left:.0f}-{row}"
             covered = f' clip-path="url(#{name})"'
             yield (
@@ -315,7 +315,7 @@ def _rows(pieces: Sequence[Piece], left: float, length_s: float) -> Iterator[str
         )
 
 
-def _grows(widths: Mapping[float, float], length_s: float) -> str:
+def _animate_width(widths: Mapping[float, float], length_s: float) -> str:
     """Return the animation of a rectangle that has ``widths[at_s]`` from ``at_s`` on, in each
     round."""
     if len(widths) < 2:

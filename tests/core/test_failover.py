@@ -150,10 +150,10 @@ class World:
         self.dialed: set[tuple[int, str]] = set()
         self.probes: set[str] = set()
         self.sessions = {number: Session(number) for number in (1, 2)}
-        self.told_not_before: dict[str, float] = {}
+        self.retry_not_before_s: dict[str, float] = {}
         self.handle(ev.Known(tuple(names)))
         for session in self.sessions.values():
-            self.after(self.dice.uniform(0, 2), partial(self.want, session))
+            self.schedule(self.dice.uniform(0, 2), partial(self.request_verifier, session))
 
     def _verifier(self, name: str, index: int) -> Verifier:
         possible = list(Mood)
@@ -166,7 +166,7 @@ class World:
         calm = Mood.UP if index == 0 else self.dice.choice((Mood.UP, Mood.DOWN, Mood.HOLE))
         return Verifier(name, self.dice.uniform(0.001, 0.2), [*moods, (CALM_AFTER_S, calm)])
 
-    def after(self, delay_s: float, work: Callable[[], None]) -> None:
+    def schedule(self, delay_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + delay_s, next(self._ids), work))
 
     def run(self, until_s: float) -> None:
@@ -185,7 +185,7 @@ class World:
 
     def _arm(self, at: float) -> None:
         self._tick_at = at
-        self.after(at - self.now, self._tick)
+        self.schedule(at - self.now, self._tick)
 
     def _tick(self) -> None:
         self._tick_at = None
@@ -199,7 +199,7 @@ class World:
                 key, session = (route, address), self.sessions[route]
                 assert key not in self.dials | self.dialed, "dialed twice"
                 assert session.waiting, "dialed for a generation that waits for nothing"
-                self._allowed(address)
+                self._check_retry_time(address)
                 self.dials.add(key)
                 self._dial(route, self.verifiers[address])
             case ev.Drop(route, address):
@@ -208,22 +208,22 @@ class World:
             case ev.Use(route, address):
                 assert (route, address) in self.dialed, "used without a stream"
                 self.dialed.discard((route, address))
-                self._use(self.sessions[route], self.verifiers[address])
+                self._begin_stream(self.sessions[route], self.verifiers[address])
             case ev.Leave(route):
-                self._leave(self.sessions[route], action)
+                self._end_use(self.sessions[route], action)
             case ev.Probe(address):
                 assert address not in self.probes, "asked twice at once"
-                self._allowed(address)
+                self._check_retry_time(address)
                 self.probes.add(address)
                 self._probe(self.verifiers[address])
 
-    def _allowed(self, address: str) -> None:
-        assert self.now >= self.told_not_before.get(address, 0.0), "not before, it was told"
+    def _check_retry_time(self, address: str) -> None:
+        assert self.now >= self.retry_not_before_s.get(address, 0.0), "used before its retry time"
 
     def _dial(self, route: int, verifier: Verifier) -> None:
         key = (route, verifier.address)
 
-        def ended() -> None:
+        def end_dial() -> None:
             if key not in self.dials:
                 return
             self.dials.discard(key)
@@ -233,12 +233,12 @@ class World:
                 self.dialed.add(key)
                 self.handle(ev.Dialed(route, verifier.address))
 
-        self.after(DIAL_S if verifier.mood(self.now) is Mood.HOLE else verifier.rtt_s, ended)
+        self.schedule(DIAL_S if verifier.mood(self.now) is Mood.HOLE else verifier.rtt_s, end_dial)
 
     def _probe(self, verifier: Verifier) -> None:
         mood = verifier.mood(self.now)
 
-        def ended() -> None:
+        def end_probe() -> None:
             self.probes.discard(verifier.address)
             if mood in ANSWERING:
                 info = VerifierInfo(OTHER if mood is Mood.OTHER else MODEL, Limits(), 0, 8, 20_000)
@@ -246,32 +246,32 @@ class World:
             else:
                 self.handle(ev.ProbeFailed(verifier.address, mood.value, mood is Mood.KEYLESS))
 
-        self.after(PROBE_S if mood is Mood.HOLE else verifier.rtt_s, ended)
+        self.schedule(PROBE_S if mood is Mood.HOLE else verifier.rtt_s, end_probe)
 
-    def want(self, session: Session) -> None:
+    def request_verifier(self, session: Session) -> None:
         if session.failed is None:
             session.waiting, session.asked_at = True, self.now
             self.handle(ev.Wanted(session.route, 200, f"text {session.route}"))
 
-    def _leave(self, session: Session, leave: ev.Leave) -> None:
-        self._answered(session, None)
+    def _end_use(self, session: Session, leave: ev.Leave) -> None:
+        self._end_wait(session, None)
         if not leave.retryable:
             session.failed = leave
             return
         wait_s = self.dice.uniform(0.05, 1.0) if leave.again_s is None else leave.again_s
-        self.after(wait_s, lambda: self.want(session))
+        self.schedule(wait_s, lambda: self.request_verifier(session))
 
-    def _answered(self, session: Session, using: str | None) -> None:
+    def _end_wait(self, session: Session, using: str | None) -> None:
         if session.waiting:
             session.waiting = False
             session.longest_wait_s = max(session.longest_wait_s, self.now - session.asked_at)
         session.using, session.stream = using, session.stream + 1
 
-    def _use(self, session: Session, verifier: Verifier) -> None:
+    def _begin_stream(self, session: Session, verifier: Verifier) -> None:
         assert session.waiting, "a stream for a generation that waits for none"
-        self._answered(session, verifier.address)
+        self._end_wait(session, verifier.address)
         stream = session.stream
-        self.after(verifier.rtt_s, lambda: self._open(session, stream, verifier))
+        self.schedule(verifier.rtt_s, lambda: self._open(session, stream, verifier))
 
     def _open(self, session: Session, stream: int, verifier: Verifier) -> None:
         if session.stream != stream:
@@ -280,11 +280,11 @@ class World:
         if mood is Mood.DOWN:
             return self.handle(ev.Broke(session.route, "reset"))
         if mood is Mood.HOLE:
-            return self._quiet(session, stream, verifier)
+            return self._watch_silence(session, stream, verifier)
         if mood in REFUSALS:
             code, retry_after_s = REFUSALS[mood]
-            known = self.told_not_before.get(verifier.address, 0.0)
-            self.told_not_before[verifier.address] = max(known, self.now + retry_after_s)
+            known = self.retry_not_before_s.get(verifier.address, 0.0)
+            self.retry_not_before_s[verifier.address] = max(known, self.now + retry_after_s)
             return self.handle(ev.Refused(session.route, code, mood.value, retry_after_s))
         model = OTHER if mood is Mood.OTHER else MODEL
         self.handle(ev.Greeted(session.route, ModelIdentity(model.name, model.fingerprint, 4096)))
@@ -293,28 +293,30 @@ class World:
                 assert model.fingerprint in session.models, "another model for the same text"
             if mood is Mood.SICK:
                 return self.handle(ev.Broke(session.route, "broke"))
-            self._token(session, stream, verifier, model)
+            self._generate_token(session, stream, verifier, model)
         return None
 
-    def _quiet(self, session: Session, stream: int, verifier: Verifier) -> None:
-        def still() -> None:
+    def _watch_silence(self, session: Session, stream: int, verifier: Verifier) -> None:
+        def check_silence() -> None:
             if session.stream == stream:
                 if verifier.mood(self.now) is Mood.HOLE:
                     self.handle(ev.Quiet(session.route))
-                    self._quiet(session, stream, verifier)
+                    self._watch_silence(session, stream, verifier)
                 else:
                     self.handle(ev.Broke(session.route, "came back without the stream"))
 
-        self.after(1.5, still)
+        self.schedule(1.5, check_silence)
 
-    def _token(self, session: Session, stream: int, verifier: Verifier, model: ModelInfo) -> None:
+    def _generate_token(
+        self, session: Session, stream: int, verifier: Verifier, model: ModelInfo
+    ) -> None:
         if session.stream != stream:
             return None
         mood = verifier.mood(self.now)
         if mood is Mood.HOLE:
-            return self._quiet(session, stream, verifier)
+            return self._watch_silence(session, stream, verifier)
         if mood is Mood.DRAINS:
-            self.told_not_before[verifier.address] = self.now + 1.0
+            self.retry_not_before_s[verifier.address] = self.now + 1.0
             return self.handle(ev.Refused(session.route, MOVED, "resume elsewhere", 1.0))
         if mood is not (Mood.OTHER if model is OTHER else Mood.UP):
             return self.handle(ev.Broke(session.route, "killed"))
@@ -322,7 +324,7 @@ class World:
         session.last_token_at = self.now
         session.models.add(model.fingerprint)
         self.handle(ev.Progressed(session.route))
-        return self.after(STEP_S, lambda: self._token(session, stream, verifier, model))
+        return self.schedule(STEP_S, lambda: self._generate_token(session, stream, verifier, model))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -359,7 +361,7 @@ NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
 CONVERSATIONS = [policies.hash_conversation_name(f"chat {number}") for number in range(600)]
 
 
-def homes(names: Sequence[str]) -> dict[str, str]:
+def first_choices(names: Sequence[str]) -> dict[str, str]:
     """Return the first choice of each conversation."""
     views = [VerifierView(name, 0.03, 0) for name in names]
     return {
@@ -368,10 +370,10 @@ def homes(names: Sequence[str]) -> dict[str, str]:
 
 
 def test_what_the_hashing_promises() -> None:
-    before = homes(NAMES)
-    assert homes(NAMES[::-1]) == before  # the order of the names does not matter
+    before = first_choices(NAMES)
+    assert first_choices(NAMES[::-1]) == before  # the order of the names does not matter
     for gone in NAMES:  # only its conversations move, and to all the others
-        after = homes([name for name in NAMES if name != gone])
+        after = first_choices([name for name in NAMES if name != gone])
         assert all(after[one] == home for one, home in before.items() if home != gone)
         assert len({after[one] for one, home in before.items() if home == gone}) == len(NAMES) - 1
     assert rendezvous_weight("ab", "c") != rendezvous_weight("a", "bc")

@@ -38,16 +38,16 @@ SESSION_S = 0.001
 MANY = EngineLimits(max_sessions=512)
 
 
-def single(number: int) -> Credential:
+def single_credential(number: int) -> Credential:
     return Credential(f"single {number}")
 
 
-def crowded(crowd: int, singles: int, session_s: float = SESSION_S) -> PacedEngine:
+def join_crowd(crowd: int, singles: int, session_s: float = SESSION_S) -> PacedEngine:
     """Let the sessions of one key join keys with one session each, whose passes are known by
     then."""
     paced = PacedEngine(0.0, MANY, session_s)
     for number in range(singles):
-        paced.open(f"single {number}", credential=single(number))
+        paced.open(f"single {number}", credential=single_credential(number))
         for _ in range(3):
             paced.run_pass()
     for number in range(crowd):
@@ -55,7 +55,7 @@ def crowded(crowd: int, singles: int, session_s: float = SESSION_S) -> PacedEngi
     return paced
 
 
-def paces(paced: PacedEngine, seconds: float) -> dict[str, float]:
+def measure_paces(paced: PacedEngine, seconds: float) -> dict[str, float]:
     """Return the tokens per second of each session from now on."""
     before, start = dict(paced.tokens), paced.now
     paced.run_until(start + seconds)
@@ -84,10 +84,10 @@ def test_the_share_by_hand() -> None:
 
 
 def test_one_key_with_200_sessions_hardly_slows_20_keys_with_one() -> None:
-    paced = crowded(200, 20)
+    paced = join_crowd(200, 20)
     alone = 1 / (DECODE_S + 20 * SESSION_S)
-    paces(paced, 5.0)
-    pace = paces(paced, 20.0)
+    measure_paces(paced, 5.0)
+    pace = measure_paces(paced, 20.0)
     for number in range(20):
         assert pace[f"single {number}"] >= 0.9 * alone
     crowd = [pace[f"crowd {number}"] for number in range(200)]
@@ -96,8 +96,8 @@ def test_one_key_with_200_sessions_hardly_slows_20_keys_with_one() -> None:
 
 
 def test_what_a_share_leaves_over_is_remembered() -> None:
-    paced = crowded(10, 3, session_s=0.008)  # a share of (20 + 24) / 3 = 14.7 ms
-    paces(paced, 5.0)
+    paced = join_crowd(10, 3, session_s=0.008)  # a share of (20 + 24) / 3 = 14.7 ms
+    measure_paces(paced, 5.0)
     sizes = [sum("crowd" in name for name in paced.run_pass()) for _ in range(60)]
     assert set(sizes) == {1, 2}
     assert sum(sizes) / 60 == pytest.approx(44 / 3 / 8, rel=0.05)
@@ -110,7 +110,7 @@ def test_higher_priorities_come_first_and_lower_ones_do_not_starve() -> None:
     for number in range(2):
         paced.open(f"low {number}", credential=Credential("low", priority=-1))
     paced.run_until(2.0)
-    pace = paces(paced, 20.0)
+    pace = measure_paces(paced, 20.0)
     high = [pace[f"high {number}"] for number in range(6)]
     low = [pace[f"low {number}"] for number in range(2)]
     assert min(high) >= 2.0 * max(low)
@@ -119,13 +119,13 @@ def test_higher_priorities_come_first_and_lower_ones_do_not_starve() -> None:
 
 def test_prompts_of_one_key_do_not_hold_up_another_key() -> None:
     paced = PacedEngine(0.0001)
-    paced.open("runs", credential=single(0))
+    paced.open("runs", credential=single_credential(0))
     paced.run_until(20 * DECODE_S)
     for number in range(30):
         paced.open(f"crowd {number}", 1_000, Credential("crowd"))
     for _ in range(40):
         paced.run_pass()
-    paced.open("mine", 1_000, single(1))
+    paced.open("mine", 1_000, single_credential(1))
     asked_s = paced.now
     while not paced.tokens["mine"]:
         paced.run_pass()
@@ -138,9 +138,9 @@ def test_a_rate_is_kept_within_a_twentieth(rate: float) -> None:
     paced = PacedEngine(0.0, MANY, SESSION_S)
     for number in range(30):
         paced.open(f"s {number}", credential=Credential("slow", tokens_per_s=rate))
-    paced.open("other", credential=single(0))
+    paced.open("other", credential=single_credential(0))
     paced.run_until(3.0)
-    pace = paces(paced, 30.0)
+    pace = measure_paces(paced, 30.0)
     mine = [pace[f"s {number}"] for number in range(30)]
     assert sum(mine) == pytest.approx(rate, rel=0.05)
     assert max(mine) - min(mine) <= 0.1 * rate / 30 + 2 / 30
@@ -157,7 +157,7 @@ def test_a_key_over_its_rate_waits_without_busy_polls() -> None:
     paced.close("s")  # a new rate applies from the next session on
     paced.open("t", credential=Credential("slow", tokens_per_s=20.0))
     paced.run_until(paced.now + 10.0)
-    assert paces(paced, 10.0)["t"] == pytest.approx(20.0, rel=0.05)
+    assert measure_paces(paced, 10.0)["t"] == pytest.approx(20.0, rel=0.05)
 
 
 SHARES = tb.ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, initial_level=256.0)
@@ -169,7 +169,7 @@ def test_accounts_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch
     fairness = Fairness(table)
     for number in range(100):
         table.clear()
-        table["s"] = single(number)
+        table["s"] = single_credential(number)
         fairness.plan_pass(["s"], (), 0.0)
     assert len(fairness._accounts) <= 8
 
@@ -404,7 +404,7 @@ def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:
     assert granted <= 256 + 60 * (30.0 + tb.OPEN_LIMITS.max_wait_s)
 
 
-def ring(**keys: str) -> KeyRing:
+def make_key_ring(**keys: str) -> KeyRing:
     return KeyRing({name: (digest(key), Credential(name)) for name, key in keys.items()})
 
 
@@ -419,7 +419,7 @@ def test_a_key_opens_for_its_owner_and_nobody_else(keys: dict[str, str], strange
 
 
 def test_changes_tell_added_revoked_and_limits_apart() -> None:
-    old = ring(same="s", gone="g", rotated="before", tighter="t")
+    old = make_key_ring(same="s", gone="g", rotated="before", tighter="t")
     keys = {name: (digest(key), Credential(name)) for name, key in (("same", "s"), ("new", "n"))}
     keys["rotated"] = digest("after"), Credential("rotated")
     keys["tighter"] = digest("t"), replace(Credential("tighter"), max_sessions=1)
@@ -431,9 +431,9 @@ def test_changes_tell_added_revoked_and_limits_apart() -> None:
 
 def test_what_cannot_be_a_ring_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="'a' and 'b' have the same key"):
-        ring(a="k", b="k")
+        make_key_ring(a="k", b="k")
     with pytest.raises(ValueError, match=f"{MAX_KEYS + 1} keys, but at most {MAX_KEYS}"):
-        ring(**{f"n{number}": f"k{number}" for number in range(MAX_KEYS + 1)})
+        make_key_ring(**{f"n{number}": f"k{number}" for number in range(MAX_KEYS + 1)})
 
 
 # --- blocks of the cache --------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_every_block_has_one_owner_and_none_is_lost() -> None:
         assert all(ledger.held_count(key) * 4 >= lengths[key] for key in "abc")
 
 
-def _world(
+def _make_world(
     *prompts: int, blocks: int, share: bool = False
 ) -> tuple[CacheKeeper, BlockLedger, dict[str, VerifySession]]:
     """Return a keeper, its ledger and sessions a, b, ... with prompts of the given lengths, which
@@ -499,7 +499,7 @@ def _world(
 
 
 def test_nobody_enters_before_one_who_came_earlier() -> None:
-    keeper, _, sessions = _world(4, 16, 1, blocks=4)
+    keeper, _, sessions = _make_world(4, 16, 1, blocks=4)
     assert sessions["a"].cache_length
     assert keeper.rows_for("b", 100, (), 0, 0.0) == 0
     assert keeper.rows_for("c", 100, (), 0, 0.0) == 0  # would fit, but b waits
@@ -508,7 +508,7 @@ def test_nobody_enters_before_one_who_came_earlier() -> None:
 
 
 def test_the_gone_lose_their_blocks_first_then_those_who_wait_then_the_newest() -> None:
-    keeper, _, sessions = _world(4, 4, 4, 4, 4, blocks=5)
+    keeper, _, sessions = _make_world(4, 4, 4, 4, 4, blocks=5)
     sessions["b"].device.unacknowledged_since = 0.5
     sessions["c"].handle(Detach(), 2.0)
     sessions["d"].handle(Detach(), 1.0)
@@ -523,7 +523,7 @@ def test_the_gone_lose_their_blocks_first_then_those_who_wait_then_the_newest() 
 
 
 def test_guesses_cost_nobody_a_block() -> None:
-    keeper, _, _ = _world(4, 4, blocks=4)
+    keeper, _, _ = _make_world(4, 4, blocks=4)
     assert keeper.rows_for("a", 100, (), 0, 1.0) == 8  # the two free blocks
     # one is kept for sessions that may still join
     assert keeper.rows_for("a", 100, (), 1, 1.0) == 4
@@ -531,7 +531,7 @@ def test_guesses_cost_nobody_a_block() -> None:
 
 
 def test_an_eviction_frees_only_what_nobody_else_holds() -> None:
-    keeper, ledger, sessions = _world(9, 9, 9, blocks=6, share=True)
+    keeper, ledger, sessions = _make_world(9, 9, 9, blocks=6, share=True)
     assert [ledger.held_count(key) for key in "abc"] == [3, 3, 3]
     assert ledger.free_count == 1  # two blocks are shared by all
     sessions["a"].cache_length = 12
@@ -547,7 +547,7 @@ def test_an_eviction_frees_only_what_nobody_else_holds() -> None:
 
 
 def test_a_shared_block_cannot_be_written_and_one_with_two_holders_not_published() -> None:
-    keeper, _, sessions = _world(9, blocks=6, share=True)
+    keeper, _, sessions = _make_world(9, blocks=6, share=True)
     sessions["a"].cache_length = 7  # beyond the published part
     with pytest.raises(AssertionError, match="a shared block would be written"):
         keeper.reserve("a", 12)

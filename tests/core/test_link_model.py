@@ -183,7 +183,7 @@ def test_serialisation_integrates_over_the_capacity() -> None:
 Sends = list[tuple[int, int, int]]
 
 
-def overfull(
+def measure_excess(
     build: Callable[[], SharedQueue], capacity: float | CapacitySchedule, sends: Sends
 ) -> float:
     """Return the most bytes by which three links together exceed the queue's capacity. A value
@@ -221,7 +221,7 @@ SENDS = st.tuples(st.integers(0, 20), st.integers(1, 20_000), st.integers(0, 2))
 def test_no_queue_carries_more_than_its_capacity(
     sends: Sends, capacity: float | CapacitySchedule
 ) -> None:
-    assert overfull(lambda: SharedQueue(capacity), capacity, sends) < 1e-3
+    assert measure_excess(lambda: SharedQueue(capacity), capacity, sends) < 1e-3
 
 
 def test_loss_follows_its_schedule() -> None:

@@ -34,11 +34,11 @@ LAWS = (
 Allowed = Callable[[Sequence[int]], set[int]]
 
 
-def everything(output: Sequence[int]) -> set[int]:
+def allow_everything(output: Sequence[int]) -> set[int]:
     return set(range(8))
 
 
-def held_text(params: SamplingParams, allowed: Allowed = everything) -> list[int]:
+def generate_by_law(params: SamplingParams, allowed: Allowed = allow_everything) -> list[int]:
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     output: list[int] = []
     while len(output) < params.max_tokens and not ends.intersection(output[-1:]):
@@ -68,7 +68,7 @@ def test_drafts_change_nothing_and_no_end_comes_before_its_time(
         stop_token_ids=tuple(sorted(stops)),
         ignore_eos=ignore_eos,
     )
-    expected = held_text(params)
+    expected = generate_by_law(params)
     if len(stops | set(() if ignore_eos else (EOS,))) < 8:
         assert len(expected) >= least
 
@@ -87,7 +87,7 @@ def test_a_constrained_text_is_as_long_as_its_grammar_lets_it_be(
     automaton: Automaton, law: SamplingParams, least: int, seed: int
 ) -> None:
     params = replace(law, min_tokens=least, max_tokens=20, constraint=automaton.constraint())
-    expected = held_text(params, automaton.allowed)
+    expected = generate_by_law(params, automaton.allowed)
     if len(expected) < least + 1 and expected[-1] == EOS:
         assert automaton.allowed(expected[:-1]) == {EOS}
 
@@ -101,8 +101,8 @@ def test_a_constrained_text_is_as_long_as_its_grammar_lets_it_be(
 @pytest.mark.parametrize("law", LAWS)
 def test_drafts_follow_the_same_law(law: SamplingParams) -> None:
     params = replace(law, min_tokens=6, max_tokens=12, stop_token_ids=(5,))
-    expected = held_text(params)
-    assert EOS in held_text(replace(params, min_tokens=0))[:6], "else nothing is held off"
+    expected = generate_by_law(params)
+    assert EOS in generate_by_law(replace(params, min_tokens=0))[:6], "else nothing is held off"
     drafter, info = ToyDrafter(MODEL), ToyTarget(MODEL).info
     drafter.begin(len(PROMPT), params)
     server = ToyServerDrafter(MODEL, info)

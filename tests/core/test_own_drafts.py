@@ -50,9 +50,9 @@ class ListDrafter:
 
     def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
         self.steps += 1
-        return [self._one(step) for step in batch]
+        return [self._step_one(step) for step in batch]
 
-    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
+    def _step_one(self, step: DraftStep) -> tuple[Candidate, ...]:
         cache = self.caches.setdefault(step.key, [])
         if step.key in self.full:
             cache.clear()
@@ -77,9 +77,9 @@ class SilentDrafter(ListDrafter):
     fed = 0
     mended = False
 
-    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
+    def _step_one(self, step: DraftStep) -> tuple[Candidate, ...]:
         self.fed += len(step.feed)
-        found = super()._one(step)
+        found = super()._step_one(step)
         if step.guess and not self.mended:
             self.caches[step.key].clear()
             return ()
@@ -393,15 +393,15 @@ def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
     request = Open("s", "", "", (3, 10), sampling=SamplingParams(max_tokens=TOKENS))
     engine.handle(ee.StreamOpened(1, request), 0.0)
     actions = engine.handle(ee.BatchDone((PassResult("s", (token_at(2),)),)), 0.025)
-    (drafts,) = _only(actions, ee.RunDrafts)
+    (drafts,) = find_actions(actions, ee.RunDrafts)
     now = 0.025
     while not engine.broken:
         assert now < 40.0
         now = present(engine.deadline)
         actions = engine.handle(ee.Poll(), now)
     assert now >= 30.0
-    assert _only(actions, ee.GiveUp)
-    assert _only(actions, ee.SendTo)  # the device receives the fault
+    assert find_actions(actions, ee.GiveUp)
+    assert find_actions(actions, ee.SendTo)  # the device receives the fault
     assert engine.handle(od.DraftRound(drafts).result(), now) == ()
 
 
@@ -419,7 +419,7 @@ def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
     opened = Open("s", "", "", prompt, sampling=sampling, run_ahead=RunAhead.ALWAYS)
     engine.handle(ee.StreamOpened(1, opened), 0.0)
     session = engine.sessions["s"]
-    (drafts,) = _only(
+    (drafts,) = find_actions(
         engine.handle(ee.BatchDone((PassResult("s", (token_at(2),)),)), 0.025), ee.RunDrafts
     )
     assert drafts.starts[0].step.feed == (*prompt, token_at(2))
@@ -427,14 +427,14 @@ def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
     engine.handle(ee.StreamMessage(1, draft), 0.026)
     guesses = (Candidate(token_at(3), -0.1),), (Candidate(40, -0.1),)
     guess = od.Chain("s", 0, drafts.starts[0].step.feed, guesses)
-    (run,) = _only(engine.handle(ee.DraftsDone((guess,), ((3, 0.002),)), 0.03), ee.RunBatch)
+    (run,) = find_actions(engine.handle(ee.DraftsDone((guess,), ((3, 0.002),)), 0.03), ee.RunBatch)
     (request,) = run.requests
     assert request.tokens == (token_at(3), token_at(4), 40)
     assert request.parents == (-1, 0, 0)
     assert (request.device_nodes, request.server_nodes) == (2, 1)
 
 
-def _only(actions: tuple[ee.EngineAction, ...], kind: type[Action]) -> list[Action]:
+def find_actions(actions: tuple[ee.EngineAction, ...], kind: type[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
@@ -538,7 +538,7 @@ def test_one_sessions_quick_device_leaves_the_others_their_steps() -> None:
     assert [step.key for step in drafting.next_step()] == [str(number) for number in range(7)]
 
 
-def inbox(prefix: CommittedPrefix, history: DraftHistory) -> DraftInbox:
+def make_inbox(prefix: CommittedPrefix, history: DraftHistory) -> DraftInbox:
     return DraftInbox(prefix, 100, Limits(max_nodes_outstanding=64), history)
 
 
@@ -547,7 +547,7 @@ def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
     history, now = DraftHistory(), 0.0
     for _ in range(3):
         prefix = CommittedPrefix((1, 2))
-        drafts, first_node_id = inbox(prefix, history), 1
+        drafts, first_node_id = make_inbox(prefix, history), 1
         for _ in range(8):
             drafts.arrivals.on_miss(now)
             now += 0.03
@@ -558,7 +558,7 @@ def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
             assert drafts.receive(draft, now) is None
             first_node_id += 10
             drafts.commit((*tokens[:9], 99), now, True)
-    later = inbox(CommittedPrefix((1, 2)), history)
+    later = make_inbox(CommittedPrefix((1, 2)), history)
     later.arrivals.on_miss(now)
     assert later.arrivals.expected_at() == pytest.approx(now + 0.03)
     assert later.arrivals.response_depth == pytest.approx(10.0)
@@ -570,13 +570,13 @@ def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
     assert later.tokens_per_pass(0.02, now) == 0.0, "the first draft comes after the pass"
     later.no_draft_coming = True
     assert later.tokens_per_pass(0.04, now) == 0.0
-    assert inbox(CommittedPrefix((1, 2)), DraftHistory()).tokens_per_pass(0.04, now) == 0.0
+    assert make_inbox(CommittedPrefix((1, 2)), DraftHistory()).tokens_per_pass(0.04, now) == 0.0
 
 
 @pytest.mark.parametrize(("rate", "steps"), [(0.9, 1), (0.7, 1), (0.35, 3), (0.01, 16)])
 def test_a_better_server_model_matches_a_draft_in_fewer_steps(rate: float, steps: int) -> None:
     """Nothing is known of the device: one place, assumed to be right with 0.5."""
-    drafts = inbox(CommittedPrefix((1, 2)), DraftHistory())
+    drafts = make_inbox(CommittedPrefix((1, 2)), DraftHistory())
     drafts._acceptance.rates[0] = 0.5
     assert drafts.count_matching_steps(rate, 16) == steps
 

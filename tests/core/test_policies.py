@@ -79,7 +79,7 @@ def _view(
     return DraftView(tree, len(parents) - in_flight, in_flight, room, end, estimates)
 
 
-def _guessed(*logprobs: float, decoding: bool = True, **world: Any) -> DraftView:
+def _view_chain(*logprobs: float, decoding: bool = True, **world: Any) -> DraftView:
     """Return a view with a chain of nodes with these log-probabilities. Passes and commits take 25
     ms, steps 10 ms."""
     world = {"rtt_s": 0.02, "commit_s": 0.025 if decoding else 0.1, **world}
@@ -124,7 +124,7 @@ def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
     assert PearlPolicy().choose_parent(_view(*range(6))) is None
 
 
-def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any) -> bool:
+def _does_wait(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any) -> bool:
     """Return whether a device that gathers holds a node back. Passes take 20 ms, steps 2 ms, and
     the round trip to the verifier 5 ms."""
     world = {"step_s": 0.002, "rtt_s": 0.005, **world}
@@ -136,18 +136,26 @@ def test_drafts_gather_until_the_next_pass_is_near() -> None:
     """A node that leaves within 20 - 5 = 15 ms of a commit is in the next pass. It is held back
     until a step and a tenth of a pass before that: 15 - 2 - 2 = 11 ms. A distant verifier has a
     later pass."""
-    assert [_waits(since / 1e3) for since in (0, 5, 10, 12, 14)] == [True, True, True, False, False]
+    assert [_does_wait(since / 1e3) for since in (0, 5, 10, 12, 14)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     # the pass after that
-    assert [_waits(since / 1e3) for since in (16, 30, 32)] == [True, True, False]
+    assert [_does_wait(since / 1e3) for since in (16, 30, 32)] == [True, True, False]
     for rtt_s in (0.025, 0.045, 0.205):
-        assert [_waits(since, rtt_s=rtt_s) for since in (0.005, 0.013)] == [True, False]
+        assert [_does_wait(since, rtt_s=rtt_s) for since in (0.005, 0.013)] == [True, False]
 
 
 def test_drafts_do_not_gather_when_somebody_may_wait_for_them() -> None:
-    assert _waits()
-    assert not _waits(in_flight=0)
-    assert not _waits(None)
-    assert not _waits(pass_s=0.018)  # commits come every 20 ms, so the verifier waited in between
+    assert _does_wait()
+    assert not _does_wait(in_flight=0)
+    assert not _does_wait(None)
+    assert not _does_wait(
+        pass_s=0.018
+    )  # commits come every 20 ms, so the verifier waited in between
     view = replace(_view(*CHAIN, in_flight=1, rtt_s=0.005), since_commit_s=0.0, resting=True)
     assert WindowedPolicy(gather=0.1).should_send(view)
     nothing = replace(view, unsent=0, in_flight=len(CHAIN))
@@ -224,7 +232,7 @@ def test_nobody_drafts_without_room_or_past_the_end_or_sends_nothing(policy: Dra
 def test_goodput_goes_on_where_a_node_is_in_time() -> None:
     """The verifier waits for drafts, so each node is in time, and a step saves its hits."""
     for logprobs, leaf in (((), ROOT), ((-0.1,), 1)):
-        view = _guessed(*logprobs, rate=0.8, decoding=False)
+        view = _view_chain(*logprobs, rate=0.8, decoding=False)
         rate = view.estimates.acceptance.rate(0)
         best = rate ** (1 + len(logprobs))
         assert list(goodput_policy.GoodputPolicy(1).best_leaf(view)) == pytest.approx([leaf, best])
@@ -233,7 +241,7 @@ def test_goodput_goes_on_where_a_node_is_in_time() -> None:
 def test_goodput_counts_the_steps_that_only_catch_up() -> None:
     """RTT 20 ms, steps 10, passes 25. A node drafted now arrives after ceil(30 / 25) = 2 tokens,
     and the second after ceil(40 / 25) = 2. The third also arrives after 2, and is in time."""
-    view = _guessed(rate=0.8)
+    view = _view_chain(rate=0.8)
     rate = view.estimates.acceptance.rate(0)
     gains = [sum(rate**j for j in range(3, k + 1)) / k for k in range(3, 25)]
     leaf, gain = goodput_policy.GoodputPolicy(1).best_leaf(view)
@@ -250,7 +258,7 @@ def test_before_the_first_pass_a_draft_is_as_quick_as_what_opened_the_stream() -
     """Steps take 10 ms, passes 25 and a round trip 200 ms. A node drafted at once arrives 10 ms
     after the ``Open``, within the first pass. The later it is, the more tokens have been decoded.
     """
-    policy, view = goodput_policy.GoodputPolicy(1), _guessed(rate=0.5, rtt_s=0.2)
+    policy, view = goodput_policy.GoodputPolicy(1), _view_chain(rate=0.5, rtt_s=0.2)
     assert policy.best_leaf(view)[1] < policy.min_gain
     opening = [replace(view, since_open_s=since_s) for since_s in (0.0, 0.015, 0.19)]
     assert [one.arrival_s for one in opening] == pytest.approx([0.01, 0.025, 0.2])
@@ -262,11 +270,11 @@ def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
     """At a rate of 0.2 and a round trip of 200 ms no step saves anything. One guess in eight
     positions keeps the acceptance rate known, and is not sent."""
     policy, far = goodput_policy.GoodputPolicy(1), cast(Any, {"rate": 0.2, "rtt_s": 0.2})
-    asked = {n: policy.choose_parent(_guessed(prefix_length=n, **far)) for n in range(8, 40)}
+    asked = {n: policy.choose_parent(_view_chain(prefix_length=n, **far)) for n in range(8, 40)}
     assert [n for n, node in asked.items() if node == ROOT] == [8, 16, 24, 32]
-    probe = _guessed(-0.1, **far)
+    probe = _view_chain(-0.1, **far)
     assert (policy.choose_parent(probe), policy.should_send(probe)) == (None, False)
-    better = _guessed(-0.1, rate=0.95, rtt_s=0.02)
+    better = _view_chain(-0.1, rate=0.95, rtt_s=0.02)
     assert (policy.choose_parent(better), policy.should_send(better)) == (1, True)
 
 
@@ -274,7 +282,7 @@ def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
     """Two guesses 1 and 2 hang on the root, right with 0.45 and 0.4 by the draft's confidence, and
     two uncertain ones follow the first. By rank alone the chain's end has 0.8 * 0.8. By confidence
     it has 0.45 * 0.45, and the second choice at the root has 0.4."""
-    view, first, second = _guessed(rate=0.8, decoding=False), math.log(0.35), math.log(0.3)
+    view, first, second = _view_chain(rate=0.8, decoding=False), math.log(0.35), math.log(0.3)
     for trial in range(2000):
         view.estimates.guesses.alone.add(0, first, hit=trial % 20 < 9)
         view.estimates.guesses.alone.add(1, second, hit=trial % 20 < 8)
@@ -309,7 +317,7 @@ def test_who_names_no_policy_has_goodput() -> None:
     ],
 )
 def test_a_device_says_why_it_rests(price: tuple[Any, ...], rate: float, why: str | None) -> None:
-    estimates = _guessed(rate=rate).estimates
+    estimates = _view_chain(rate=rate).estimates
     found = goodput_policy.explain_resting(
         goodput_policy.GoodputPolicy(1), est.RowPrice(*price), estimates
     )
@@ -360,7 +368,7 @@ def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
     assert learned.for_model("a1") is not found[1]
 
 
-def _held(nodes: int, **world: Any) -> bool:
+def _is_held_back(nodes: int, **world: Any) -> bool:
     """Return whether a device with nothing in flight extends its chain before it sends it. Rates
     are 0.8, a commit has just arrived, and the round trip to the verifier takes 0.5 ms."""
     view = _view(*range(nodes), **{"rtt_s": 0.0005, **world})
@@ -383,13 +391,13 @@ def _miss_s(nodes: int, pass_s: float, step_s: float) -> float:
 )
 def test_the_first_chain_after_a_miss_is_as_long_as_is_best(pass_s: float, step_s: float) -> None:
     best = min(range(1, 30), key=lambda nodes: _miss_s(nodes, pass_s, step_s))
-    held = [_held(nodes, pass_s=pass_s, step_s=step_s) for nodes in range(1, 30)]
+    held = [_is_held_back(nodes, pass_s=pass_s, step_s=step_s) for nodes in range(1, 30)]
     assert held == [nodes < best for nodes in range(1, 30)]
 
 
 def test_a_chain_that_is_held_is_in_time_for_the_next_pass() -> None:
-    assert _held(2, pass_s=0.04, step_s=0.001)
-    assert not _held(2, pass_s=0.04, step_s=0.001, rtt_s=0.04)
+    assert _is_held_back(2, pass_s=0.04, step_s=0.001)
+    assert not _is_held_back(2, pass_s=0.04, step_s=0.001, rtt_s=0.04)
     resting = replace(_view(0, 1, step_s=0.001, pass_s=0.04), idle_s=0.0, resting=True)
     assert WindowedPolicy(gather=0.1).should_send(resting), "no step would make it longer"
 

@@ -52,20 +52,22 @@ class TextModel:
         self.texts: dict[int, Text] = {}
         self.last_id = 0
 
-    def agrees(self, text: Text) -> bool:
+    def agrees_with_committed(self, text: Text) -> bool:
         shared = min(len(text), len(self.committed))
         return text[:shared] == self.committed[:shared]
 
     @property
     def alive(self) -> dict[int, Text]:
         length = len(self.committed)
-        return {i: t for i, t in self.texts.items() if len(t) > length and self.agrees(t)}
+        return {
+            i: t for i, t in self.texts.items() if len(t) > length and self.agrees_with_committed(t)
+        }
 
     def grow(self, node_id: int, parent: int, token: int, base: int) -> GrowResult:
         if node_id <= self.last_id:
             return GrowResult.STALE
         before = self.committed[:base] if parent == ROOT else self.texts.get(parent)
-        if before is None or not self.agrees((*before, token)):
+        if before is None or not self.agrees_with_committed((*before, token)):
             return GrowResult.STALE
         text = (*before, token)
         if text in self.alive.values():
@@ -105,10 +107,10 @@ def test_like_a_set_of_texts(steps: list[tuple[object, ...]]) -> None:
             case ("clear",):
                 model.texts, model.last_id = {}, 0
                 tree.clear()
-        _same(tree, model)
+        check_same(tree, model)
 
 
-def _same(tree: SpeculationTree, model: TextModel) -> None:
+def check_same(tree: SpeculationTree, model: TextModel) -> None:
     check_tree(tree, "tree")
     prefix = tuple(tree.prefix.tokens)
     assert prefix == model.committed
@@ -116,7 +118,7 @@ def _same(tree: SpeculationTree, model: TextModel) -> None:
     assert {node_id: (*prefix, *tree.path(node_id)) for node_id in tree.nodes} == model.alive
     for node_id, text in model.texts.items():
         place = tree.child_position(node_id, 0)
-        assert place == (len(text) if model.agrees(text) else None)
+        assert place == (len(text) if model.agrees_with_committed(text) else None)
 
 
 def _tree(*tokens: int) -> SpeculationTree:
@@ -329,7 +331,7 @@ def open_request(**changes: Any) -> None:
         raise ValueError(why)
 
 
-def rule(text: str) -> None:
+def check_and_make_rule(text: str) -> None:
     assert explain_rule_refusal(text, ("exact",)) is not None
     make_rule(text)
 
@@ -337,7 +339,7 @@ def rule(text: str) -> None:
 KINDS: dict[str, Callable[..., object]] = {
     "sampling": SamplingParams,
     "constraint": partial(Constraint, ConstraintKind.REGEX),
-    "rule": rule,
+    "rule": check_and_make_rule,
     "budget": parse_budget,
     "outages": link_model.OutageSchedule,
     "open": open_request,
@@ -345,8 +347,8 @@ KINDS: dict[str, Callable[..., object]] = {
 REFUSALS = (Path(__file__).parent / "refusals.txt").read_text(encoding="utf-8")
 
 
-def frozen(value: Any) -> Any:
-    return tuple(map(frozen, value)) if isinstance(value, list) else value
+def freeze(value: Any) -> Any:
+    return tuple(map(freeze, value)) if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("refusal", re.findall(r"^\w.* => .*$", REFUSALS, re.MULTILINE))
@@ -354,7 +356,7 @@ def test_what_cannot_be_is_named(refusal: str) -> None:
     head, _, said = refusal.partition(" => ")
     kind, _, text = head.partition(" | ")
     text = re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
-    fields = {name: frozen(value) for name, value in yaml.safe_load(text).items()}
+    fields = {name: freeze(value) for name, value in yaml.safe_load(text).items()}
     with pytest.raises(ValueError, match=re.escape(said)):
         KINDS[kind](**fields)
 

@@ -34,7 +34,7 @@ def commit(position: int, row_price: int | None = None, credit: int | None = Non
     return Commit(position, (40 + position,), verify_us=20_000, row_price=row_price, credit=credit)
 
 
-def drafted(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[int]:
+def run_steps(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[int]:
     """Return the widths of the steps until the session rests; each step finds new tokens."""
     widths: list[int] = []
     while started := [action for action in actions if isinstance(action, StartStep)]:
@@ -45,7 +45,7 @@ def drafted(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[int
     return widths
 
 
-def fresh(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAction, ...]]:
+def start_session(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAction, ...]]:
     session = DraftSession(
         REQUEST, WindowedPolicy(width), RECONNECT, 1000, verifier=VerifierEstimates(price)
     )
@@ -55,7 +55,7 @@ def fresh(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAct
 def test_no_node_is_drafted_below_the_price() -> None:
     """The rates start at 0.7 and 0.1. Chains of 0.7, 0.49 and 0.343 are worth 0.3, siblings are
     not; 0.7 * 0.1 is below 0.08."""
-    widths = {price: drafted(*fresh(RowPrice(price))) for price in (0.3, 0.5, 0.71, 0.08)}
+    widths = {price: run_steps(*start_session(RowPrice(price))) for price in (0.3, 0.5, 0.71, 0.08)}
     assert (widths[0.3], widths[0.5], widths[0.71]) == ([1, 1, 1], [1], [])
     assert widths[0.08][0] == 2
     assert set(widths[0.08][1:]) == {1}
@@ -77,23 +77,23 @@ def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
     for _ in range(50):
         estimates.commit_s.add(0.025)
         estimates.step_s.add(0.008)
-    assert len(drafted(session, actions)) == 1 + 2
+    assert len(run_steps(session, actions)) == 1 + 2
     session.handle(Connected(), 1.0)
     session.handle(GREETING, 1.0)
     actions = session.handle(commit(2, row_price=400), 1.2)
-    assert len(drafted(session, actions)) == 9 + 2
+    assert len(run_steps(session, actions)) == 9 + 2
     estimates.commit_s.add(
         10.0
     )  # the verifier waits for drafts, so no token is settled before they arrive
     assert session._policy.choose_parent(session._view(0, 0.0)) is None
 
 
-def commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:
+def find_commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:
     said = [action.message for action in actions if isinstance(action, ee.SendTo)]
     return [message for message in said if isinstance(message, Commit)]
 
 
-def passed(engine: VerifyEngine) -> list[Commit]:
+def run_first_passes(engine: VerifyEngine) -> list[Commit]:
     """Return the commits of a session's first passes of 20 ms."""
     requests, heard = (
         scenes.batch(engine.handle(ee.StreamOpened(1, scenes.RUNNING), 0.0)),
@@ -101,7 +101,7 @@ def passed(engine: VerifyEngine) -> list[Commit]:
     )
     for number in range(3):
         actions = engine.handle(scenes.done(requests), 0.02 * (number + 1))
-        heard += commits(actions)
+        heard += find_commits(actions)
         received = Received(heard[-1].position + 1, 0)
         actions += engine.handle(ee.StreamMessage(1, received), 0.02 * (number + 1))
         requests = scenes.batch(actions)
@@ -118,7 +118,7 @@ def test_a_verifiers_full_price_is_told() -> None:
     ):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(RowPriceEstimator, "least_chance", least_chance)
-            heard = passed(scenes.new_engine())
+            heard = run_first_passes(scenes.new_engine())
         assert {(one.row_price, one.credit) for one in heard} == {said}, least_chance
 
 
@@ -143,12 +143,12 @@ def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.M
     first = engine.handle(
         scenes.done(scenes.batch(engine.handle(ee.StreamOpened(1, waits), 0.0))), 0.02
     )
-    (said,) = commits(first)
+    (said,) = find_commits(first)
     held = CommittedPrefix(waits.prompt, said.tokens)
     draft = Draft(1, (0,), (7,), held.length, held.hash_at(held.length))
     (request,) = scenes.batch(engine.handle(ee.StreamMessage(1, draft), 0.03))
     assert request.tokens == (7,)
-    (heard,) = commits(engine.handle(scenes.done((request,)), 0.05))
+    (heard,) = find_commits(engine.handle(scenes.done((request,)), 0.05))
     assert (said.row_price, said.credit) == (None, None)  # no price has been measured yet
     assert (heard.row_price, heard.credit) == (600, None)
 
@@ -156,7 +156,7 @@ def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.M
 ROW_S, PASS_S = 0.002, 0.020
 
 
-def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
+def run_passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
     """Return a scheduler after passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each
     committing one token. ``prompts`` sessions with a long prompt run beside them; none of the first
     eight has a guess beside other sessions."""
@@ -178,7 +178,7 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         scenes.run_pass(session)
         nodes = number % 3
         if nodes:
-            session.handle(guesses(session, nodes), now)
+            session.handle(make_guesses(session, nodes), now)
         scheduler.enqueue("s")
         (request, *others), _ = scheduler.form_pass(sessions, now)
         assert len(request.tokens) == (0 if prompts and number < 8 else nodes)
@@ -192,13 +192,13 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
     return scheduler
 
 
-def guesses(session: VerifySession, count: int) -> Draft:
+def make_guesses(session: VerifySession, count: int) -> Draft:
     tokens = tuple(40 + index for index in range(count))
     return Draft(1, (0,) * count, tokens, 3, session.prefix.hash_at(3))
 
 
 def test_a_node_has_to_bring_more_than_its_time_does_otherwise() -> None:
-    scheduler = passes(ROW_S)
+    scheduler = run_passes(ROW_S)
     otherwise = ROW_S / (PASS_S + 15 / 8 * ROW_S)  # tokens in a row's time
     assert scheduler.price.least_chance == pytest.approx(otherwise * (1 + otherwise), rel=0.02)
 
@@ -206,7 +206,7 @@ def test_a_node_has_to_bring_more_than_its_time_does_otherwise() -> None:
 def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take() -> None:
     """Two prompts wait beside one session that decodes; a pass computes some rows of one prompt."""
     row_s = 0.0002
-    scheduler = passes(row_s, count=60, prompts=2)
+    scheduler = run_passes(row_s, count=60, prompts=2)
     decode_s = PASS_S + 2 * row_s  # the mean: a fed token and one node
     cost = row_s / decode_s * (1 + 2 / 1)
     assert scheduler.price.least_chance == pytest.approx(cost * (1 + cost), rel=0.05)

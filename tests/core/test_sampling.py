@@ -61,7 +61,7 @@ from tests.sim.one_session import alone
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
 
-def _kept(scores: list[float]) -> set[int]:
+def find_kept(scores: list[float]) -> set[int]:
     return {token for token, score in enumerate(scores) if score > -math.inf}
 
 
@@ -81,7 +81,7 @@ def test_a_temperature_below_the_least_is_greedy(temperature: float) -> None:
 
 @given(ROWS, st.floats(0.01, 1.0))
 def test_top_p_reaches_its_mass_and_no_smaller_set_does(row: list[float], p: float) -> None:
-    kept = _kept(sa.warp(row, sa.SamplingParams(temperature=1.0, top_p=p)))
+    kept = find_kept(sa.warp(row, sa.SamplingParams(temperature=1.0, top_p=p)))
     probabilities = _probabilities(row)
     mass = sum(probabilities[token] for token in kept)
     assert mass >= p - 1e-9
@@ -90,7 +90,7 @@ def test_top_p_reaches_its_mass_and_no_smaller_set_does(row: list[float], p: flo
 
 @given(ROWS, st.integers(1, 30))
 def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
-    kept = _kept(sa.warp(row, sa.SamplingParams(temperature=1.0, top_k=k)))
+    kept = find_kept(sa.warp(row, sa.SamplingParams(temperature=1.0, top_k=k)))
     assert len(kept) >= min(k, len(row))
     assert min(row[t] for t in kept) >= max([row[t] for t in set(range(len(row))) - kept] or [-99])
 
@@ -106,7 +106,7 @@ def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
 )
 def test_min_p_is_a_share_of_the_best(sampling: dict[str, Any], kept: tuple[int, ...]) -> None:
     logits = [math.log(p) for p in (0.6, 0.25, 0.1, 0.05)]
-    assert _kept(sa.warp(logits, sa.SamplingParams(**sampling))) == {*kept}
+    assert find_kept(sa.warp(logits, sa.SamplingParams(**sampling))) == {*kept}
 
 
 def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
@@ -224,7 +224,7 @@ def _sample(
     return [text for text, _ in drawn], counts
 
 
-def _direct(seed: int, top_p: float) -> Text:
+def _generate_directly(seed: int, top_p: float) -> Text:
     """Return the text of this seed without sessions, drafts or links."""
     tokens = list(PROMPT)
     for position in range(len(PROMPT), len(PROMPT) + LENGTH):
@@ -248,7 +248,7 @@ def _law(length: int, top_p: float) -> dict[Text, float]:
     return law
 
 
-def _excess(texts: Sequence[Text], law: dict[Text, float]) -> float:
+def _compute_excess(texts: Sequence[Text], law: dict[Text, float]) -> float:
     """Return Pearson's chi-square as a standard normal variate (Wilson and Hilferty 1931).
 
     Outcomes that are expected less than five times are merged into one. An impossible outcome is
@@ -278,10 +278,10 @@ def test_the_joint_law_is_the_targets(
 ) -> None:
     texts, counts = _sample(drafter_of, width, top_p, size)
     assert counts["rows"] > size
-    assert texts == [_direct(seed, top_p) for seed in range(size)]
+    assert texts == [_generate_directly(seed, top_p) for seed in range(size)]
     for length in (2, 3, 4):
         beginnings = [text[:length] for text in texts]
-        assert abs(_excess(beginnings, _law(length, top_p))) < CRITICAL, length
+        assert abs(_compute_excess(beginnings, _law(length, top_p))) < CRITICAL, length
 
 
 def test_acceptance_is_earned() -> None:
@@ -526,7 +526,7 @@ def test_what_is_offered() -> None:
 ASKED = replace(scenes.REQUEST, rule="dsd:0", logprobs=1)
 
 
-def likely(*raw_logprobs: float) -> tuple[NodeScore, ...]:
+def make_node_scores(*raw_logprobs: float) -> tuple[NodeScore, ...]:
     return tuple(NodeScore(-1.0, -0.5, 1, 1.0, one) for one in raw_logprobs)
 
 
@@ -541,7 +541,7 @@ def test_a_commit_says_which_tokens_are_not_the_targets_and_says_it_again() -> N
     request = scenes.offer(session)
     assert request.node_scores
     # Places 0 and 2 are replaced; the last node cannot be accepted, because its probability is 0.
-    scores = (*likely(-7.0, -0.1, -8.0), NodeScore(-math.inf, -0.5, 9, 1.0, -9.0))
+    scores = (*make_node_scores(-7.0, -0.1, -8.0), NodeScore(-math.inf, -0.5, 9, 1.0, -9.0))
     done = se.PassDone((11, 12, 13, 14, 15), scored(11, 12, 13, 14, 15), node_scores=scores)
     commit = scenes.commit_in(session.handle(done, 1.0))
     assert (commit.tokens, commit.accepted, commit.replaced) == ((40, 12, 42, 14), 3, (0, 2))
@@ -560,7 +560,7 @@ def test_behind_the_end_of_a_text_nothing_counts() -> None:
     )
     session.handle(scenes.chain(session, 40, 12, 42), 1.0)
     scenes.offer(session)
-    done = se.PassDone((11, 12, 13, 14), node_scores=likely(-1.0, -1.0, -1.0))
+    done = se.PassDone((11, 12, 13, 14), node_scores=make_node_scores(-1.0, -1.0, -1.0))
     commit = scenes.commit_in(session.handle(done, 1.0))
     assert (commit.tokens, commit.replaced) == ((40, 12), (0,))
     assert commit.finish is m.FinishReason.STOP
@@ -573,7 +573,7 @@ def test_a_guess_of_the_verifiers_own_replaces_nothing() -> None:
     count = len(asked.tokens)
     assert asked.server_nodes == count > 0
     assert not asked.node_scores
-    done = se.PassDone((9,) * (1 + count), node_scores=likely(*[-0.1] * count))
+    done = se.PassDone((9,) * (1 + count), node_scores=make_node_scores(*[-0.1] * count))
     commit = scenes.commit_in(session.handle(done, 1.0))
     assert (commit.tokens, commit.replaced) == ((9,), ())
 
@@ -582,7 +582,7 @@ def test_an_exact_session_asks_for_nothing() -> None:
     session = scenes.new_session(scenes.REQUEST)
     session.handle(scenes.chain(session, 40), 1.0)
     assert not scenes.offer(session).node_scores
-    walk = ExactRule().walk((40,), (-1,), (11, 12), likely(-0.1))
+    walk = ExactRule().walk((40,), (-1,), (11, 12), make_node_scores(-0.1))
     assert (walk.tokens, walk.replaced) == ((11,), ())
 
 

@@ -137,7 +137,7 @@ def test_the_transcript_is_as_ever(name: str, monkeypatch: pytest.MonkeyPatch) -
 REWRITE = bool(os.environ.get("REWRITE_SCRIPTS"))
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(",") if word)
 
 
@@ -208,11 +208,11 @@ class DeviceScript(Script):
     def commit(self, position: str, tokens: str = "", **names: str) -> Any:
         finish = m.FinishReason(names.pop("finish")) if "finish" in names else None
         counts = {name: int(value) for name, value in names.items()}
-        commit = m.Commit(int(position), numbers(tokens), finish=finish, **cast(Any, counts))
+        commit = m.Commit(int(position), parse_numbers(tokens), finish=finish, **cast(Any, counts))
         return self.session.handle(commit, self.now)
 
     def guess(self, tokens: str = "") -> Any:
-        return self.session.handle(draft_scripts.guess(*numbers(tokens)), self.now)
+        return self.session.handle(draft_scripts.guess(*parse_numbers(tokens)), self.now)
 
     def step_failed(self, why: str) -> Any:
         return self.session.handle(de.StepFailed(why.replace("_", " ")), self.now)
@@ -277,7 +277,7 @@ class EngineScript(Script):
         """Set limits of the engine and the protocol, the model's end token, and adapters."""
         for name, value in names.items():
             if name == "eos":
-                self.model = replace(MODEL, eos_token_ids=numbers(value))
+                self.model = replace(MODEL, eos_token_ids=parse_numbers(value))
             elif name == "says":
                 self.says = int(value)
             elif name == "adapters":
@@ -288,7 +288,9 @@ class EngineScript(Script):
                 share = SharePrefixes(value)
                 self.engine_limits = replace(self.engine_limits, share_prefixes=share)
             elif name == "cache":
-                self.engine_limits = replace(self.engine_limits, cache=CacheShape(*numbers(value)))
+                self.engine_limits = replace(
+                    self.engine_limits, cache=CacheShape(*parse_numbers(value))
+                )
             elif name in {field.name for field in fields(ee.EngineLimits)}:
                 self.engine_limits = replace(self.engine_limits, **cast(Any, {name: int(value)}))
             else:
@@ -306,7 +308,7 @@ class EngineScript(Script):
     def open(self, stream: str, key: str, **names: str) -> Any:
         sampling = SamplingParams(
             max_tokens=int(names.get("max", 9)),
-            stop_token_ids=numbers(names.get("stop", "")),
+            stop_token_ids=parse_numbers(names.get("stop", "")),
             ignore_eos="ignore_eos" in names,
         )
         models = names.get("key_models")
@@ -320,8 +322,9 @@ class EngineScript(Script):
         request: m.Open = replace(
             REQUEST,
             session_id=key,
-            prompt=numbers(names.get("tokens", "")) or (1,) * int(names.get("prompt", len(PROMPT))),
-            committed=numbers(names.get("committed", "")),
+            prompt=parse_numbers(names.get("tokens", ""))
+            or (1,) * int(names.get("prompt", len(PROMPT))),
+            committed=parse_numbers(names.get("committed", "")),
             sampling=sampling,
             run_ahead=m.RunAhead(names.get("run_ahead", "always")),
             drafting="silent" not in names,
@@ -335,22 +338,22 @@ class EngineScript(Script):
 
     def draft(self, stream: str, tokens: str = "", **names: str) -> Any:
         """Send a chain on the committed prefix, or with the given parents or base."""
-        first, nodes = int(names.get("first", 1)), numbers(tokens)
+        first, nodes = int(names.get("first", 1)), parse_numbers(tokens)
         chain = (0, *range(first, first + len(nodes) - 1)) if nodes else ()
-        parents = numbers(names["parents"]) if "parents" in names else chain
+        parents = parse_numbers(names["parents"]) if "parents" in names else chain
         key = self.engine.registry.key_of.get(int(stream))
         base = code = 0
         if key is not None and 0 in parents:
             prefix = self.engine.sessions[key].prefix
             base = int(names.get("base", prefix.length))
             code = 1 if base > prefix.length or "other" in names else prefix.hash_at(base)
-        return self._said(stream, m.Draft(first, parents, nodes, base, code))
+        return self._receive(stream, m.Draft(first, parents, nodes, base, code))
 
     def received(self, stream: str, position: str, echo: str = "0") -> Any:
-        return self._said(stream, m.Received(int(position), int(echo)))
+        return self._receive(stream, m.Received(int(position), int(echo)))
 
     def cancel(self, stream: str) -> Any:
-        return self._said(stream, m.Cancel())
+        return self._receive(stream, m.Cancel())
 
     def lost(self, stream: str) -> Any:
         return self._handle(ee.StreamLost(int(stream)))
@@ -361,11 +364,11 @@ class EngineScript(Script):
     def done(self, behind: str = "", without: str = "") -> Any:
         """Let the running pass end well, without the result of one session if ``without``
         names it."""
-        result = done(self.running) if self.says is None else self._said_the_same(self.says)
+        result = done(self.running) if self.says is None else self._repeat_token(self.says)
         left = tuple(one for one in result.results if one.key != without)
-        return self._handle(replace(result, results=left, behind=numbers(behind)))
+        return self._handle(replace(result, results=left, behind=parse_numbers(behind)))
 
-    def _said_the_same(self, token: int) -> ee.BatchDone:
+    def _repeat_token(self, token: int) -> ee.BatchDone:
         each = ((r.key, (token,) * (1 + len(r.tokens)) if r.sample else ()) for r in self.running)
         return ee.BatchDone(tuple(PassResult(key, targets) for key, targets in each))
 
@@ -405,7 +408,7 @@ class EngineScript(Script):
         self.now = float(until)
         return actions
 
-    def _said(self, stream: str, message: m.Draft | m.Received | m.Cancel) -> Any:
+    def _receive(self, stream: str, message: m.Draft | m.Received | m.Cancel) -> Any:
         return self._handle(ee.StreamMessage(int(stream), message))
 
     def _handle(self, event: ee.EngineEvent) -> tuple[ee.EngineAction, ...]:
@@ -475,7 +478,7 @@ SCRIPTS: dict[str, type[Script]] = {
 FILES = [path for name in SCRIPTS for path in sorted((Path(__file__).parent / name).glob("*.txt"))]
 
 
-def played(case: str, script: Script) -> str:
+def replay_case(case: str, script: Script) -> str:
     """Play the case again; return its commands, each with its results below it."""
     name, *lines = case.splitlines()
     out = [name]
@@ -492,7 +495,7 @@ def played(case: str, script: Script) -> str:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_all_is_as_the_scripts_say(path: Path) -> None:
     text, kind = path.read_text(), SCRIPTS[path.parent.name]
-    said = [played(f"== {case.strip()}", kind()) for case in text.split("== ") if case.strip()]
+    said = [replay_case(f"== {case.strip()}", kind()) for case in text.split("== ") if case.strip()]
     if REWRITE:
         path.write_text("\n\n".join(said) + "\n")
     assert "\n\n".join(said).splitlines() == text.splitlines()

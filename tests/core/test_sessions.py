@@ -103,7 +103,7 @@ POLICY = ReconnectPolicy(
 )
 
 
-def _delays(seed: int, had_a_stream: bool = False) -> list[float]:
+def _collect_delays(seed: int, had_a_stream: bool = False) -> list[float]:
     """Return the delays until the session gives up, if every attempt fails at once."""
     link = LinkKeeper(POLICY, seed, DraftCounters())
     link.connect(0.0)
@@ -121,16 +121,16 @@ def _delays(seed: int, had_a_stream: bool = False) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_delays_double_with_jitter_and_are_bounded(seed: int) -> None:
-    delays = _delays(seed)
+    delays = _collect_delays(seed)
     for attempt, delay_s in enumerate(delays):
         longest_s = min(0.1 * 2**attempt, 1.0)
         assert longest_s / 2 - 1e-9 <= delay_s <= longest_s + 1e-9
     assert 4.0 <= sum(delays) <= 5.0
-    assert 19.0 <= sum(_delays(seed, had_a_stream=True)) <= 20.0
+    assert 19.0 <= sum(_collect_delays(seed, had_a_stream=True)) <= 20.0
 
 
 def test_devices_do_not_come_back_together() -> None:
-    assert len({_delays(seed)[0] for seed in range(50)}) == 50
+    assert len({_collect_delays(seed)[0] for seed in range(50)}) == 50
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
@@ -213,20 +213,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[Move]:
     return moves
 
 
-def _device(*events: de.DraftEvent) -> None:
+def _play_device(*events: de.DraftEvent) -> None:
     request = m.Open("s", "", "", (1,))
     session = DraftSession(request, WindowedPolicy(), ReconnectPolicy(give_up_first_s=1.0), 100)
     for index, event in enumerate(events):
         session.handle(event, float(index))
 
 
-def _endings() -> None:
+def _play_endings() -> None:
     start, connected, down = de.Start(), de.Connected(), de.LinkDown("gone")
-    _device(de.Stop())
-    _device(start, de.Stop())
-    _device(start, connected, de.Stop())
-    _device(start, down, de.Stop())
-    _device(start, connected, m.Fault(FaultCode.INVALID, "no"))
+    _play_device(de.Stop())
+    _play_device(start, de.Stop())
+    _play_device(start, connected, de.Stop())
+    _play_device(start, down, de.Stop())
+    _play_device(start, connected, m.Fault(FaultCode.INVALID, "no"))
     scenes.run_pass(session := scenes.new_session())
     session.handle(m.Cancel(), 1.0)
     session = scenes.new_session()
@@ -240,7 +240,7 @@ def _endings() -> None:
 def test_the_tables_hold_exactly_what_happens(seen: set[Move]) -> None:
     for seed in range(120):
         play(seed)
-    _endings()
+    _play_endings()
     changes = {(source, target) for source, target in seen if source is not target}
     assert changes == {*de.DRAFT_MOVES, *se.VERIFY_MOVES}
     ends = de.LinkState.DONE, se.VerifyState.FINISHED

@@ -150,7 +150,7 @@ def test_owners_are_bounded() -> None:
     assert owners.tables_of(Credential("0")) is not first
 
 
-def _common(text: list[int], position: int) -> int:
+def _count_common(text: list[int], position: int) -> int:
     """Count the tokens before ``position`` that equal the last ones of the text."""
     length = 0
     while (
@@ -171,11 +171,11 @@ def test_every_match_is_one() -> None:
         for _ in range(120):
             text.append(dice.randrange(3))
             lookup.add(text)
-            stood_before = any(_common(text, p) >= 2 for p in range(2, len(text)))
+            stood_before = any(_count_common(text, p) >= 2 for p in range(2, len(text)))
             assert bool(lookup.length) == stood_before
             if lookup.length:
                 assert lookup.position < len(text)
-                assert 2 <= lookup.length <= _common(text, lookup.position)
+                assert 2 <= lookup.length <= _count_common(text, lookup.position)
 
 
 def test_loading_a_text_gives_the_index_of_adding_it() -> None:
@@ -289,7 +289,7 @@ def tables() -> TextTables:
     return TextTables(ngrams=True, max_leaders=4096)
 
 
-def reading(
+def open_session(
     *prompt: int, said: TextTables | None = None, learned: Learned | None = None
 ) -> tuple[DraftSession, list[object]]:
     """Return a session that streams, and the messages that it sent after its request."""
@@ -312,7 +312,7 @@ def first_guesses(session: DraftSession) -> list[int]:
 
 
 def test_a_loop_is_in_flight_before_the_draft_has_said_a_word() -> None:
-    session, sent = reading(*LOOP, *LOOP, 5, 6)
+    session, sent = open_session(*LOOP, *LOOP, 5, 6)
     assert isinstance(sent[0], Draft)
     assert sent[0].tokens[:6] == (7, 8, 9, 5, 6, 7)
     assert first_guesses(session)[:6] == [7, 8, 9, 5, 6, 7]
@@ -326,7 +326,7 @@ def test_a_loop_is_in_flight_before_the_draft_has_said_a_word() -> None:
 
 
 def test_what_the_draft_denies_is_hardly_likely_any_more() -> None:
-    session, _ = reading(*LOOP, 5, 6)
+    session, _ = open_session(*LOOP, 5, 6)
     (text,) = session.tree.roots
     before = text.chance
     session.handle(ev.StepDone((Candidate(20, -0.1), Candidate(30, -3.0))), 0.01)
@@ -335,7 +335,7 @@ def test_what_the_draft_denies_is_hardly_likely_any_more() -> None:
 
 
 def test_a_step_behind_a_dead_branch_changes_nothing() -> None:
-    session, _ = reading(*LOOP, 5, 6)
+    session, _ = open_session(*LOOP, 5, 6)
     session.handle(ev.StepDone((Candidate(40, -0.1),)), 0.01)  # begins one node after 40 or 7
     step = present(session._step)
     assert step.parent != ROOT
@@ -350,7 +350,7 @@ def test_what_was_said_outlives_a_generation() -> None:
     said, known, learned = [dice.randrange(900) for _ in range(60)], tables(), Learned()
     hits = []
     for prompt in (901, 902):
-        session, _ = reading(prompt, said=known, learned=learned)
+        session, _ = open_session(prompt, said=known, learned=learned)
         hits.append(0)
         for at, token in enumerate(said):
             hits[-1] += bool(session.tree.roots) and session.tree.roots[0].token == token
@@ -413,7 +413,7 @@ def test_a_corpus_is_followed_and_judged() -> None:
     candidates are omitted."""
     said, learned = tables(), Learned()
     said.corpus = Phrases(5, (7, 1.0))
-    session, sent = reading(1, 2, said=said, learned=learned)
+    session, sent = open_session(1, 2, said=said, learned=learned)
     assert isinstance(sent[0], Draft)
     assert sent[0].tokens[:3] == (7, 7, 7)
     dice = random.Random(3)
@@ -424,7 +424,7 @@ def test_a_corpus_is_followed_and_judged() -> None:
 
 def test_guesses_are_judged_whether_they_were_made_or_not() -> None:
     """The text never repeats its old continuation, so its candidates are soon omitted."""
-    session, _ = reading(1)
+    session, _ = open_session(1)
     dice, last = random.Random(0), 1
     for at in range(1, 300):
         last = dice.choice([token for token in range(6) if token != last])
@@ -469,7 +469,7 @@ def test_a_sure_guess_saves_a_step_of_the_draft(chance: float, leaf: int) -> Non
 
 
 def test_guesses_of_the_text_leave_room_for_the_drafts_own() -> None:
-    session, _ = reading(*LOOP * 20, 5, 6)
+    session, _ = open_session(*LOOP * 20, 5, 6)
     limits = Limits()
     alive = len(session.tree.nodes)
     assert alive <= limits.max_nodes_outstanding // 2

@@ -216,7 +216,7 @@ def test_one_question_is_drawn_for_each_arm_from_its_asking() -> None:
     assert html.split("<h2>")[0].count('id="plot-') == 2, "lanes, and time per token"
 
 
-def certainly(run: RunSummary, low: float, high: float) -> RunSummary:
+def with_interval(run: RunSummary, low: float, high: float) -> RunSummary:
     """Return the run with this interval for the last arm, and lower ones for all arms between it
     and the first."""
     base, *between, last = run.arms
@@ -226,10 +226,10 @@ def certainly(run: RunSummary, low: float, high: float) -> RunSummary:
 
 def test_who_wins_and_how_sure_that_is() -> None:
     run = five_arms()
-    unsure, certain = present(find_winner(run)), present(find_winner(certainly(run, 1.2, 3.0)))
+    unsure, certain = present(find_winner(run)), present(find_winner(with_interval(run, 1.2, 3.0)))
     assert (unsure.arm.arm, unsure.is_certain, certain.is_certain) == ("edgespec", False, True)
     slow = replace(run, arms=run.arms[:2])
-    base, surely = present(find_winner(slow)), present(find_winner(certainly(slow, 0.5, 0.7)))
+    base, surely = present(find_winner(slow)), present(find_winner(with_interval(slow, 0.5, 0.7)))
     assert (base.arm.arm, base.is_certain, surely.is_certain) == ("target-only", False, True)
     assert find_winner(replace(run, arms=run.arms[:1])) is None
     above_one = [replace(arm, speedup_interval=(1.2, 3.0)) for arm in run.arms[1:]]
@@ -238,7 +238,7 @@ def test_who_wins_and_how_sure_that_is() -> None:
 
 
 def test_a_sweep_says_which_arm_wins_where() -> None:
-    points = [(varied, certainly(run, 1.2, 3.0)) for varied, run in made_up_sweep()]
+    points = [(varied, with_interval(run, 1.2, 3.0)) for varied, run in made_up_sweep()]
     points[0] = (points[0][0], replace(points[0][1], arms=points[0][1].arms[:2]))
     told = summarise_wins(points)
     assert told.startswith("edgespec (ours) is fastest at 5 of 6 points (5 with certainty)")
@@ -325,7 +325,7 @@ PLOT = re.compile(r'<div class="plot[^"]*" id="plot-(\d+)"')
 MARK = re.compile(r'<path class="(?:box|point|js-line|js-fill)|<g class="point"><path|<image')
 
 
-def looked_at(html: str, folder: Path, *options: str) -> str:
+def draw_in_browser(html: str, folder: Path, *options: str) -> str:
     """Return the page after its scripts have run; fail on any message on the console."""
     if BROWSER is None:
         pytest.skip("no Chromium on the path to look at pages with")
@@ -360,7 +360,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
             pass
     timeline = build_timeline(read_lines([tmp_path / "device.jsonl", tmp_path / "verifier.jsonl"]))
     html = render(five_arms(), timeline)
-    dom = looked_at(html, tmp_path)
+    dom = draw_in_browser(html, tmp_path)
     check_plots(dom, 1)
     assert dom.count("<table") == html.count("<table") == 4
     # Whether a draft ever waits for a pass depends on the machine.
@@ -371,7 +371,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
-    dom = looked_at(render(pictured()), tmp_path, *options)
+    dom = draw_in_browser(render(pictured()), tmp_path, *options)
     check_plots(dom, 1)
     ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
     assert f"fill: {ink}" in dom, "the plots' letters"
@@ -382,12 +382,12 @@ def test_a_run_with_every_picture(tmp_path: Path) -> None:
     html = render(pictured(), None, asked_alike())
     assert len(html) < 1.5e6
     # One request: time per token.
-    check_plots(looked_at(html, tmp_path), 2)
+    check_plots(draw_in_browser(html, tmp_path), 2)
 
 
 @pytest.mark.slow
 def test_a_browser_draws_a_sweep(tmp_path: Path) -> None:
-    dom = looked_at(render_sweep(made_up_sweep(), "household"), tmp_path)
+    dom = draw_in_browser(render_sweep(made_up_sweep(), "household"), tmp_path)
     # Two metrics at two numbers of devices.
     check_plots(dom, 4)
     assert dom.count("<table") == 1

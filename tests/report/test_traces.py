@@ -64,10 +64,10 @@ class RealRun:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
-    return asyncio.run(_real(tmp_path_factory.mktemp("real")))
+    return asyncio.run(_run_really(tmp_path_factory.mktemp("real")))
 
 
-async def _real(folder: Path) -> RealRun:
+async def _run_really(folder: Path) -> RealRun:
     counters = []
     async with traced_run(folder, RTT_MS) as agent:
         for prompt in PROMPTS:
@@ -301,7 +301,7 @@ class Both:
         self.hidden.record(at_s, side, session, kind, item)
 
 
-async def _twice(folder: Path) -> None:
+async def _trace_twice(folder: Path) -> None:
     with (
         TraceFile(folder / "plain.jsonl") as plain,
         TraceFile(folder / "hidden.jsonl", HIDDEN) as hidden,
@@ -317,7 +317,7 @@ async def _twice(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("traces")
-    asyncio.run(_twice(folder))
+    asyncio.run(_trace_twice(folder))
     return folder / "plain.jsonl", folder / "hidden.jsonl"
 
 

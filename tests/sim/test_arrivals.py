@@ -32,12 +32,12 @@ from tests.sources import ROOT
 WORLD = sc.load_scenario(str(ROOT / "tests/sim/worlds/open.yaml"))
 
 
-def listed(of: sc.Scenario) -> tuple[Arrival, ...]:
+def list_arrivals(of: sc.Scenario) -> tuple[Arrival, ...]:
     return draw_arrivals(of, "1/0", Path())
 
 
-def counted(of: sc.Scenario) -> list[float]:
-    return [one.at_s for one in listed(of) if of.warm_up_s <= one.at_s <= of.duration_s]
+def list_counted_times(of: sc.Scenario) -> list[float]:
+    return [one.at_s for one in list_arrivals(of) if of.warm_up_s <= one.at_s <= of.duration_s]
 
 
 @pytest.mark.parametrize("at", list(sc.AtDevice))
@@ -45,7 +45,7 @@ def test_every_arm_meets_the_same_load(at: sc.AtDevice) -> None:
     world = replace(WORLD, arrivals=replace(present(WORLD.arrivals), at=at))
     for arm in world.arms:
         records = play(Job(world, arm, 0, 1, Path())).meters.records
-        assert sorted(one.started_s for one in records) == pytest.approx(counted(world))
+        assert sorted(one.started_s for one in records) == pytest.approx(list_counted_times(world))
         assert all(one.complete and one.mismatches == 0 for one in records)
 
 
@@ -58,7 +58,11 @@ def test_what_was_not_over_is_told() -> None:
     (arm,) = found.arms
     assert arm.attainment is not None
     assert arm.all.unfinished > 0
-    assert arm.attainment.asked == len(counted(world)) == arm.all.requests + arm.all.unfinished
+    assert (
+        arm.attainment.asked
+        == len(list_counted_times(world))
+        == arm.all.requests + arm.all.unfinished
+    )
     assert any("had not ended by then" in note for note in found.notes)
 
 
@@ -78,7 +82,7 @@ def test_a_day_in_24_minutes() -> None:
     day = sc.ArrivalsSection(sc.ArrivalKind.DIURNAL, rates=rates, compress=60.0)
     world = replace(WORLD, duration_s=24 * 60.0, arrivals=day, drain_s=0.0)
     hours = [0] * 24
-    for one in listed(world):
+    for one in list_arrivals(world):
         hours[int(one.at_s / 60.0) % 24] += 1
     for hour, came in enumerate(hours):
         expected = 60.0 * (rates[hour] + rates[(hour + 1) % 24]) / 2.0
@@ -146,7 +150,7 @@ class Counter:
         self.queue.after(self._service_s, partial(self.reception.release, device))
 
 
-def coming(*pairs: tuple[float, int]) -> list[Arrival]:
+def make_arrivals(*pairs: tuple[float, int]) -> list[Arrival]:
     return [Arrival(number, at_s, device, 1, 1) for number, (at_s, device) in enumerate(pairs)]
 
 
@@ -160,7 +164,7 @@ def test_one_device_waits_like_m_d_1(load: float) -> None:
         arrivals=sc.ArrivalsSection(rate=load),
     )
     counter = Counter(sc.AtDevice.OWN, "a", 1.0)
-    counter.play(list(listed(world)))
+    counter.play(list(list_arrivals(world)))
     mean_s = sum(counter.waits_s.values()) / len(counter.waits_s)
     assert mean_s == pytest.approx(load / (2.0 * (1.0 - load)), rel=0.1)
 
@@ -170,7 +174,7 @@ def test_first_come_first_served(at: sc.AtDevice) -> None:
     """Any free device serves the first request in the queue. Oracle: waits by Lindley's
     recursion."""
     counter = Counter(at, "aa", 1.0)
-    came = coming((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1), (5.0, 1))
+    came = make_arrivals((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1), (5.0, 1))
     counter.play(came)
     both = [0.0, 0.0]
     free_s = {0: [0.0], 1: [0.0]} if at is sc.AtDevice.OWN else {0: both, 1: both}

@@ -41,7 +41,7 @@ def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radio_network, "FILTER_K", 0)
 
 
-def written(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
+def write_gains(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
     """Replace the gains of (device, station) by these, slot after slot, in a cycle."""
 
     class Written:
@@ -59,11 +59,11 @@ def run(scenario: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
     return World(scenario, arm, "1", setup).run()
 
 
-def air(
+def make_network(
     monkeypatch: pytest.MonkeyPatch, gains: list[list[float]]
 ) -> tuple[EventQueue, radio_network.RadioNetwork]:
     """Return one network whose gains stay constant."""
-    written(monkeypatch, gains)
+    write_gains(monkeypatch, gains)
     queue = EventQueue()
     return queue, radio_network.RadioNetwork(queue, RADIO, len(gains), len(gains[0]), "1")
 
@@ -82,7 +82,7 @@ def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> N
     """Two devices send at once; the second one waits until the first one, which is slow, has
     finished."""
     gains = [[2e-14], [1e-9]]
-    queue, network = air(monkeypatch, gains)
+    queue, network = make_network(monkeypatch, gains)
     (slow, _), (fast, _) = network.hop(0, 0), network.hop(1, 0)
     bits = (400 + sc.FRAMING_BYTES) * 8
     slow_s = bits / rate(DEVICE_W, 2e-14, radio_network.STATION_NOISE_DB)
@@ -96,7 +96,7 @@ def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 1 sends in cell 1 for an eighth of a step; cell 0 has the noise in the next step."""
     gains = [[1e-12, 1e-15], [2e-12, 1e-9]]
-    queue, network = air(monkeypatch, gains)
+    queue, network = make_network(monkeypatch, gains)
     quiet = network.bits_per_s(0, 0)
     up, down = network.hop(1, 1)
     size_bytes = round(STEP_S / 8 * 1e6 * radio_network.MAX_BITS_PER_HZ / 8) - sc.FRAMING_BYTES
@@ -121,7 +121,7 @@ def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.Monk
 def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one device, one station and plain streaming, TTFT is the sum of connecting, the
     request's airtime, the pass, the commit's airtime, and the access delay of each way."""
-    written(monkeypatch, [[1e-9]])
+    write_gains(monkeypatch, [[1e-9]])
     scenario = replace(
         MEC,
         devices={"phone": sc.DeviceSection(workload=replace(WORK, start_within_s=0.0))},
@@ -143,7 +143,7 @@ NEAR, FAR = 1e-9, 1e-12
 """Gains 30 dB apart, both far above the needs of the best modulation."""
 
 
-def cellular(
+def make_cells(
     monkeypatch: pytest.MonkeyPatch,
     handover: sc.CellHandoverSection,
     phones: int = 2,
@@ -152,7 +152,7 @@ def cellular(
     """Return two stations, and phones that are in cell 0 for two steps, in cell 1 for two, and so
     on. All phones make requests at once, for as long as the world lasts."""
     slots = [[[NEAR, FAR]] * phones] * 2 + [[[FAR, NEAR]] * phones] * 2
-    written(monkeypatch, *slots)
+    write_gains(monkeypatch, *slots)
     radio = replace(present(CELLS.radio), handover=handover)
     devices = {"phone": replace(CELLS.devices["phone"], count=phones)}
     return replace(CELLS, radio=radio, devices=devices, **changes)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_a_phone_changes_when_another_cell_is_clearly_stronger(
 
 def test_another_cells_verifier_is_behind_the_backhaul(monkeypatch: pytest.MonkeyPatch) -> None:
     handover = sc.CellHandoverSection(backhaul=sc.BackhaulSection(rtt_ms=30.0, mbps=8.0))
-    scenario = cellular(monkeypatch, handover, message_ms=0.0)
+    scenario = make_cells(monkeypatch, handover, message_ms=0.0)
     queue = EventQueue()
     network = Network(queue, scenario, "1", HERE)
     own, other = (network.view("phone", 0, name).rtt_s for name in ("a", "b"))
@@ -198,7 +198,7 @@ def test_another_cells_verifier_is_behind_the_backhaul(monkeypatch: pytest.Monke
 def test_the_text_is_the_targets_own_through_every_handover(
     monkeypatch: pytest.MonkeyPatch, arm: Arm
 ) -> None:
-    outcome = run(cellular(monkeypatch, sc.CellHandoverSection()), arm)
+    outcome = run(make_cells(monkeypatch, sc.CellHandoverSection()), arm)
     whole = outcome.meters.whole()
     assert (whole.mismatches, whole.failed, whole.reconnects) == (0, 0, 0)
     assert whole.handovers >= 4
@@ -208,7 +208,7 @@ def test_the_text_is_the_targets_own_through_every_handover(
 def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streaming takes 20 ms per token, so the longest pause is the gap, a pass and a little
     more."""
-    scenario = cellular(monkeypatch, sc.CellHandoverSection(gap_ms=400.0))
+    scenario = make_cells(monkeypatch, sc.CellHandoverSection(gap_ms=400.0))
     gaps_s = run(scenario, Arm.TARGET_ONLY).meters.gaps_s
     assert 0.4 < max(gaps_s) < 0.4 + 0.045
     assert sum(gap_s > 0.1 for gap_s in gaps_s) <= 12, "one a change and phone"

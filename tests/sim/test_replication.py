@@ -45,14 +45,14 @@ def interval(
     return present(found)
 
 
-def holds(found: replication.Interval) -> bool:
+def covers_truth(found: replication.Interval) -> bool:
     return found.low <= TRUTH <= found.high
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_of_a_fixed_number_of_seeds_95_percent_hold_the_truth(count: int) -> None:
     dice = random.Random(count)
-    held = sum(holds(interval([world(dice) for _ in range(count)])) for _ in range(600))
+    held = sum(covers_truth(interval([world(dice) for _ in range(count)])) for _ in range(600))
     assert 0.92 <= held / 600 <= 0.975
 
 
@@ -67,7 +67,7 @@ def test_looking_before_deciding_costs_little() -> None:
         ) > len(worlds):
             worlds += [world(dice) for _ in range(wanted - len(worlds))]
         assert interval(worlds).half_width <= 0.05
-        held += holds(interval(worlds))
+        held += covers_truth(interval(worlds))
     assert held / 200 >= 0.9
 
 
@@ -92,7 +92,7 @@ def test_more_seeds_are_asked_for_until_it_is_narrow_or_enough() -> None:
     assert replication.count_seeds_needed(replication.MAX_SEEDS, 0.5, 0.05) == replication.MAX_SEEDS
 
 
-def studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:
+def count_covering_studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:
     """Count, of 300 studies, the intervals that cover the truth: of the p95, and of the share below
     it. ``mixture`` is the part of a value that its cluster determines."""
     dice = random.Random(f"{clusters}/{each}/{mixture}")
@@ -119,7 +119,7 @@ def studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:
 
 @pytest.mark.parametrize("mixture", [0.0, 0.3])
 def test_intervals_hold_the_truth(mixture: float) -> None:
-    for found in studies(8, 60, mixture):
+    for found in count_covering_studies(8, 60, mixture):
         assert found >= 0.88 * 300
 
 

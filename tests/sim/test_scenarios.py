@@ -302,19 +302,22 @@ TINY: dict[str, object] = {
 }
 
 
-def tiny() -> Scenario:
+def load_tiny() -> Scenario:
     return load_scenario("city", TINY)
 
 
-def results(scenario: Scenario) -> str:
+def run_to_json(scenario: Scenario) -> str:
     """Return the report of a run without the machine that it ran on."""
     return run(scenario).to_json()
 
 
 def test_hashing_of_strings_does_not_matter() -> None:
-    program = "from tests.sim.test_scenarios import results, tiny; print(results(tiny()), end='')"
+    program = (
+        "from tests.sim.test_scenarios import load_tiny, run_to_json; "
+        "print(run_to_json(load_tiny()), end='')"
+    )
     said = {python("-c", program, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
-    assert said == {results(tiny())}
+    assert said == {run_to_json(load_tiny())}
 
 
 def test_late_times_keep_their_order() -> None:
@@ -339,7 +342,7 @@ Row = sc.ConditionSection
 CONDITIONS = load_scenario(str(WORLDS / "conditions.yaml"))
 
 
-def world(
+def make_world(
     conditions: sc.ConditionsSection | None, duration_s: float = 12.0, think_s: float = 1.0
 ) -> sc.Scenario:
     phone = CONDITIONS.devices["phone"]
@@ -348,11 +351,13 @@ def world(
     return replace(CONDITIONS, duration_s=duration_s, devices={"phone": device})
 
 
-def played(conditions: sc.ConditionsSection | None, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
-    return play(Job(world(conditions), arm, 0, 1, Path()))
+def play_conditions(
+    conditions: sc.ConditionsSection | None, arm: Arm = Arm.EDGESPEC
+) -> WorldOutcome:
+    return play(Job(make_world(conditions), arm, 0, 1, Path()))
 
 
-def counts(outcome: WorldOutcome) -> tuple[int, int]:
+def count_guard_moves(outcome: WorldOutcome) -> tuple[int, int]:
     whole = outcome.meters.whole()
     assert whole.mismatches == 0
     assert whole.requests > 3
@@ -363,18 +368,18 @@ WELL = Row(0.0, resident_mib=100.0)
 
 
 def test_conditions_that_are_well_change_nothing() -> None:
-    plain = played(None)
-    well = played(sc.ConditionsSection((WELL,), budget_mib=900.0))
-    assert counts(well) == (0, 0)
+    plain = play_conditions(None)
+    well = play_conditions(sc.ConditionsSection((WELL,), budget_mib=900.0))
+    assert count_guard_moves(well) == (0, 0)
     assert well.meters.rows() == plain.meters.rows()
 
 
 def test_a_budget_restricts_the_draft_and_lets_it_go() -> None:
     course = (WELL, Row(3.0, resident_mib=600.0), Row(20.0, resident_mib=100.0))
     section = sc.ConditionsSection(course, budget_mib=500.0, window=512)
-    scenario = world(section, duration_s=150.0, think_s=4.0)
+    scenario = make_world(section, duration_s=150.0, think_s=4.0)
     outcome = play(Job(scenario, Arm.EDGESPEC, 0, 1, Path()))
-    less, more = counts(outcome)
+    less, more = count_guard_moves(outcome)
     assert less >= 1
     assert more >= 2  # nothing at first, then some, then all again
     by_start = outcome.meters.rows()
@@ -387,15 +392,18 @@ def test_a_budget_restricts_the_draft_and_lets_it_go() -> None:
 def test_other_arms_are_slowed_down_and_have_no_governor() -> None:
     hot = sc.ConditionsSection((replace(WELL, resident_mib=900.0, slowdown=4.0),), budget_mib=500.0)
     for arm in (Arm.TARGET_ONLY, Arm.VANILLA):
-        assert counts(played(hot, arm)) == (0, 0)
-    assert played(hot, Arm.TARGET_ONLY).meters.rows() == played(None, Arm.TARGET_ONLY).meters.rows()
-    slow, plain = (played(one, Arm.VANILLA).meters.whole().tpot_s for one in (hot, None))
+        assert count_guard_moves(play_conditions(hot, arm)) == (0, 0)
+    assert (
+        play_conditions(hot, Arm.TARGET_ONLY).meters.rows()
+        == play_conditions(None, Arm.TARGET_ONLY).meters.rows()
+    )
+    slow, plain = (play_conditions(one, Arm.VANILLA).meters.whole().tpot_s for one in (hot, None))
     assert present(slow).mean > present(plain).mean
 
 
 def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
     course = (replace(WELL, resident_mib=900.0),)
-    scenario = replace(world(sc.ConditionsSection(course, budget_mib=500.0)), duration_s=2.0)
+    scenario = replace(make_world(sc.ConditionsSection(course, budget_mib=500.0)), duration_s=2.0)
     path = tmp_path / "trace.jsonl"
     with TraceFile(path) as tracer:
         play(Job(scenario, Arm.EDGESPEC, 0, 1, Path()), tracer)
@@ -412,12 +420,12 @@ def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
 WORLD = load_scenario(str(WORLDS / "powered.yaml"))
 
 
-def outcome_of(world: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
+def play_world(world: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
     return play(Job(world, arm, 0, 1, Path()))
 
 
 def test_no_joule_is_made_or_lost() -> None:
-    outcome = outcome_of(WORLD)
+    outcome = play_world(WORLD)
     used, spare = outcome.verifiers
     records = outcome.meters.records
     assert used.energy_j is not None
@@ -450,7 +458,7 @@ def test_what_is_not_known_is_not_told(
     world = replace(
         WORLD, verifiers={"server": sc.VerifierSection(**section)}, arms=(Arm.EDGESPEC,)
     )
-    outcome = outcome_of(world)
+    outcome = play_world(world)
     found = summarise(world, (1,), Path(), [(Arm.EDGESPEC, outcome)])
     whole = found.arms[0].all
     assert (whole.verifier_j_per_token is not None) is known
@@ -513,22 +521,22 @@ COMPUTE_S = 0.020  # the pass of a node
 SWARM = load_scenario(str(WORLDS / "swarm.yaml"))
 
 
-def swarm(stages: sc.StagesSection | None, *arms: Arm, **changes: object) -> sc.Scenario:
+def make_swarm(stages: sc.StagesSection | None, *arms: Arm, **changes: object) -> sc.Scenario:
     verifiers = {"swarm": replace(SWARM.verifiers["swarm"], stages=stages)}
     return replace(SWARM, verifiers=verifiers, arms=arms, **changes)  # type: ignore[arg-type]
 
 
-def outcome(scenario: sc.Scenario) -> WorldOutcome:
+def play_first_arm(scenario: sc.Scenario) -> WorldOutcome:
     return play(Job(scenario, scenario.arms[0], 0, 1, HERE))
 
 
-def summary(scenario: sc.Scenario) -> RunSummary:
+def play_and_summarise(scenario: sc.Scenario) -> RunSummary:
     outcomes = [(job.arm, play(job)) for job in make_jobs(scenario, 1, HERE)]
     return summarise(scenario, (1,), HERE, outcomes)
 
 
 def tpot_s(scenario: sc.Scenario) -> float:
-    (record,) = outcome(scenario).meters.records
+    (record,) = play_first_arm(scenario).meters.records
     assert record.complete
     return present(record.tpot_s)
 
@@ -536,7 +544,7 @@ def tpot_s(scenario: sc.Scenario) -> float:
 def test_a_row_takes_its_time_on_each_link() -> None:
     stages = sc.StagesSection(nodes=3, link_ms=10.0, link_mbps=10.0, hidden_bytes=12_500)
     expected_s = COMPUTE_S + 2 * (0.010 + 0.010)
-    assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
+    assert tpot_s(make_swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
     assert stages.hop_s(3) == pytest.approx(0.040)
 
 
@@ -546,9 +554,9 @@ def test_a_lost_node_loses_and_changes_no_token(arm: Arm, spares: int) -> None:
     stages = sc.StagesSection(
         nodes=4, link_ms=10.0, slots=2, lost_at_s=(0.503,), reroute_s=1.5, spares=spares
     )
-    scenario = swarm(stages, arm)
+    scenario = make_swarm(stages, arm)
     device = replace(scenario.devices["one"], count=3)
-    result = outcome(replace(scenario, devices={"one": device}))
+    result = play_first_arm(replace(scenario, devices={"one": device}))
     assert [record.mismatches for record in result.meters.records] == [0, 0, 0]
     assert all(one.complete and one.tokens == 400 for one in result.meters.records)
     assert all(not one.failed and one.counters.reconnects for one in result.meters.records)
@@ -559,17 +567,17 @@ def test_a_lost_node_loses_and_changes_no_token(arm: Arm, spares: int) -> None:
 MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)
 
 
-def lossy(threshold: float | None, temperature: float = 0.0) -> sc.Scenario:
+def make_lossy_swarm(threshold: float | None, temperature: float = 0.0) -> sc.Scenario:
     tokens = sc.TokensSection(
         source=sc.TokensFrom.TOY, noise=0.4, temperature=temperature, lossy_threshold=threshold
     )
-    return swarm(sc.StagesSection(link_ms=15.0), Arm.TARGET_ONLY, Arm.VANILLA, tokens=tokens)
+    return make_swarm(sc.StagesSection(link_ms=15.0), Arm.TARGET_ONLY, Arm.VANILLA, tokens=tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_relaxed_rule_is_faster_lossy_and_says_so(temperature: float) -> None:
     exact, relaxed = (
-        {arm.arm: arm for arm in summary(lossy(threshold, temperature)).arms}
+        {arm.arm: arm for arm in play_and_summarise(make_lossy_swarm(threshold, temperature)).arms}
         for threshold in (None, 0.3)
     )
     strict, loose = exact["vanilla"], relaxed["vanilla"]
@@ -580,14 +588,17 @@ def test_the_relaxed_rule_is_faster_lossy_and_says_so(temperature: float) -> Non
     assert "LOSSY" not in strict.label + relaxed["target-only"].label + relaxed["target-only"].name
     assert relaxed["target-only"].all.mismatches == 0
     assert loose.all.tokens_per_pass > 1.1 * strict.all.tokens_per_pass
-    (note,) = [note for note in summary(lossy(0.3)).notes if "LOSSY" in note]
+    (note,) = [note for note in play_and_summarise(make_lossy_swarm(0.3)).notes if "LOSSY" in note]
     assert "vanilla accepts drafts of at least 0.3" in note
 
 
 def test_lossy_stands_beside_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     """The label appears on the terminal, in a page's first line and wherever the page names the
     arm."""
-    loose, strict = summary(lossy(0.3)), summary(lossy(None))
+    loose, strict = (
+        play_and_summarise(make_lossy_swarm(0.3)),
+        play_and_summarise(make_lossy_swarm(None)),
+    )
     pages = render(loose), render_sweep([({"x": 1}, strict), ({"x": 2}, loose)])
     for page, first in zip(pages, ("<h1>LOSSY (vanilla): ", "<h1>LOSSY: "), strict=True):
         assert first in page

@@ -52,7 +52,7 @@ SOURCES: dict[str, TokenSource] = {"toy": TOY, "process": PROCESS, "tape": TAPE}
 every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 
 
-def decoded(target: TargetModel, request: TokenRequest) -> list[int]:
+def decode_alone(target: TargetModel, request: TokenRequest) -> list[int]:
     """Decode one token per pass, with the prompt in pieces of 5."""
     tokens, cached = list(request.prompt), 0
     target.open("a", len(request.prompt), request.sampling)
@@ -71,7 +71,7 @@ def decoded(target: TargetModel, request: TokenRequest) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def begun(drafter: Drafter, request: TokenRequest) -> Drafter:
+def begin_request(drafter: Drafter, request: TokenRequest) -> Drafter:
     drafter.begin(len(request.prompt), request.sampling)
     return drafter
 
@@ -80,7 +80,7 @@ def begun(drafter: Drafter, request: TokenRequest) -> Drafter:
 def test_the_target_says_what_is_expected(source: TokenSource) -> None:
     for number in range(4):
         request = source.request(number, 13, 24)
-        assert decoded(source.target(), request) == list(source.expected(request, 24))
+        assert decode_alone(source.target(), request) == list(source.expected(request, 24))
         assert list(source.expected(request, 7)) == list(source.expected(request, 24))[:7]
 
 
@@ -91,7 +91,7 @@ def test_a_tape_is_walked_as_it_was_recorded() -> None:
         for length in (0, 40):  # the recorded prompt, and one of the world's length
             request = source.request(number, length, 1000)
             tokens = source.expected(request, 1000)
-            drafter = begun(source.drafter(), request)
+            drafter = begin_request(source.drafter(), request)
             ranks = match_tape.walk_along(
                 drafter.step, request.prompt, tokens, source.tape.width
             ).ranks
@@ -103,7 +103,7 @@ def test_a_tape_is_walked_as_it_was_recorded() -> None:
 def test_guesses_differ_and_only_the_right_one_is_right() -> None:
     request = PROCESS.request(2, 9, 200)
     text = PROCESS.expected(request, 200)
-    drafter = begun(PROCESS.drafter(), request)
+    drafter = begin_request(PROCESS.drafter(), request)
     drafter.step(0, request.prompt, 4)
     for at, token in enumerate(text[:-1]):
         guesses = [c.token for c in drafter.step(9 + at, (token,), 4)]
@@ -120,7 +120,7 @@ def test_guesses_differ_and_only_the_right_one_is_right() -> None:
 
 def test_the_cache_contract_is_checked() -> None:
     request = PROCESS.request(0, 9, 20)
-    drafter, target = begun(PROCESS.drafter(), request), PROCESS.target()
+    drafter, target = begin_request(PROCESS.drafter(), request), PROCESS.target()
     with pytest.raises(ScriptError, match="3 tokens kept, but 0 are cached"):
         drafter.step(3, (1,), 1)
     with pytest.raises(ScriptError, match="before the prompt is complete"):
@@ -177,7 +177,7 @@ def law_of(name: str) -> AcceptanceLaw:
     return fit(load_tape(name))
 
 
-def coin(acceptance: float, ranks: int = 3) -> AcceptanceLaw:
+def make_coin(acceptance: float, ranks: int = 3) -> AcceptanceLaw:
     """Return a law with independent positions, the same for all texts."""
     chances = (acceptance, *(0.0,) * (ranks - 1))
     return AcceptanceLaw(chances, chances, chances, 1.0, 1.0, 0.0, "a coin")
@@ -220,7 +220,7 @@ def test_a_fitted_process_has_the_statistics_of_its_tape(name: str) -> None:
         assert law.acceptance(rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
         assert share(texts, rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
     taped = survival([g.ranks for g in tape.generations])
-    tosses = survival(texts_of(coin(tape.acceptance()), tape, 40))
+    tosses = survival(texts_of(make_coin(tape.acceptance()), tape, 40))
     process = survival(texts)
     # A tape of 24 texts has 300 to 800 runs: two standard errors are 0.03 to 0.06.
     assert process == pytest.approx(taped, abs=0.12)
@@ -241,12 +241,12 @@ Told = Sequence[tuple[int, float]]
 """For each place the rank, and the probability that the draft gave its first choice."""
 
 
-def told_by_tape(name: str) -> Told:
+def places_of_tape(name: str) -> Told:
     texts = load_tape(name).generations
     return [(r, math.exp(p)) for g in texts for r, p in zip(g.ranks, g.logprobs, strict=True)]
 
 
-def told_by(law: AcceptanceLaw, texts: int = 400) -> Told:
+def draw_places(law: AcceptanceLaw, texts: int = 400) -> Told:
     dice = [[np.random.default_rng([7, i, j]) for j in range(2)] for i in range(texts)]
     drawn = [law.text(160, *pair) for pair in dice]
     return [(r, math.exp(p)) for d in drawn for r, p in zip(d.ranks, d.logprobs, strict=True)]
@@ -262,7 +262,7 @@ def right_by_bin(told: Told) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("name", TAPES)
 def test_confidences_are_as_often_right_as_on_the_tape(name: str) -> None:
     """Fifths of a tape have 200 to 1,400 places: two standard errors of a share are 0.07."""
-    taped, drawn = right_by_bin(told_by_tape(name)), right_by_bin(told_by(law_of(name)))
+    taped, drawn = right_by_bin(places_of_tape(name)), right_by_bin(draw_places(law_of(name)))
     assert np.array(drawn) == pytest.approx(np.array(taped), abs=0.07)
     assert taped[0][1] < taped[-1][1] - 0.3, "they tell right from wrong"
     kinds = [(MISS, -0.5, -1.5), (0, -0.1, -3.0), (1, -0.7, -0.8)]
@@ -280,8 +280,8 @@ def test_a_law_moved_to_a_mean_keeps_what_confidences_tell(acceptance: float) ->
     high, low = (math.log(0.9), math.log(0.05)), (math.log(0.3), math.log(0.2))
     right, wrong = (high,) * 3 + (low,), (low,) * 3 + (high,)
     kinds = tuple(one * 50 for one in (right, wrong, wrong))
-    law = replace(coin(0.7), confidences=kinds * 3).at(acceptance)
-    told = told_by(law)
+    law = replace(make_coin(0.7), confidences=kinds * 3).at(acceptance)
+    told = draw_places(law)
     for sure, odds in ((0.9, 3.0), (0.3, 1 / 3)):
         hits = [rank == 0 for rank, one in told if one == pytest.approx(sure)]
         expected = odds * acceptance / (odds * acceptance + 1 - acceptance)

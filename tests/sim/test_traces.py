@@ -48,14 +48,14 @@ def test_plain_ping_numbers_its_probes_a_second_apart(tmp_path: Path) -> None:
     assert trace.loss == (0.0,) * 4
 
 
-def stamped(numbers: list[int], rtt_ms: float = 20.0) -> str:
+def print_stamped(numbers: list[int], rtt_ms: float = 20.0) -> str:
     times = [1691249052.0 + 0.2 * n + rtt_ms / 1000 for n in numbers]
     return "".join(reply(n, rtt_ms, f"[{t:.6f}] ") for n, t in zip(numbers, times, strict=True))
 
 
 def test_stamped_ping_tells_loss_from_outages(tmp_path: Path) -> None:
     numbers = [n for n in range(1, 101) if n not in (7, 40) and not 60 <= n < 70]
-    trace = read(tmp_path, stamped(numbers))
+    trace = read(tmp_path, print_stamped(numbers))
     assert trace.duration_s == pytest.approx(20.0, rel=1e-4)
     assert np.array(trace.outages_s) == pytest.approx(np.array([[11.8, 13.8]]), rel=1e-4)
     assert trace.loss is not None
@@ -363,7 +363,7 @@ wan 0.0085..0.02 0.06..0.1 0.075..0.136 0.9..1 0..0 0..0 0..0
 """
 
 
-def misses(kind: str, trace: NetworkTrace) -> list[str]:
+def find_misses(kind: str, trace: NetworkTrace) -> list[str]:
     found = TraceStatistics.of(trace)
     values = [getattr(found, name) for name in NAMES]
     lengths_s = [end_s - start_s for start_s, end_s in trace.outages_s]
@@ -390,7 +390,7 @@ def test_statistics_are_over_time_not_over_rows() -> None:
 def test_the_output_of_every_seed_is_on_target(kind: str) -> None:
     for seed in range(5):
         trace = generate(kind, seed, duration_s(kind))
-        assert not misses(kind, trace), (kind, seed)
+        assert not find_misses(kind, trace), (kind, seed)
 
 
 def test_lengths_of_outages_follow_their_law() -> None:

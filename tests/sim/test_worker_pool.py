@@ -56,7 +56,7 @@ def work(task: tuple[str, str], report: Report) -> Any:
     raise AssertionError(what)
 
 
-def finished(events: Iterator[Progress | Finished[str] | Quiet]) -> dict[int, str]:
+def collect_outcomes(events: Iterator[Progress | Finished[str] | Quiet]) -> dict[int, str]:
     return {one.index: one.outcome for one in events if isinstance(one, Finished)}
 
 
@@ -102,23 +102,25 @@ def test_messages_of_an_earlier_round_are_dropped(pool: Pool, tmp_path: Path) ->
 def test_every_task_is_worked_on_once(pool: Pool, count: int) -> None:
     for _ in range(2):
         tasks = [(10 * n, ("say", str(n))) for n in range(count)]
-        assert finished(pool.work_on(tasks, 0.01)) == {10 * n: str(n) for n in range(count)}
+        assert collect_outcomes(pool.work_on(tasks, 0.01)) == {10 * n: str(n) for n in range(count)}
 
 
 def test_a_process_that_dies_at_a_task_is_noticed(pool: Pool) -> None:
     with pytest.raises(ChildProcessError, match=r"has died .SIGKILL, perhaps for lack of memory"):
-        finished(pool.work_on([(0, ("say", "a")), (1, ("die", "")), (2, ("say", "b"))], 0.01))
+        collect_outcomes(
+            pool.work_on([(0, ("say", "a")), (1, ("die", "")), (2, ("say", "b"))], 0.01)
+        )
 
 
 def test_a_process_that_dies_between_rounds_is_noticed(pool: Pool) -> None:
-    finished(pool.work_on([(0, ("say", "a"))], 0.01))
+    collect_outcomes(pool.work_on([(0, ("say", "a"))], 0.01))
     process = next(
         one for one in multiprocessing.active_children() if one.pid == pool.process_ids[0]
     )
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     with pytest.raises(ChildProcessError, match="SIGKILL"):
-        finished(pool.work_on([(0, ("say", "a")), (1, ("say", "a"))], 0.01))
+        collect_outcomes(pool.work_on([(0, ("say", "a")), (1, ("say", "a"))], 0.01))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,8 @@ def test_an_error_of_a_task_arrives_and_the_pool_goes_on(
     pool: Pool, what: str, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
-        finished(pool.work_on([(0, (what, "why"))], 0.01))
-    assert finished(pool.work_on([(5, ("say", "on"))], 0.01)) == {5: "on"}
+        collect_outcomes(pool.work_on([(0, (what, "why"))], 0.01))
+    assert collect_outcomes(pool.work_on([(5, ("say", "on"))], 0.01)) == {5: "on"}
 
 
 def test_it_ends_whatever_its_processes_are_at(pool: Pool, tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_it_ends_whatever_its_processes_are_at(pool: Pool, tmp_path: Path) -> No
             break
     pool.terminate()
     assert multiprocessing.active_children() == []
-    assert finished(pool.work_on([(0, ("say", "again"))], 0.01)) == {0: "again"}
+    assert collect_outcomes(pool.work_on([(0, ("say", "again"))], 0.01)) == {0: "again"}
 
 
 MAIN = """

@@ -45,7 +45,7 @@ from tests.present import present
 WITHIN_S = 120
 
 
-async def scored(agent: Agent, params: SamplingParams, count: int) -> list[Chunk]:
+async def generate_scored(agent: Agent, params: SamplingParams, count: int) -> list[Chunk]:
     return [chunk async for chunk in agent.generate(PROMPT, params, logprobs=count)]
 
 
@@ -53,7 +53,7 @@ def scores_of(chunks: list[Chunk]) -> list[TokenScore]:
     return [score for chunk in chunks for score in chunk.logprobs]
 
 
-def expected(text: list[int], count: int) -> list[TokenScore]:
+def score_by_law(text: list[int], count: int) -> list[TokenScore]:
     whole = [*IDS, *text]
     return [
         score_token(TOY_MODEL.logits(whole[: len(IDS) + place]), token, count)
@@ -61,7 +61,7 @@ def expected(text: list[int], count: int) -> list[TokenScore]:
     ]
 
 
-def same(found: list[TokenScore], right: list[TokenScore]) -> None:
+def check_same(found: list[TokenScore], right: list[TokenScore]) -> None:
     assert len(found) == len(right)
     for one, other in zip(found, right, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -75,15 +75,15 @@ async def test_each_token_has_the_score_of_its_own_row(draft: str) -> None:
     """Drafted trees and penalties do not matter: scores are of the raw distribution."""
     async with serving() as (address, _):
         async with build_agent(config(address, draft)) as agent:
-            chunks = await scored(agent, SAMPLED, 3)
-            plain = await scored(agent, SAMPLED, 0)
+            chunks = await generate_scored(agent, SAMPLED, 3)
+            plain = await generate_scored(agent, SAMPLED, 0)
             for wrong in (-1, 21):
                 with pytest.raises(ValueError, match=rf"is {wrong}, but must be in \[0, 20\]"):
-                    await scored(agent, SAMPLED, wrong)
+                    await generate_scored(agent, SAMPLED, wrong)
     text = toy_text(IDS, SAMPLED)
     assert tokens(chunks) == tokens(plain) == text
     assert scores_of(plain) == []
-    same(scores_of(chunks), expected(text, 3))
+    check_same(scores_of(chunks), score_by_law(text, 3))
     for chunk in chunks:
         assert len(chunk.logprobs) == len(chunk.tokens)
 
@@ -101,7 +101,7 @@ async def test_a_lost_link_loses_no_score() -> None:
                 found.append(chunk)
             assert present(agent.stats).counters.reconnects == 1
     assert tokens(found) == toy_text(IDS, SAMPLED)
-    same(scores_of(found), expected(tokens(found), 2))
+    check_same(scores_of(found), score_by_law(tokens(found), 2))
 
 
 def test_the_command_line_and_the_synchronous_agent_tell_them() -> None:

@@ -174,7 +174,7 @@ class _Core:
             self._sessions.append(session)
 
 
-def _guessed(drafter: ServerDrafter, *step: Any) -> Candidate:
+def _guess_first(drafter: ServerDrafter, *step: Any) -> Candidate:
     ((found, *_),) = drafter.step([DraftStep(*step)])
     return found
 
@@ -238,12 +238,12 @@ def test_of_a_long_prompt_the_last_window_is_computed_when_a_guess_is_wanted() -
         step = DraftStep("s", start, tuple(text[start : start + 32]), guess=False)
         assert drafter.step([step]) == [()]
     assert sum(request.row_count for request in model.fed) == 32
-    found = _guessed(drafter, "s", 480, tuple(text[480:]))
+    found = _guess_first(drafter, "s", 480, tuple(text[480:]))
     assert found.token == _toy_guess(text, 500, SamplingParams(temperature=1.0, seed=2))
     assert model.fed[-1].row_count == 40
     # The text is cut, to a length before the window.
-    _guessed(drafter, "s", 470, (1,))
-    _guessed(drafter, "s", 300, (1,))
+    _guess_first(drafter, "s", 470, (1,))
+    _guess_first(drafter, "s", 300, (1,))
     assert model.fed[-1].row_count == 20
 
 
@@ -255,7 +255,7 @@ def test_a_window_of_a_torch_model_is_a_text_of_its_own(folder: Path) -> None:
     text = [rng.randrange(300) for _ in range(33)]
     drafter.open("s", 33, sampling)
     for keep in (0, *range(33, 44)):
-        text.append(_guessed(drafter, "s", keep, tuple(text[keep:])).token)
+        text.append(_guess_first(drafter, "s", keep, tuple(text[keep:])).token)
         model.open("s", 1, sampling)
         model.shift("s", 17)
         (result,) = model.forward([PassRequest("s", 0, tuple(text[17:-1]))])
@@ -307,13 +307,13 @@ def test_a_constraint_forces_the_draft_as_it_does_the_target() -> None:
     text = [11, 12]
     for _ in range(9):
         keep = len(text) - 1 if text[2:] else 0
-        text.append(_guessed(drafter, "s", keep, tuple(text[keep:])).token)
+        text.append(_guess_first(drafter, "s", keep, tuple(text[keep:])).token)
         assert text[-1] in grammar.allowed(text[2:-1])
     # A token that the grammar forbids leaves no candidates; the other sequences of the step go on.
     left, right = drafter.step([DraftStep("s", len(text) - 1, (6,)), DraftStep("free", 0, (6,))])
     assert not left
     assert right
-    _guessed(drafter, "s", 0, tuple(text))
+    _guess_first(drafter, "s", 0, tuple(text))
 
 
 def test_a_constraint_that_nobody_reads_gets_no_guess() -> None:
@@ -383,7 +383,7 @@ def test_the_sequence_not_used_for_longest_makes_room_and_finds_its_blocks_again
     assert stays
     assert not gone  # evicted, which the core learns now
     model.fed.clear()
-    _guessed(drafter, "b", 0, (*PROMPT, 1))
+    _guess_first(drafter, "b", 0, (*PROMPT, 1))
     assert drafter.evictions == 2
     assert sum(request.row_count for request in model.fed) <= 30
 
@@ -469,7 +469,7 @@ def test_a_toy_is_always_right() -> None:
     drafter.open("s", 1, sampling)
     text = [1]
     for _ in range(500):
-        found = _guessed(drafter, "s", len(text) - 1, (text[-1],))
+        found = _guess_first(drafter, "s", len(text) - 1, (text[-1],))
         text.append(_toy_guess(text, 1, sampling))
         assert found.token == text[-1]
     assert drafter.step([DraftStep("s", 600, (1,))]) == [()]

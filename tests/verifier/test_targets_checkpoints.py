@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _refused(folder: Path, why: str, **options: Any) -> str:
+def _load_refused(folder: Path, why: str, **options: Any) -> str:
     with pytest.raises(UnsupportedModelError, match=why) as raised:
         load_model(str(folder), device="cpu", **options)
     return str(raised.value)
@@ -196,7 +196,7 @@ def test_weights_that_are_not_stored_as_real_numbers_are_refused_by_name(
         tensors = load_file(file)
         if name in tensors:
             save_file(tensors | {name: (9 * tensors[name]).to(dtype)}, file, {"format": "pt"})
-    _refused(folder, rf"whole: 1 tensor is not stored as real numbers, .*: {name} \(")
+    _load_refused(folder, rf"whole: 1 tensor is not stored as real numbers, .*: {name} \(")
 
 
 def test_every_fault_of_a_checkpoint_is_named_at_once(tmp_path: Path) -> None:
@@ -207,7 +207,9 @@ def test_every_fault_of_a_checkpoint_is_named_at_once(tmp_path: Path) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"] = narrow
     tensors["model.layers.2.mlp.up_proj.weight"] = narrow
     tensors["model.layers.0.self_attn.q_proj.bias"] = narrow[0]
-    message = _refused(write_checkpoint(tmp_path, settings, tensors), "does not fill the model")
+    message = _load_refused(
+        write_checkpoint(tmp_path, settings, tensors), "does not fill the model"
+    )
     assert "1 tensor is missing: model.layers.1.self_attn.q_proj.weight;" in message
     assert (
         "2 tensors are in the checkpoint for which the model has no place: "
@@ -219,7 +221,9 @@ def test_every_fault_of_a_checkpoint_is_named_at_once(tmp_path: Path) -> None:
     )
     headless = tiny_tensors(settings)
     del headless["lm_head.weight"]
-    message = _refused(write_checkpoint(tmp_path, settings, headless), "does not fill the model")
+    message = _load_refused(
+        write_checkpoint(tmp_path, settings, headless), "does not fill the model"
+    )
     assert "1 tensor is missing: lm_head.weight (config.json says tie_word_embeddings" in message
 
 
@@ -395,18 +399,18 @@ def test_what_a_format_cannot_hold_is_refused_by_name(
             load_model(str(folder), device="cpu", **options)  # type: ignore[arg-type]
     family_model("qwen3_moe").save_pretrained(folder / "experts")
     message = r"quantize int8 is for dense models; model.layers.0.mlp.experts holds the weights"
-    _refused(folder / "experts", message, quantize="int8")
+    _load_refused(folder / "experts", message, quantize="int8")
     right = quantized.QuantizedLinear.product
     monkeypatch.setattr(
         quantized.QuantizedLinear, "product", lambda layer, rows: right(layer, rows) * 1.2
     )
-    _refused(folder, "8-bit product is wrong on this machine: ", quantize="int8")
+    _load_refused(folder, "8-bit product is wrong on this machine: ", quantize="int8")
 
 
 # --- checkpoints that come quantised --------------------------------------------------------
 
 
-def _come_as(folder: Path, **settings: Any) -> None:
+def _declare_quantized(folder: Path, **settings: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": settings}
     path.write_text(json.dumps(config))
@@ -426,12 +430,12 @@ def _come_as(folder: Path, **settings: Any) -> None:
 def test_a_format_is_refused_with_the_packages_that_are_missing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, message: str
 ) -> None:
-    _come_as(folder, quant_method=method, bits=4)
+    _declare_quantized(folder, quant_method=method, bits=4)
     monkeypatch.setattr(checkpoints, "find_spec", lambda name: None)
-    _refused(folder, message)
+    _load_refused(folder, message)
     if method == "gptq":
         monkeypatch.setattr(checkpoints, "find_spec", lambda name: name)
-        _refused(folder, "as 'gptq', and transformers cannot load it on this machine: ")
+        _load_refused(folder, "as 'gptq', and transformers cannot load it on this machine: ")
 
 
 def _store(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
@@ -457,7 +461,7 @@ def _assert_served_as_unpacked(folder: Path, *, canonical: bool) -> None:
     texts = [generated(model, prompt, COUNT) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 15
     assert decode_beside(target, PROMPTS, texts) == texts
-    _refused(folder, "is quantised already", quantize="int8")
+    _load_refused(folder, "is quantised already", quantize="int8")
 
 
 def test_gpt_oss_with_4_bit_floats_is_served_as_ordinary_weights(tmp_path: Path) -> None:
@@ -475,7 +479,7 @@ def test_gpt_oss_with_4_bit_floats_is_served_as_ordinary_weights(tmp_path: Path)
 
     _store(tmp_path, change)
     plain = ["self_attn", "mlp.router", "embed_tokens", "lm_head"]
-    _come_as(tmp_path, quant_method="mxfp4", modules_to_not_convert=plain)
+    _declare_quantized(tmp_path, quant_method="mxfp4", modules_to_not_convert=plain)
     _assert_served_as_unpacked(tmp_path, canonical=False)
 
 
@@ -491,7 +495,9 @@ def test_8_bit_floats_are_served_as_ordinary_weights(folder: Path) -> None:
 
     _store(folder, change)
     block = [32, 32]
-    _come_as(folder, quant_method="fp8", activation_scheme="dynamic", weight_block_size=block)
+    _declare_quantized(
+        folder, quant_method="fp8", activation_scheme="dynamic", weight_block_size=block
+    )
     _assert_served_as_unpacked(folder, canonical=holds)
 
 
@@ -576,21 +582,21 @@ def test_a_head_that_is_the_embedding_is_packed_beside_a_table_with_the_same_num
     assert torch.equal(model["head"](rows), logits)
 
 
-def _wrong(layer: linear_layers.PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+def _multiply_wrongly(layer: linear_layers.PackedLinear, rows: torch.Tensor) -> torch.Tensor:
     """Return products that are right for the first layer alone."""
     out = torch.nn.functional.linear(rows, layer.unpacked(), layer.bias)
     return out if layer.in_features == 96 else out * 1.001
 
 
-def _missing(_layer: linear_layers.PackedLinear, _rows: torch.Tensor) -> torch.Tensor:
+def _fail_missing(_layer: linear_layers.PackedLinear, _rows: torch.Tensor) -> torch.Tensor:
     raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
 
 
 @pytest.mark.parametrize(
     ("product", "why"),
     [
-        (_wrong, "the packed product of 2 differs by"),
-        (_missing, "'_OpNamespace' 'mkldnn' object has no"),
+        (_multiply_wrongly, "the packed product of 2 differs by"),
+        (_fail_missing, "'_OpNamespace' 'mkldnn' object has no"),
     ],
 )
 def test_products_that_are_wrong_or_missing_are_not_used(

@@ -562,7 +562,7 @@ class Reader:
         return constraint
 
 
-def asked(constraint: Constraint) -> m.Open:
+def open_with_constraint(constraint: Constraint) -> m.Open:
     return m.Open("s", "", "", (1,), sampling=SamplingParams(constraint=constraint))
 
 
@@ -578,14 +578,16 @@ async def test_who_does_not_wait_any_more_still_has_its_thread(reader: Reader) -
     up."""
     constraints = ConstraintReader(reader, (0,))
     for _ in range(3):
-        given_up = asyncio.create_task(constraints.read_constraint(asked(HARD), "one"))
+        given_up = asyncio.create_task(
+            constraints.read_constraint(open_with_constraint(HARD), "one")
+        )
         await asyncio.to_thread(reader.started.wait)
         assert isinstance(
-            await constraints.read_constraint(asked(EASY), "two"), m.Open
+            await constraints.read_constraint(open_with_constraint(EASY), "two"), m.Open
         )  # the threads had their turn
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-    last = asyncio.create_task(constraints.read_constraint(asked(HARD), "one"))
+    last = asyncio.create_task(constraints.read_constraint(open_with_constraint(HARD), "one"))
     await asyncio.sleep(0)
     reader.go_on.set()
     assert isinstance(await last, m.Open)
@@ -600,7 +602,7 @@ async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader:
     constraints = ConstraintReader(reader, (0,))
     keys = [Credential(name) for name in ("loop", "b", "c", "d", "e", "f")]
     many = [
-        asyncio.create_task(constraints.read_constraint(asked(HARD), peer, key))
+        asyncio.create_task(constraints.read_constraint(open_with_constraint(HARD), peer, key))
         for key in keys
         for peer in ("one", "two")
         for _ in range(20)
@@ -609,7 +611,10 @@ async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader:
     for peer in ("one", "two", "three"):
         for _ in range(4):
             assert isinstance(
-                await constraints.read_constraint(asked(EASY), peer, Credential("other")), m.Open
+                await constraints.read_constraint(
+                    open_with_constraint(EASY), peer, Credential("other")
+                ),
+                m.Open,
             )
     assert 1 <= reader.at_once <= len(keys)
     reader.go_on.set()
@@ -633,7 +638,7 @@ async def test_the_addresses_of_one_key_are_served_in_turn() -> None:
     constraints, key = ConstraintReader(reader, (0,)), Credential("fleet")
     many = []
     for peer in (*["one"] * 8, "two"):
-        opening = asked(Constraint(ConstraintKind.REGEX, peer))
+        opening = open_with_constraint(Constraint(ConstraintKind.REGEX, peer))
         many.append(asyncio.create_task(constraints.read_constraint(opening, peer, key)))
         await asyncio.sleep(0)  # it waits in its queue
     go_on.set()

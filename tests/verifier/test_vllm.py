@@ -136,28 +136,28 @@ class Session:
         assert self.text[len(PROMPT) :][:LENGTH] == self.answer
 
 
-def _right(answer: list[int], done: int) -> Sequence[int]:
+def guess_right(answer: list[int], done: int) -> Sequence[int]:
     return answer[done : done + 5]
 
 
-def _wrong(answer: list[int], done: int) -> Sequence[int]:
+def guess_wrong(answer: list[int], done: int) -> Sequence[int]:
     return [(token + 1) % TOY_MODEL.vocabulary_size for token in answer[done : done + 3]]
 
 
-def _late(answer: list[int], done: int) -> Sequence[int]:
+def guess_late(answer: list[int], done: int) -> Sequence[int]:
     return answer[max(0, done - 2) : done + 2]
 
 
-def _mixed(answer: list[int], done: int) -> Sequence[int]:
+def guess_mixed(answer: list[int], done: int) -> Sequence[int]:
     return [*answer[done : done + done % 4], done % TOY_MODEL.vocabulary_size]
 
 
 GUESSES: dict[str, Guess] = {
     "none": lambda answer, done: (),
-    "right": _right,
-    "wrong": _wrong,
-    "late": _late,
-    "mixed": _mixed,
+    "right": guess_right,
+    "wrong": guess_wrong,
+    "late": guess_late,
+    "mixed": guess_mixed,
 }
 
 
@@ -316,7 +316,7 @@ def test_the_self_test_finds_what_is_wrong(kind: str, why: str) -> None:
 def test_a_session_without_numbers_fails_alone() -> None:
     engine = FakeVllm()
     target = fake_target(engine)
-    good, bad = (Session(target, key, GREEDY, _right) for key in ("good", "bad"))
+    good, bad = (Session(target, key, GREEDY, guess_right) for key in ("good", "bad"))
     engine.failing.add("bad")
     batch = [bad.request(), good.request()]
     with pytest.raises(ports.ModelOutputError, match=r"largest logit is nan") as caught:
@@ -376,7 +376,7 @@ def test_texts_are_right_behind_steps_that_failed(seed: int, params: SamplingPar
 
 
 def test_an_engine_without_room_is_not_asked_for_ever() -> None:
-    session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, _right)
+    session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, guess_right)
     with pytest.raises(
         ports.CapacityError, match=r"no room for 1 sessions: \d+ steps made no progress"
     ):
@@ -772,7 +772,7 @@ class _Runner:
         raise AssertionError("vLLM's own sampler is not asked")
 
 
-def _installed(runner: _Runner) -> Any:
+def _install_and_sample(runner: _Runner) -> Any:
     worker = WorkerExtension()
     worker.model_runner = runner
     worker.edgespec_install()
@@ -783,7 +783,7 @@ def _logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn((rows, SIZE), generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def _expected(runner: _Runner, name: str, row: int, path: list[int]) -> int:
+def _choose_expected(runner: _Runner, name: str, row: int, path: list[int]) -> int:
     length, params = runner.params[name]
     tokens = runner.texts[name] + path
     logits = runner.logits[row].tolist()
@@ -799,15 +799,21 @@ def test_tokens_follow_our_law_with_and_without_drafts_and_requests_fail_alone()
     logits, discarded = _logits(3 + 1 + 2 + 1 + 2), [name == "d" for name in texts]
     logits[8, 7] = torch.nan
     runner = _Runner(texts, params, logits, [[]] * 5, discarded)
-    first = _expected(runner, "a", 0, [])
+    first = _choose_expected(runner, "a", 0, [])
     runner.drafts = [[first, 11], [], [12], [], [6]]
-    output = _installed(runner)
-    a = [first, _expected(runner, "a", 1, [first])]
+    output = _install_and_sample(runner)
+    a = [first, _choose_expected(runner, "a", 1, [first])]
     if a[1] == 11:
-        a.append(_expected(runner, "a", 2, [first, 11]))
-    rows = [a, [_expected(runner, "b", 3, [])], [_expected(runner, "c", 4, [])], [], [0]]
+        a.append(_choose_expected(runner, "a", 2, [first, 11]))
+    rows = [
+        a,
+        [_choose_expected(runner, "b", 3, [])],
+        [_choose_expected(runner, "c", 4, [])],
+        [],
+        [0],
+    ]
     assert output.sampled_token_ids == [one + [-1] * (3 - len(one)) for one in rows]
-    targets = (*a[:2], _expected(runner, "a", 2, [first, 11]))
+    targets = (*a[:2], _choose_expected(runner, "a", 2, [first, 11]))
     assert output.edgespec_rows["a"] == (targets, (), "")
     assert output.edgespec_rows["e"][0] == (), "its token is one that nobody sees"
     assert "must be finite" in output.edgespec_rows["e"][2]
@@ -833,7 +839,7 @@ def test_no_end_comes_before_the_least_length(law: SamplingParams) -> None:
     assert not {eos, stop}.intersection(expected[:2])
     assert expected[2] in (eos, stop)
     runner.drafts = [expected[:2]]
-    assert _installed(runner).sampled_token_ids == [expected]
+    assert _install_and_sample(runner).sampled_token_ids == [expected]
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -841,8 +847,8 @@ def test_a_step_without_drafts_is_no_speculation() -> None:
     texts = {"a": [1, 2], "b": [3, 4]}
     params = {name: (2, PENALISED) for name in texts}
     runner = _Runner(texts, params, _logits(2), [[], []])
-    expected = [[_expected(runner, "a", 0, [])], [_expected(runner, "b", 1, [])]]
-    assert _installed(runner).sampled_token_ids == expected
+    expected = [[_choose_expected(runner, "a", 0, [])], [_choose_expected(runner, "b", 1, [])]]
+    assert _install_and_sample(runner).sampled_token_ids == expected
     step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
     assert runner.execute_model(step) is None
     assert runner.sample_tokens(None).sampled_token_ids == expected
@@ -874,9 +880,9 @@ def _speculating(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner
         texts, {"a": (3, params), "b": (1, params), "c": (2, params)}, _logits(5), [[]] * 3
     )
     runner.discard_request_mask.np[:] = discarded
-    runner.drafts = [[_expected(runner, "a", 0, []), 11], [], []]
+    runner.drafts = [[_choose_expected(runner, "a", 0, []), 11], [], []]
     runner.drafter = _Drafter()
-    return runner, _installed(runner)
+    return runner, _install_and_sample(runner)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -964,7 +970,7 @@ class _Queue(list[Any]):
         self.append(request)
 
 
-def _queued(name: str, missing: int = 1) -> Any:
+def _make_queued(name: str, missing: int = 1) -> Any:
     return SimpleNamespace(
         request_id=name, num_tokens=10, num_computed_tokens=10 - missing, spec_token_ids=[]
     )
@@ -981,8 +987,8 @@ def _names(requests: list[Any]) -> list[str]:
 @pytest.mark.usefixtures("stand_ins")
 def test_a_step_has_the_sessions_it_was_made_for() -> None:
     scheduler = _scheduler()
-    scheduler.running = [_queued("a"), _queued("b"), _queued("c", missing=5)]
-    scheduler.waiting += [_queued("d"), _queued("e")]
+    scheduler.running = [_make_queued("a"), _make_queued("b"), _make_queued("c", missing=5)]
+    scheduler.waiting += [_make_queued("d"), _make_queued("e")]
     scheduler.wanted = {
         "c": StepRequest(64, (1, 2)),
         "a": StepRequest(4, (3, 4, 5), logprobs=2),
@@ -1006,7 +1012,7 @@ def test_a_step_has_the_sessions_it_was_made_for() -> None:
 @pytest.mark.usefixtures("stand_ins")
 def test_who_stands_aside_gives_up_its_cache_when_there_is_no_room() -> None:
     scheduler = _scheduler()
-    scheduler.running = [_queued("a"), _queued("b"), _queued("c")]
+    scheduler.running = [_make_queued("a"), _make_queued("b"), _make_queued("c")]
     scheduler.wanted = {"a": StepRequest(1)}
     scheduler.schedule()
     assert _names(scheduler.waiting) == []
@@ -1021,8 +1027,11 @@ def test_who_stands_aside_gives_up_its_cache_when_there_is_no_room() -> None:
 @pytest.mark.usefixtures("stand_ins")
 def test_the_queues_are_whole_again_when_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = _scheduler()
-    scheduler.running, scheduler.wanted = [_queued("a"), _queued("b")], {"a": StepRequest(1)}
-    scheduler.waiting.append(_queued("c"))
+    scheduler.running, scheduler.wanted = (
+        [_make_queued("a"), _make_queued("b")],
+        {"a": StepRequest(1)},
+    )
+    scheduler.waiting.append(_make_queued("c"))
 
     def fail(self: object, throttle_prefills: bool = False) -> None:
         raise RuntimeError("no")

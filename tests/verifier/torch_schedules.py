@@ -323,7 +323,7 @@ class Serving:
         for session in sessions:
             for target in self.targets:
                 target.close(session.key)
-            self._let_go(session)
+            self._release_blocks(session)
         self.sessions = [session for session in self.sessions if session not in sessions]
 
     def _open(self) -> None:
@@ -349,7 +349,7 @@ class Serving:
     def _request(self, session: _Session) -> PassRequest:
         rng = self.rng
         if rng.random() < 0.05:  # evicted
-            self._let_go(session)
+            self._release_blocks(session)
             session.cached = 0
         elif rng.random() < 0.1:  # rolled back, but not into blocks of others
             least = session.shared * BLOCK_SIZE
@@ -367,7 +367,7 @@ class Serving:
             session.key, session.cached, feed, tokens, parents, blocks=tuple(session.blocks)
         )
 
-    def _let_go(self, session: _Session) -> None:
+    def _release_blocks(self, session: _Session) -> None:
         for block in session.blocks:
             self.holders[block] -= 1
         session.blocks, session.shared = [], 0

@@ -229,7 +229,7 @@ KINDS: dict[str, tuple[type[Any], Callable[[bytes, codec.WireLimits], object]]] 
 }
 
 
-def _written_out(found: re.Match[str]) -> str:
+def write_out(found: re.Match[str]) -> str:
     return "".join(found[1].replace("#", str(number)) for number in range(int(found[2])))
 
 
@@ -238,7 +238,7 @@ def test_a_violation_names_the_field_the_value_and_the_bound(refusal: str) -> No
     head, _, said = refusal.partition(" => ")
     kind, _, text = head.partition(" | ")
     wire, decode = KINDS[kind.rstrip(" |")]
-    message = text_format.Parse(re.sub(r"@<(.*?)>\*(\d+)", _written_out, text), wire())
+    message = text_format.Parse(re.sub(r"@<(.*?)>\*(\d+)", write_out, text), wire())
     with pytest.raises(codec.ProtocolViolation, match=re.escape(said)):
         decode(message.SerializeToString(), LIMITS)
 
@@ -314,7 +314,7 @@ def test_an_open_beyond_the_context_is_refused_by_its_count(
     prompt_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = codec.WireLimits.for_context(1024)
-    monkeypatch.setattr("edgespec.wire.codec.check_tokens", _never)
+    monkeypatch.setattr("edgespec.wire.codec.check_tokens", fail_decoding)
     with pytest.raises(codec.ContextExceeded, match=f"{prompt_length} tokens .* context is 1024"):
         codec.decode_uplink(_open(prompt=[7] * prompt_length), limits)
     with pytest.raises(codec.ContextExceeded, match="1025 tokens"):
@@ -325,12 +325,12 @@ def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     payload = _open(prompt=[7] * 300_000)
-    monkeypatch.setattr("edgespec.wire.codec.pb.DeviceMessage", _never)
+    monkeypatch.setattr("edgespec.wire.codec.pb.DeviceMessage", fail_decoding)
     with pytest.raises(codec.ProtocolViolation, match=r"is 300013, but must be in \[0, 262144\]"):
         codec.decode_uplink(payload, codec.WireLimits.for_context(1024))
 
 
-def _never(*_: object) -> tuple[int, ...]:
+def fail_decoding(*_: object) -> tuple[int, ...]:
     raise AssertionError("it was decoded")
 
 

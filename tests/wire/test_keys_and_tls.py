@@ -375,7 +375,7 @@ def use_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def keyed(
+async def serve_with_keys(
     path: Path, pass_ms: float = 0.0
 ) -> AsyncIterator[tuple[str, Verifier, ServerAccess]]:
     config = replace(guarded.verifier_config(keys=path), pacing=PacingSection(pass_ms))
@@ -388,7 +388,7 @@ async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = guarded.keys_in(tmp_path / "keys.yaml", "one", "two", max_sessions=3)
-    async with keyed(tmp_path / "keys.yaml") as (address, verifier, _):
+    async with serve_with_keys(tmp_path / "keys.yaml") as (address, verifier, _):
         opened, handle = list[StreamOpened](), verifier._handle
 
         def watched(event: EngineEvent) -> None:
@@ -424,7 +424,7 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
 ) -> None:
     guarded.keys_in(tmp_path / "keys.yaml", "one")
     use_key(key, monkeypatch)
-    async with keyed(tmp_path / "keys.yaml") as (address, verifier, _):
+    async with serve_with_keys(tmp_path / "keys.yaml") as (address, verifier, _):
         config = guarded.device_config(address)
         async with build_agent(config) as agent:
             with pytest.raises(GenerationError, match=f"{why}.*EDGESPEC_API_KEY") as caught:
@@ -446,7 +446,7 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
 
 async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
     key = guarded.keys_in(tmp_path / "keys.yaml", "one")["one"]
-    async with keyed(tmp_path / "keys.yaml") as (address, _, _):
+    async with serve_with_keys(tmp_path / "keys.yaml") as (address, _, _):
         async with grpc.aio.insecure_channel(address) as channel:
             ask: Any = channel.unary_unary("/edgespec.v1.Verifier/Info", None, None)
             right = ("authorization", f"bearer {key}")

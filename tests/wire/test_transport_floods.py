@@ -49,7 +49,7 @@ CALLS = CallLimits(
 )
 
 
-async def _end(stream: DeviceStream) -> LinkError:
+async def _read_to_end(stream: DeviceStream) -> LinkError:
     """Read a stream to its end; return its error."""
     try:
         while True:
@@ -144,7 +144,7 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
         for _ in range(5):
             error: Exception | None = None
             try:  # its status may come before or after the stream is established
-                error = await asyncio.wait_for(_end(await transport.connect()), PATIENCE_S)
+                error = await asyncio.wait_for(_read_to_end(await transport.connect()), PATIENCE_S)
             except LinkError as refused:
                 error = refused
             assert "65 calls of ipv4:127.0.0.1 are under way, the limit is 65" in str(error)
@@ -298,7 +298,7 @@ def test_where_address_and_key_are_full_an_idle_stream_of_both_leaves() -> None:
 
 
 class Calls:
-    """Refused calls that are held until ``let_go``."""
+    """Refused calls that are held until ``release``."""
 
     def __init__(self) -> None:
         self.refusals = callers.RefusalDelay()
@@ -310,38 +310,38 @@ class Calls:
         self.waits.append(wait_s)
         await self._over.wait()
 
-    async def come(self, payer: str, count: int) -> None:
+    async def add_calls(self, payer: str, count: int) -> None:
         for _ in range(count):
             self._tasks.append(asyncio.create_task(self.refusals.delay(payer, self._wait)))
         await asyncio.sleep(0)
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         self._over.set()
         await asyncio.gather(*self._tasks)
 
 
 async def test_the_more_are_held_the_longer_they_are() -> None:
     calls = Calls()
-    await calls.come("a", 150)
-    await calls.come("b", 1)
+    await calls.add_calls("a", 150)
+    await calls.add_calls("b", 1)
     assert calls.waits[:10] == [0.5] * 10
     assert calls.waits[19] == pytest.approx(1.0)
     assert calls.waits[149] == pytest.approx(150 / callers.REFUSALS_PER_S)
     assert calls.waits[150] == 0.5  # the interval of another peer
     assert calls.refusals.delayed == 151
-    await calls.let_go()
+    await calls.release()
     assert calls.refusals.delayed == 0
 
 
 async def test_what_is_held_is_bounded_by_payer_and_in_all() -> None:
     calls = Calls()
-    await calls.come("a", 2 * callers.MAX_DELAYED_CALLS_PER_PAYER)
+    await calls.add_calls("a", 2 * callers.MAX_DELAYED_CALLS_PER_PAYER)
     assert calls.refusals.delayed == len(calls.waits) == callers.MAX_DELAYED_CALLS_PER_PAYER
     assert max(calls.waits) == callers.MAX_DELAY_S
     for number in range(20):
-        await calls.come(f"other {number}", callers.MAX_DELAYED_CALLS_PER_PAYER)
+        await calls.add_calls(f"other {number}", callers.MAX_DELAYED_CALLS_PER_PAYER)
     assert calls.refusals.delayed == len(calls.waits) == callers.MAX_DELAYED_CALLS
-    await calls.let_go()
+    await calls.release()
     assert calls.refusals.delayed == 0
 
 

@@ -633,12 +633,12 @@ async def test_closing_returns_at_once_and_what_was_sent_still_arrives() -> None
 
 
 class HeldClock:
-    """The real clock, except that it stands still until ``let_go``, however long that takes."""
+    """The real clock, except that it stands still until ``release``, however long that takes."""
 
     def __init__(self) -> None:
         self._held_s: float | None = time.monotonic()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._held_s = None
 
     def monotonic(self) -> float:
@@ -663,7 +663,7 @@ async def test_the_pacer_wakes_in_the_order_of_the_moments_and_never_early(
     waiting = asyncio.gather(*(wait(ms) for ms in (30, 10, 20, -5, 0)))
     await settle()  # a busy machine may take longer than 10 ms until all five wait
     assert woken == [-5, 0]
-    clock.let_go()
+    clock.release()
     await waiting
     assert woken == [-5, 0, 10, 20, 30]
     pacer.close()

@@ -66,12 +66,12 @@ def fill(target: TargetModel, texts: Sequence[Text]) -> None:
             cached[number] = len(tokens)
         for number, result in zip(going, target.forward(requests), strict=True):
             texts[number].output.append(result.targets[0])
-        going = [n for n in going if not _ended(texts[n], eos)]
+        going = [n for n in going if not _has_ended(texts[n], eos)]
     for number in range(len(texts)):
         target.close(str(number))
 
 
-def _ended(text: Text, eos: set[int]) -> bool:
+def _has_ended(text: Text, eos: set[int]) -> bool:
     return text.output[-1] in eos or len(text.output) == text.params.max_tokens
 
 

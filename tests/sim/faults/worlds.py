@@ -479,11 +479,11 @@ class _World:
         target = CheckedTarget(
             options.model,
             bounds.cache,
-            lambda: self._chance(options.batch_failure_chance),
-            self._breaking(options.target_failure_chance),
+            lambda: self._happens(options.batch_failure_chance),
+            self._make_breakdown(options.target_failure_chance),
         )
         self.targets.append(target)
-        fragile = self._breaking(options.session_failure_chance)
+        fragile = self._make_breakdown(options.session_failure_chance)
         engine = WatchedEngine(
             target.info,
             options.limits,
@@ -513,8 +513,8 @@ class _World:
             lambda rows: options.server_step_s + options.row_s * rows,
             engine.sessions,
             guessed,
-            lambda: self._chance(options.refusal_chance),
-            self._breaking(options.drafter_failure_chance),
+            lambda: self._happens(options.refusal_chance),
+            self._make_breakdown(options.drafter_failure_chance),
         )
 
     def _pass_s(self, requests: tuple[PassRequest, ...]) -> float:
@@ -574,7 +574,7 @@ class _World:
             _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
             _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
         )
-        stream.twice = lambda: self._chance(self.options.duplicate_chance)
+        stream.twice = lambda: self._happens(self.options.duplicate_chance)
         credentials = self.options.credentials
         self.server.accept(stream, credentials[index % len(credentials)])
         self.streams.append(stream)
@@ -590,9 +590,9 @@ class _World:
                 case m.Received(position):
                     record.received = max(record.received, position)
             deliver(message)
-            if isinstance(message, m.Draft) and self._chance(self.options.forge_chance):
+            if isinstance(message, m.Draft) and self._happens(self.options.forge_chance):
                 self.faults += 1
-                deliver(self._forged(message))
+                deliver(self._forge(message))
                 for session in self.server.engine.sessions.values():
                     fooled = max(session.inbox.tree.nodes, default=0) >= _FORGED_ID
                     checks.require(not fooled, "a draft on another text was taken")
@@ -600,7 +600,7 @@ class _World:
         stream.to_verifier = receive
         return stream, 2 * delay_s
 
-    def _forged(self, draft: m.Draft) -> m.Draft:
+    def _forge(self, draft: m.Draft) -> m.Draft:
         """Return a draft on another text, on tokens not committed yet, or with unknown parents."""
         token = self.dice.randrange(self.options.model.vocabulary_size)
         far = self.dice.randrange(5, 100)
@@ -615,12 +615,12 @@ class _World:
 
     # --- faults ----------------------------------------------------------------------------
 
-    def _chance(self, chance: float) -> bool:
+    def _happens(self, chance: float) -> bool:
         return chance > 0 and self.queue.now < self._faults_end_s and self.dice.random() < chance
 
-    def _breaking(self, chance: float) -> Callable[[], None]:
+    def _make_breakdown(self, chance: float) -> Callable[[], None]:
         def maybe_raise() -> None:
-            if self._chance(chance):
+            if self._happens(chance):
                 self.faults += 1
                 raise InjectedFailure("chosen to fail")
 
@@ -634,13 +634,13 @@ class _World:
         options = self.options
         for index in range(len(self.devices)):
             for _ in range(options.cuts):
-                self._once(lambda index=index: self._cut(self.devices[index]))  # type: ignore[misc]
+                self._schedule_once(lambda index=index: self._cut(self.devices[index]))  # type: ignore[misc]
             for _ in range(options.replacements):
-                self._once(lambda index=index: self._replace(index))  # type: ignore[misc]
+                self._schedule_once(lambda index=index: self._replace(index))  # type: ignore[misc]
         for _ in range(options.restarts):
-            self._once(self._restart)
+            self._schedule_once(self._restart)
 
-    def _once(self, fault: Callable[[], None]) -> None:
+    def _schedule_once(self, fault: Callable[[], None]) -> None:
         self.queue.at(self.dice.uniform(0.0, self.options.faults_until_s), fault)
 
     def _cut(self, device: SimulatedDevice) -> None:
