@@ -333,7 +333,7 @@ PATH = "/edgespec.v1.Verifier/Speculate"
 WIDTH = 2
 # Nodes sent and not judged yet: two passes' worth, like an agent near its verifier.
 PASSES_AHEAD = 2
-# Streams that are opened first, at the same time.
+# Most devices that open their first stream at a time.
 OPENING = 64
 
 

@@ -228,7 +228,7 @@ def test_a_session_over_its_keys_rate_keeps_no_newer_one_out_of_the_cache() -> N
 
 
 def could_run(engine: VerifyEngine) -> bool:
-    """Return whether a waiting session could run: it has room in the cache, or may evict for it."""
+    """Return whether the first waiting session within its rate has enough free blocks to run."""
     ledger, is_over_rate = engine.keeper.ledger, engine._scheduler.fairness.is_over_rate
     assert ledger is not None
     for key, session in engine.sessions.items():

@@ -43,8 +43,8 @@ class OldStream(Stream):
 
 
 def read_on(session: DraftSession, count: int, now: float) -> ev.DraftAction | None:
-    """Run the session past its deadlines; return the action that ends it, or that follows this
-    message."""
+    """Tick at each deadline until ``now``, then handle a commit that reports ``count`` computed
+    prompt rows. Return the failure if a deadline ended the session, else None."""
     while session.deadline is not None and session.deadline <= now:
         for action in session.handle(ev.Tick(), session.deadline):
             if isinstance(action, ev.Fail):

@@ -379,7 +379,7 @@ def test_auto_waits_as_long_as_a_deep_draft_saves(rate: float, depth: int) -> No
 
 
 def waits_alone(view: RunAheadView) -> float:
-    """Act as a policy that joins passes of other sessions, and otherwise waits for a draft."""
+    """Return the start time: now in a pass that runs anyway, else after a wait for a draft."""
     return view.now if view.runs_anyway else view.now + 1.0
 
 

@@ -6,7 +6,7 @@ rivals are ``windowed``, ``pearl``, ``vanilla`` (stop-and-wait) and ``target-onl
 Both ends: the default beside a draft on the server has the same rivals, and ``server-draft`` and
 the device alone as well. Oracle: nowhere may the default take more than ``LIMIT`` times as long for
 a token as its best rival. A cell that is not decided, because its interval includes the limit, gets
-more seeds. A few cells are a test, ``benchmarks/policy_grid.py`` plays all of them.
+more seeds. A few cells are a test, ``benchmarks/policy_grid.py`` plays the whole grid.
 """
 
 from __future__ import annotations

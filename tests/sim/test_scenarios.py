@@ -126,7 +126,8 @@ def test_a_servers_draft_errs_where_it_likes() -> None:
 
 
 def test_steps_of_a_servers_draft_are_paid_for() -> None:
-    """The sessions of a step pay for it: the joules of requests add up to those of the machine."""
+    """The sessions of a step pay for it: the joules of all requests add up to the joules of
+    the machine."""
     verifiers = {"server": replace(SERVED.verifiers["server"], busy_w=100.0)}
     for arm in run(replace(SERVED, verifiers=verifiers)).arms:
         joules = present(arm.verifiers[0].energy_j)

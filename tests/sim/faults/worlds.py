@@ -649,7 +649,8 @@ class _World:
             device.stream.cut(self.dice.uniform(0.0, 0.1), self.dice.uniform(0.0, 0.5))
 
     def _replace(self, index: int) -> None:
-        """Replace the process without a farewell; the new one holds only the delivered tokens."""
+        """Replace the process without closing its stream; the new one holds only the
+        delivered tokens."""
         device = self.devices[index]
         if device.delivery.ended is not None:
             return
