@@ -1,7 +1,7 @@
-"""The Python API: whole outputs, streams, chats, timeouts, errors, and the test kit.
+"""Tests of the Python API: whole outputs, streams, chats, timeouts, errors, and the test kit.
 
-Oracle: the outputs that ``ScriptedVerifier`` was given, what OpenAI's API calls a finished answer,
-and the tree of exceptions that ``core/protocol/errors.py`` draws.
+Oracle: the outputs that ``ScriptedVerifier`` was given, the definition of a finished answer in
+OpenAI's API, and the tree of exceptions that ``core/protocol/errors.py`` draws.
 """
 
 from __future__ import annotations
@@ -167,15 +167,20 @@ def test_the_drawn_tree_of_exceptions_is_the_real_one() -> None:
         depth = (len(indent) - 4) // 4
         path[depth:] = [name]
         drawn[name] = path[depth - 1] if depth else "Exception"
-    classes: list[type[Exception]] = [edgespec.EdgespecError, *_below(edgespec.EdgespecError)]
+    classes: list[type[Exception]] = [
+        edgespec.EdgespecError,
+        *list_subclasses_of(edgespec.EdgespecError),
+    ]
     real = {one.__name__: one.__bases__[0].__name__ for one in classes}
     assert drawn == {name: base for name, base in real.items() if name in drawn}
     assert len(drawn) == 12 - 1
     assert {name for name in real if hasattr(edgespec, name)} <= drawn.keys()
 
 
-def _below(kind: type[Exception]) -> list[type[Exception]]:
-    return [one for direct in kind.__subclasses__() for one in (direct, *_below(direct))]
+def list_subclasses_of(kind: type[Exception]) -> list[type[Exception]]:
+    return [
+        one for direct in kind.__subclasses__() for one in (direct, *list_subclasses_of(direct))
+    ]
 
 
 async def test_a_refusal_names_when_to_come_back() -> None:

@@ -1,9 +1,10 @@
-"""Agent and verifier over real gRPC on this machine; the Python API against the real daemon; and
-real models: the shipped pair, whose draft is worth shipping, a checkpoint, which is exported first.
+"""Tests of agent and verifier over real gRPC on this machine: the Python API against the real
+daemon, and real models, namely the bundled pair and a checkpoint that is exported first.
 
-Oracle: the toy model's text by the scalar specification, one token after the other. Whatever
-drafts, whatever the policy, the link or a fault do, the stream is that text. Of models by name: an
-adapter is another toy model, so its text is that one's.
+Oracle: the toy model's output, computed by the scalar specification one token at a time. The stream
+must be that output whatever drafts, and whatever the policy, the link or a fault do. An adapter of
+the toy target is another toy model, so the oracle of a generation with an adapter is that model's
+output.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ async def test_a_verifier_that_dies_and_is_replaced_is_not_noticed(draft: str) -
     port = own_port()
     async with serving(gated, port) as (address, _):
         agent = build_agent(config(address, draft))
-        task = asyncio.create_task(_into(received, agent))
+        task = asyncio.create_task(collect_into(received, agent))
         await asyncio.to_thread(gated.reached.wait)
-        gated.gate.set()  # lets the dying one's thread end; its server is gone by then or not
+        gated.gate.set()  # the old verifier's thread may end now, whether or not its server is gone
     async with serving(port=port):
         await task
         await agent.close()
@@ -115,7 +116,7 @@ async def test_a_verifier_that_dies_and_is_replaced_is_not_noticed(draft: str) -
     assert present(agent.stats).counters.reconnects > 0
 
 
-async def _into(received: list[Chunk], agent: Agent) -> None:
+async def collect_into(received: list[Chunk], agent: Agent) -> None:
     async for chunk in agent.generate(PROMPT, LONG):
         received.append(chunk)
 
@@ -220,7 +221,8 @@ def test_sync_session(address: str) -> None:
 
 
 def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
-    unset: dict[str, Any] = {"tokenizer": None, "policy": None}  # as of variables that are not set
+    # the values that unset variables would give
+    unset: dict[str, Any] = {"tokenizer": None, "policy": None}
     with edgespec.SyncAgent(address, draft="toy", **unset) as agent:
         for chunk in agent.generate(STORY, edgespec.SamplingParams(max_tokens=3000)):
             assert chunk.text is not None
@@ -233,7 +235,7 @@ def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
 
 
 class Slow:
-    """A transport that never connects, and takes its time to let go."""
+    """A transport that never connects, and is slow to let go of a cancelled attempt."""
 
     is_idle = False
 
@@ -341,13 +343,14 @@ PAIR_SAMPLED = SamplingParams(
     ignore_eos=True,
 )
 DRAFTS = ("none", "bundled")
-# The verifier waits for drafts, so that there are some to accept on any machine.
+# The verifier waits for drafts, so that some are accepted on any machine.
 WAITING = PolicySection(run_ahead=RunAhead.NEVER)
 
 
 async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
-    """Oracles: what it says without a draft, and transformers' greedy text. Of that text the draft
-    is right at 65 positions in 100 at least, and the random one by chance alone."""
+    """Oracles: the target's output without a draft, and transformers' greedy output. The bundled
+    draft must agree with that text at no fewer than 65 positions in 100, and the random draft only
+    by chance."""
     from transformers import AutoModelForCausalLM
 
     folder = resolve_source("bundled", Purpose.TARGET).folder

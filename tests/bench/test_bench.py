@@ -1,9 +1,9 @@
-"""The bench: prompts, arithmetic on requests written by hand, a whole run over the toy models in
-memory and through the command line, the files that the simulator reads; and ``--theory``.
+"""Tests of the bench: prompts, arithmetic on requests written by hand, a whole run over the toy
+models in memory and through the command line, the files that the simulator reads, and ``--theory``.
 
-Oracles: sums in the comments; the toy target asked without any draft; sums over every token and
-every pair of tokens of laws that are small enough, and many draws with the scalar noise. No time is
-looked at, only that it is there.
+Oracles: sums in the comments; the toy target's output without a draft; for ``--theory``, sums over
+every token and every pair of tokens of small distributions, and many draws with the scalar noise.
+Tests never judge a time, only that one was recorded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tests.kit.live_verifier import call
 from tests.present import present
 from tests.sim.faults.checks import target_stream
 
-# Five tokens in three passes; the last one ended the text, so four count.
+# Five tokens came in three passes. The last token ended the text and is not counted, so four count.
 ONE = measurement.Measurement(
     tokens=(5, 6, 7, 8, 0),
     times_s=(0.1, 0.1, 0.2, 0.4),
@@ -116,8 +116,9 @@ def test_a_wrong_token_is_counted_and_said() -> None:
 
 
 def test_speeds_are_of_means_over_the_texts() -> None:
-    """Two texts, the second of which one repeat never came to: plain 20 and 40 ms, ours 10 (of 8
-    and 12) and 30. All draws of two texts lie between 20 / 10 and 40 / 30."""
+    """There are two texts; the second lacks one repeat. Plain streaming takes 20 and 40 ms per
+    token, ours 10 (the mean of 8 and 12) and 30. All resamplings of two texts give a speedup
+    between 20 / 10 and 40 / 30."""
 
     def row(arm: Arm, repeat: int, *tpots_ms: float | None) -> dict[str, object]:
         return {**row_of(arm, repeat), "tpots_ms": list(tpots_ms)}
@@ -136,7 +137,7 @@ def test_speeds_are_of_means_over_the_texts() -> None:
 
 
 def test_both_ends_stand_beside_each_alone() -> None:
-    """The same two texts; a text that only one of the arms came to has no part."""
+    """The same two texts are used; a text that only one of the arms finished is left out."""
 
     def row(arm: Arm, *tpots_ms: float | None) -> dict[str, object]:
         return {**row_of(arm), "tpots_ms": list(tpots_ms)}
@@ -176,7 +177,7 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
         assert said in lines
 
 
-def written(folder: Path, *lines: str) -> Path:
+def write_lines(folder: Path, *lines: str) -> Path:
     path = folder / "prompts.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -194,7 +195,7 @@ def written(folder: Path, *lines: str) -> Path:
     ],
 )
 def test_each_format_gives_its_prompt(row: object, text: str, tmp_path: Path) -> None:
-    path = written(tmp_path, json.dumps(row))
+    path = write_lines(tmp_path, json.dumps(row))
     assert [prompt.text for prompt in read_prompts(path)] == [text]
 
 
@@ -208,7 +209,7 @@ def test_each_format_gives_its_prompt(row: object, text: str, tmp_path: Path) ->
     ],
 )
 def test_a_wrong_line_is_named(line: str, said: str, tmp_path: Path) -> None:
-    path = written(tmp_path, '{"text": "fine"}', line)
+    path = write_lines(tmp_path, '{"text": "fine"}', line)
     with pytest.raises(PromptError, match=rf"prompts\.jsonl:2: .*{said}"):
         list(read_prompts(path))
 
@@ -234,7 +235,7 @@ SETTINGS = BenchSettings(
 
 
 class Quiet(BenchProgress):
-    """Can stop the bench after so many requests."""
+    """A progress display that cancels the bench after a given number of requests."""
 
     def __init__(self, stop_after: str = "", times: int = 0) -> None:
         super().__init__(Console(quiet=True))
@@ -249,7 +250,8 @@ class Quiet(BenchProgress):
 
 
 class Table:
-    """``runner.OpenStation`` in this process; each station has a verifier of its own."""
+    """Implementation of ``runner.OpenStation`` in this process; each station has its own
+    verifier."""
 
     def __init__(self, wrong_rtt_ms: float = -1.0) -> None:
         self.drafter = ToyDrafter(MODEL.perturbed(0.3), replace(toy_info(MODEL), vocabulary="toy"))
@@ -288,7 +290,7 @@ async def run(settings: BenchSettings, table: Table, progress: Quiet | None = No
     return runner
 
 
-def where(row: measurement.Row) -> tuple[object, ...]:
+def place_of(row: measurement.Row) -> tuple[object, ...]:
     return row["repeat"], row["rtt_ms"], row["arm"]
 
 
@@ -309,7 +311,7 @@ async def test_what_all_arms_have_finished_survives_an_interruption() -> None:
     arms = (Arm.TARGET_ONLY, Arm.EDGESPEC)
     progress = Quiet("target-only, b", times=3)
     runner = await run(replace(SETTINGS, arms=arms), Table(), progress)
-    counts = [(*where(row), row["requests"]) for row in runner.rows]
+    counts = [(*place_of(row), row["requests"]) for row in runner.rows]
     finished = ((0, 0.0, 3), (0, 5.0, 3), (1, 0.0, 1))
     assert counts == [
         (repeat, rtt_ms, arm.value, requests)
@@ -352,7 +354,7 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     tape = read_tape(tape_file)
     assert tape.about["sampling"] == "temperature 0, seed 0, at most 24 tokens"
-    # The texts are the target's own, and the arm delivered the same ones.
+    # The texts are the target's own, and the arm delivered the same texts.
     sampling, prompts = SamplingParams(max_tokens=24), [one.prompt for one in tape.generations]
     assert prompts == [tuple(ToyTokenizer().encode(p.text)) for p in DEFAULT_PROMPTS[:2]]
     texts = [target_stream(TOY_MODEL, prompt, sampling, TOY_CONTEXT_LENGTH) for prompt in prompts]
@@ -360,21 +362,22 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     (seen,) = json.loads(results.read_text())["summary"]
     assert (seen["arm"], seen["requests"], seen["tokens"]) == ("edgespec", 2, 2 * 24)
     assert seen["mismatches"] == 0
-    # The ranks are those of the drafter that was asked for, whatever the arm had time to draft.
+    # The ranks come from the requested drafter, whatever the arm had time to draft.
     drafter = present(load_drafter(AgentConfig(draft=DraftSection("toy"))))
     for one in tape.generations:
         drafter.begin(len(one.prompt), sampling)
         assert one.ranks == walk_along(drafter.step, one.prompt, one.tokens, TAPE_WIDTH).ranks
     assert 0 < tape.acceptance() < 1, "a drafter that says something"
-    # How much of its drafting the arm saw is a matter of time; the report says what was measured.
+    # The share of drafts that the arm had judged depends on time; the report states the measured
+    # value.
     assert 0 <= seen["acceptance"] <= 1
     assert f"edgespec arm: {seen['acceptance']:.1%} accepted" in done.output
 
 
 @pytest.mark.slow
 def test_a_profile_of_the_toy_pair_is_emulated_as_told(tmp_path: Path) -> None:
-    """What was measured is no shorter than what was emulated; by how much the laws differ from it
-    is a matter of the noise."""
+    """A measured time is never shorter than the emulated one. The amount by which the fitted laws
+    exceed it is noise, so it is not judged."""
     out = tmp_path / "p.json"
     done = call("profile", "--quick", "--pass-ms", 4, "--draft-ms", 2, *TOY, "--out", out)
     assert done.exit_code == 0, done.output
@@ -388,8 +391,9 @@ def test_a_profile_of_the_toy_pair_is_emulated_as_told(tmp_path: Path) -> None:
 # --- ``--theory`` ---------------------------------------------------------------------------------
 
 
-def laws(dice: random.Random, size: int) -> tuple[list[float], list[float]]:
-    """Two laws of one vocabulary; some tokens have no chance in one of them, or in both."""
+def random_laws(dice: random.Random, size: int) -> tuple[list[float], list[float]]:
+    """Return two distributions over one vocabulary; some tokens have probability 0 in one or
+    both."""
     found = []
     for _ in range(2):
         weights = [dice.expovariate(1.0) ** 3 * (dice.random() < 0.8) for _ in range(size)]
@@ -398,14 +402,14 @@ def laws(dice: random.Random, size: int) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
-def same_draw(p: list[float], q: list[float]) -> float:
-    """The formula of arXiv 2408.07978, word for word."""
+def same_draw_chance(p: list[float], q: list[float]) -> float:
+    """Compute the probability of equal draws by the formula of arXiv 2408.07978, unchanged."""
     both = [x for x in range(len(p)) if p[x] and q[x]]
     return sum(1.0 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(len(p))) for x in both)
 
 
-def missed_by_two(q: list[float], wanted: set[int], *, replaced: bool) -> float:
-    """The chance that two draws from q have none of ``wanted``."""
+def two_draws_miss_chance(q: list[float], wanted: set[int], *, replaced: bool) -> float:
+    """Return the probability that two draws from q contain no token of ``wanted``."""
     others = [x for x in range(len(q)) if x not in wanted]
     if replaced:
         return sum(q[x] for x in others) ** 2
@@ -416,26 +420,29 @@ def missed_by_two(q: list[float], wanted: set[int], *, replaced: bool) -> float:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_place_is_what_sums_over_all_sets_say(seed: int) -> None:
     dice = random.Random(seed)
-    p, q = laws(dice, dice.randrange(2, 7))
+    p, q = random_laws(dice, dice.randrange(2, 7))
     found, size = theory.compared(np.array(p), np.array(q)), len(p)
     variation = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     assert found.variation == pytest.approx(variation)
-    assert found.expected == pytest.approx(same_draw(p, q))
+    assert found.expected == pytest.approx(same_draw_chance(p, q))
     assert found.bound - 1e-12 <= found.expected <= found.ideal + 1e-12
     for ideal, replaced in ((found.pair_ideal, False), (found.independent_ideal, True)):
         least = min(
-            1.0 - sum(p[x] for x in wanted) + 1.0 - missed_by_two(q, set(wanted), replaced=replaced)
+            1.0
+            - sum(p[x] for x in wanted)
+            + 1.0
+            - two_draws_miss_chance(q, set(wanted), replaced=replaced)
             for count in range(size + 1)
             for wanted in combinations(range(size), count)
         )
-        # No set is worse than all of them, and none that was tried is left out.
+        # The least value is the minimum over all sets, and no tried set is missing from it.
         assert ideal >= min(1.0, least) - 1e-9
         ranked = sorted(range(size), key=lambda x: -(p[x] / q[x] if q[x] else p[x] and np.inf))
         tried = min(
             1.0
             - sum(p[x] for x in ranked[:count])
             + 1.0
-            - missed_by_two(q, set(ranked[:count]), replaced=replaced)
+            - two_draws_miss_chance(q, set(ranked[:count]), replaced=replaced)
             for count in range(size + 1)
         )
         assert ideal == pytest.approx(min(1.0, tried), abs=1e-7)
@@ -443,8 +450,8 @@ def test_a_place_is_what_sums_over_all_sets_say(seed: int) -> None:
 
 
 def test_noise_that_is_shared_agrees_as_often_as_is_expected() -> None:
-    """And two siblings cover what one of them and the other draw, never more than is possible."""
-    p, q = laws(random.Random(5), 6)
+    """Two siblings cover one draw as often as expected, and never more than the ideal pair."""
+    p, q = random_laws(random.Random(5), 6)
     found, count, same, covered = theory.compared(np.array(p), np.array(q)), 4000, 0, 0
     with np.errstate(divide="ignore"):
         scores = np.log(p), np.log(q)
@@ -505,7 +512,7 @@ def test_what_cannot_be_is_said() -> None:
         (texts(0, 0.4), ["the first guess is right 0.400", "a guess of two is right 0.200"]),
         (texts(1, 0.4), ["a guess of two is right 0.200", "(1 - TV) / (1 + TV) lies 0.429"]),
         (texts(0, 0.0), []),
-        (texts(0, 0.4, 4), []),  # four texts say nothing
+        (texts(0, 0.4, 4), []),  # four texts are too few for a result
     ):
         lines = [
             line
@@ -518,7 +525,7 @@ def test_what_cannot_be_is_said() -> None:
 
 
 class Rows:
-    """Both models: logits by the last token."""
+    """Stand-in for both models, whose logits depend on the last token only."""
 
     info = replace(toy_info(TOY_MODEL), name="rows", context_length=6)
     inner = None
@@ -554,8 +561,8 @@ class Rows:
 
 
 async def test_laws_are_compared_along_the_text() -> None:
-    """The draft has one token more, which the target does not know, and room for four tokens of
-    the first text."""
+    """The draft has one token that the target's vocabulary lacks, and a context with room for only
+    four tokens of the first text."""
     target = Rows({1: [0.0, 0.0, 1.0], 2: [3.0, 0.0, 0.0]})
     draft = Rows({1: [0.0, 0.0, 1.0, -np.inf], 2: [0.0, 3.0, 0.0, 2.0]})
     params = SamplingParams(1.0)

@@ -1,4 +1,5 @@
-"""Laws are recovered from traces whose laws are known, and a profile of a real run holds together.
+"""Tests that the fit recovers known laws from traces, and that a profile of a real run is
+consistent.
 
 Oracle: synthetic traces, written here from planted laws with seeded scatter.
 """
@@ -24,7 +25,7 @@ MESSAGE_S, CONNECT_S, SCATTER = 6e-4, 5e-3, 0.05
 
 
 class Traces:
-    """Both sides of made-up sessions, operation by operation."""
+    """Builder of the traces of both sides of made-up sessions, operation by operation."""
 
     def __init__(self, seed: int = 1) -> None:
         self.device: list[TraceLine] = []
@@ -154,7 +155,7 @@ def test_a_line_that_lacks_something_is_refused() -> None:
 def test_a_profile_that_is_none_is_named(
     tmp_path: Path, field: str, value: object, why: str
 ) -> None:
-    """A time that is no number would stop the simulator's clock."""
+    """A time that is not a number would stop the simulator's clock, so loading must refuse it."""
     made = traces()
     found = fit_profile(collect_samples(made.device, made.verifier), "planted", {})
     path = tmp_path / "p.json"

@@ -1,7 +1,7 @@
 """A terminal for tests: a pseudo-terminal with a child in it, and a screen that reads escapes.
 
-The screen knows what our programs write: moves of the cursor, erasing, and newlines; all other
-escape sequences have no place on it.
+The screen understands what our programs write: cursor moves, erasing, and newlines. It ignores all
+other escape sequences.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _ESCAPE = re.compile(
     r"\x1b(?:\[([0-9;?<>=]*)([A-Za-z])|\][^\x07\x1b]*(?:\x07|\x1b\\)|[=>78()][AB0]?)"
 )
 _WHERE = "\x1b[6n"
-# Standard input becomes the terminal that sends the child its signals. The child does so itself: no
-# Python may run between a fork and the child's program where other threads hold locks.
+# Standard input becomes the terminal that sends signals to the child. The child sets this itself,
+# because no Python code may run between a fork and the child's program while other threads hold
+# locks.
 _ON_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "os.execv(sys.executable, [sys.executable, '-m', 'edgespec', *sys.argv[1:]])"
@@ -42,10 +43,11 @@ _FILLER = "\0"
 
 
 class Screen:
-    """What a terminal shows that got this text; lines that scrolled out are kept above.
+    """The contents of a terminal that received the given text; lines that scrolled out are kept
+    above.
 
-    With ``columns`` it goes on in the next line behind the last column, once another letter comes;
-    until then the cursor is on the last letter, as xterm has it, and erasing erases that.
+    If ``columns`` is set, text wraps behind the last column once another letter comes. Until then
+    the cursor stays on the last letter, as in xterm, and erasing erases that letter.
     """
 
     def __init__(self, columns: int = 0) -> None:
@@ -53,11 +55,11 @@ class Screen:
         self.lines = [""]
         self.row = self.column = 0
         self._cut = ""
-        """An escape sequence of which the rest has not come yet."""
+        """An escape sequence whose rest has not come yet."""
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """Row and column as a terminal reports them, from 1."""
+        """Row and column, counted from 1, as a terminal reports them."""
         return self.row - max(0, len(self.lines) - ROWS) + 1, self.column + 1
 
     def feed(self, text: str) -> None:
@@ -127,7 +129,7 @@ class Screen:
 
 
 class Terminal:
-    """A child on a pseudo-terminal of so many columns and 24 rows."""
+    """A child on a pseudo-terminal with 24 rows."""
 
     def __init__(self, process: subprocess.Popen[bytes], number: int) -> None:
         self.process, self._number = process, number
@@ -139,17 +141,17 @@ class Terminal:
 
     @property
     def modes(self) -> list[object]:
-        """How the terminal is set: whether it echoes, and all the rest."""
+        """The settings of the terminal, such as echo."""
         return termios.tcgetattr(self._number)
 
     def ended(self, within_s: float = 60.0) -> int:
-        """The exit code, once the child has left."""
+        """Wait until the child has left, and return its exit code."""
         with contextlib.suppress(AssertionError):
-            self.until("\0", within_s)  # which no screen shows: all that is said is read
+            self.until("\0", within_s)  # the screen never shows NUL, so this reads all output
         return self.process.wait(within_s)
 
     def until(self, wanted: str, within_s: float = 60.0) -> str:
-        """What the screen shows, once that holds ``wanted``; fails when it does not come."""
+        """Return the screen's text once it holds ``wanted``; fail if that does not come."""
         deadline = time.monotonic() + within_s
         while wanted not in self._screen.text:
             left = deadline - time.monotonic()
@@ -170,7 +172,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def on_terminal(*arguments: str, columns: int = 80, **variables: str) -> Iterator[Terminal]:
-    """``edgespec`` with these arguments on a terminal of its own; killed in the end."""
+    """Run ``edgespec`` with these arguments on its own terminal, and kill it in the end."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
     shown = {"TERM": "xterm-256color", "COLUMNS": "", "NO_COLOR": ""}

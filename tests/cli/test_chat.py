@@ -1,8 +1,8 @@
-"""The chat: its parts, and on a terminal, as a user has it.
+"""Tests of the chat: its parts, and the whole of it on a terminal, as a user has it.
 
-Oracles: the toy's text; the screen of a terminal after many small frames is that of one large one;
-the chat goes on after a Ctrl-C at the worst moment, and what came of a reply is kept; files read
-back, for their owner alone.
+Oracles: the toy's text; a screen after many small frames equals the screen after one large frame;
+after a Ctrl-C at the worst moment the chat goes on and keeps what had come of the reply; files read
+back equal, and only their owner can read them.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ after
 last"""
 
 
-def shown(text: str, step: int) -> tuple[str, str]:
-    """What a terminal shows after a reply that came in pieces, and all that was written."""
+def render_reply(text: str, step: int) -> tuple[str, str]:
+    """Return a terminal's screen after a reply that came in pieces, and everything that was
+    written."""
     size = patch.dict(os.environ, COLUMNS="40", LINES="24")
     every_frame = patch.object(chat_terminal, "FRAME_S", 0.0)
     with size, every_frame, redirect_stdout(io.StringIO()) as out:
@@ -94,8 +95,8 @@ def shown(text: str, step: int) -> tuple[str, str]:
 
 
 def test_a_reply_looks_the_same_however_it_came() -> None:
-    whole, _ = shown(REPLY, len(REPLY))
-    by_letter, written = shown(REPLY, 1)
+    whole, _ = render_reply(REPLY, len(REPLY))
+    by_letter, written = render_reply(REPLY, 1)
     assert by_letter == whole
     assert "numbers" not in whole
     assert "numbers" in written
@@ -103,12 +104,12 @@ def test_a_reply_looks_the_same_however_it_came() -> None:
         assert whole.count(word) == 1, word
     assert "```" not in whole
     code = "```\n" + "".join(f"line {number}\n" for number in range(200)) + "```\n"
-    text, _ = shown(code, 40)
+    text, _ = render_reply(code, 40)
     assert text.split() == [word for number in range(200) for word in ("line", str(number))]
 
 
 def test_a_reply_cannot_control_the_terminal() -> None:
-    assert "\x1b]" not in shown("a\x1b]0;owned\x07 [x](http://e\x1bvil)", 3)[1]
+    assert "\x1b]" not in render_reply("a\x1b]0;owned\x07 [x](http://e\x1bvil)", 3)[1]
 
 
 def test_a_text_that_no_renderer_takes_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_a_text_that_no_renderer_takes_is_shown_as_it_is(monkeypatch: pytest.Mon
         raise RecursionError("too deep")
 
     monkeypatch.setattr(chat_terminal, "Markdown", stumble)
-    text, _ = shown("> " * 30 + "deep\n\nlast", 7)
+    text, _ = render_reply("> " * 30 + "deep\n\nlast", 7)
     assert "".join(text.split()).endswith("deeplast")
 
 
@@ -139,7 +140,7 @@ def press() -> None:
 
 
 class SlowAgent:
-    """Says one word; then its user presses Ctrl-C, and it takes a while to stop."""
+    """An agent that sends one word, then presses Ctrl-C for its user, and is slow to stop."""
 
     def __init__(self, while_stopping: Callable[[], None] = lambda: None) -> None:
         self._while_stopping = while_stopping
@@ -177,11 +178,12 @@ def runner() -> Iterator[SignalRunner]:
 
 
 def talk(runner: SignalRunner, agent: Any, *lines: str) -> list[str]:
-    """What a conversation of these lines keeps; the line \\x03 is a Ctrl-C."""
-    left = iter(lines)
+    """Hold a conversation of these lines and return the messages it keeps; the line \\x03 is a
+    Ctrl-C."""
+    remaining = iter(lines)
 
     def ask() -> str:
-        for line in left:
+        for line in remaining:
             if line == "\x03":
                 press()
             return line
@@ -229,8 +231,8 @@ def test_ctrl_c_before_a_reply_begins_and_where_nothing_runs(
     runner: SignalRunner, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talk(runner, SlowAgent(), "\x03", "a long text", "one") == ["one", "word"]
-    told = capsys.readouterr().err
-    assert told.index("(Ctrl-D or /quit leaves)") < told.index("(stopped; an empty line sends")
+    errors = capsys.readouterr().err
+    assert errors.index("(Ctrl-D or /quit leaves)") < errors.index("(stopped; an empty line sends")
 
 
 def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
@@ -372,12 +374,12 @@ def expected(prompt: str) -> str:
 
 def chatting(address: str, home: Path, *options: str, count: int = COUNT) -> tuple[str, ...]:
     where = ("--verifier", address, "--draft", "toy", "-n", str(count))
-    # The verifier waits for drafts, so that the line of numbers tells of some.
+    # The verifier waits for drafts, so that the line of numbers counts some.
     settings = ("--set", "sampling.ignore_eos=true", "--set", "policy.run_ahead=never")
     return ("chat", *where, *settings, *options)
 
 
-def left(terminal: Terminal) -> int:
+def quit_chat(terminal: Terminal) -> int:
     terminal.type("/quit\r")
     return terminal.ended()
 
@@ -393,7 +395,7 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
         terminal.until("accepted")
         terminal.type("/stats\r")
         terminal.until("this chat: 30 tokens in 1 reply,")
-        assert left(terminal) == 0
+        assert quit_chat(terminal) == 0
         assert "\x1b[?25l" in terminal.said
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -410,7 +412,7 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
         terminal.until(address)
         terminal.type("more\r")
         terminal.until(expected(f"hello\nworld {first} more "))
-        assert left(terminal) == 0
+        assert quit_chat(terminal) == 0
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     assert len(json.loads(kept.read_text())["messages"]) == 4
 
@@ -427,7 +429,7 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -
         saved = tmp_path / "saved.json"
         terminal.type(f"/save {saved}\r")
         terminal.until("2 messages written")
-        assert left(terminal) == 0
+        assert quit_chat(terminal) == 0
     reply = json.loads(saved.read_text())["messages"][1]["content"]
     assert 0 < len(reply) < 3000
     assert expected("hello ")[: len(reply)] == reply[:COUNT]
@@ -455,14 +457,14 @@ def test_a_signal_leaves_the_terminal_as_it_was(
 
 @pytest.mark.slow
 def test_bytes_that_are_no_text_cost_one_message(address: str, tmp_path: Path) -> None:
-    """As a terminal sends that is set to another encoding."""
+    """A terminal that is set to another encoding sends such bytes."""
     with on_terminal(*chatting(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.until(address)
         terminal.type(b"caf\xe9\r")
         terminal.until("your message is not UTF-8")
         terminal.type("hello\r")
         terminal.until(expected("hello "))
-        assert left(terminal) == 0
+        assert quit_chat(terminal) == 0
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     said = json.loads(kept.read_text())["messages"]
     assert [one["content"] for one in said] == ["hello", expected("hello ")]

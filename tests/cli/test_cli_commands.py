@@ -1,6 +1,6 @@
-"""Commands in this process: what they print, refuse and return; chunks on a terminal and in a pipe,
-what drafts brought, what somebody sees who tries it for the first time. Oracle: the toy's text; the
-bytes and numbers, by hand."""
+"""Tests of commands in this process: what they print, refuse and return, chunks on a terminal and
+in a pipe, statistics of drafts, and the output for a first-time user. Oracle: the toy's text; bytes
+and numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def generate(address: str, *arguments: object, stdin: str | bytes | None = None)
 
 
 def chat(address: str, *lines: str) -> Result:
-    """A conversation that has to end well."""
+    """Hold a conversation and require that it ends without an error."""
     where = ("--verifier", address, "--draft", "toy", "-n", COUNT)
     result = call("chat", *where, stdin="".join(f"{line}\n" for line in lines))
     assert result.exit_code == 0, result.output
@@ -243,7 +243,7 @@ def test_chat_keeps_the_conversation(address: str) -> None:
 
 
 def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:
-    """Without a terminal nothing is kept but what is asked for."""
+    """Without a terminal the chat keeps nothing but requested files."""
     saved = tmp_path / "talk.json"
     lines = ["/system be brief", "hello", "/save ~nobody-here/talk", f"/save {saved}", "/reset"]
     result = chat(address, *lines, f"/load {saved}", "again", "/model")
@@ -312,7 +312,8 @@ def test_the_doctor_asks_the_verifier(
     for slow in ("check_draft_step", "check_target"):
         monkeypatch.setattr(checks, slow, lambda: Check("fine", State.GOOD, ""))
     no_session, output, deadline_s = "0 of 64 sessions", "", time.monotonic() + WITHIN_S
-    while no_session not in output and time.monotonic() < deadline_s:  # earlier texts end late
+    # sessions of earlier tests may end late
+    while no_session not in output and time.monotonic() < deadline_s:
         output = " ".join(call("doctor", "--verifier", address).stdout.split())
     assert f"verifier at {address}: serves toy" in output
     assert (
@@ -455,7 +456,8 @@ def test_what_is_left_open_is_as_the_model_says(
 def test_a_generation_config_that_cannot_be_is_named(
     said: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    """The verifier refuses it before it loads anything; so does a device that reads its draft's."""
+    """The verifier refuses the file before it loads anything; a device that reads its draft's file
+    does too."""
     folder = write_checkpoint(tmp_path / "model")
     path = folder / "generation_config.json"
     path.write_text(json.dumps(said))

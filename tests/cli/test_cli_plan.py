@@ -1,8 +1,8 @@
-"""``edgespec plan``. Capacity: the search goes where events lead, and says what forbids more.
-Link: what it prints, what it advises, and why.
+"""Tests of ``edgespec plan``. The capacity search must end at the number that simulated events
+show, and name what forbids more. The link plan must print its table, its advice, and the reason.
 
-Oracles: events that are made up, so that the right number is known; a verifier whose passes take a
-fixed time however many are in them.
+Oracles: made-up results, whose right number of verifiers is therefore known; a verifier whose
+passes take a fixed time, however many sessions share them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from edgespec_sim.world.site import WorldSetup
 from tests.kit.live_verifier import call
 from tests.present import present
 
-# Users who ask for a word or two: small worlds.
+# Users who ask for a word or two keep the simulated worlds small.
 SETTINGS = (
     "devices.laptop.workload.output_tokens=4",
     "devices.laptop.workload.think_s=1",
@@ -84,7 +84,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_link, "link_settings", lambda *link: link_settings(*link) | brief)
 
 
-def observed(verifiers: int, tpot_ms: float, half_ms: float = 0.01) -> Observation:
+def make_observation(verifiers: int, tpot_ms: float, half_ms: float = 0.01) -> Observation:
     triple = (tpot_ms / 1e3, (tpot_ms - half_ms) / 1e3, (tpot_ms + half_ms) / 1e3)
     if tpot_ms <= 30.0:
         meets = Meets.YES if tpot_ms + half_ms <= 30.0 else Meets.LIKELY
@@ -96,7 +96,8 @@ def observed(verifiers: int, tpot_ms: float, half_ms: float = 0.01) -> Observati
 @pytest.mark.parametrize("proposal_ms", [100.0, 300.0, 900.0])
 @pytest.mark.parametrize("truth_ms", [20.0, 100.0, 170.0, 299.0, 301.0, 890.0])
 def test_events_have_the_last_word(truth_ms: float, proposal_ms: float) -> None:
-    """Small worlds say ``proposal_ms`` over the number of verifiers, events ``truth_ms``."""
+    """Small worlds suggest ``proposal_ms`` over the number of verifiers, events show ``truth_ms``.
+    The search must believe the events."""
     search = Search(Arm.TARGET_ONLY, first=4, max_verifiers=200)
     while (number := search.next_proposal()) is not None:
         search.proposed[number] = proposal_ms / number <= 30.0
@@ -106,7 +107,7 @@ def test_events_have_the_last_word(truth_ms: float, proposal_ms: float) -> None:
         if not new:
             break
         for number in new:
-            search.observed[number] = observed(number, truth_ms / number)
+            search.observed[number] = make_observation(number, truth_ms / number)
     right = math.ceil(truth_ms / 30.0)
     assert (search.candidate, search.interval, search.unplayed) == (right, (right, right), [])
     assert {right, right - 1} - {0} <= set(search.observed)
@@ -118,11 +119,11 @@ def test_a_number_that_nothing_meets_is_never_taken() -> None:
     while (number := search.next_proposal()) is not None:
         search.proposed[number] = False
         if number == search.max_verifiers:
-            search.uncontended = observed(number, 50.0)
+            search.uncontended = make_observation(number, 50.0)
     assert (search.never_meets, search.numbers_to_play()) == (True, [])
 
 
-def question(pass_ms: float = 20.0, **slo: float) -> CapacityQuestion:
+def make_question(pass_ms: float = 20.0, **slo: float) -> CapacityQuestion:
     loaded = sc.load_scenario("laptop-floor", read_settings(SETTINGS))
     gpu = sc.VerifierSection(pass_time=sc.CostSection(ms=pass_ms))
     devices = {"laptop": replace(loaded.devices["laptop"], count=4)}
@@ -141,7 +142,7 @@ def test_a_fixed_pass_takes_one_verifier_and_every_round_has_seeds_of_its_own() 
         seeds.append([job.seed for job in jobs])
         return played(doing, jobs, until_s)
 
-    planner = Planner(question(tpot_p95_ms=30.0), noted, at_once=2)
+    planner = Planner(make_question(tpot_p95_ms=30.0), noted, at_once=2)
     planner.search(math.inf)
     (search,) = planner.searches
     assert planner.best is search
@@ -164,9 +165,9 @@ def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
     slo: dict[str, float],
     right: int,
 ) -> None:
-    """Beside longer worlds on dice of their own: the promise is kept on the number that is named,
-    and broken on one fewer."""
-    asked, (ms, row_ms), (prompt, output, think_s) = question(**slo), pass_time, work
+    """The search is checked against longer worlds with other seeds: the objectives must hold with
+    the named number of verifiers, and fail with one fewer."""
+    asked, (ms, row_ms), (prompt, output, think_s) = make_question(**slo), pass_time, work
     device, gpu = asked.scenario.devices["laptop"], sc.CostSection(ms=ms, row_ms=row_ms)
     load = replace(device.workload, prompt_tokens=prompt, output_tokens=output, think_s=think_s)
     scenario = replace(
@@ -197,8 +198,9 @@ def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
 def test_without_time_the_answer_says_what_was_not_played(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A round that the time ends is not used: the quick worlds of it would be first."""
-    asked = question(tpot_p95_ms=30.0)
+    """A round that runs out of time is not used, because its quick worlds would have come first and
+    biased it."""
+    asked = make_question(tpot_p95_ms=30.0)
     planner = Planner(asked, played)
     planner.search(0.0, now_s=lambda: 1.0)
     assert planner.searches[0].unplayed == [1]
@@ -212,13 +214,13 @@ def test_without_time_the_answer_says_what_was_not_played(
             raise TimeoutError
         return played(doing, jobs, until_s)
 
-    planner = Planner(question(tpot_p95_ms=30.0), late)
+    planner = Planner(make_question(tpot_p95_ms=30.0), late)
     planner.search(5.0, now_s=lambda: 1.0)
     assert planner.searches[0].observed == {}
 
 
 def test_what_forbids_an_objective_is_named() -> None:
-    asked = question(tpot_p95_ms=10.0, ttft_p95_ms=5.0)
+    asked = make_question(tpot_p95_ms=10.0, ttft_p95_ms=5.0)
     world = asked.make_world(asked.max_verifiers, 4.0, 20.0)
     job = Job(replace(world, arms=asked.arms), Arm.TARGET_ONLY, 0, 1, FOLDER, checks=False)
     alone = judge(asked.slo, asked.max_verifiers, world, [play(job)])
@@ -232,18 +234,18 @@ def test_what_forbids_an_objective_is_named() -> None:
 
 def test_what_events_say_goes_before_a_mere_proposal() -> None:
     planner = Planner(
-        replace(question(tpot_p95_ms=30.0), arms=(Arm.TARGET_ONLY, Arm.EDGESPEC)), played
+        replace(make_question(tpot_p95_ms=30.0), arms=(Arm.TARGET_ONLY, Arm.EDGESPEC)), played
     )
     plain, ours = planner.searches
     plain.proposed = {2: True, 1: False}
     ours.proposed = {1: True}
-    plain.observed = {2: observed(2, 20.0), 1: observed(1, 40.0)}
+    plain.observed = {2: make_observation(2, 20.0), 1: make_observation(1, 40.0)}
     assert (planner.best, ours.unplayed, plan_capacity.count_saved_verifiers(planner)) == (
         plain,
         [1],
         None,
     )
-    ours.observed = {1: observed(1, 20.0)}
+    ours.observed = {1: make_observation(1, 20.0)}
     saved = (Arm.TARGET_ONLY, 1)
     assert (planner.best, ours.unplayed, plan_capacity.count_saved_verifiers(planner)) == (
         ours,
@@ -254,9 +256,9 @@ def test_what_events_say_goes_before_a_mere_proposal() -> None:
 
 @pytest.mark.parametrize("users", ["1", "3"])
 def test_a_warm_connection_costs_a_request_nothing(users: str) -> None:
-    """Oracle: a request waits for a round trip, for the pass under way and for its own: with a
-    round trip of 157 ms and passes of 10 ms at most 177.6 ms. With even one round trip for
-    connecting 320 ms would be out of reach of any number of verifiers."""
+    """Oracle: a request waits for one round trip, for the pass under way and for its own. With a
+    round trip of 157 ms and passes of 10 ms that is at most 177.6 ms. If connecting cost even one
+    more round trip, no number of verifiers could reach 320 ms."""
     links = ("links.office={rtt_ms: 7}", "links.fibre={rtt_ms: 150}")
     result = capacity(
         *("--users", users, "--gpu", "llama-3.1-8b-bf16@h100", "--ttft-p95", "320", "--json"),
@@ -272,7 +274,7 @@ def test_a_warm_connection_costs_a_request_nothing(users: str) -> None:
 
 
 def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
-    """Oracle: the sum by hand, of the data sheet's bytes; `run` and `plan capacity` print it."""
+    """Oracle: the sum by hand, from the data sheet's bytes; `run` and `plan capacity` print it."""
     assert set(GPUS) <= set(MACHINES)
     hand = int((0.9 * 80e9 - 8.03e9 * 2) / (2 * 32 * 8 * 128 * 2 * 1000.0))
     devices = {
@@ -324,7 +326,7 @@ def test_run_and_plan_print_the_same_memory(gpu: str, fits: int) -> None:
 
 
 class Played:
-    """Stands for a world: time goes on by so many seconds with each word of it."""
+    """Stand-in for a simulated world, whose clock moves by ``step_s`` with each progress report."""
 
     def __init__(self, step_s: float) -> None:
         self.now_s, self.step_s = 0.0, step_s
@@ -333,11 +335,11 @@ class Played:
     def clock(self) -> float:
         return self.now_s
 
-    def __call__(self, job: Job, tracer: object, told: Callable[[float], None]) -> Any:
+    def __call__(self, job: Job, tracer: object, report: Callable[[float], None]) -> Any:
         for step in range(1, 6):
             self.steps += 1
             self.now_s += self.step_s
-            told(job.scenario.duration_s * step / 5)
+            report(job.scenario.duration_s * step / 5)
         return "played"
 
 
@@ -362,7 +364,8 @@ def test_the_time_ends_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_off_terminals_a_line_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A world of 10 s takes five steps of 4 s here: a line at the beginning and every 10 s."""
+    """A world of 10 s takes five steps of 4 s here, so there is a line at the beginning and one
+    every 10 s."""
     world = Played(4.0)
     monkeypatch.setattr(player, "play", world)
     with Workers(1, clock=world.clock) as workers:
@@ -451,7 +454,7 @@ def test_where_drafting_does_not_pay_streaming_is_advised(
 
 
 def test_a_server_that_drafts_is_weighed_as_well() -> None:
-    """A device 300 ms away can add nothing to it, and sends nodes in vain."""
+    """A device 300 ms away can add nothing to such a server, and its nodes are wasted."""
     found = plan("--rtt-ms", "300", "--draft-ms", "20")
     assert (found["take"], found["flags"]) == ("server-draft", "--draft none")
     assert found["arms"]["server-draft"]["speed_up"] > 1.8
@@ -482,8 +485,9 @@ def _summary() -> RunSummary:
     return summary_of(point, seed_plan)
 
 
-def advice(**arms: tuple[tuple[float, ...], float]) -> LinkAdvice:
-    """``arms``: seconds a token of each world, and wasted nodes a token."""
+def make_advice(**arms: tuple[tuple[float, ...], float]) -> LinkAdvice:
+    """Build advice from ``arms``: the seconds per token in each world, and the wasted nodes per
+    token."""
     base = {"target-only": ((0.025,) * 3, 0.0), **arms}
     summaries: list[ArmSummary] = []
     for name, (seconds, wasted) in base.items():
@@ -496,11 +500,11 @@ def advice(**arms: tuple[tuple[float, ...], float]) -> LinkAdvice:
 
 
 def test_of_arms_that_take_as_long_the_one_with_fewer_wasted_nodes_is_taken() -> None:
-    """What is quicker by chance alone is no reason to send more."""
-    noisy = advice(edgespec=((0.010, 0.013, 0.010), 3.0), pearl=((0.011, 0.012, 0.0105), 0.2))
+    """A difference within noise is no reason to send more nodes."""
+    noisy = make_advice(edgespec=((0.010, 0.013, 0.010), 3.0), pearl=((0.011, 0.012, 0.0105), 0.2))
     assert noisy.arm is Arm.PEARL
     assert "edgespec (2.27) is not faster by more than chance, and sends 3.00" in noisy.reason
-    clear = advice(edgespec=((0.010, 0.0101, 0.010), 3.0), pearl=((0.012, 0.0121, 0.012), 0.2))
+    clear = make_advice(edgespec=((0.010, 0.0101, 0.010), 3.0), pearl=((0.012, 0.0121, 0.012), 0.2))
     assert clear.arm is Arm.EDGESPEC
     assert "chance" not in clear.reason
 
@@ -519,10 +523,11 @@ def test_of_arms_that_take_as_long_the_one_with_fewer_wasted_nodes_is_taken() ->
 def test_a_device_is_compared_with_the_server_alone(
     both: tuple[float, ...], take: Arm, gain: float, sure: bool | None
 ) -> None:
-    """The server alone takes 10.16 ms a token, plain streaming 25. Oracle: ratios of the means."""
+    """The server alone takes 10.16 ms per token, plain streaming 25. Oracle: ratios of the
+    means."""
     alone = (0.01016, 0.01018, 0.01014)[: len(both)]
     plain = (0.025,) * len(both)
-    found = advice(
+    found = make_advice(
         **{"target-only": (plain, 0.0), "server-draft": (alone, 0.0), "both": (both, 0.4)}
     )
     assert (found.arm, found.baseline, found.is_sure) == (take, Arm.SERVER_DRAFT, sure)

@@ -1,7 +1,8 @@
-"""The real processes: how they begin, serve, stop, are killed and replaced. Closed streams, readers
-that leave, arguments that are not text, Ctrl-C during the imports, a parent that is killed.
+"""Tests of the real processes: how they begin, serve, stop, are killed and replaced. They also
+cover closed streams, readers that leave, arguments that are not text, Ctrl-C during the imports,
+and a parent that is killed.
 
-Oracles: the exit code that was promised, and not one line of a traceback; the toy's text.
+Oracles: the documented exit code, no line of a traceback, and the toy's text.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ WITHIN_S = 200
 
 
 def shell(script: str, *arguments: str | bytes) -> tuple[int, str]:
-    """Exit code and all output that got through of ``script``, where "$@" is the command."""
+    """Run ``script``, in which "$@" is the command; return its exit code and all output that got
+    through."""
     command = [sys.executable, "-m", "edgespec", *arguments]
     done = subprocess.run(
         ["sh", "-c", script, "sh", *command],
@@ -47,7 +49,7 @@ def shell(script: str, *arguments: str | bytes) -> tuple[int, str]:
     )
     output = (done.stdout + done.stderr).decode(errors="replace")
     assert "Traceback" not in output
-    assert "ignored" not in output  # what the interpreter says of errors at its own end
+    assert "ignored" not in output  # the interpreter prints this for errors at its own exit
     return done.returncode, output
 
 
@@ -72,7 +74,7 @@ def test_closed_streams_are_empty_ones(
 @pytest.mark.parametrize("words", ["--help", "plan --help", "export --inspect bundled"])
 def test_a_reader_that_leaves_ends_a_command_silently(words: str) -> None:
     ours, theirs = os.pipe()
-    os.close(ours)  # it has left before the command says a word
+    os.close(ours)  # the reader has left before the command writes anything
     done = subprocess.run(
         [sys.executable, "-m", "edgespec", *words.split()],
         cwd=ROOT,
@@ -107,7 +109,7 @@ def test_an_argument_that_is_not_utf8_is_named() -> None:
 def test_a_ctrl_c_during_the_imports_says_nothing(
     tmp_path: Path, library: str, arguments: list[str]
 ) -> None:
-    """The command line's own imports, and those of the command that is called."""
+    """The Ctrl-C hits the command line's own imports, or the called command's imports."""
     (tmp_path / f"{library}.py").write_text("print('importing', flush=True)\ninput()\n")
     path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
     with subprocess.Popen(
@@ -162,7 +164,8 @@ def test_loading_is_stopped_at_once(number: signal.Signals) -> None:
 def test_a_simulation_whose_whole_group_is_told_to_end_ends_with_its_workers(
     tmp_path: Path,
 ) -> None:
-    """As by ``timeout``. A worker that dies of it may hold a lock that its pool waits for."""
+    """``timeout`` signals a whole group like this. A worker that dies of the signal may hold a lock
+    that its pool waits for."""
     command = "from edgespec.__main__ import simulator; simulator()"
     arguments = ("run", "full-verifier", "--seeds", "8", "--out", str(tmp_path / "out"))
     with subprocess.Popen(
@@ -198,7 +201,8 @@ with running.stopping_at_once():
 
 
 def test_the_first_process_of_a_container_is_stopped_while_it_loads() -> None:
-    """Linux passes over the default action of signals to process 1."""
+    """Linux ignores the default action of signals for process 1, so the command needs its own
+    handler."""
     done = python("-c", AS_THE_FIRST)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
 
@@ -222,10 +226,10 @@ def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
 
 
 def _connect_again_and_again(port: int) -> None:
-    """A process that ends closes one socket after the other."""
+    """Connect repeatedly, because a process that ends closes its sockets one after the other."""
     deadline_s = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline_s:
-        with suppress(ConnectionResetError):  # its listener closed as this came
+        with suppress(ConnectionResetError):  # its listener closed during this connect
             socket.create_connection(("127.0.0.1", port), WITHIN_S).close()
 
 
@@ -254,7 +258,7 @@ LONG = 200
 TEXT = ToyTokenizer()
 
 
-def generating(address: str, count: int = LONG) -> subprocess.Popen[str]:
+def start_generating(address: str, count: int = LONG) -> subprocess.Popen[str]:
     where = ("--verifier", address, "--draft", "toy")
     return start(
         "generate", PROMPT, *where, "-n", str(count), "--set", "sampling.ignore_eos=true", "--json"
@@ -265,13 +269,13 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return present(process.stdout).readline()
 
 
-def rest(pipe: IO[str] | None) -> str:
+def read_rest(pipe: IO[str] | None) -> str:
     return "" if pipe is None else pipe.read()
 
 
-def rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """All that it still says. Not ``communicate``: that loses what ``readline`` has read ahead."""
-    out, err = rest(process.stdout), rest(process.stderr)
+def read_rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Read all remaining output. ``communicate`` would lose what ``readline`` has read ahead."""
+    out, err = read_rest(process.stdout), read_rest(process.stderr)
     process.wait(WITHIN_S)
     return out, err
 
@@ -279,12 +283,12 @@ def rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
 def test_a_stopped_device_leaves_the_daemon_serving() -> None:
     with daemon("--pass-ms", "10") as (address, verifier):
         for number in (signal.SIGTERM, signal.SIGINT):
-            with generating(address, 3000) as device:
+            with start_generating(address, 3000) as device:
                 assert first_line(device)
                 device.send_signal(number)
                 device.communicate(timeout=WITHIN_S)
                 assert device.returncode == 128 + number
-        with generating(address, 8) as device:
+        with start_generating(address, 8) as device:
             out, _ = device.communicate(timeout=WITHIN_S)
         assert _tokens(out.splitlines()) == _expected(8)
         assert verifier.poll() is None
@@ -304,11 +308,11 @@ def test_the_demo_runs_without_a_terminal_and_leaves_no_process(
     sampling = SamplingParams(max_tokens=64, repetition_penalty=REPETITION_PENALTY)
     assert TEXT.decode(toy_text(TEXT.encode(PROMPT), sampling)) in out
     assert re.search(r"verifier on 127.0.0.1:\d+", out)
-    assert not _marked(mark)
+    assert not list_marked(mark)
 
 
-def _marked(mark: str) -> list[int]:
-    """Processes, but this one, that were started with this mark in their environment."""
+def list_marked(mark: str) -> list[int]:
+    """Return the other processes that were started with this mark in their environment."""
     found = psutil.process_iter(["pid", "environ"])
     return [
         one.pid

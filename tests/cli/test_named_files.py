@@ -1,8 +1,9 @@
-"""A file that a user names may be anything: a device, a pipe without another end, a folder, a link.
+"""Tests of files that a user names, which may be anything: a device, a pipe without another end, a
+folder, a link.
 
-Oracle: for each kind of thing, what is read or the error's words; nothing waits for ever, nothing
-but a regular file is replaced, and nothing else changes its mode. Devices are pseudo-terminals,
-which belong to the user who runs the test.
+Oracle: for each kind, the bytes that are read or the text of the error. Nothing may wait for ever,
+replace anything but a regular file, or change the mode of anything else. Devices are
+pseudo-terminals, because those belong to the user who runs the test.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def things(tmp_path: Path) -> Iterator[dict[str, Path]]:
-    """One path of each kind that is no regular file."""
+    """Yield one path of each kind that is not a regular file."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link-to-pipe").symlink_to("pipe")
@@ -63,8 +64,8 @@ def things(tmp_path: Path) -> Iterator[dict[str, Path]]:
 KINDS = ("folder", "pipe", "link-to-pipe", "device", "socket")
 
 
-def writes(content: bytes, path: Path) -> subprocess.Popen[bytes]:
-    """Another process, which writes to a pipe as soon as somebody reads it."""
+def start_writer(content: bytes, path: Path) -> subprocess.Popen[bytes]:
+    """Start a process that writes to a pipe as soon as the pipe has a reader."""
     process = subprocess.Popen(["sh", "-c", 'cat > "$0"', path], stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(content)
@@ -91,9 +92,9 @@ def test_a_pipe_with_a_writer_is_read_to_its_end(
 ) -> None:
     monkeypatch.setattr(files, "PATIENCE_S", 60.0)
     os.mkfifo(tmp_path / "pipe")
-    with writes(b"a\r\nb", tmp_path / "pipe"):
+    with start_writer(b"a\r\nb", tmp_path / "pipe"):
         assert read_text(tmp_path / "pipe", 4) == "a\nb"
-    with writes(b"1\n2\n", tmp_path / "pipe"), open_to_read(tmp_path / "pipe") as file:
+    with start_writer(b"1\n2\n", tmp_path / "pipe"), open_to_read(tmp_path / "pipe") as file:
         assert list(file) == ["1\n", "2\n"]
 
 
@@ -121,7 +122,8 @@ def test_a_device_without_end_is_too_large() -> None:
 
 
 def test_a_reload_ends_where_the_keys_have_become_a_pipe(tmp_path: Path) -> None:
-    """And the next one counts: a key that was revoked goes, however the file was meanwhile."""
+    """A failed reload must not block the next one: a revoked key goes, whatever the file was
+    meanwhile."""
     (key, digest), path = make_key(), tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  one: {{sha256: {digest}}}\n", encoding="utf-8")
     access = ServerAccess(VerifierConfig(model="toy", keys=str(path)))
@@ -223,9 +225,10 @@ def test_a_trace_goes_into_a_pipe_that_is_read(tmp_path: Path) -> None:
     os.close(reading)
 
 
-# --- all of them ----------------------------------------------------------------------------------
+# --- all places that open files -------------------------------------------------------------------
 
-# Why each of these opens files by itself: nobody names these files one by one.
+# Modules that may open files by themselves, and why. Users do not name the files of these modules
+# one by one.
 OWN = {
     "edgespec.config.files": "the one place",
     "edgespec.bench.prompts": "comes with the package",
@@ -250,14 +253,14 @@ OWN = {
 _METHODS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 
 
-def _opens(call: ast.Call) -> bool:
-    """Whether this opens a file by its name: builtins, ``os.open``, methods of a path."""
+def opens_file(call: ast.Call) -> bool:
+    """Return whether a call opens a file by its name: builtins, ``os.open``, methods of a path."""
     match call.func:
         case ast.Name(id="open"):
             return True
         case ast.Attribute(value=ast.Name(id="os"), attr="open"):
             return True
-        case ast.Attribute(attr="open"):  # and not an engine's, which opens a stream
+        case ast.Attribute(attr="open"):  # an engine's ``open`` opens a stream, not a file
             modes = [one.value for one in call.args if isinstance(one, ast.Constant)]
             named = [one.arg for one in call.keywords]
             return "encoding" in named or any(str(mode) in ("r", "rb", "w", "wb") for mode in modes)
@@ -274,7 +277,7 @@ def test_every_file_that_a_user_names_is_opened_in_one_place() -> None:
         or within(module.name, "edgespec_sim")
         or within(module.name, "edgespec_uara")
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call) and _opens(node)
+        if isinstance(node, ast.Call) and opens_file(node)
     }
     strays = {name for name in found if not any(within(name, own) for own in OWN)}
     assert strays == set(), "read and write with edgespec.config.files"

@@ -1,8 +1,9 @@
-"""The daemons as an operator meets them: reload by SIGHUP, drain by SIGTERM, refusals at their
-start, reloads and drains that go wrong, and small runs of the benchmarks that attack a verifier.
+"""Tests of the daemons as an operator meets them: reload by SIGHUP, drain by SIGTERM, refusals at
+their start, failing reloads and drains, and small runs of the benchmarks that attack a verifier.
 
-Oracle: the toy's text, of devices that the operation is not about; what the processes say of it;
-the next reload is heard, the drain goes on; of a benchmark the script's own findings.
+Oracle: the toy's text on devices that the operation does not concern; the output of the processes;
+a failed reload is followed by a working one, and a drain goes on. A benchmark is judged by the
+findings of its own script.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 EXPECTED = toy_text(IDS, LONG)
 SHORT = SamplingParams(max_tokens=60, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=3500, ignore_eos=True)
-"""A text that takes longer than any test."""
+"""A generation that lasts longer than any test."""
 SLOW = ("--pass-ms", "10")
 PATIENT = ReconnectPolicy(
     first_s=0.01, longest_s=0.05, give_up_first_s=WITHIN_S, give_up_s=WITHIN_S
 )
 
 
-async def said(process: subprocess.Popen[str], what: str) -> str:
-    """What the daemon has said on stderr up to and with the line that holds ``what``."""
+async def read_until(process: subprocess.Popen[str], what: str) -> str:
+    """Return the daemon's output on stderr up to and including the line that holds ``what``."""
 
     def read() -> str:
         assert process.stderr is not None
@@ -82,8 +83,8 @@ def agent(address: str, key: str, monkeypatch: pytest.MonkeyPatch, pki: Pki | No
     return build_agent(replace(config, reconnect=PATIENT))
 
 
-async def acknowledged(stream: DeviceStream, tokens: list[int]) -> list[int]:
-    """The text to its end, behind ``tokens``, each commit acknowledged."""
+async def read_and_acknowledge(stream: DeviceStream, tokens: list[int]) -> list[int]:
+    """Read the output to its end, continuing ``tokens``, and acknowledge each commit."""
     while True:
         await stream.send(Received(len(IDS) + len(tokens), 0))
         message = await asyncio.wait_for(stream.receive(), WITHIN_S)
@@ -108,7 +109,7 @@ async def test_sighup_reads_keys_and_certificates_again(
             saved = path.read_text()
             path.write_text("keys: {bad: {sha256: 5}}")
             process.send_signal(signal.SIGHUP)
-            words = await said(process, "reload")
+            words = await read_until(process, "reload")
             assert "ERROR" in words
             assert "reload failed, and nothing has changed:" in words
             assert "keys.bad.sha256 is 5, but must be text" in words
@@ -119,7 +120,7 @@ async def test_sighup_reads_keys_and_certificates_again(
             for name in ("server.pem", "server.key"):
                 (tmp_path / "pki" / name).write_bytes((tmp_path / "newer" / name).read_bytes())
             process.send_signal(signal.SIGHUP)
-            words = await said(process, "reload")
+            words = await read_until(process, "reload")
             assert "keys revoked: bad; a new certificate or client CA; 1 streams were" in words
             with pytest.raises(GenerationError, match="was revoked"):
                 await tokens_of(theirs)
@@ -130,8 +131,8 @@ async def test_sighup_reads_keys_and_certificates_again(
 
 
 async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> None:
-    """The running stream acknowledges nothing until the other has heard: the verifier waits for it
-    with more than half of the text."""
+    """The running stream acknowledges nothing until the new one was refused, so the verifier holds
+    back more than half of its text."""
     with daemon("--set", "drain_s=200") as (address, process):
         transport, late = connect(address), connect(address)
         stream = await transport.connect()
@@ -140,14 +141,14 @@ async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> Non
         first = await stream.receive()
         assert isinstance(first, Commit)
         process.send_signal(signal.SIGTERM)
-        words = await said(process, "stopping")
+        words = await read_until(process, "stopping")
         assert "waiting up to 200 s for 1 running stream; a second Ctrl-C stops" in words
         fault = await (await late.connect()).receive()
         assert isinstance(fault, Fault)
         assert fault.code is FaultCode.SHUTTING_DOWN
         assert fault.retry_after_s == 1.0
         await late.close()
-        assert await acknowledged(stream, list(first.tokens)) == EXPECTED
+        assert await read_and_acknowledge(stream, list(first.tokens)) == EXPECTED
         await transport.close()
         assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
 
@@ -244,7 +245,7 @@ async def test_a_reload_that_raises_is_not_the_last(
 
 
 def test_a_file_of_keys_that_was_cut_off_revokes_nobody(tmp_path: Path) -> None:
-    """As an editor leaves it for a moment, or a full disk for good."""
+    """An editor leaves such a file for a moment, and a full disk leaves it for good."""
     path = tmp_path / "keys.yaml"
     key = keys_in(path, "one")["one"]
     access, whole = ServerAccess(verifier_config(keys=path)), path.read_text()
@@ -259,7 +260,7 @@ def test_a_file_of_keys_that_was_cut_off_revokes_nobody(tmp_path: Path) -> None:
 
 
 class FullDisk(io.StringIO):
-    """A log on a disk that takes no more."""
+    """A log on a disk that is full."""
 
     def flush(self) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -294,7 +295,7 @@ def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
     done = python("benchmarks/service_drill.py", *options)
     assert report.exists(), done.stdout + done.stderr
     found = json.loads(report.read_text())
-    # How fast a revocation is on a machine that runs other tests is for the bench to judge.
+    # The duration of a revocation is judged by the bench, not on a machine that runs other tests.
     findings = [one for one in found["findings"] if not one.startswith("revocation: 6 of 6 ended")]
     assert findings == [], done.stdout + done.stderr
     rows = {row["name"]: row for row in found["drills"]}
@@ -323,7 +324,7 @@ def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path)
     found = json.loads(report.read_text())
     assert found["texts"] > 0
     sent = found["pairs"][0]["sent"]
-    assert all(sent[kind] for kind in sent), sent  # every kind of client has played
+    assert all(sent[kind] for kind in sent), sent  # every kind of client has taken part
     assert found["rest"]["full"]["sessions"] > 0 == found["rest"]["after"]["sessions"]
 
 
@@ -334,7 +335,7 @@ def test_whatever_both_ends_draft_no_text_differs() -> None:
     assert "160 texts, none differs" in done.stdout
 
 
-# --- ``edgespec serve``: what it says at first, how it stops --------------------------------------
+# --- ``edgespec serve``: its first output and how it stops ----------------------------------------
 
 
 SOON_S = 60
@@ -344,7 +345,7 @@ SERVED = ("--draft", "toy", "--port", "0")
 
 @contextlib.contextmanager
 def endpoint(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The real process; yields its URL."""
+    """Start the real process and yield its URL."""
     with ready(start("serve", *SERVED, *options), r"ready on (http://\S+)/v1") as found:
         yield found
 

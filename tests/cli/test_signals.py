@@ -1,7 +1,8 @@
-"""What a command leaves behind when a signal ends it: no folder and no child.
+"""Tests that a command ended by a signal leaves no folder and no child behind.
 
 Oracle: the list of files in its own folders, the processes that it had started, and the exit code
-that ``--help`` promises (128 plus the signal's number). The terminal of a chat has its own test.
+that ``--help`` documents (128 plus the signal's number). The terminal of a chat is tested in
+``test_chat.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WITHIN_S = 200
 BUNDLED = ROOT / "edgespec/models/bundled"
 by_signal = pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
 
-# An export that has begun to write, and goes on for ever.
+# An export that has begun to write and never ends.
 EXPORT = """
 import sys
 from edgespec.device.export import export
@@ -59,7 +60,7 @@ with temporary_folder(Path(sys.argv[1])) as outer, temporary_folder(outer.parent
 
 
 def run_until_written(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Start Python with this code, and wait until it says that it writes."""
+    """Start Python with this code, and wait until its output says that it writes."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
@@ -91,7 +92,7 @@ def test_a_folder_that_is_written_goes(tmp_path: Path, number: signal.Signals, c
 def test_a_second_signal_takes_the_folders_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends the process where it stands."""
+    """The second signal ends the process at once, so the folders are removed in the handler."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     stopping = StopRequest()
@@ -104,10 +105,12 @@ def test_a_second_signal_takes_the_folders_too(
 
 
 def test_who_answers_a_signal_already_goes_on_to(tmp_path: Path) -> None:
-    """Only what would end the process at once is answered differently, and only meanwhile."""
+    """Only a handler that would end the process at once is replaced, and only while the folder
+    exists."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with temporary_folder(tmp_path):
-        assert signal.getsignal(signal.SIGINT) is before[0]  # Python's own, which unwinds
+        # Python's own handler, which unwinds the stack
+        assert signal.getsignal(signal.SIGINT) is before[0]
         assert signal.getsignal(signal.SIGTERM) is not before[1]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -121,7 +124,8 @@ COMMANDS = {
     "distill": ("edgespec", "distill", *TEXTS, "--length", "32", "--out", "out"),
 }
 BUSY = {"simulator": r": [1-9]\d* of \d+ virtual s", "distill": "to learn from"}
-"""What a command says in the middle of its work; the others have started a child by then."""
+"""Output that a command prints in the middle of its work. The other commands have started a child
+by then."""
 START = "import sys; sys.argv[0:1] = []; from edgespec.__main__ import main, simulator; "
 
 
@@ -154,12 +158,12 @@ def test_a_command_leaves_nothing_running(
         children = running.children(recursive=True)
         process.send_signal(number)
         output, errors = process.communicate(timeout=WITHIN_S)
-    # A command that has nothing to tidy up yet ends by the signal itself. A shell shows the same
-    # exit code for both.
+    # A command that has nothing to tidy up yet is ended by the signal itself. A shell shows the
+    # same exit code for both.
     assert process.returncode in (128 + number, -number), errors
     assert "Traceback" not in output + errors
     _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
     assert alive == []
     left = [path.name for folder in ("tmp", "work") for path in (tmp_path / folder).iterdir()]
-    # The next run of distill goes on with what was written, if anything was by then.
+    # The next run of distill continues from this folder, if anything was written by then.
     assert set(left) <= ({"out.training"} if name == "distill" else set())

@@ -1,5 +1,6 @@
-"""``edgespec-sim`` as a user runs it: files written, errors in one line, sweeps that go on,
-intervals, one check for all commands, no lost run."""
+"""Tests of ``edgespec-sim`` as a user runs it. Oracles: the files that are written, errors of one
+line, a sweep that continues without repeating runs, sums over seeds played alone, and a run that is
+not overwritten."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.present import present
 from tests.sources import ROOT
 
 SHORT = ("--set", "duration_s=3", "--seeds", "1")
-# The same for the scenario itself and for the command line.
+# The same brevity, once as a scenario's own settings and once as command-line options.
 BRIEF = {
     "arms": ["target-only", "edgespec"],
     "duration_s": 2,
@@ -126,7 +127,7 @@ def test_a_run_plays_seeds_until_the_speed_up_is_known(
 
 
 def test_time_is_a_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a clock on which every world takes ten seconds; 25 s are room for two seeds."""
+    """Oracle: on this clock every world takes ten seconds, so 25 s have room for two seeds."""
     clock = [0.0]
     played = Workers.play
 

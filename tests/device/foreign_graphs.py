@@ -1,10 +1,11 @@
-"""Decoder graphs as others export them, made from a tiny checkpoint.
+"""Decoder graphs as other exporters write them, made from a tiny checkpoint.
 
-``concatenating_graph`` has the signature of Optimum's ``text-generation-with-past`` (which onnx
-files in Transformers.js folders share): mask, positions, and a cache that the graph concatenates
-itself; its nodes stand in ``decoder.txt``. ``attending_graph`` turns a graph of our own exporter
-into that of onnxruntime-genai's builder: the two lengths are computed from a mask, keys and values
-go through GroupQueryAttention. Both compute the same model, so they must draft the same tokens.
+``concatenating_graph`` has the signature of Optimum's ``text-generation-with-past``, which onnx
+files in Transformers.js folders share: mask, positions, and a cache that the graph concatenates
+itself. Its nodes are listed in ``decoder.txt``. ``attending_graph`` turns a graph of our own
+exporter into one of onnxruntime-genai's builder: the two lengths are computed from a mask, and keys
+and values go through GroupQueryAttention. Both compute the same model, so they must draft the same
+tokens.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ _HEAD = '<ir_version: 10, opset_import: ["" : 18, "com.microsoft" : 1]>'
 
 @dataclass(frozen=True)
 class Style:
-    """What exporters differ in."""
+    """The properties in which exporters differ."""
 
     past: str = "past_key_values.{layer}.{part}"
     present: str = "present.{layer}.{part}"
     half: bool = False
-    """Are weights, cache and logits float16?"""
+    """True if weights, cache and logits are float16."""
     merged: bool = False
-    """Is there a ``use_cache_branch``?"""
+    """True if the graph has a ``use_cache_branch`` input."""
     causal_behind_cache: bool = True
-    """Early merged decoders were traced with one token behind a cache, so nothing hides a later
-    token of the same feed from an earlier one."""
+    """False for early merged decoders. Those were traced with one token behind a cache, so nothing
+    hides a later token of the same feed from an earlier one."""
     last_row: bool = False
-    """Is there a ``num_logits_to_keep``?"""
+    """True if the graph has a ``num_logits_to_keep`` input."""
     tokens_first: bool = False
     positions: bool = True
 
 
 def concatenating_graph(style: Style | None = None) -> onnx.ModelProto:
-    """A decoder of plain operators."""
+    """Build a decoder of plain operators."""
     style, config = style or Style(), tiny_config()
     layers = range(config["num_hidden_layers"])
     nodes = "".join(_nodes(style, layers))
@@ -120,7 +121,7 @@ def _signature(style: Style, config: Mapping[str, Any]) -> str:
 
 
 def _constants(config: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Weights, tables and numbers by their names in ``decoder.txt``."""
+    """Return weights, tables and numbers by their names in ``decoder.txt``."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     dim, weights = config["head_dim"], tiny_tensors(dict(config))
     steps = np.arange(0, dim, 2, dtype=np.float32) / dim
@@ -152,7 +153,7 @@ def _constants(config: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 
 
 def _rename(graph: onnx.GraphProto, renamed: Mapping[str, str]) -> None:
-    """Values by other names, also in the branches of an ``If``."""
+    """Rename values, also in the branches of an ``If``."""
     for value in (*graph.input, *graph.output):
         value.name = renamed.get(value.name, value.name)
     for node in graph.node:
@@ -163,8 +164,8 @@ def _rename(graph: onnx.GraphProto, renamed: Mapping[str, str]) -> None:
 
 
 def attending_graph(own: onnx.ModelProto, *, open_head_size: bool = False) -> onnx.ModelProto:
-    """A graph of our own exporter behind the inputs of onnxruntime-genai's builder. With
-    ``open_head_size`` the last dimension of the cache has a name, as newer builders give it."""
+    """Put the inputs of onnxruntime-genai's builder in front of a graph of our own exporter. With
+    ``open_head_size`` the last dimension of the cache is symbolic, as newer builders write it."""
     model = onnx.ModelProto()
     model.CopyFrom(own)
     graph = model.graph
@@ -201,15 +202,15 @@ _LENGTHS_OF_MASK = """lengths (int64[batch, total] attention_mask) => (int32[bat
 def write_folder(
     folder: Path, graphs: dict[str, onnx.ModelProto], *, external: Sequence[str] = ()
 ) -> Path:
-    """A folder with ``graphs`` by their paths in it, config and tokenizer; the weights of those in
-    ``external`` lie in a file of their own beside them."""
+    """Write a folder with ``graphs`` by their paths in it, config and tokenizer. The weights of
+    graphs named in ``external`` go into a separate file beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, model in graphs.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         copy = onnx.ModelProto()
-        copy.CopyFrom(model)  # saving empties the model that it moves the weights out of
-        copy.producer_name = "another exporter"  # also where the graph began as one of ours
+        copy.CopyFrom(model)  # saving moves the weights out of the model, so save a copy
+        copy.producer_name = "another exporter"  # also for graphs that came from our own exporter
         onnx.save_model(
             copy,
             path,

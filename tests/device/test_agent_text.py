@@ -1,8 +1,10 @@
-"""What the user gets from one stream of tokens. Oracle: token by token, by hand.
+"""Tests of the output that a user gets from one stream of tokens. Oracle: the same output, built
+one token at a time by hand.
 
-However commits cut the stream up (which is what drafts decide), ids, pieces, text, usage and finish
-are the same. With an exception wherever the device awaits or acts, the generation ends all the
-same, with the whole text or with a ``GenerationError``, and leaves no task behind.
+Ids, pieces, text, usage and finish reason must not depend on how commits cut up the stream, which
+is all that drafts decide. If an exception is raised wherever the device awaits or acts, the
+generation must still end, with the whole text or with a ``GenerationError``, and leave no task
+behind.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ ERRORS: tuple[Exception, ...] = (
 
 
 class Fault:
-    """Raises ``error`` at the ``at``-th passing of the place named."""
+    """A fault that raises ``error`` at the ``at``-th passing of the named place."""
 
     def __init__(self, place: str, at: int, error: Exception) -> None:
         self.place, self.struck = place, False
@@ -131,8 +133,8 @@ class FaultyTracer:
 
 
 @asynccontextmanager
-async def nothing_left() -> AsyncIterator[None]:
-    """No task outlives the block."""
+async def no_task_left() -> AsyncIterator[None]:
+    """Require that no task outlives the block."""
     before = asyncio.all_tasks()
     async with asyncio.timeout(WITHIN_S):
         yield
@@ -141,7 +143,7 @@ async def nothing_left() -> AsyncIterator[None]:
 
 
 async def read_output(one: Agent) -> list[int] | str:
-    """The whole text, or why there is none."""
+    """Return the whole output, or the reason why there is none."""
     tokens: list[int] = []
     try:
         async for chunk in generate(one, len(TOKENS)):
@@ -176,8 +178,9 @@ async def test_an_exception_ends_the_generation_or_does_no_harm(
 ) -> None:
     monkeypatch.setattr("edgespec.device.session_driver._LAST_FAULT_TIMEOUT_S", 0.05)
     fault = Fault(place, at, error)
-    in_thread = place in ("begin", "step")  # which may begin late: the text waits for it
-    async with nothing_left():
+    # the drafter's thread may begin late, so the text waits for it
+    in_thread = place in ("begin", "step")
+    async with no_task_left():
         serve = streaming(TOKENS, once=lambda: fault.struck or not in_thread)
         transport = FaultyTransport(loopback(serve), fault)
         drafter = FaultyDrafter(fault)
@@ -199,7 +202,7 @@ async def test_an_exception_ends_the_generation_or_does_no_harm(
     else:
         assert isinstance(result, str)
         assert str(error) in result
-    assert again == TOKENS  # the fault was one generation's
+    assert again == TOKENS  # the fault belonged to one generation
 
 
 EVENTS = (ev.Start, ev.Connected, ev.StepDone, m.Opened, m.Commit, ev.LinkDown, ev.Tick)
@@ -218,8 +221,8 @@ async def test_a_bug_in_the_session_is_heard_of(
 
     monkeypatch.setattr(DraftSession, "handle", buggy)
     cuts = Fault("receive", 4, ports.LinkError("cut"))
-    async with nothing_left():
-        # A step ends in its own time, perhaps after a text that does not wait for it.
+    async with no_task_left():
+        # A step may end after a text that does not wait for it.
         serve = streaming(TOKENS, once=lambda: event is not ev.StepDone)
         transport = FaultyTransport(loopback(serve), cuts)
         async with agent(transport, ToyDrafter(LETTERS)) as one:
@@ -243,7 +246,7 @@ async def test_rubbish_from_a_drafter_ends_the_drafting_alone(
 ) -> None:
     drafter = ToyDrafter(LETTERS)
     monkeypatch.setattr(drafter, "step", lambda *arguments: guesses)
-    async with nothing_left(), agent(loopback(streaming(TOKENS)), drafter) as one:
+    async with no_task_left(), agent(loopback(streaming(TOKENS)), drafter) as one:
         assert await read_output(one) == TOKENS
         assert present(one.stats).counters.steps == 0
 
@@ -257,7 +260,7 @@ async def test_a_failed_draft_is_told_once_in_words(
     drafter = ToyDrafter(LETTERS)
     monkeypatch.setattr(drafter, "step", fail)
     one = undrafted(TOKENS, drafter)
-    async with nothing_left(), one:
+    async with no_task_left(), one:
         for _ in range(2):
             assert await read_output(one) == TOKENS
             assert one.stats is not None
@@ -271,14 +274,14 @@ async def test_a_failed_draft_is_told_once_in_words(
 
 
 async def test_a_useless_draft_is_told_once_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    """The evidence of earlier texts is there at the start: no step is made, and everybody who looks
-    reads why."""
+    """Earlier generations left evidence that the draft is bad, so no step is made, and status,
+    statistics and log all give the reason."""
     one = agent(loopback(streaming(TOKENS)), ToyDrafter(LETTERS))
     for _ in range(2000):
         one.options.learned.evidence.add(hit=False)
     one.options.learned.evidence.add(hit=True)
     said = "the draft model was right at 1 of 2,001 places (0.0%), so it is given up"
-    async with nothing_left(), one:
+    async with no_task_left(), one:
         for _ in range(2):
             assert await read_output(one) == TOKENS
             stats = present(one.stats)
@@ -297,7 +300,7 @@ SPOKEN = TEXT.encode(WHOLE)
 
 @dataclass(frozen=True)
 class Seen:
-    """What a user can tell of a generation, but for when it came and who guessed it."""
+    """The parts of a generation that a user sees, without times and draft sources."""
 
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -306,7 +309,7 @@ class Seen:
     last_position: int
 
 
-async def seen(
+async def observe(
     sizes: Sequence[int], stop: tuple[str, ...], finish: m.FinishReason = m.FinishReason.LENGTH
 ) -> Seen:
     async with asyncio.timeout(WITHIN_S), agent(loopback(streaming(SPOKEN, sizes, finish))) as one:
@@ -335,11 +338,11 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
     sizes: list[int], start: int, length: int, other: str, finish: m.FinishReason
 ) -> None:
     stop = tuple(text for text in (WHOLE[start : start + length], other) if text)
-    one_by_one = asyncio.run(seen((1,), stop, finish))
-    assert asyncio.run(seen(sizes, stop, finish)) == one_by_one
+    one_by_one = asyncio.run(observe((1,), stop, finish))
+    assert asyncio.run(observe(sizes, stop, finish)) == one_by_one
     assert len(one_by_one.tokens) == one_by_one.committed
     found = [(WHOLE.find(text), len(text)) for text in stop if text in WHOLE]
-    # Ids end with the one that completes a stop string: a letter is a token here.
+    # Ids end with the token that completes a stop string; here each letter is a token.
     end = min(at + size for at, size in found)
     assert one_by_one.committed == end
     assert "".join(one_by_one.pieces) == WHOLE[: min(at for at, size in found if at + size == end)]
@@ -349,7 +352,7 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
 @pytest.mark.parametrize(
     ("prompt", "error", "message"),
     [
-        # The bytes are "once".
+        # The encoded bytes spell "once".
         ((), "ValueError", "the prompt is empty"),
         ((1.5,), "TypeError", "prompt\\[0\\] is 1.5, but must be a token id"),
         ((1, 2.0), "TypeError", "prompt\\[1\\] is 2.0"),
@@ -405,12 +408,12 @@ async def test_every_generation_has_a_secret_and_shows_it_with_every_open(
 
 
 class SlowDrafter(ToyDrafter):
-    """A drafter whose first step goes on until it is cancelled and then until ``gate`` opens."""
+    """A drafter whose first step runs until it is cancelled and then until ``gate`` opens."""
 
     def __init__(self) -> None:
         super().__init__(LETTERS)
         self.gate = threading.Event()
-        self.heard_of_it = threading.Event()
+        self.cancel_seen = threading.Event()
         self.did: list[str] = []
 
     def begin(self, *arguments: Any) -> None:
@@ -429,27 +432,28 @@ class SlowDrafter(ToyDrafter):
         self.did.append("step")
         while not cancelled():
             self.gate.wait(0.001)
-        self.heard_of_it.set()
+        self.cancel_seen.set()
         self.gate.wait()
         self.did.append("step ended")
-        raise ports.StepCancelledError("nobody wants it")
+        raise ports.StepCancelledError("cancelled")
 
     def close(self) -> None:
         self.did.append("close")
 
 
-def text_after(drafter: SlowDrafter) -> LoopbackTransport:
-    """A verifier that commits once the drafter's step runs, however late its thread begins."""
+def commit_after_step(drafter: SlowDrafter) -> LoopbackTransport:
+    """Return a verifier that commits once the drafter's step runs, however late its thread
+    begins."""
     return loopback(streaming(SPOKEN, once=lambda: "step" in drafter.did))
 
 
 async def test_the_text_is_complete_before_a_running_step_is() -> None:
     drafter = SlowDrafter()
-    async with asyncio.timeout(WITHIN_S), agent(text_after(drafter), drafter) as one:
+    async with asyncio.timeout(WITHIN_S), agent(commit_after_step(drafter), drafter) as one:
         first = [chunk async for chunk in generate(one, len(SPOKEN))]
         assert first[-1].finish is m.FinishReason.LENGTH
-        assert "step ended" not in drafter.did  # and the loop above has ended all the same
-        await asyncio.to_thread(drafter.heard_of_it.wait)
+        assert "step ended" not in drafter.did  # the loop above has ended all the same
+        await asyncio.to_thread(drafter.cancel_seen.wait)
         second = [chunk async for chunk in generate(one, len(SPOKEN))]
         for chunks in (first, second):
             assert [token for chunk in chunks for token in chunk.tokens] == SPOKEN

@@ -1,7 +1,9 @@
-"""A device without a tokenizer takes the verifier's, and nothing that was not announced.
+"""Tests that a device without a tokenizer fetches the verifier's, and only the files that were
+announced.
 
-Oracle: the files in the model's folder, and the text that a device with that folder gets; the bytes
-that a verifier packed, and the bounds that the messages name."""
+Oracle: the files in the model's folder, the text that a device with that folder gets, the bytes
+that a verifier packed, and the bounds that the error messages name.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, c
     (folder,) = cache.iterdir()
     for name in NAMES:
         assert (folder / name).read_bytes() == (model / name).read_bytes()
-    (folder / "tokenizer.json").unlink()  # not whole: it is fetched again
+    # the cached copy is now incomplete, so it must be fetched again
+    (folder / "tokenizer.json").unlink()
     talk = call("chat", *where, "--draft", "none", stdin="hello\n/quit\n")
     assert talk.exit_code == 0, talk.output
     assert "fetching the tokenizer of tiny" in talk.stderr
@@ -150,28 +153,28 @@ async def test_an_unreadable_tokenizer_is_told_and_not_kept(
     assert not any(os.scandir(cache))
 
 
-def zipped(*files: tuple[str, bytes]) -> bytes:
+def make_zip(*files: tuple[str, bytes]) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for name, content in files:
-            with warnings.catch_warnings(action="ignore"):  # of a name that is there twice
+            with warnings.catch_warnings(action="ignore"):  # zipfile warns of a duplicate name
                 file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return archive.getvalue()
 
 
 ONE = ("tokenizer.json", b"x" * 100)
-HONEST = zipped(ONE)
+HONEST = make_zip(ONE)
 
 
 @pytest.mark.parametrize(
     ("archive", "message"),
     [
-        (zipped(("../../.bashrc", b"x"), ONE), "'../../.bashrc' is none of tokenizer.json"),
-        (zipped(ONE, ONE), "must be distinct"),
-        (zipped(("chat_template.jinja", b"x")), "tokenizer.json among them"),
-        (zipped(*[(f"{n}", b"") for n in range(65)]), "files of the archive is 65"),
-        (zipped(ONE, ("chat_template.jinja", b"x" * 9)), "bytes of the files is 109"),
-        # It says in both places that 100 bytes are 99.
+        (make_zip(("../../.bashrc", b"x"), ONE), "'../../.bashrc' is none of tokenizer.json"),
+        (make_zip(ONE, ONE), "must be distinct"),
+        (make_zip(("chat_template.jinja", b"x")), "tokenizer.json among them"),
+        (make_zip(*[(f"{n}", b"") for n in range(65)]), "files of the archive is 65"),
+        (make_zip(ONE, ("chat_template.jinja", b"x" * 9)), "bytes of the files is 109"),
+        # Both size fields of this archive claim 99 for 100 bytes.
         (HONEST.replace(b"\x64\0\0\0", b"\x63\0\0\0"), "cannot be unpacked: Bad CRC-32"),
         (HONEST[:-30], "cannot be unpacked"),
         (b"no archive", "cannot be unpacked"),

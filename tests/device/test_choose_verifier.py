@@ -1,5 +1,6 @@
-"""Several verifiers: who is asked, who is chosen, what is said. Toy verifiers over real gRPC, and
-loopbacks whose answers take their time on a clock of the test."""
+"""Tests of the choice between several verifiers: which are probed, which is chosen, and the
+messages. Oracles: toy verifiers over real gRPC, and loopbacks whose answers are late by a known
+time on a clock of the test."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ def info_of(sessions: int = 0, pass_us: int = 0) -> VerifierInfo:
 
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is there may take its time to say so, also where a command asks."""
+    """Give every probe ample time, also in commands, because a busy machine answers late."""
     monkeypatch.setattr(prober.probe_all, "__defaults__", (60.0,))
 
 
 class Clock:
-    """Stands still but for the answers that take their time."""
+    """A clock that moves only when a simulated answer takes time."""
 
     now = 0.0
 
@@ -50,8 +51,8 @@ class Clock:
 
 
 class Distant(LoopbackTransport):
-    """Answers at once, and ``SLOW_S`` later by the clock; the first time, which opens the channel,
-    later still."""
+    """A transport that answers at once, but ``SLOW_S`` later by the clock. The first answer, which
+    opens the channel, takes longer still."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(echo, info_of)
@@ -64,7 +65,7 @@ class Distant(LoopbackTransport):
 
 
 class Failing:
-    """A transport that does what it is told instead of an answer."""
+    """A transport whose probe raises the given error, or never answers."""
 
     is_idle = False
 
@@ -123,7 +124,7 @@ async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
     [
         ((("far", (0, 0), 0, 0.1), ("near", (0, 0), 0, 0.02)), "near far"),
         ((("near", (0, 400000), 0, 0.0), ("far", (0, 20000), 0, 0.15)), "far near"),
-        # One that has timed no pass yet counts as an average one.
+        # A verifier that has timed no pass yet counts as an average one.
         (
             (("new", (0, 0), 0, 0.0), ("quick", (0, 10000), 0, 0.0), ("slow", (0, 40000), 0, 0.0)),
             "quick new slow",
@@ -132,14 +133,15 @@ async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
         ((("full", (8, 0), 8, 0.0), ("too", (8, 0), 8, 0.1)), "full too"),
         ((("busy", (5, 0), 5, 0.0), ("idle", (2, 0), 2, 0.0)), "idle busy"),
         ((("first", (0, 0), 0, 0.0), ("second", (0, 0), 0, 0.0)), "first second"),
-        # Nothing is known of one: it counts as the others do.
+        # Nothing is known of the new verifier, so it counts as the others do.
         ((("there", (0, 20000), 0, 0.02), ("new", None, None, None)), "there new"),
     ],
 )
 def test_the_shortest_round_comes_first(
     known: list[tuple[str, tuple[int, int] | None, int | None, float | None]], order: str
 ) -> None:
-    """``known``: of each verifier sessions and a pass's microseconds, its load and the delay."""
+    """``known`` gives each verifier's sessions and microseconds per pass, its load, and its
+    delay."""
     views = make_views(
         [(name, said and info_of(*said), n, rtt_s) for name, said, n, rtt_s in known]
     )

@@ -1,6 +1,6 @@
-"""Guesses from texts: the store of ``draft.corpus``, agents that guess from their own text, alone
-and beside a model, and recordings of what was said. Oracles: a search of the texts from end to end;
-the toy target; a list of what was recorded; what the scripted verifier says."""
+"""Tests of drafts from texts: the store of ``draft.corpus``, agents that draft from their own
+output, alone and beside a model, and recordings of outputs. Oracles: a search of the texts from end
+to end; the toy target; a list of the recorded texts; the scripted verifier's output."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def quiet(text: str) -> None: ...
+def ignore_message(text: str) -> None: ...
 
 
-def unasked(text: str) -> NoReturn:
+def fail_if_asked(text: str) -> NoReturn:
     raise AssertionError("the store was made again")
 
 
-def opened(*paths: Path, vocabulary: str = "letters") -> StoredCorpus:
-    return open_corpus([str(path) for path in paths], vocabulary, letters, quiet)
+def open_store(*paths: Path, vocabulary: str = "letters") -> StoredCorpus:
+    return open_corpus([str(path) for path in paths], vocabulary, letters, ignore_message)
 
 
 def write(path: Path, text: str) -> Path:
@@ -95,8 +95,9 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def followers(texts: Sequence[str], end: str) -> tuple[int, Counter[str]]:
-    """How many of the last letters of ``end`` stand in a text, two or more, and what follows."""
+def find_followers(texts: Sequence[str], end: str) -> tuple[int, Counter[str]]:
+    """Return the number of last letters of ``end`` that occur in a text, at least two, and counts
+    of the letters that follow them."""
     for length in range(min(len(end), CORPUS_LENGTH), 1, -1):
         tail, found, there = end[-length:], Counter[str](), False
         for text in texts:
@@ -116,17 +117,18 @@ def test_what_is_found_is_what_a_search_finds(tmp_path: Path, alphabet: str) -> 
         texts = ["".join(dice.choices(alphabet, k=dice.randrange(1, 90))) for _ in range(3)]
         texts[2] += texts[0][3:40]  # so that long ends are found
         paths = [write(tmp_path / f"{number}-{n}.txt", text) for n, text in enumerate(texts)]
-        store = opened(*paths)
+        store = open_store(*paths)
         for _ in range(150):
             text = dice.choice(texts)
             at = dice.randrange(len(text) + 1)
             end = "".join(dice.choices(alphabet, k=2)) + text[max(0, at - 20) : at]
             end = end[-dice.randrange(2, CORPUS_LENGTH + 1) :]
-            length, counts = followers(texts, end)
+            length, counts = find_followers(texts, end)
             found, named = store.after(tuple(letters(end)))
             assert found == length
             assert len(named) == min(RANKS, len(counts))
-            if counts.total() <= corpus._SAMPLE - len(texts):  # all of them were counted
+            # all places were counted, none sampled
+            if counts.total() <= corpus._SAMPLE - len(texts):
                 best = sorted(counts.values(), reverse=True)[:RANKS]
                 assert [counts[chr(token)] for token, _ in named] == best
                 for token, share in named:
@@ -135,8 +137,8 @@ def test_what_is_found_is_what_a_search_finds(tmp_path: Path, alphabet: str) -> 
 
 
 def test_a_frequent_end_is_sampled(tmp_path: Path) -> None:
-    """Of 3,000 places each third is followed by x, all others by y."""
-    store = opened(write(tmp_path / "a.txt", "abyabyabx" * 1000))
+    """One third of 3,000 places is followed by x, all others by y."""
+    store = open_store(write(tmp_path / "a.txt", "abyabyabx" * 1000))
     length, named = store.after(tuple(letters("zab")))
     assert length == 2
     assert [chr(token) for token, _ in named] == ["y", "x"]
@@ -148,25 +150,25 @@ def test_a_store_is_made_once_and_anew_for_another_text(tmp_path: Path) -> None:
     names = [str(path)]
     open_corpus(names, "v", letters, said.append)
     assert said == ["draft.corpus: 0.0 MB in 1 files are indexed, once"]
-    open_corpus(names, "v", unasked, quiet)
+    open_corpus(names, "v", fail_if_asked, ignore_message)
     (store,) = (tmp_path / "cache" / "edgespec" / "corpus").iterdir()
     assert store.stat().st_mode & 0o777 == 0o600
     write(path, "one two four")
-    assert open_corpus(names, "v", letters, quiet).after(tuple(letters("two "))) == (
+    assert open_corpus(names, "v", letters, ignore_message).after(tuple(letters("two "))) == (
         *(4, [(ord("f"), 1.0)]),
     )
-    open_corpus(names, "v", unasked, quiet)
+    open_corpus(names, "v", fail_if_asked, ignore_message)
     with pytest.raises(AssertionError):
-        open_corpus(names, "another vocabulary", unasked, quiet)
+        open_corpus(names, "another vocabulary", fail_if_asked, ignore_message)
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"x" * 40, None])
 def test_a_damaged_store_is_made_anew(tmp_path: Path, damage: bytes | None) -> None:
     path = write(tmp_path / "a.txt", "one two three")
-    opened(path)
+    open_store(path)
     (store,) = (tmp_path / "cache" / "edgespec" / "corpus").iterdir()
     store.write_bytes(store.read_bytes()[:-4] if damage is None else damage)
-    assert opened(path).after(tuple(letters("two "))) == (4, [(ord("t"), 1.0)])
+    assert open_store(path).after(tuple(letters("two "))) == (4, [(ord("t"), 1.0)])
 
 
 def test_stores_that_were_not_used_of_late_go(
@@ -174,9 +176,9 @@ def test_stores_that_were_not_used_of_late_go(
 ) -> None:
     monkeypatch.setattr(corpus, "_MAX_STORES", 2)
     for number in range(4):
-        opened(write(tmp_path / f"{number}.txt", f"text {number}"))
+        open_store(write(tmp_path / f"{number}.txt", f"text {number}"))
     assert len([*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]) == 2
-    open_corpus([str(tmp_path / "3.txt")], "letters", unasked, quiet)
+    open_corpus([str(tmp_path / "3.txt")], "letters", fail_if_asked, ignore_message)
 
 
 def test_a_folder_gives_its_texts(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_a_folder_gives_its_texts(tmp_path: Path) -> None:
     write(folder / "deep" / "a.py", "the quick fox")
     write(folder / "deep" / ".git" / "b.py", "a hidden cat")
     (folder / "picture").write_bytes(b"\xff\xd8\xff")
-    store = opened(folder)
+    store = open_store(folder)
     assert store.after(tuple(letters("quick "))) == (6, [(ord("f"), 1.0)])
     assert store.after(tuple(letters("hidden "))) == (0, ())
 
@@ -219,7 +221,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         ((write(tmp_path / "c", ""),), "c: there is no text"),
     ):
         with pytest.raises(ConfigError, match=message):
-            opened(*paths)
+            open_store(*paths)
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(
@@ -230,7 +232,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(
 
     monkeypatch.setattr("edgespec.config.files.os.fsync", full)
     with pytest.raises(SetupError, match=r"corpus.*: No space left on device\n.*XDG_CACHE_HOME"):
-        opened(write(tmp_path / "a.txt", "some text"))
+        open_store(write(tmp_path / "a.txt", "some text"))
     assert not [*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]
 
 
@@ -305,12 +307,12 @@ async def test_the_text_is_the_targets_own(
         policies = PolicySection(policy, run_ahead=run_ahead)
         config = AgentConfig(address, tokenizer="toy", draft=draft, policy=policies)
         async with build_agent(config) as agent:
-            for params in (LONG, WARM, LONG):  # the last one is known already
+            for params in (LONG, WARM, LONG):  # the corpus holds the last one already
                 found = [t async for c in agent.generate(CIRCLE, params) for t in c.tokens]
                 assert found == toy_text(CIRCLE, params, CIRCLING)
             counters = present(agent.stats).counters
             assert counters.draft_failure == ""
-            if run_ahead is RunAhead.NEVER:  # else the toy's passes are over before a draft comes
+            if run_ahead is RunAhead.NEVER:  # otherwise the toy's passes end before a draft arrives
                 assert counters.accepted > 30
                 assert counters.passes < LONG.max_tokens
 
@@ -352,7 +354,7 @@ MOST = 1 << 20
 Row = tuple[list[int], int]
 
 
-def texts(path: Path, vocabulary: str = "v") -> list[Row]:
+def read_texts(path: Path, vocabulary: str = "v") -> list[Row]:
     return [(list(tokens), start) for tokens, start in read_recording(path, vocabulary)]
 
 
@@ -373,14 +375,14 @@ def test_what_is_read_is_what_was_added_and_the_oldest_leave(tmp_path: Path, mos
         order = [other for other in order if other != row] + [row]
     for vocabulary in added:
         of_it = [row for other, row in order if other == vocabulary]
-        found = texts(path, vocabulary)
+        found = read_texts(path, vocabulary)
         assert found == of_it[len(of_it) - len(found) :]
         assert found == of_it or most < MOST
     assert path.stat().st_size <= most + 4 * (PROMPT_TOKENS + 200) + 4096
-    kept = 4 * sum(len(row[0]) for vocabulary in "vw" for row in texts(path, vocabulary))
+    kept = 4 * sum(len(row[0]) for vocabulary in "vw" for row in read_texts(path, vocabulary))
     assert most == MOST or kept > most // 2
-    recording.add("v", [1], range(most // 8))  # of half the bound, with its prompt
-    assert texts(path)[-1][0][:3] != [1, 0, 1]
+    recording.add("v", [1], range(most // 8))  # half of the bound, with its prompt
+    assert read_texts(path)[-1][0][:3] != [1, 0, 1]
 
 
 def test_it_is_private_and_what_leaves_it_is_overwritten(tmp_path: Path) -> None:
@@ -399,7 +401,7 @@ def test_it_is_private_and_what_leaves_it_is_overwritten(tmp_path: Path) -> None
     assert secret in path.read_bytes()
     for number in range(20):
         recording.add("v", [number], range(2000))
-    assert texts(path)[0][0] != [1, 7, 7, 123_456_789]
+    assert read_texts(path)[0][0] != [1, 7, 7, 123_456_789]
     assert secret not in path.read_bytes()
     assert [*path.parent.iterdir()] == [path]
 
@@ -436,37 +438,37 @@ for number in range(int(sys.argv[3])):
 """
 
 
-def adding(path: Path, own: int, count: int) -> subprocess.Popen[str]:
+def start_adding(path: Path, own: int, count: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _ADDING, str(path), str(own), str(count)]
     return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "r"
-    processes = [adding(path, own, 12) for own in range(4)]
+    processes = [start_adding(path, own, 12) for own in range(4)]
     assert [process.wait() for process in processes] == [0] * 4
     for process in processes:
         process.communicate()
-    found = sorted((tokens[0], tokens[1], len(tokens)) for tokens, _ in texts(path))
+    found = sorted((tokens[0], tokens[1], len(tokens)) for tokens, _ in read_texts(path))
     assert found == [(own, number, 1001) for own in range(4) for number in range(12)]
 
 
 def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "r"
     for own, after in enumerate((1, 3, 4)):
-        with adding(path, own, 10_000) as process:
+        with start_adding(path, own, 10_000) as process:
             assert process.stdout is not None
             for _ in range(after):
                 process.stdout.readline()
             process.send_signal(signal.SIGKILL)
-        found = [tokens for tokens, _ in texts(path) if tokens[0] == own]
+        found = [tokens for tokens, _ in read_texts(path) if tokens[0] == own]
         assert len(found) >= after
         assert found == [[own] + [number] * 1000 for number in range(len(found))]
         with closing(sqlite3.connect(path)) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-# --- by an agent ----------------------------------------------------------------------------------
+# --- recordings by an agent -----------------------------------------------------------------------
 
 
 def recording_agent(one: Agent, path: Path) -> Agent:
@@ -475,7 +477,8 @@ def recording_agent(one: Agent, path: Path) -> Agent:
 
 
 async def test_a_text_is_recorded_once_as_far_as_it_was_given(tmp_path: Path) -> None:
-    """Over a link that breaks, left early, and up to a stop string."""
+    """The link breaks, the reader leaves early, and a stop string ends the text; each must be
+    recorded once."""
     path = tmp_path / "r"
 
     async def breaking(stream: VerifierStream) -> None:
@@ -497,7 +500,7 @@ async def test_a_text_is_recorded_once_as_far_as_it_was_given(tmp_path: Path) ->
         stopped = [token async for c in generate(one, 11, stop=("lo",)) for token in c.tokens]
     wanted = [TOKENS, given, stopped]
     assert [(len(PROMPT), [*PROMPT, *said]) for said in wanted] == [
-        (start, tokens) for tokens, start in texts(path, "")
+        (start, tokens) for tokens, start in read_texts(path, "")
     ]
 
 
@@ -515,12 +518,12 @@ async def test_a_full_disk_does_the_text_no_harm(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert caplog.text.count("a generation could not be recorded: ") == 1
         assert f"{path}: " in caplog.text
-        assert texts(path, "") == []
+        assert read_texts(path, "") == []
         assert [t async for c in generate(one, 11) for t in c.tokens] == TOKENS
-    assert len(texts(path, "")) == 1
+    assert len(read_texts(path, "")) == 1
 
 
-# --- as a corpus ----------------------------------------------------------------------------------
+# --- recordings as a corpus -----------------------------------------------------------------------
 
 
 def test_guesses_come_from_what_was_committed(
@@ -530,26 +533,26 @@ def test_guesses_come_from_what_was_committed(
     dice, path, corpus = random.Random(5), tmp_path / "r", list[str]()
     recording = Recording(path, MOST)
 
-    def opened(vocabulary: str = "v", say: Any = quiet) -> Any:
-        return open_corpus([str(path)], vocabulary, unasked, say)
+    def open_store(vocabulary: str = "v", say: Any = ignore_message) -> Any:
+        return open_corpus([str(path)], vocabulary, fail_if_asked, say)
 
-    assert opened().after((97, 98)) == (0, ())
+    assert open_store().after((97, 98)) == (0, ())
     for _ in range(12):
         prompt, said = ("".join(dice.choices("abc", k=dice.randrange(1, 40))) for _ in range(2))
         recording.add("v", [ord(letter) for letter in prompt], [ord(letter) for letter in said])
         recording.add("w", [120], [121, 122])
         corpus.append(prompt[-CORPUS_LENGTH:] + said)
-    store = opened()
+    store = open_store()
     for _ in range(200):
         end = "".join(dice.choices("abc", k=dice.randrange(2, CORPUS_LENGTH + 1)))
-        length, counts = followers(corpus, end)
+        length, counts = find_followers(corpus, end)
         found, named = store.after(tuple(map(ord, end)))
         assert found == length
         best = sorted(counts.values(), reverse=True)[:2]
         assert [counts[chr(token)] for token, _ in named] == best or counts.total() > 50
-    assert opened("w").after((120, 121)) == (2, [(122, 1.0)])
+    assert open_store("w").after((120, 121)) == (2, [(122, 1.0)])
     said_of = list[str]()
-    opened("w", said_of.append)
+    open_store("w", said_of.append)
     assert not said_of  # nothing was recorded since
 
 

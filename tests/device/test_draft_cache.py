@@ -1,9 +1,10 @@
-"""A draft's cache that grows, slides and is given back, and one of the first and the last tokens.
+"""Tests of a draft's KV cache: it grows, slides and gives memory back, or holds the first and the
+last tokens only.
 
-Oracles: a drafter whose cache is plain zeroed arrays for the whole context, as it was before; a
-fresh drafter that is fed the window's tokens alone; the system's own count of resident pages; lists
-of the rows that a cache would hold; a decoder in plain numpy, which keeps its keys unturned and
-turns them by the rows that they lie in when it looks at them.
+Oracles: a drafter whose cache is plain zeroed arrays for the whole context; a fresh drafter that is
+fed only the window's tokens; the system's own count of resident pages; lists of the rows that a
+cache should hold; and a decoder in plain numpy, which stores its keys without rotation and rotates
+them by their current rows when it attends to them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ gives_back = pytest.mark.skipif(
 
 
 class PlainBuffers(KvBuffers):
-    """As the cache was before."""
+    """The simplest cache: arrays for the whole context."""
 
     def arrays(self) -> Iterator[tuple[CacheTensor, NDArray[np.generic]]]:
         for index, (tensor, array) in enumerate(super().arrays()):
@@ -70,7 +71,7 @@ def buffers_of(count: int, heads: int, capacity: int, head_size: int) -> KvBuffe
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[KvType, Path]:
-    """A context that is no multiple of a block, with two heads of 16."""
+    """Export drafts whose context is no multiple of a block, with two heads of 16."""
     root = tmp_path_factory.mktemp("drafts")
     source = write_checkpoint(root / "source", tiny_config(max_position_embeddings=250))
     found = {}
@@ -81,7 +82,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[KvType, Path]:
 
 
 def random_steps(seed: int, count: int, context: int) -> Iterator[tuple[int, list[int]]]:
-    """(tokens kept, tokens fed): commits, rollbacks to anywhere, long feeds."""
+    """Yield pairs (tokens kept, tokens fed): commits, rollbacks to any length, long feeds."""
     dice = random.Random(seed)
     length = 0
     for _ in range(count):
@@ -117,7 +118,7 @@ def test_a_window_whose_rows_do_not_move_is_a_fresh_draft_of_its_last_tokens(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Those of int8, and of a graph whose keys are turned in no way that is known."""
+    """This covers an int8 cache, and a graph whose rotation of keys could not be determined."""
     monkeypatch.setattr(kv_buffers, "MAX_RESIDUE", -1.0)
     folder = drafts[kv_type]
     sliding, text = OnnxDrafter(folder, window=64), list[int]()
@@ -141,7 +142,8 @@ def test_a_window_whose_rows_do_not_move_is_a_fresh_draft_of_its_last_tokens(
 
 
 def test_a_draft_looks_as_far_as_it_was_trained(drafts: dict[KvType, Path], tmp_path: Path) -> None:
-    """By its manifest, unless a window is asked for; a context that is asked for stays the end."""
+    """The window is the manifest's trained length, unless the user asks for one; an explicit
+    context length remains the limit."""
     folder = shutil.copytree(drafts[KvType.FLOAT32], tmp_path / "draft")
     write_manifest(folder, replace(read_manifest(folder), trained_length=64))
     text = [token % VOCABULARY_SIZE for token in range(200)]
@@ -212,9 +214,9 @@ def test_coarser_numbers_change_logits_little(kv_type: KvType, drafts: dict[KvTy
     assert read_manifest(drafts[kv_type]).kv_type == kv_type.value
 
 
-def resident(arrays: Iterable[NDArray[np.generic]]) -> int:
-    """Bytes of these arrays that are in memory, asked of the system page by page: of the process as
-    a whole it says what anything else in it has come to hold or has given back meanwhile, too."""
+def count_resident_bytes(arrays: Iterable[NDArray[np.generic]]) -> int:
+    """Return the bytes of these arrays that are in memory, as the system reports for each page. The
+    process's total would not do, because it changes with everything else in the process."""
     library, page, found = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, 0
     for array in arrays:
         pages = (ctypes.c_ubyte * -(-array.nbytes // page))()
@@ -226,10 +228,11 @@ def resident(arrays: Iterable[NDArray[np.generic]]) -> int:
 
 @gives_back
 def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
-    """1 GiB of address space; of each head 8 MiB, which large pages would fill at the first row."""
+    """The buffers take 1 GiB of address space. Each head has 8 MiB, which large pages would fill
+    with the first row."""
     buffers = buffers_of(16, 8, 16_384, 128)
     arrays = [array for _, array in buffers.arrays()]
-    assert resident(arrays) == 0
+    assert count_resident_bytes(arrays) == 0
 
     def write(length: int) -> None:
         buffers.touched_length = length
@@ -237,11 +240,11 @@ def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
             array[:, :, :length] = 1
 
     write(8)
-    assert resident(arrays) < 4 * MIB
+    assert count_resident_bytes(arrays) < 4 * MIB
     write(1024)
-    assert resident(arrays) == 64 * MIB
+    assert count_resident_bytes(arrays) == 64 * MIB
     buffers.shrink(128)
-    assert resident(arrays) == 8 * MIB
+    assert count_resident_bytes(arrays) == 8 * MIB
     assert buffers.touched_length == 128
     assert all((array[:, :, :128] == 1).all() for array in arrays)
     assert all((array[:, :, 128:1024] == 0).all() for array in arrays)
@@ -249,11 +252,11 @@ def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
     places = [array.ctypes.data for array in arrays]
     arrays.clear()
     buffers.close()
-    assert not any(map(_mapped, places))
+    assert not any(map(is_mapped, places))
 
 
-def _mapped(place: int) -> bool:
-    """Whether anything lies at this address."""
+def is_mapped(place: int) -> bool:
+    """Return whether anything is mapped at this address."""
     vector = ctypes.c_ubyte()
     library, size = ctypes.CDLL(None), ctypes.c_size_t(mmap.PAGESIZE)
     return bool(library.mincore(ctypes.c_void_p(place), size, ctypes.byref(vector)) == 0)
@@ -270,8 +273,9 @@ def test_no_address_space_is_a_memory_error_with_the_size() -> None:
 CONTEXT = 250
 
 
-def steps(seed: int, count: int, longest: int) -> Iterator[tuple[int, list[int]]]:
-    """(tokens kept, tokens fed): commits, rollbacks, corrections of long ago, long feeds."""
+def long_random_steps(seed: int, count: int, longest: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield pairs (tokens kept, tokens fed): commits, rollbacks, corrections of long ago, long
+    feeds."""
     dice, length = random.Random(seed), 0
     for _ in range(count):
         back = 0
@@ -284,13 +288,14 @@ def steps(seed: int, count: int, longest: int) -> Iterator[tuple[int, list[int]]
 
 
 class Rows:
-    """What lies in the cache, as (position, token): it is changed as a drafter changes it."""
+    """The expected contents of a cache, as (position, token), changed in the way a drafter changes
+    it."""
 
     def __init__(self) -> None:
         self.held: list[tuple[int, int]] = []
 
     def follow(self, window: DraftWindow, keep_length: int, text: Sequence[int]) -> int:
-        """How many tokens were fed."""
+        """Move the window, feed the missing tokens, and return their number."""
         leaving = window.move_to(keep_length, len(text))
         del self.held[window.held_rows + leaving :]
         del self.held[window.sinks : window.sinks + leaving]
@@ -306,10 +311,11 @@ class Rows:
 @pytest.mark.parametrize("can_move", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 40, 64])
 def test_the_rows_are_the_first_tokens_and_the_last(size: int, can_move: bool) -> None:
-    """Whatever is taken back and fed, and while the window is made shorter and longer."""
+    """This must hold whatever is rolled back and fed, and while the window gets shorter and
+    longer."""
     for seed in range(16):
         window, rows, text = DraftWindow(size, can_move=can_move), Rows(), list[int]()
-        for number, (keep, feed) in enumerate(steps(seed, 60, 3 * size)):
+        for number, (keep, feed) in enumerate(long_random_steps(seed, 60, 3 * size)):
             text[keep:] = feed
             if seed % 4 == 0 and number % 9 == 8:
                 window.resize(max(1, size // (1 + number % 4)))
@@ -346,7 +352,7 @@ def test_of_a_long_prompt_the_ends_are_fed_and_an_old_correction_feeds_them_agai
 
 
 class PlainDecoder:
-    """A Llama of ``tiny_tensors`` in float64, token by token."""
+    """A Llama of ``tiny_tensors`` in float64, one token at a time."""
 
     def __init__(self) -> None:
         self.config = tiny_config(max_position_embeddings=CONTEXT)
@@ -365,7 +371,7 @@ class PlainDecoder:
         return normed
 
     def feed(self, token: int) -> NDArray[np.float64]:
-        """Behind all rows that there are; the logits."""
+        """Append one token behind all rows and return its logits."""
         stream = self.weights["model.embed_tokens.weight"][token]
         self.rows.append([])
         for layer in range(2):
@@ -406,7 +412,7 @@ def test_logits_are_those_of_a_decoder_that_sees_the_first_and_the_last_tokens(
     drafter, oracle, text = OnnxDrafter(folder, window=48), PlainDecoder(), list[int]()
     drafter.begin(10, SamplingParams())
     window, moved = DraftWindow(48, can_move=True), 0
-    for keep, feed in steps(2, 150, 60):
+    for keep, feed in long_random_steps(2, 150, 60):
         text[keep:] = feed
         drafter.step(keep, feed, 1)
         leaving = window.move_to(keep, len(text))
@@ -441,7 +447,8 @@ def test_frequencies_are_found_as_the_model_was_made(name: str, bits: int, tmp_p
 
 def test_keys_that_are_turned_otherwise_are_refused_by_name() -> None:
     angles = np.outer(np.arange(PROBED_ROWS), [1.0, 0.1])
-    pairs = np.stack([np.cos(angles), np.sin(angles)], axis=-1)[None]  # neighbours are turned
+    # adjacent dimensions are rotated as pairs
+    pairs = np.stack([np.cos(angles), np.sin(angles)], axis=-1)[None]
     learned = np.random.default_rng(0).normal(size=(2, PROBED_ROWS, 8))
     for keys in (pairs.reshape(1, PROBED_ROWS, 4), learned, np.zeros((1, PROBED_ROWS, 4))):
         with pytest.raises(DraftModelError, match=r"past\.1\.key: cached keys are not turned"):

@@ -1,11 +1,11 @@
-"""What every drafter owes its session, asked of all of them alike; then drafts on graphs that
-others exported, and what drafts run on.
+"""Tests of the ``Drafter`` contract on every kind of drafter, of drafts on graphs from other
+exporters, and of execution providers.
 
-Oracle: the ``Drafter`` contract in ``ports.py``. A step is a pure function of the tokens in the
-cache, however they came there; only for drafters on a graph does a different chunking round
-differently, so there a chunked feed is compared by logits. Of others' graphs: our own
-exporter's graph of the same weights, whose greedy tokens must come out; a cache filled anew,
-from which no history of rollbacks may differ; messages that name the file and what is wrong.
+Oracle: the contract in ``ports.py``. A step is a pure function of the tokens in the cache, however
+they came there. Only on a graph does different chunking round differently, so a chunked feed is
+compared by logits there. A foreign graph is compared with our own exporter's graph of the same
+weights, whose greedy tokens must come out, and with a cache filled anew, from which no history of
+rollbacks may differ. Error messages must name the file and the fault.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FOREIGN = (*STYLES, *ATTENDING)
 OURS = ("toy", "random", "adversarial", "paced", "silent", "onnx-4", "onnx-8", "onnx-32")
 KINDS = (*OURS, "optimum", "genai")
 ROUNDING = OnnxDrafter | ForeignDrafter
-"""Those whose logits depend, by rounding, on what is fed together."""
+"""Drafters whose logits depend, by rounding, on the tokens that are fed together."""
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_one_by_one_and_in_chunks_is_the_same_sequence(kind: str, drafter: Draft
         return
     assert at_once_logits is not None
     assert shifted is not None
-    # Quantised weights come with activations of 8 bits, which some CPUs round in single rows only.
+    # Quantised weights use 8-bit activations, which some CPUs round differently for single rows.
     tolerance = (0.05 if kind in ("onnx-4", "onnx-8") else 2e-3) * float(at_once_logits.std())
     np.testing.assert_allclose(drafter.logits, at_once_logits, rtol=0.0, atol=tolerance)
     assert np.abs(shifted - at_once_logits).max() > 10.0 * tolerance
@@ -251,7 +251,8 @@ def test_a_cancelled_prefill_ends_at_the_next_chunk(drafter: Drafter) -> None:
 
 @pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "optimum"])
 def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Drafter]) -> None:
-    """Two sequences on one drafter, step by step in turn, guess as two drafters do."""
+    """Two sequences on one drafter, stepped in turn, must get the guesses of two separate
+    drafters."""
     ours, theirs = TOKENS[:12], TOKENS[12:24]
     alone: list[list[object]] = []
     for text in (ours, theirs):
@@ -274,11 +275,12 @@ def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Dra
     first.close()
 
 
-# --- drafters that are no help ---------------------------------------------------------------
+# --- drafters that are no help --------------------------------------------------------------------
 
 
 def test_a_paced_step_takes_its_time_in_total() -> None:
-    """However long its own takes; cancelled, it does not sleep to its end."""
+    """The total must not depend on the duration of the inner step. A cancelled step does not sleep
+    to its end."""
     now, own_s = [5.0], 0.004
 
     class Slow(ToyDrafter):
@@ -303,7 +305,7 @@ def test_a_paced_step_takes_its_time_in_total() -> None:
     assert now[0] < 6.2
 
 
-# --- graphs of others -----------------------------------------------------------------------------
+# --- graphs from other exporters ------------------------------------------------------------------
 
 
 def load(folder: Path, context_length: int = 0, window: int = 0) -> ForeignDrafter:
@@ -321,7 +323,7 @@ def greedy(drafter: Drafter, count: int = 80) -> list[int]:
     return drafted
 
 
-def row(drafter: ForeignDrafter) -> NDArray[np.float32]:
+def last_row(drafter: ForeignDrafter) -> NDArray[np.float32]:
     return drafter.logits.copy()
 
 
@@ -346,26 +348,28 @@ def test_the_same_weights_draft_the_same_tokens(
 def test_behind_a_window_the_same_weights_draft_the_same_tokens(
     kind: str, folder_of: Callable[[str], Path], own_folder: Path
 ) -> None:
-    """Rows of a window of 40 leave 44 times."""
+    """Rows leave a window of 40 44 times."""
     drafter, own = load(folder_of(kind), window=40), OnnxDrafter(own_folder, window=40)
     for one in (drafter, own):
         one.begin(5, SamplingParams())
         for position, token in enumerate(TOKENS):
             one.step(position, [token], 1)
-    np.testing.assert_allclose(row(drafter), own.logits, atol=0.1 if "float16" in kind else 1e-3)
+    np.testing.assert_allclose(
+        last_row(drafter), own.logits, atol=0.1 if "float16" in kind else 1e-3
+    )
     with pytest.raises(ValueError, match=r"window is 257.*\b256\b"):
         load(folder_of(kind), window=257)
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_no_history_of_rollbacks_shows(kind: str, folder_of: Callable[[str], Path]) -> None:
-    """Random commits and rollbacks against a second drafter that only ever holds the right tokens,
-    fed in the same pieces: equal to the bit."""
+    """Random commits and rollbacks must give bitwise the same logits as a second drafter that only
+    ever holds the right tokens and is fed in the same pieces."""
     dice = np.random.default_rng(11)
     drafter, fresh = load(folder_of(kind)), load(folder_of(kind))
     drafter.begin(10, SamplingParams())
     cached: list[int] = []
-    pieces: list[int] = []  # the lengths at which the tokens held now were fed
+    pieces: list[int] = []  # the lengths at which the current tokens were fed
     for _ in range(40):
         keep = int(dice.integers(max(0, len(cached) - 9), len(cached) + 1))
         keep = max((end for end in [0, *pieces] if end <= keep), default=0)
@@ -376,7 +380,7 @@ def test_no_history_of_rollbacks_shows(kind: str, folder_of: Callable[[str], Pat
     fresh.begin(10, SamplingParams())
     for start, end in itertools.pairwise([0, *pieces]):
         fresh.step(start, cached[start:end], 1)
-    np.testing.assert_array_equal(row(drafter), row(fresh))
+    np.testing.assert_array_equal(last_row(drafter), last_row(fresh))
 
 
 @pytest.mark.parametrize("kind", ["optimum", "genai", "no-positions"])
@@ -395,7 +399,7 @@ def test_the_context_ends_where_the_config_says(
 
 
 class NoMoreMemory(ReslicedCache):
-    """Fails to grow past 40 tokens."""
+    """A cache that fails to grow past 40 tokens."""
 
     def _ensure_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
         if needed > 40:
@@ -410,17 +414,17 @@ def test_without_memory_a_step_fails_and_what_is_kept_stays(
     drafter = load(folder_of("optimum"))
     drafter.begin(30, SamplingParams())
     drafter.step(0, TOKENS[:30], 1)
-    before = row(drafter)
+    before = last_row(drafter)
     with pytest.raises(MemoryError):
         drafter.step(30, TOKENS[30:60], 1)
     drafter.step(25, TOKENS[25:30], 1)
-    np.testing.assert_allclose(row(drafter), before, atol=1e-4)
+    np.testing.assert_allclose(last_row(drafter), before, atol=1e-4)
 
 
-# --- what is refused ------------------------------------------------------------------------
+# --- graphs that are refused ----------------------------------------------------------------------
 
 
-def damaged(what: str, *given: Any) -> onnx.ModelProto:
+def damage_graph(what: str, *given: Any) -> onnx.ModelProto:
     model = concatenating_graph()
     CHANGES[what](model.graph, *given)
     return model
@@ -485,7 +489,7 @@ CHANGES: dict[str, Callable[..., None]] = {
 def test_a_graph_that_cannot_draft_is_refused_by_name(
     change: tuple[Any, ...], message: str, tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path / "bad", {"model.onnx": damaged(*change)})
+    folder = write_folder(tmp_path / "bad", {"model.onnx": damage_graph(*change)})
     with pytest.raises(DraftModelError, match=message) as caught:
         load(folder)
     assert str(folder / "model.onnx") in str(caught.value)
@@ -517,7 +521,7 @@ def test_what_is_not_finite_is_refused_and_what_is_noisy_is_used() -> None:
     assert check_behaviour(decode(float("nan")), 50).reason == "its logits are not all finite"
 
 
-# --- what a draft runs on ---------------------------------------------------------------------
+# --- execution providers --------------------------------------------------------------------------
 
 AVAILABLE = ort.get_available_providers()
 THERE = [name for name, (first, *_) in EXECUTION.items() if first in AVAILABLE]
@@ -540,8 +544,8 @@ def test_a_provider_that_is_not_there_is_refused_with_those_that_are() -> None:
 def test_an_accelerator_drafts_what_the_cpu_drafts(
     provider: str, own_folder: Path, folder_of: Callable[[str], Path]
 ) -> None:
-    """OpenVINO's (``pip install onnxruntime-openvino`` in an environment of its own) runs on any
-    x86 processor."""
+    """OpenVINO's provider (``pip install onnxruntime-openvino`` in a separate environment) runs on
+    any x86 processor."""
     for folder in (own_folder, folder_of("optimum"), folder_of("float16")):
         drafter, said = on_provider(provider, str(folder))
         assert isinstance(drafter, GraphDrafter)
@@ -552,7 +556,7 @@ def test_an_accelerator_drafts_what_the_cpu_drafts(
 
 
 class Failing:
-    """A session of which the run after ``good`` ones fails, once, as on an accelerator without
+    """A session whose run after ``good`` successful ones fails once, as on an accelerator without
     memory."""
 
     def __init__(self, session: ort.InferenceSession, good: int) -> None:
@@ -565,8 +569,8 @@ class Failing:
         self._session.run_with_iobinding(binding, options)
 
 
-def fed(drafter: Drafter, *steps: tuple[int, int]) -> None:
-    """Each of ``steps``: how many tokens are kept, and up to which the text is fed."""
+def feed_steps(drafter: Drafter, *steps: tuple[int, int]) -> None:
+    """Run steps, each given by the tokens to keep and the length up to which the text is fed."""
     for keep, stop in steps:
         drafter.step(keep, TOKENS[keep:stop], 2)
 
@@ -576,7 +580,7 @@ def fed(drafter: Drafter, *steps: tuple[int, int]) -> None:
 def test_a_run_that_fails_in_the_middle_leaves_a_draft_that_is_right(
     kind: str, good: int, folder_of: Callable[[str], Path]
 ) -> None:
-    """Oracle: a draft of which nothing failed, and that was fed alike afterwards."""
+    """Oracle: a draft without a failure that is fed in the same way afterwards."""
     found = []
     for fails in (True, False):
         drafter = load(folder_of(kind))
@@ -585,10 +589,10 @@ def test_a_run_that_fails_in_the_middle_leaves_a_draft_that_is_right(
         if fails:
             drafter._session = Failing(drafter._session, good)
             with pytest.raises(RuntimeError, match="out of memory"):
-                fed(drafter, (0, 100), (100, 101), (60, 130), (130, 131), (131, 132))
+                feed_steps(drafter, (0, 100), (100, 101), (60, 130), (130, 131), (131, 132))
             drafter.begin(1, SamplingParams())
-        fed(drafter, (0, 100), (70, 140), (140, 141))
-        found.append(row(drafter))
+        feed_steps(drafter, (0, 100), (70, 140), (140, 141))
+        found.append(last_row(drafter))
         drafter.close()
     np.testing.assert_array_equal(found[0], found[1])
 
@@ -605,7 +609,7 @@ def test_a_draft_holds_ends_off_as_long_as_its_target_does(own_folder: Path) -> 
     drafter = OnnxDrafter(own_folder)
 
     def guesses(params: SamplingParams) -> list[list[int]]:
-        """Behind the prompt, and behind each token of the text."""
+        """Return the candidates behind the prompt and behind each token of the text."""
         drafter.begin(len(prompt), params)
         feeds = [prompt, *([one] for one in text)]
         lengths = (0, len(prompt), len(prompt) + 1)

@@ -1,7 +1,7 @@
-"""Exports: our own, and Optimum's in a process of its own. Oracles: transformers' own logits for
-the same checkpoint; our own draft for a graph of Optimum's signature; the process table.
+"""Tests of exports, our own and Optimum's in a separate process. Oracles: transformers' logits for
+the same checkpoint; our own draft for a graph with Optimum's signature; the process table.
 
-Optimum is a stand-in that writes a graph with its signature. The real one is tried where
+Optimum is replaced by a stand-in that writes a graph with its signature. The real one is tested if
 ``OPTIMUM_PYTHON`` names an interpreter that has it.
 """
 
@@ -56,7 +56,7 @@ def export(source: Path, bits: int, **options: Any) -> Path:
 
 
 def draft_logits(folder: Path, splits: tuple[int, ...] = (30, 31, 32, 80)) -> NDArray[np.float32]:
-    """Logits after the first ``splits[i]`` tokens, one feed for each, [len(splits), V]."""
+    """Return logits after the first ``splits[i]`` tokens, one feed for each, [len(splits), V]."""
     drafter = OnnxDrafter(folder)
     drafter.begin(len(TOKENS), SamplingParams())
     rows, done = [], 0
@@ -74,7 +74,7 @@ SMALL = {name: tiny_config(num_hidden_layers=4)[name] for name in SIZES}
 
 
 def family_checkpoint(folder: Path, changes: dict[str, Any]) -> None:
-    """Random weights large enough that every part moves the logits."""
+    """Write a checkpoint with random weights so large that every part affects the logits."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
@@ -109,7 +109,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES])
 def test_a_graph_is_the_model(name: str, checkpoints: Callable[[str], Path]) -> None:
-    """In one feed, in several and behind rollbacks; rounded weights change it little."""
+    """The logits must be the model's in one feed, in several and behind rollbacks; rounded weights
+    may change them a little."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     source = checkpoints(name)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -118,7 +119,7 @@ def test_a_graph_is_the_model(name: str, checkpoints: Callable[[str], Path]) -> 
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0].numpy()
     deviation = float(expected.std())
-    assert deviation > 0.5  # the weights are not so small that anything would pass
+    assert deviation > 0.5  # smaller weights would let anything pass
     half: dict[str, Any] = {"kv_type": KvType.FLOAT16}
     for bits, bound, options in ((32, 1e-4, {}), (8, 0.15, {}), (4, 0.9, {}), (32, 0.01, half)):
         got = draft_logits(export(source, bits, **options))
@@ -148,7 +149,8 @@ def test_ids_that_pad_the_vocabulary_are_never_proposed(tmp_path: Path) -> None:
     config = tiny_config(vocab_size=padded, tie_word_embeddings=False)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = np.pad(tensors[name], ((0, 24), (0, 0)))
-    tensors["lm_head.weight"][VOCABULARY_SIZE:] = tensors["lm_head.weight"][5] * 9.0  # likeliest
+    # the padding ids get the highest logits
+    tensors["lm_head.weight"][VOCABULARY_SIZE:] = tensors["lm_head.weight"][5] * 9.0
     source = write_checkpoint(tmp_path / "padded", config, tensors)
     folder = tmp_path / "draft"
     export_draft(source, folder, bits=4)
@@ -202,7 +204,7 @@ def test_work_folders_that_were_left_behind_are_taken_away_after_a_day(tmp_path:
 
 
 def test_what_a_config_leaves_out_is_the_family_s_default(tmp_path: Path) -> None:
-    """Against the configurations of transformers, for what a shape is made of."""
+    """Oracle: the configurations of transformers, for every value that determines a shape."""
     transformers = pytest.importorskip("transformers")
     source = write_checkpoint(tmp_path / "source")
     for kind in ("gemma2", "gemma3_text"):
@@ -224,7 +226,7 @@ def test_what_a_config_leaves_out_is_the_family_s_default(tmp_path: Path) -> Non
         assert (shape.rope_of(0) or {})["rope_theta"] == local["rope_theta"]
 
 
-# --- what is refused ------------------------------------------------------------------------
+# --- checkpoints and drafts that are refused ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def good_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def draft(good_draft: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """Return a copy that the test may damage."""
     return Path(shutil.copytree(good_draft, tmp_path / "draft"))
 
 
@@ -314,7 +316,7 @@ def test_a_manifest_that_does_not_fit_the_graph_is_refused(
         OnnxDrafter(draft)
 
 
-# --- Optimum --------------------------------------------------------------------------------
+# --- Optimum --------------------------------------------------------------------------------------
 
 
 WITHIN_S = 150.0
@@ -341,15 +343,15 @@ if mode != "empty":
 @pytest.fixture(scope="module")
 def plain_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exporters") / "source"
-    config = tiny_config(rope_theta=1000.0)  # as transformers 4 has it
+    config = tiny_config(rope_theta=1000.0)  # the layout of transformers 4
     write_checkpoint(folder, config, tiny_tensors(config, 0))
-    # transformers 5 wants special tokens as texts here.
+    # transformers 5 requires special tokens as texts here
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|end|>"}))
     return folder
 
 
-def interpreter(mode: str, folder: Path) -> Path:
-    """An executable that passes for a Python with Optimum."""
+def write_interpreter(mode: str, folder: Path) -> Path:
+    """Write an executable that passes for a Python with Optimum."""
     graph, path, program = folder / "graph.onnx", folder / "python", folder / "stand_in.py"
     onnx.save_model(concatenating_graph(), graph)
     program.write_text(STAND_IN)
@@ -359,13 +361,13 @@ def interpreter(mode: str, folder: Path) -> Path:
     return path
 
 
-def continued(drafter: OnnxDrafter | ForeignDrafter) -> list[int]:
-    """The draft's own greedy text, with a rollback at each step."""
+def generate_with_rollbacks(drafter: OnnxDrafter | ForeignDrafter) -> list[int]:
+    """Return the draft's own greedy text, computed with a rollback at each step."""
     text, done = [5, 6, 7], 0
     drafter.begin(3, SamplingParams())
     while len(text) < 24:
         step = drafter.step(done, text[done:], 1)
-        drafter.step(len(text), [9], 1)  # a guess that was wrong
+        drafter.step(len(text), [9], 1)  # a wrong guess
         done = len(text)
         text.append(step[0].token)
     drafter.close()
@@ -377,16 +379,18 @@ def continued(drafter: OnnxDrafter | ForeignDrafter) -> list[int]:
 def test_optimum_s_graph_drafts_as_ours(
     real: bool, bits: int, plain_source: Path, tmp_path: Path
 ) -> None:
-    """A head that is tied to the embedding shares its bytes."""
+    """A head that is tied to the embedding must share its bytes."""
     out, python = tmp_path / "out", os.environ.get("OPTIMUM_PYTHON")
     if real and python is None:
         pytest.skip("OPTIMUM_PYTHON names no interpreter that has Optimum")
-    python = python if real else str(interpreter("good", tmp_path))
+    python = python if real else str(write_interpreter("good", tmp_path))
     result = call("export", plain_source, out, "--optimum", python, "--bits", bits)
     assert result.exit_code == 0, result.output
     assert f"by Optimum, {bits} bits" in result.stdout
     foreign = load_foreign_drafter(resolve_source(str(out), Purpose.DRAFT), lambda text: None)
-    assert continued(foreign) == continued(OnnxDrafter(export(plain_source, bits)))
+    assert generate_with_rollbacks(foreign) == generate_with_rollbacks(
+        OnnxDrafter(export(plain_source, bits))
+    )
     if bits != 32:
         graph = onnx.load(out / "model.onnx").graph
         kinds = [node.op_type for node in graph.node]
@@ -418,7 +422,7 @@ def test_optimum_s_graph_drafts_as_ours(
 def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
     mode: str, options: tuple[str, ...], message: str, plain_source: Path, tmp_path: Path
 ) -> None:
-    out, python = tmp_path / "out", interpreter(mode, tmp_path)
+    out, python = tmp_path / "out", write_interpreter(mode, tmp_path)
     source = write_checkpoint(tmp_path / "source") if mode == "newer" else plain_source
     result = call("export", source, out, "--optimum", python, *options)
     assert result.exit_code in (1, 2)
@@ -431,7 +435,7 @@ def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
 def test_a_signal_ends_optimum_and_all_it_started(
     number: signal.Signals, plain_source: Path, tmp_path: Path
 ) -> None:
-    python, pids = interpreter("hangs", tmp_path), tmp_path / "pids"
+    python, pids = write_interpreter("hangs", tmp_path), tmp_path / "pids"
     words = (str(plain_source), str(tmp_path / "out"), "--optimum", str(python))
     with start("export", *words) as process:
         try:

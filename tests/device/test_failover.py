@@ -1,8 +1,9 @@
-"""A text that outlives its verifier, and replicas behind one name, chosen by the conversation.
+"""Tests of a generation that outlives its verifier, and of replicas behind one name, chosen by the
+conversation.
 
-Oracle: the toy's own text, token for token; the order that the hash gives, and the prefix hits that
-a verifier counts. Verifiers are real ones over gRPC: in this process behind gates that can be
-killed in no time, or processes of their own.
+Oracle: the toy's own tokens; the order that the hash gives; the prefix hits that a verifier counts.
+The verifiers are real ones over gRPC, either in this process behind gates that can be cut at once,
+or in separate processes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ from tests.verifier.failing_verifiers import (
 
 @pytest.mark.parametrize(("draft", "most"), [("toy", 21), ("none", 6)])
 async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, most: int) -> None:
-    """Three times in each text, the verifier that serves dies and the other one comes back."""
+    """Three times in each generation the current verifier dies and the other one comes back."""
     dice, kills = random.Random(draft), 0
     async with gates(2) as found, agent(*(gate.address for gate, _ in found), draft=draft) as one:
 
@@ -88,7 +89,8 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
 
 @pytest.mark.slow
 async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> None:
-    """Oracle: every text is exact; the drain ends with streams left, or nothing was tested."""
+    """Oracle: every text is exact. The drain must end with streams left over, or nothing was
+    tested."""
     slow = ("--pass-ms", "100", "--set", "drain_s=0.3")
     begun = 0
     with daemon(*slow) as (address, process):
@@ -113,7 +115,7 @@ async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> No
         assert await asyncio.to_thread(process.wait) == 0
 
 
-def pooled(*links: LoopbackTransport) -> VerifierPool:
+def make_pool(*links: LoopbackTransport) -> VerifierPool:
     transports: dict[str, Transport] = {f"v{n}:1": link for n, link in enumerate(links)}
 
     def make(address: str, *, server_name: str = "") -> Transport:
@@ -130,17 +132,18 @@ def pooled(*links: LoopbackTransport) -> VerifierPool:
 async def test_who_waits_hears_of_a_machine_that_breaks(
     event: type[ev.FailoverEvent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The choice of a verifier runs in timers and tasks, which nobody awaits."""
+    """The choice of a verifier runs in timers and tasks that no caller awaits, so an error there
+    must reach the waiting caller."""
     silent = loopback(streaming([1], (1,)))
-    pool = pooled(silent, silent)
+    pool = make_pool(silent, silent)
     if event is ev.Tick:
         monkeypatch.setattr(silent, "connect", asyncio.Event().wait)
     handle = pool.failover.handle
 
-    def breaks(told: ev.FailoverEvent, now: float) -> Sequence[ev.FailoverAction]:
-        if isinstance(told, event):
+    def breaks(happened: ev.FailoverEvent, now: float) -> Sequence[ev.FailoverAction]:
+        if isinstance(happened, event):
             raise RuntimeError("the machine was chosen to break")
-        return handle(told, now)
+        return handle(happened, now)
 
     monkeypatch.setattr(pool.failover, "handle", breaks)
     with pytest.raises(LinkError, match="chosen to break"):
@@ -149,7 +152,7 @@ async def test_who_waits_hears_of_a_machine_that_breaks(
 
 
 class Reluctant:
-    """A stream that takes until ``let_go`` to close, and says so with ``closing``."""
+    """A stream whose ``close`` sets ``closing`` and then waits for ``let_go``."""
 
     def __init__(self, inner: DeviceStream, closing: asyncio.Event, let_go: asyncio.Event) -> None:
         self._inner, self._closing, self._let_go = inner, closing, let_go
@@ -164,7 +167,7 @@ class Reluctant:
 async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second time comes while the last messages of the first one leave."""
+    """The second cancellation comes while the last messages of the first one are being sent."""
     greeted, closing, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def silent(stream: VerifierStream) -> None:
@@ -176,7 +179,7 @@ async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
                 await stream.receive()
 
     link = loopback(silent)
-    connect, pool = link.connect, pooled(link)
+    connect, pool = link.connect, make_pool(link)
 
     async def reluctant() -> DeviceStream:
         return Reluctant(await connect(), closing, let_go)
@@ -204,8 +207,8 @@ async def test_one_that_says_nothing_any_more_is_left(when: int) -> None:
             assert present(one.stats).verifiers[-1] == other.address
 
 
-def stranger(**changes: object) -> ToyTarget:
-    """Another model of the same name and vocabulary, unless told otherwise."""
+def make_stranger(**changes: object) -> ToyTarget:
+    """Make another model with the same name and vocabulary, unless ``changes`` say otherwise."""
     settings: dict[str, object] = {
         "name": "toy",
         "vocabulary": f"toy-{TOY_MODEL.vocabulary_size}",
@@ -216,7 +219,7 @@ def stranger(**changes: object) -> ToyTarget:
 
 
 async def test_a_text_is_not_continued_by_another_model() -> None:
-    async with gates(2, [None, stranger()]) as ((gate, _), (other, _)):
+    async with gates(2, [None, make_stranger()]) as ((gate, _), (other, _)):
         async with agent(gate.address, other.address, reconnect=HASTY) as one:
             with pytest.raises(GenerationError) as caught:
                 await collect(one, {30: gate.kill})
@@ -275,13 +278,13 @@ async def test_leaving_a_text_early_leaves_nothing_behind() -> None:
 # --- replicas behind one name, chosen by the conversation -----------------------------------------
 
 
-SOON_S = 200.0  # also on a machine that does much else
+SOON_S = 200.0  # enough on a busy machine too
 
 BRIEF = SamplingParams(max_tokens=40, ignore_eos=True)
 
 CHATS = [f"chat {number}" for number in range(9)]
 
-# Nobody is left for being slow: what moves here moves for the reason that the test gives.
+# With these times no verifier is left for being slow, so a stream moves only for the test's reason.
 CALM = FailoverPolicy(hedge_s=SOON_S, quiet_s=SOON_S, probe_s=SOON_S)
 
 ONE_A_PASS = replace(PACED, server_drafts=False)
@@ -291,7 +294,8 @@ ONE_A_PASS = replace(PACED, server_drafts=False)
 async def replicas(
     config: VerifierConfig = PACED, targets: Sequence[TargetModel | None] = (None,) * 3
 ) -> AsyncIterator[dict[str, tuple[Gate, Verifier]]]:
-    """A verifier of each target, each behind a gate, by the address of that."""
+    """Start a verifier for each target, each behind a gate, and yield both by the gate's
+    address."""
     async with contextlib.AsyncExitStack() as stack:
         found = {}
         for target in targets:
@@ -305,22 +309,23 @@ def device(addresses: Sequence[str]) -> Agent:
     return agent(*addresses, draft="none", association=Association.RENDEZVOUS, failover=CALM)
 
 
-def order(chat: str, names: Sequence[str]) -> list[str]:
-    return by_hash(hash_conversation_name(chat), names)
+def order_by_chat(chat: str, names: Sequence[str]) -> list[str]:
+    return order_by_hash(hash_conversation_name(chat), names)
 
 
-def by_hash(conversation: str, names: Sequence[str]) -> list[str]:
+def order_by_hash(conversation: str, names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: rendezvous_weight(conversation, name), reverse=True)
 
 
-async def served(
+async def generate_and_list_verifiers(
     one: Agent,
     prompt: Sequence[int],
     conversation: str = "",
     at: int = 0,
     do: Callable[[], object] = lambda: None,
 ) -> tuple[str, ...]:
-    """Who served the text, which is exact; ``do`` is called once ``at`` tokens have come."""
+    """Generate, require the exact output, and return the addresses of the verifiers that served it.
+    ``do`` is called once ``at`` tokens have come."""
     tokens, begun = list[int](), list[GenerationStats]()
     texts = one.generate(prompt, BRIEF, conversation=conversation, started=begun.append)
     done = False
@@ -339,16 +344,19 @@ async def test_the_next_turns_of_a_chat_meet_the_same_replica_and_its_cache() ->
         for number, chat in enumerate(CHATS[:4]):
             prompt = [1 + number, *range(1, 60)]
             for _ in range(3):
-                assert await served(one, prompt, chat) == (order(chat, tuple(found))[0],)
+                assert await generate_and_list_verifiers(one, prompt, chat) == (
+                    order_by_chat(chat, tuple(found))[0],
+                )
                 prompt += [*toy_text(prompt, BRIEF), 7, 8, 9]
         hits = sum(verifier.engine.keeper.prefix_hit_tokens for _, verifier in found.values())
         asked = sum(verifier.engine.keeper.prefix_query_tokens for _, verifier in found.values())
-        # A second turn has 60 tokens of 103 from the first, a third 103 of 146, less a block each.
+        # A second turn shares 60 of 103 tokens with the first, a third 103 of 146, each less one
+        # block.
         assert hits > asked / 3
 
 
 async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
-    """A stream's headers, where there is one address: sixteen digits, the same in each turn."""
+    """With one address the stream's headers must hold sixteen digits, the same in each turn."""
     seen: list[dict[str, str | bytes]] = []
 
     async def refuse(requests: Any, context: Any) -> None:
@@ -367,7 +375,7 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
             async with device(addresses) as one:
                 for chat in ("", "", "any name: ü\n", "any name: ü\n"):
                     with contextlib.suppress(GenerationError):
-                        await served(one, [1, 2, 3], chat)
+                        await generate_and_list_verifiers(one, [1, 2, 3], chat)
             named = hash_conversation_name("any name: ü\n")
             told = {found[CONVERSATION_HEADER] for found in seen}
             assert told == {hash_prompt_beginning([1, 2, 3]), named}
@@ -383,7 +391,7 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
 
 
 class Made:
-    """A transport that only remembers how it was made, and whether it is in use."""
+    """A transport that records the arguments it was made with, and whether it is in use."""
 
     is_idle = False
 
@@ -446,7 +454,7 @@ async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() 
     assert list(found) == ["pool:1 (10.0.0.2)", "pool:1 (10.0.0.3)"]
     assert found["pool:1 (10.0.0.2)"] is first["pool:1 (10.0.0.2)"]
     resolver.now += LOOKUP_LIFETIME_S + 1.0
-    del resolver.names["pool"]  # the resolver fails: what was found before stands
+    del resolver.names["pool"]  # the resolver fails, so the earlier addresses stay
     assert list(await directory.find()) == list(found)
     assert resolver.asked == 3
     await directory.close()
@@ -471,9 +479,9 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     first, second = await find()
     resolver.names["pool"] = ["10.0.0.2", "10.0.0.3"]
     assert (await find())[0] is second
-    assert not first.closed  # a text still comes over it
+    assert not first.closed  # a generation still uses its transport
     first.is_idle = second.is_idle = True
-    resolver.now -= LOOKUP_LIFETIME_S  # no other addresses are looked for
+    resolver.now -= LOOKUP_LIFETIME_S  # so that no new lookup is due
     _, third = await find()
     assert [one.closed for one in (first, second, third)] == [True, False, False]
     resolver.names["pool"] = ["10.0.0.1", "10.0.0.2"]

@@ -1,8 +1,9 @@
-"""A budget from the option to the guarded draft; many generations on one agent and its drafter.
+"""Tests of a memory budget, from the option to the guarded draft, and of many generations that
+share an agent and its drafter.
 
-Oracles: the text of the same generation without a budget; a scripted account of what the process
-holds; files that look like a control group's; each text is the target's own by the scalar
-specification; how many were drafted for; the order of calls; processes that end.
+Oracles: the output of the same generation without a budget; scripted measurements of the process's
+memory; files that look like a control group's; the scalar specification of the target's output; the
+number of generations that were drafted for; the order of calls; processes that end.
 """
 
 from __future__ import annotations
@@ -65,14 +66,16 @@ INFO = replace(
 )
 
 
-def hashed(length: int, count: int) -> list[int]:
-    """A text behind so many tokens: each is a hash of its position."""
+def hash_positions(length: int, count: int) -> list[int]:
+    """Return ``count`` tokens behind a prompt of ``length``; each is a hash of its position."""
     return [1 + at * 7919 % 4000 for at in range(length, length + count)]
 
 
-def hashing() -> ScriptedTarget:
-    """A target with the bundled draft's vocabulary that writes hashed texts."""
-    return ScriptedTarget(INFO, lambda prompt, count: Script(hashed(len(prompt), count), ()))
+def make_hashing_target() -> ScriptedTarget:
+    """Make a target with the bundled draft's vocabulary that writes hashed texts."""
+    return ScriptedTarget(
+        INFO, lambda prompt, count: Script(hash_positions(len(prompt), count), ())
+    )
 
 
 def call(*arguments: str) -> Result:
@@ -89,7 +92,7 @@ def test_plan_memory_as_json_says_the_same() -> None:
 
 
 def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the process holds varies, also from one call to the next.
+    # The process's memory varies, even from one call to the next.
     monkeypatch.setattr("edgespec.device.model_drafter.resident_bytes", lambda: 200 * MIB)
     refused = call("plan", "memory", "--memory-budget", "10MiB")
     assert refused.exit_code == 1
@@ -100,7 +103,8 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
 
 
 def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
-    """The bundled draft from its config.json alone, against its exported folder."""
+    """Predict the bundled draft from its config.json alone, and compare with its exported
+    folder."""
     folder = resolve_source(BUNDLED, Purpose.DRAFT).folder
     real, guessed = read_exported_variant(folder), predict_variant(folder, 4, KvType.FLOAT32)
     assert guessed.kv_bytes_per_token == real.kv_bytes_per_token
@@ -118,9 +122,10 @@ def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() 
 
 
 async def test_a_text_does_not_depend_on_the_budget() -> None:
-    """The bundled draft at windows shorter than the text, one below a budget, against no draft."""
+    """The bundled draft at windows shorter than the text, one below a memory budget, is compared
+    with no draft."""
     texts, told, stats = {}, list[str](), None
-    async with serving(hashing()) as (address, _):
+    async with serving(make_hashing_target()) as (address, _):
         for name, draft in (
             ("none", DraftSection(model="none")),
             ("window", DraftSection(window=24)),
@@ -136,13 +141,13 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
             stats = present(agent.stats)
             assert (stats.counters.steps > 0) == (name != "none")
             await agent.close()
-    assert texts["none"] == hashed(160, 40)
+    assert texts["none"] == hash_positions(160, 40)
     assert texts["budget"] == texts["window"] == texts["none"]
     assert present(stats).counters.draft_failure == ""
     assert "window 128" in told[-1]
 
 
-def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
+def make_guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
     drafter = OnnxDrafter(resolve_source(BUNDLED, Purpose.DRAFT).folder, window=512)
     full = DraftAllowance(512, 4)
     drafter.restrict(full.window, full.width)
@@ -153,7 +158,7 @@ def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDr
 
 def test_the_draft_gets_less_when_the_process_grows_and_more_when_it_shrinks() -> None:
     held, now = [100 * MIB], [0.0]
-    drafter = guarded(lambda: held[0], lambda: now[0])
+    drafter = make_guarded(lambda: held[0], lambda: now[0])
     drafter.begin(10, SamplingParams())
     text = PROMPT * 10
     widths = []
@@ -178,7 +183,7 @@ def test_a_measurement_that_fails_is_told_once_and_drafting_goes_on(
         now[0] += 2 * MEASURE_EVERY_S
         raise OSError("no such file")
 
-    drafter = guarded(fail, lambda: now[0])
+    drafter = make_guarded(fail, lambda: now[0])
     drafter.begin(10, SamplingParams())
     with caplog.at_level(logging.WARNING):
         for index in range(5):
@@ -210,7 +215,7 @@ def test_the_tightest_control_group_counts(version: int, tmp_path: Path) -> None
     found = machine_memory(tmp_path, own)
     assert (found.total, found.available) == (100 * MIB, 10 * MIB)
     assert free.available > 10 * MIB
-    # Cached files can be dropped.
+    # The system can drop cached files, so they count as available.
     folder = tmp_path / ("memory" if version == 1 else "") / "a"
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {40 * MIB}\n")
     assert machine_memory(tmp_path, own).available == 50 * MIB
@@ -229,8 +234,7 @@ def test_a_process_knows_what_it_holds() -> None:
 
 
 def test_further_caches_are_bounded_together() -> None:
-    """A window that the governor shortens is shorter in each of them, and there are as many as were
-    planned."""
+    """A shorter window must be applied to each cache, and no more caches made than were planned."""
     tight = [False]
 
     class Halves(MemoryGuard):
@@ -270,14 +274,14 @@ def test_further_caches_are_bounded_together() -> None:
 
 TEXT = ToyTokenizer()
 TOY = VerifierConfig(model="toy", port=0)
-WITHIN_S = 150.0  # also on a machine that does much else
+WITHIN_S = 150.0  # enough on a busy machine too
 PROMPTS = [TEXT.encode(f"{word} once upon a time") for word in "abcdefghijklmnopqrst"]
 HANGING = TEXT.encode("hangs here")
 
 
 class Steps:
-    """A tracer that counts draft steps with guesses by session, and keeps why they failed.
-    ``drafted`` is set once so many sessions have had a step, well or badly."""
+    """A tracer that counts draft steps with candidates by session, and keeps the reasons of failed
+    steps. ``drafted`` is set once ``sessions`` sessions have had a step, successful or not."""
 
     def __init__(self, sessions: int = 0) -> None:
         self.done: Counter[str] = Counter()
@@ -301,8 +305,9 @@ class Steps:
 
 
 class Fragile(ToyDrafter):
-    """A toy with caches, of which ``most`` can be made. A text that begins as ``fails`` raises, one
-    that begins as ``HANGING`` hangs until ``freed``; ``closed`` counts."""
+    """A toy drafter of which at most ``most`` caches can be made. A text that begins with ``fails``
+    raises; one that begins with ``HANGING`` hangs until ``freed``. ``closed`` counts the calls of
+    close."""
 
     def __init__(self, most: int = 64) -> None:
         super().__init__(TOY_MODEL.perturbed(0.2), load_target(TOY).info)
@@ -342,8 +347,9 @@ async def crowd(
     pass_ms: float = 0.0,
     first_pass: threading.Event | None = None,
 ) -> AsyncIterator[Agent]:
-    """The target waits with its first pass until ``first_pass``, or else ``steps.drafted``, is set:
-    no text is over before it was drafted for. In the end every cache is free, and no task left."""
+    """Run an agent whose target waits with its first pass until ``first_pass``, or else
+    ``steps.drafted``, is set. No generation can thus end before it was drafted for. At the end
+    every cache must be free, and no task left."""
     before = asyncio.all_tasks()
     paced = load_target(VerifierConfig(model="toy", pacing=PacingSection(pass_ms=pass_ms)))
     held = GatedTarget(paced, 0)
@@ -362,30 +368,30 @@ async def crowd(
                 assert len(pool._free) == len(pool._drafters) <= caches
         finally:
             held.gate.set()
-    while left := asyncio.all_tasks() - before:
-        await asyncio.wait(left)
+    while remaining := asyncio.all_tasks() - before:
+        await asyncio.wait(remaining)
 
 
 def params(length: int) -> SamplingParams:
     return SamplingParams(max_tokens=length, ignore_eos=True)
 
 
-async def text_of(agent: Agent, prompt: Sequence[int], length: int = 24) -> list[int]:
+async def generate(agent: Agent, prompt: Sequence[int], length: int = 24) -> list[int]:
     found = agent.generate(prompt, params(length))
     return [token async for chunk in found for token in chunk.tokens]
 
 
-def right(prompt: Sequence[int], length: int = 24) -> list[int]:
+def expected_tokens(prompt: Sequence[int], length: int = 24) -> list[int]:
     return toy_text(prompt, params(length))
 
 
 @pytest.mark.parametrize("caches", [1, 4, 20])
 async def test_twenty_chats_share_a_drafter(caches: int) -> None:
-    """As many as there are caches are drafted for, the others are streamed."""
+    """There are drafts for as many generations as there are caches; the others are streamed."""
     steps, length = Steps(len(PROMPTS)), 60
     async with crowd(Fragile(), steps, caches, pass_ms=8.0) as agent:
-        texts = await asyncio.gather(*(text_of(agent, prompt, length) for prompt in PROMPTS))
-    assert texts == [right(prompt, length) for prompt in PROMPTS]
+        texts = await asyncio.gather(*(generate(agent, prompt, length) for prompt in PROMPTS))
+    assert texts == [expected_tokens(prompt, length) for prompt in PROMPTS]
     assert len(steps.done) >= caches
     assert steps.failed == []
 
@@ -398,24 +404,24 @@ async def test_a_text_takes_a_cache_that_was_given_back_and_begins_it_anew() -> 
         await asyncio.to_thread(drafter.hanging.wait)
         await first
         await chunks.aclose()
-        other = asyncio.create_task(text_of(agent, PROMPTS[0], 60))
+        other = asyncio.create_task(generate(agent, PROMPTS[0], 60))
         await asyncio.sleep(0)
         drafter.freed.set()
-        assert await other == right(PROMPTS[0], 60)
-        while not sum(steps.done.values()):  # a text may end before its first step has
-            assert await text_of(agent, PROMPTS[0], 60) == right(PROMPTS[0], 60)
+        assert await other == expected_tokens(PROMPTS[0], 60)
+        while not sum(steps.done.values()):  # a generation may end before its first step does
+            assert await generate(agent, PROMPTS[0], 60) == expected_tokens(PROMPTS[0], 60)
 
 
 async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
     drafter, steps = Fragile(), Steps(6)
     drafter.fails += PROMPTS[3]
     async with crowd(drafter, steps, 6, pass_ms=8.0) as agent:
-        texts = await asyncio.gather(*(text_of(agent, prompt, 60) for prompt in PROMPTS[:6]))
-        assert texts == [right(prompt, 60) for prompt in PROMPTS[:6]]
+        texts = await asyncio.gather(*(generate(agent, prompt, 60) for prompt in PROMPTS[:6]))
+        assert texts == [expected_tokens(prompt, 60) for prompt in PROMPTS[:6]]
         assert steps.failed == ["RuntimeError: this text is too much"]
         assert len(steps.done) == 5
         drafter.fails.clear()
-        assert await text_of(agent, PROMPTS[3]) == right(PROMPTS[3])
+        assert await generate(agent, PROMPTS[3]) == expected_tokens(PROMPTS[3])
     assert steps.failed == ["RuntimeError: this text is too much"]
 
 
@@ -423,23 +429,23 @@ async def test_a_step_that_hangs_costs_no_text(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(drafter_pool, "STEP_TIMEOUT_S", 0.5)
     drafter, steps = Fragile(), Steps()
     async with crowd(drafter, steps, 2, first_pass=drafter.hanging) as agent:
-        hung = asyncio.create_task(text_of(agent, HANGING))
+        hung = asyncio.create_task(generate(agent, HANGING))
         await asyncio.to_thread(drafter.hanging.wait)
-        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:4]))
-        assert texts == [right(prompt) for prompt in PROMPTS[:4]]  # streamed all the same
-        assert await hung == right(HANGING)
+        texts = await asyncio.gather(*(generate(agent, prompt) for prompt in PROMPTS[:4]))
+        assert texts == [expected_tokens(prompt) for prompt in PROMPTS[:4]]  # streamed all the same
+        assert await hung == expected_tokens(HANGING)
         drafter.freed.set()
         before = sum(steps.done.values())
-        while sum(steps.done.values()) == before:  # until there are drafts again
-            assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
+        while sum(steps.done.values()) == before:  # repeat until there are drafts again
+            assert await generate(agent, PROMPTS[0]) == expected_tokens(PROMPTS[0])
     assert set(steps.failed) <= {"the draft model did not answer within 0.5 s"}
 
 
 async def test_without_memory_for_more_caches_those_there_are_must_do() -> None:
     drafter, steps = Fragile(most=2), Steps(6)
     async with crowd(drafter, steps, 5) as agent:
-        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
-        assert texts == [right(prompt) for prompt in PROMPTS[:6]]
+        texts = await asyncio.gather(*(generate(agent, prompt) for prompt in PROMPTS[:6]))
+        assert texts == [expected_tokens(prompt) for prompt in PROMPTS[:6]]
     assert steps.failed == []
     assert drafter.closed["times"] == 2
 

@@ -1,5 +1,5 @@
 """Endpoints for tests: a real HTTP server on a free port in this event loop, over the toy's
-verifier or over an agent that says what it is told to."""
+verifier or over an agent with a script."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUICK = ReconnectPolicy(give_up_first_s=0.2, first_s=0.01, longest_s=0.05)
 
 @dataclass(slots=True)
 class Live:
-    """A running endpoint; ``verifier`` None where there is none."""
+    """A running endpoint; ``verifier`` is None if there is none."""
 
     endpoint: Endpoint
     server: EndpointServer
@@ -58,7 +58,8 @@ class Live:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def client(self, key: str = "none", **more: Any) -> AsyncOpenAI:
-        """OpenAI's own, unchanged; it tries nothing twice. Close it, or use ``async with``."""
+        """Return OpenAI's own client, unchanged, without retries. Close it, or use ``async
+        with``."""
         return AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, **more)
 
 
@@ -74,7 +75,7 @@ async def live(
     status: StatusSource | None = None,
     max_connections: int | None = None,
 ) -> AsyncIterator[Live]:
-    """An endpoint in front of these."""
+    """Start an endpoint in front of the given agent, tokenizer and monitor."""
     settings = settings or EndpointSection()
     endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key)
     with listen("127.0.0.1", 0) as listeners:
@@ -92,7 +93,7 @@ async def live(
 async def over_toy(
     target: TargetModel | None = None, *, draft: str = "toy", **more: Any
 ) -> AsyncIterator[Live]:
-    """An endpoint over the toy's verifier, which has been looked at."""
+    """Start an endpoint over the toy's verifier, and wait until the monitor knows it."""
     async with serving(target) as (address, verifier):
         async with over_verifiers(address, draft=DraftSection(model=draft), **more) as found:
             found.verifier, found.address = verifier, address
@@ -103,8 +104,8 @@ async def over_toy(
 async def over_verifiers(
     *addresses: str, shows_status: bool = False, key: str = "", **settings: Any
 ) -> AsyncIterator[Live]:
-    """An endpoint over the toy's verifiers at these addresses, which have been looked at; with one
-    address there is no other to go to."""
+    """Start an endpoint over the toy's verifiers at these addresses, and wait until the monitor
+    knows them. With one address there is no failover."""
     watch = VerifierMonitor({address: connect(address) for address in addresses})
     async with asyncio.timeout(60.0):
         while len(watch.infos) < len(addresses):
@@ -116,7 +117,7 @@ async def over_verifiers(
             yield found
 
 
-# Teaches tool calls, and says what the first message holds.
+# A chat template that teaches tool calls and renders the first message's content.
 HERMES = "{% for t in tools or [] %}<tool_call>{% endfor %}{{ messages[0].content }}"
 
 
@@ -124,7 +125,8 @@ HERMES = "{% for t in tools or [] %}<tool_call>{% endfor %}{{ messages[0].conten
 async def over_letters(
     reads: GrammarReader | None = READER, drafts: GrammarReader | None = READER
 ) -> AsyncIterator[Live]:
-    """An endpoint over a pair that can write JSON; either end may lack the library."""
+    """Start an endpoint over a pair that can write JSON; either end may lack the grammar
+    library."""
     async with pair(reads, drafts) as agent:
         async with live(agent, LettersTokenizer(HERMES), VerifierMonitor({})) as found:
             yield found
@@ -132,7 +134,7 @@ async def over_letters(
 
 @contextlib.asynccontextmanager
 async def over_nobody(address: str = "127.0.0.1:1", **more: Any) -> AsyncIterator[Live]:
-    """An endpoint whose verifier is not there."""
+    """Start an endpoint whose verifier is not there."""
     watch = VerifierMonitor({address: connect(address)}, away_every_s=0.05)
     await watch.refresh()
     config = AgentConfig(
@@ -148,8 +150,8 @@ async def over_nobody(address: str = "127.0.0.1:1", **more: Any) -> AsyncIterato
 
 @dataclass(slots=True)
 class ScriptedAgent:
-    """Says ``pieces``, one a token with ids from 0, and then why it stops. ``between`` is awaited
-    before each piece."""
+    """An agent that generates ``pieces``, one per token with ids from 0, and then its finish
+    reason. It awaits ``between`` before each piece."""
 
     pieces: Sequence[str] = ()
     finish: FinishReason = FinishReason.STOP
@@ -195,18 +197,18 @@ class ScriptedAgent:
 async def over_script(
     agent: ScriptedAgent, tokenizer: ChatTokenizer | None = None, **more: Any
 ) -> AsyncIterator[Live]:
-    """An endpoint over an agent that says what it is told to."""
+    """Start an endpoint over an agent with a script."""
     inner: Any = agent
     async with live(inner, tokenizer or ToyTokenizer(), VerifierMonitor({}), **more) as found:
         yield found
 
 
-# --- HTTP as it is on the wire ---------------------------------------------------------------
+# --- HTTP as it is on the wire --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back over a connection, until it was closed."""
+    """The bytes that came back over a connection until it was closed."""
 
     status: int
     headers: dict[str, str]
@@ -225,7 +227,7 @@ class Reply:
 def request_bytes(
     path: str, body: bytes = b"", *, method: str = "", headers: dict[str, str] | None = None
 ) -> bytes:
-    """One HTTP request; the connection is to be closed behind it."""
+    """Return one HTTP request that asks to close the connection after the response."""
     method = method or ("POST" if body else "GET")
     every = {"Host": "127.0.0.1", "Connection": "close", **(headers or {})}
     if body and "Transfer-Encoding" not in every:
@@ -235,7 +237,7 @@ def request_bytes(
 
 
 async def exchange(port: int, data: bytes) -> Reply:
-    """Send, and read until the other side closes."""
+    """Send data, and read until the other side closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -248,16 +250,16 @@ async def exchange(port: int, data: bytes) -> Reply:
 async def ask(
     live: Live, path: str, data: Any = None, *, method: str = "", **headers: str
 ) -> Reply:
-    """One request with this JSON; ``headers`` with underscores for dashes."""
+    """Send one request with this JSON. Names of ``headers`` have underscores for dashes."""
     body = b"" if data is None else json.dumps(data).encode()
     every = {name.replace("_", "-"): value for name, value in headers.items()}
     return await exchange(live.port, request_bytes(path, body, method=method, headers=every))
 
 
 def parse_reply(raw: bytes) -> Reply:
-    """As far as it came."""
-    told: Any = SimpleNamespace(makefile=lambda mode: io.BytesIO(raw))
-    found = http.client.HTTPResponse(told)
+    """Parse a reply, which may have been cut off."""
+    connection: Any = SimpleNamespace(makefile=lambda mode: io.BytesIO(raw))
+    found = http.client.HTTPResponse(connection)
     found.begin()
     try:
         body = found.read()
@@ -267,7 +269,7 @@ def parse_reply(raw: bytes) -> Reply:
 
 
 def events_of(body: bytes) -> list[Any]:
-    """The data of the events of a stream; comments and ``[DONE]`` as they are."""
+    """Return the data of a stream's events; comments and ``[DONE]`` stay as they are."""
     found: list[Any] = []
     for block in body.decode().split("\n\n"):
         if block.startswith("data: {"):

@@ -1,6 +1,6 @@
-"""Tools, history and items as clients send them. Oracles: transformers, which renders the same
-template with messages in the form that its author meant; what a template raises for the messages as
-they are; and OpenAI's own client, which reads the answers."""
+"""Tests of tools, history and items as clients send them. Oracles: transformers, which renders the
+same template with messages in the form that its author intended; the error that a template raises
+for unchanged messages; and OpenAI's own client, which parses the responses."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_calls_have_the_form_that_a_template_reads(name: str, content: str | Non
     meant = json.loads(json.dumps(asked))
     meant[1]["content"] = none
     meant[1]["tool_calls"][0]["function"]["arguments"] = arguments
-    if none is None:  # transformers drops None, which its older versions do not
+    if none is None:  # transformers drops None, but its older versions do not
         assert found == f"[user]Weather?[CALL]weather{TEXT}[tool]rain"
     else:
         oracle: Any = render_jinja_template
@@ -88,7 +88,7 @@ ONE_SYSTEM = (
 
 
 def turns(text: str) -> list[dict[str, Any]]:
-    """Messages from ``role:content`` with spaces between."""
+    """Return messages from ``role:content`` parts with spaces between them."""
     pairs = [one.split(":") for one in text.split()]
     return [{"role": role, "content": content} for role, content in pairs]
 

@@ -1,8 +1,10 @@
-"""What is on the wire: bodies that are none, clients that leave, verifiers that are away, limits;
-connections that hold a place and say, or read, nothing. Oracles: the status, the fields of the
-error and what the verifier still holds; that connections are closed, and others answered meanwhile.
-No clock: whoever is not let go fails by never coming to its end. Of turns: a list of who waits,
-served strictly in order, in random schedules.
+"""Tests of HTTP itself: invalid bodies, clients that leave, absent verifiers, limits, and
+connections that hold a place without sending or reading.
+
+Oracles: the status, the fields of the error, the state that the verifier still holds, closed
+connections, and other requests answered meanwhile. No test reads a clock: a connection that is
+never released makes its test hang. Admission is compared with a list of waiting requests, served
+strictly in order, in random schedules.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ HELLO = {"prompt": "abc", "max_tokens": 4}
 
 
 def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
-    """Worked number: the first 16 digits of ``printf 5:1 | sha256sum``."""
+    """The expected number is made of the first 16 digits of ``printf 5:1 | sha256sum``."""
     assert choice_seed(5, 0) == 5
     assert choice_seed(5, 1) == 0xA5886F21FCB5F028
 
@@ -101,7 +103,7 @@ async def test_a_client_that_hangs_up_cancels_the_generation(stream: bool) -> No
 
 
 class Held:
-    """Lets a script go on when it is told to."""
+    """A hook that holds a scripted agent back until ``gate`` is set."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -280,7 +282,8 @@ SOON = EndpointSection(body_within_s=0.1, write_within_s=0.1)
 async def connected(
     live: Live, buffer: int = 0
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """``buffer``: the kernel holds about so many bytes for a client that does not read."""
+    """Connect a client that reads nothing by itself. The kernel holds about ``buffer`` bytes for
+    it."""
     plain = socket.socket()
     if buffer:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -309,7 +312,7 @@ async def test_connections_that_say_nothing_keep_nobody_out() -> None:
 
 
 async def test_a_burst_holds_no_more_descriptors_than_there_is_room_for() -> None:
-    """All clients are connected, by the system, before the endpoint accepts the first of them."""
+    """The system connects all clients before the endpoint accepts the first."""
     burst, most, beyond = 200, 16, 40
     peak, counts = 0, True
 
@@ -317,7 +320,7 @@ async def test_a_burst_holds_no_more_descriptors_than_there_is_room_for() -> Non
         nonlocal peak
         peak = max(peak, len(os.listdir("/proc/self/fd")))
         if counts:
-            loop.call_soon(count)  # once in every turn of the loop
+            loop.call_soon(count)  # once in every iteration of the loop
 
     loop = asyncio.get_running_loop()
     async with over_script(ScriptedAgent(["a"]), max_connections=most) as live:
@@ -348,7 +351,7 @@ def test_a_low_limit_of_descriptors_leaves_room_for_fewer(
     ("key", "status"), [("", 413), ("wrong", 401)], ids=["too-large", "no-key"]
 )
 def test_who_sends_too_much_can_read_the_answer(key: str, status: int, chunked: bool) -> None:
-    """As most clients do, this one reads when all of its request has left."""
+    """Like most clients, this one reads only after its whole request was sent."""
     body = b"x" * (6 << 20)
     if chunked:
         body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
@@ -406,16 +409,16 @@ def agent() -> ScriptedAgent:
     return ScriptedAgent(["a"])
 
 
-async def asked_by(live: Live, **headers: str) -> int:
+async def ask_status(live: Live, **headers: str) -> int:
     return (await ask(live, PATH, HELLO, **headers)).status
 
 
 async def test_a_foreign_host_is_refused_on_loopback(agent: ScriptedAgent) -> None:
     async with over_script(agent, settings=EndpointSection(allow_hosts=("proxy",))) as live:
         for host in ("localhost", "localhost:7421", "127.0.0.1", "[::1]:9", "127.9.9.9", "proxy"):
-            assert await asked_by(live, Host=host) == 200, host
+            assert await ask_status(live, Host=host) == 200, host
         for host in ("evil.example", "localhost.evil.example", "1.2.3.4", "a/b", ""):
-            assert await asked_by(live, Host=host) == 403, host
+            assert await ask_status(live, Host=host) == 403, host
         assert (await ask(live, "/health", Host="evil.example")).status == 403
     assert len(agent.prompts) == 6
 
@@ -423,9 +426,9 @@ async def test_a_foreign_host_is_refused_on_loopback(agent: ScriptedAgent) -> No
 async def test_web_pages_ask_only_where_they_were_let_in(agent: ScriptedAgent) -> None:
     async with over_script(agent) as live:
         own = {"Host": f"127.0.0.1:{live.port}", "Origin": f"http://127.0.0.1:{live.port}"}
-        assert await asked_by(live, **own) == 200
+        assert await ask_status(live, **own) == 200
         for origin in ("http://evil.example", "null", "http://127.0.0.1.evil.example"):
-            assert await asked_by(live, Origin=origin) == 403, origin
+            assert await ask_status(live, Origin=origin) == 403, origin
     page = "https://chat.example"
     async with over_script(agent, settings=EndpointSection(allow_origins=(page,))) as live:
         preflight = await ask(
@@ -440,9 +443,9 @@ async def test_web_pages_ask_only_where_they_were_let_in(agent: ScriptedAgent) -
         assert preflight.headers["access-control-allow-origin"] == page
         reply = await ask(live, PATH, HELLO, Origin=page)
         assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, page)
-        assert await asked_by(live, Origin="http://evil.example") == 403
+        assert await ask_status(live, Origin="http://evil.example") == 403
     async with over_script(agent, settings=EndpointSection(allow_origins=("*",))) as live:
-        assert await asked_by(live, Origin="http://any.example") == 200
+        assert await ask_status(live, Origin="http://any.example") == 200
 
 
 async def test_a_key_is_asked_for_everywhere_but_health(agent: ScriptedAgent) -> None:
@@ -458,8 +461,8 @@ async def test_a_key_is_asked_for_everywhere_but_health(agent: ScriptedAgent) ->
             "the key",
             "Bearer thé key",
         ):
-            assert await asked_by(live, Authorization=shown_value) == 401, shown_value
-        assert await asked_by(live, Authorization="bearer the key") == 200
+            assert await ask_status(live, Authorization=shown_value) == 401, shown_value
+        assert await ask_status(live, Authorization="bearer the key") == 200
         assert (await ask(live, "/health")).json == {"status": "waiting"}
         told = await ask(live, "/health", Authorization="Bearer the key")
         assert "verifiers" in told.json
@@ -468,7 +471,7 @@ async def test_a_key_is_asked_for_everywhere_but_health(agent: ScriptedAgent) ->
 async def test_a_request_of_two_lengths_is_none_and_nothing_behind_it_is_read(
     agent: ScriptedAgent,
 ) -> None:
-    """What would be smuggled past a proxy that goes by Content-Length."""
+    """Such a request could be smuggled past a proxy that obeys Content-Length."""
     body = json.dumps(HELLO).encode()
     hidden = request_bytes(PATH, body)
     sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) + hidden
@@ -480,7 +483,7 @@ async def test_a_request_of_two_lengths_is_none_and_nothing_behind_it_is_read(
     assert not agent.prompts
 
 
-# --- who has to wait ------------------------------------------------------------------------------
+# --- the queue for turns --------------------------------------------------------------------------
 
 
 CAPACITY, WAITING = 4, 5
@@ -491,7 +494,7 @@ STEPS = st.lists(
 
 
 class Client:
-    """Holds its turn until it is told to end."""
+    """A client that holds its turn until ``end`` is called."""
 
     def __init__(self, admission: Admission) -> None:
         self.has_turn = False
@@ -533,7 +536,7 @@ async def play(steps: list[Step]) -> None:
             if kind == "leave":
                 client.task.cancel()
             else:
-                client.end()  # one that waits will end in its turn
+                client.end()  # a waiting client will end when it gets its turn
             await settle()
         check(admission, clients)
     for client in clients:
@@ -565,7 +568,7 @@ async def test_a_turn_that_comes_with_the_cancellation_is_given_back() -> None:
     second, third = Client(admission), Client(admission)
     await settle()
     first.end()
-    await first.task  # the second's turn is set, and it has not run yet
+    await first.task  # the second client has its turn now, but its task has not run yet
     second.task.cancel()
     await settle()
     assert third.has_turn

@@ -1,5 +1,5 @@
-"""OpenAI's own client, unchanged, against a real server. Oracle: the toy's text, by the scalar
-specification, and for scores what ``Agent.generate`` says itself."""
+"""Tests with OpenAI's own client, unchanged, against a real server. Oracle: the toy's output by the
+scalar specification, and for log probabilities the output of ``Agent.generate``."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ async def client(served: Live) -> AsyncIterator[Any]:
         yield found
 
 
-def said(prompt: str, **sampling: Any) -> str:
-    """The oracle."""
+def expected_text(prompt: str, **sampling: Any) -> str:
+    """Return the expected text."""
     return TEXT.decode(toy_text(TEXT.encode(prompt), SamplingParams(**sampling)))
 
 
-def chatted(**sampling: Any) -> str:
+def expected_chat(**sampling: Any) -> str:
     return TEXT.decode(
         toy_text(TEXT.encode(render_chat(TEXT, MESSAGES)), SamplingParams(**sampling))
     )
@@ -57,7 +57,7 @@ async def test_a_chat_as_a_stream_is_the_same_text(client: Any) -> None:
     chunks = [chunk async for chunk in stream]
     deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert deltas[0].delta.role == "assistant"
-    assert "".join(one.delta.content or "" for one in deltas) == chatted(**SAMPLED)
+    assert "".join(one.delta.content or "" for one in deltas) == expected_chat(**SAMPLED)
     assert [one.finish_reason for one in deltas if one.finish_reason] == ["length"]
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
@@ -69,7 +69,9 @@ async def test_completions_of_several_prompts_and_n_both_ways(client: Any) -> No
     asked = {"model": "toy", "n": 2, **SAMPLED}
     done = await client.completions.create(prompt=[PROMPT, "abc"], **asked)
     seeds = [5, choice_seed(5, 1)]
-    expected = [said(one, **{**SAMPLED, "seed": seed}) for one in (PROMPT, "abc") for seed in seeds]
+    expected = [
+        expected_text(one, **{**SAMPLED, "seed": seed}) for one in (PROMPT, "abc") for seed in seeds
+    ]
     assert [choice.text for choice in done.choices] == expected
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
     assert len(set(expected)) == 4
@@ -104,10 +106,10 @@ async def test_sampling_parameters_reach_the_target(
     done = await client.completions.create(
         model="toy", prompt=PROMPT, max_tokens=40, seed=3, extra_body=dict(extra), **given
     )
-    expected = said(PROMPT, max_tokens=40, seed=3, **sampling)
+    expected = expected_text(PROMPT, max_tokens=40, seed=3, **sampling)
     assert done.choices[0].text == expected
     if "top_k" not in extra:
-        assert expected != said(PROMPT, max_tokens=40, seed=3)
+        assert expected != expected_text(PROMPT, max_tokens=40, seed=3)
 
 
 async def test_logprobs_are_the_agents(served: Live, client: Any) -> None:

@@ -1,7 +1,9 @@
-"""Requests from anybody. Oracle: whatever JSON comes, it is an answer to run or a 4xx that has a
-message; what is known to be neutral is let pass. Of requests that are small to send and large to
-read, counts are looked at before what is counted, and others are answered meanwhile. Of models by
-name: an adapter is another toy model, so its text is that one's, by the scalar specification.
+"""Tests of requests from any client.
+
+Oracle: any JSON gives either a runnable request or a 4xx error with a message, and known neutral
+values pass. For requests that are small to send and large to read, sizes are checked before the
+contents, and other requests are answered meanwhile. An adapter of the toy target is another toy
+model, so its text is that model's, by the scalar specification.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ OTHERS = [
 
 
 def requests(names: frozenset[str], needed: str, usual: Any) -> st.SearchStrategy[Any]:
-    """Mostly of names that count, so that more than the first check is reached."""
+    """Generate requests, mostly with names that matter, so that they get beyond the first check."""
     known = st.sampled_from(sorted(names - {needed}))
     named = st.dictionaries(known, VALUES, max_size=4)
     others = st.dictionaries(st.sampled_from(OTHERS), VALUES, max_size=1)
@@ -201,14 +203,14 @@ def test_what_nobody_knows_is_ignored_and_told() -> None:
     assert (chat.variables, chat.ignored_fields) == ({"reasoning_effort": "low"}, ())
 
 
-def _filled(value: Any) -> Any:
-    """With ``@a*9`` written out."""
+def expand_repeats(value: Any) -> Any:
+    """Replace ``@a*9`` by nine letters, and so on."""
     if isinstance(value, str):
         return re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), value)
     if isinstance(value, list):
-        return [_filled(one) for one in value]
+        return [expand_repeats(one) for one in value]
     if isinstance(value, dict):
-        return {name: _filled(one) for name, one in value.items()}
+        return {name: expand_repeats(one) for name, one in value.items()}
     return value
 
 
@@ -217,13 +219,13 @@ REFUSALS = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text(en
 
 @pytest.mark.parametrize("server", REFUSALS)
 async def test_what_cannot_be_is_named(server: str) -> None:
-    """All at one endpoint, one after the other."""
+    """All requests go to one endpoint, one after the other."""
     usual = {CHAT_PATH: {"messages": MESSAGES}}
     serving = over_letters() if server == "letters" else over_toy(draft="none")
     async with serving as live:
         for path, cases in REFUSALS[server].items():
             for case in cases:
-                body = _filled(case["body"])
+                body = expand_repeats(case["body"])
                 if isinstance(body, str):
                     data = body.encode("latin-1")
                 else:
@@ -253,7 +255,7 @@ def user(text: object) -> dict[str, object]:
     return {"role": "user", "content": text}
 
 
-async def handed(path: str, *asked: dict[str, Any]) -> list[str]:
+async def conversations_of(path: str, *asked: dict[str, Any]) -> list[str]:
     agent = ScriptedAgent(["a"])
     async with over_script(agent) as live:
         for one in asked:
@@ -263,7 +265,7 @@ async def handed(path: str, *asked: dict[str, Any]) -> list[str]:
 
 async def test_the_turns_of_a_chat_are_one_conversation() -> None:
     answer = {"role": "assistant", "content": "a"}
-    first, later, other_system, other = await handed(
+    first, later, other_system, other = await conversations_of(
         CHAT_PATH,
         {"messages": [SYSTEM, user("Hi")]},
         {"messages": [SYSTEM, user([{"type": "text", "text": "Hi"}]), answer, user("And?")]},
@@ -302,7 +304,8 @@ def message(read: Callable[[], object]) -> str:
 def test_what_is_too_many_is_refused_before_any_of_it_is_read(
     read: Callable[..., object], given: dict[str, Any], why: str
 ) -> None:
-    """None of these holds one that could be read."""
+    """None of these lists holds a readable item, so an error about an item would show that it was
+    read."""
     assert why in message(lambda: read(given, SamplingParams()))
 
 
@@ -313,7 +316,7 @@ def test_many_small_values_are_counted_before_they_are_read() -> None:
     )
     names = b"{" + b",".join(b'"%d":0' % n for n in range(MAX_VALUES + 1)) + b"}"
     assert "the request has 131073 lists" in message(lambda: read_object(names))
-    text = r"a \" [[::{{ \\" * MAX_VALUES  # which is text, however it looks
+    text = r"a \" [[::{{ \\" * MAX_VALUES  # escaped brackets are text, whatever they look like
     for one in (text, text + '"', text + "\\", text + '\\"'):
         assert read_object(json.dumps({"prompt": one}).encode()) == {"prompt": one}
     ids = {"prompt": [7] * (4 * MAX_VALUES)}
@@ -336,8 +339,7 @@ def test_many_small_values_are_counted_before_they_are_read() -> None:
     ],
 )
 async def test_what_is_nested_deep_is_no_failure_of_ours(around: str) -> None:
-    """Somewhere between what is read with ease and what cannot be read lies what can be read and
-    not be written again."""
+    """Some depth between readable and unreadable values can be read but not written again."""
     async with over_script(ScriptedAgent(["a"])) as live:
         for depth in (*range(700, 1000, 10), *range(960, 1000)):
             body = around.replace("DEEP", "[" * depth + "]" * depth).encode()
@@ -360,7 +362,7 @@ async def test_half_a_surrogate_pair_in_a_name_is_a_mistake_of_the_client() -> N
 
 
 class _Pieces(ToyTokenizer):
-    """Notes how much it is given at once."""
+    """A tokenizer that records the length of each text it gets."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -409,8 +411,8 @@ OWN, IN_SQL = text_of(TOY_MODEL), text_of(SQL)
 assert len({OWN, IN_SQL, text_of(POETRY)}) == 3
 
 
-async def text(live: Live, model: str) -> str:
-    """The text of a request that has to be served."""
+async def request_text(live: Live, model: str) -> str:
+    """Return the text of a request that must be served."""
     reply = await ask(live, PATH, {**ASKED, "model": model})
     assert reply.status == 200, reply.body
     answer = reply.json
@@ -483,7 +485,8 @@ def info_of(model: ModelInfo, *adapters: ModelInfo) -> VerifierInfo:
 
 
 def test_one_model_by_two_names_is_asked_for_by_none() -> None:
-    """So that a text can go on where it is called otherwise; not where it is another model."""
+    """Leaving the name out lets a generation go on where the model has another name. A name of
+    another model, or of one without fingerprint, must be kept."""
     twin = replace(BASE, name="twin")
     found = models(info_of(BASE), info_of(twin))
     assert [found.choose(one).requested_name for one in ("base", "twin")] == ["", ""]
@@ -517,16 +520,17 @@ def test_a_long_list_of_names_is_cut_in_a_message() -> None:
         models(info_of(BASE, *many)).choose("sequel")
 
 
-async def held_up(live: Live, target: GatedTarget) -> None:
-    """``target`` holds a text up whose first token the device has: without one, the text would
-    rightly begin anew elsewhere."""
+async def wait_until_held(live: Live, target: GatedTarget) -> None:
+    """Wait until ``target`` holds a generation back whose first token the device has. Without a
+    token the generation would rightly begin anew elsewhere."""
     assert await asyncio.to_thread(target.reached.wait, 60.0)
     activity = live.endpoint.agent.activity
     await until(lambda: any(one.first_token_at is not None for one in activity.running.values()))
 
 
 async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
-    """The verifier came back with a newer adapter: what was begun is not mixed with it."""
+    """The verifier came back with a newer adapter, whose tokens must not continue a generation of
+    the old one."""
     held = GatedTarget(adapted_toy({"sql": SQL}), 10)
     both = held, adapted_toy({"sql": POETRY}, "newer")
     few = replace(PATIENT, max_streams_without_token=3)
@@ -536,12 +540,12 @@ async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
     ):
         asked = {**ASKED, "model": "sql", "stream": True}
         task = asyncio.create_task(ask(live, PATH, asked))
-        await held_up(live, held)
+        await wait_until_held(live, held)
         gate.kill()
         gate.port = newer
         held.gate.set()
         *events, last = events_of((await task).body)
-        assert await text(live, "sql") == text_of(POETRY)
+        assert await request_text(live, "sql") == text_of(POETRY)
     said = "".join(event["choices"][0]["text"] for event in events)
     assert said
     assert IN_SQL.startswith(said)

@@ -1,7 +1,10 @@
-"""Clients that would stall or fill the endpoint: slow grammars, bodies that are held, lists of a
-million ids, streams that nobody reads. Oracles: other requests are answered while the work that is
-slow has not been let go on; sums that no schedule exceeds; the status and the words of a refusal.
-Slow work waits for an event of the test, never for a clock."""
+"""Tests of clients that would stall or fill the endpoint: slow grammars, held bodies, lists of a
+million ids, streams without a reader.
+
+Oracles: other requests are answered while the slow work is still blocked; sums stay within their
+limit in every schedule; the status and the text of a refusal. Slow work waits for an event of the
+test, never for a clock.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +53,17 @@ PATH = "/v1/completions"
 HELLO = {"prompt": "abc", "max_tokens": 4}
 
 
-# --- grammars ------------------------------------------------------------------------------------
+# --- grammars -------------------------------------------------------------------------------------
 
 
 @dataclass
 class SlowReader:
-    """Reads no grammar before ``go_on`` is set; then refuses it."""
+    """A grammar reader that waits for ``go_on`` and then refuses the grammar."""
 
     go_on: threading.Event = field(default_factory=threading.Event)
     begun: int = 0
     error: BaseException | None = None
-    """What it raises instead."""
+    """The error that the reader raises instead."""
 
     def __call__(self, constraint: Constraint) -> Constraint:
         self.begun += 1
@@ -91,7 +94,8 @@ async def over_slow_reader(settings: EndpointSection) -> AsyncIterator[tuple[Liv
 
 
 async def test_slow_grammars_hold_no_turn_and_no_thread_of_others() -> None:
-    """More of them than threads and turns: texts, tokens and health are answered meanwhile."""
+    """There are more slow grammars than threads and turns. Texts, tokens and health must be
+    answered meanwhile."""
     async with over_slow_reader(EndpointSection(max_concurrent=2, max_queue=64)) as (found, reader):
         slow = [
             asyncio.create_task(ask(found, PATH, {**HELLO, "grammar": f'start: "{n}"'}))
@@ -124,7 +128,7 @@ async def test_more_grammars_than_may_wait_are_asked_to_come_again() -> None:
 
 
 class PanicError(BaseException):
-    """As a panic of a library in Rust arrives."""
+    """An error in the form in which a panic of a Rust library arrives."""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ async def test_an_error_that_nobody_foresaw_is_told_and_not_logged(
     assert "my-secret" not in caplog.text
 
 
-# --- bodies --------------------------------------------------------------------------------------
+# --- bodies ---------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -195,7 +199,7 @@ def test_bodies_never_hold_more_than_there_is_room_for(moves: list[Move], shared
                     case "close":
                         body.close()
         except ApiError:
-            pass  # what a refusal says is another test's
+            pass  # the text of a refusal has its own test
         assert room.held_bytes == sum(one.held_bytes for one in bodies) <= room.max_bytes
         large = sum(one.held_bytes for one in bodies if one.is_large)
         assert large <= 0.75 * room.max_bytes
@@ -217,10 +221,10 @@ def test_a_body_that_stands_still_makes_room_and_one_that_moves_does_not() -> No
         one.add(b"x" * LARGE)
     with pytest.raises(ApiError, match=f"hold {3 * LARGE} bytes of the {3 * LARGE} that large"):
         room.open("", LARGE, lambda: None)
-    small = room.open("", 10, lambda: None)  # the last quarter is for small ones
+    small = room.open("", 10, lambda: None)  # the last quarter is reserved for small bodies
     clock.now_s += STALLED_S
     first.received_at_s = clock.now_s
-    second.take_content()  # all of it came: it is read now
+    second.take_content()  # the second body is complete and being read
     room.open("", LARGE, lambda: None)
     assert gone == ["c"]
     dropped = [one.was_dropped for one in (first, second, third, small)]
@@ -243,7 +247,7 @@ async def test_held_bodies_are_refused_before_they_are_read_and_small_ones_are_s
             assert (reply.status, reply.error["code"]) == (503, "bodies_full")
             assert (reply.headers["retry-after"], reply.headers["connection"]) == ("1", "close")
         assert (await ask(found, PATH, HELLO)).status == 200
-        room.now = lambda: float("inf")  # now all of them have stood still for long
+        room.now = lambda: float("inf")  # now all bodies have stood still for long
         assert (await ask(found, "/tokenize", {"prompt": " " * (LARGE // 2)})).status in (200, 400)
         assert room.held_bytes == 11 * (LARGE - 1)
     await until(lambda: room.held_bytes == 0)
@@ -286,9 +290,10 @@ async def test_a_compressed_body_is_said_to_be_one(coding: str) -> None:
 
 
 async def test_more_ids_than_the_context_has_stand_for_no_text() -> None:
-    """Before any of them is looked at: the first of them is no id."""
+    """The first item is no id, so an error about it would show that the items were read before they
+    were counted."""
     async with over_slow_reader(EndpointSection()) as (found, _):
-        longest = 1 << 20  # no verifier has told its context
+        longest = 1 << 20  # the bound while no verifier has announced its context length
         reply = await ask(found, "/detokenize", {"tokens": ["x"] + [5] * longest})
         assert reply.status == 400
         assert f"at most {longest} token ids" in reply.error["message"]
@@ -296,7 +301,8 @@ async def test_more_ids_than_the_context_has_stand_for_no_text() -> None:
 
 @pytest.mark.parametrize("path", ["/detokenize", PATH, "/v1/chat/completions"])
 async def test_a_million_numbers_are_counted_before_they_are_read(path: str) -> None:
-    """Oracle: behind them the body is no JSON, which nobody finds out."""
+    """Oracle: after the numbers the body is invalid JSON, which a refusal by count never
+    reaches."""
     async with over_toy() as found:
         served = found.endpoint.models.listed
         most = (1 << 17) + 16 * served[0].context_length
@@ -307,7 +313,7 @@ async def test_a_million_numbers_are_counted_before_they_are_read(path: str) -> 
             assert words in reply.error["message"]
 
 
-# --- turns ---------------------------------------------------------------------------------------
+# --- turns ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -340,7 +346,7 @@ def test_the_share_of_a_client() -> None:
 
 
 class Texts:
-    """Requests of several clients at one admission, each with its turn until it is ended."""
+    """Requests of several clients at one admission; each holds its turn until it is ended."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission, self.order = admission, list[str]()
@@ -348,7 +354,7 @@ class Texts:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def ask(self, client: str, name: str) -> None:
-        """Returns when the request has its turn, waits or was refused."""
+        """Start a request, and return when it has its turn, waits or was refused."""
         self._ends[name] = asyncio.Event()
 
         async def hold() -> None:
@@ -383,7 +389,7 @@ async def test_one_client_leaves_turns_and_places_in_the_queue_to_others() -> No
     texts = Texts(Admission(4, 4, most_of_client=3))
     for n in range(6):
         await texts.ask("greedy", f"g{n}")
-    assert texts.order == ["g0", "g1", "g2"]  # the fourth turn is for somebody else
+    assert texts.order == ["g0", "g1", "g2"]  # the fourth turn is for another client
     await texts.ask("greedy", "g6")
     with pytest.raises(ApiError, match="3 of them this client's, of at most 3"):
         await texts._tasks["g6"]
@@ -391,7 +397,7 @@ async def test_one_client_leaves_turns_and_places_in_the_queue_to_others() -> No
     assert texts.order[-1] == "o0"
     await texts.ask("other", "o1")
     assert texts.admission.waiting == 4
-    await texts.end("g0")  # o1 has come last, but its client has fewer texts running
+    await texts.end("g0")  # o1 came last, but its client has fewer generations running
     await texts.end("g1")
     await texts.end("o0")
     assert texts.order[4:] == ["o1", "g3", "g4"]
@@ -415,7 +421,7 @@ async def test_a_write_that_nobody_reads_ends_early_only_while_somebody_waits() 
 
     writing = asyncio.create_task(write())
     await settle()
-    assert admission._timer is None  # nobody waits: nothing will cut the write short
+    assert admission._timer is None  # no request waits, so nothing will cut the write short
     await texts.ask("", "second")
     await cut.wait()
     await writing
@@ -423,7 +429,7 @@ async def test_a_write_that_nobody_reads_ends_early_only_while_somebody_waits() 
 
 
 async def test_streams_that_nobody_reads_make_way_for_others() -> None:
-    """They hold every turn, and would for an hour."""
+    """The streams hold every turn, and would keep it for an hour."""
     agent = ScriptedAgent(["x" * 10_000] * 4000)
     settings = EndpointSection(max_concurrent=2, write_within_s=3600.0, unread_within_s=0.05)
     async with over_script(agent, settings=settings) as found, AsyncExitStack() as x:
@@ -439,7 +445,8 @@ async def test_streams_that_nobody_reads_make_way_for_others() -> None:
 
 
 async def test_a_stream_that_nobody_reads_is_noticed_before_its_text_is_over() -> None:
-    """Half a megabyte of events, which the system would take for a client that never reads."""
+    """The output is half a megabyte of events. The system's buffers would take all of it from a
+    client that never reads."""
     agent = ScriptedAgent(["x" * 50] * 2000)
     settings = EndpointSection(max_concurrent=1, write_within_s=3600.0, unread_within_s=0.05)
     async with (
@@ -455,7 +462,7 @@ async def test_a_stream_that_nobody_reads_is_noticed_before_its_text_is_over() -
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_asking() -> Iterator[None]:
+def no_current_client() -> Iterator[None]:
     token = current_client.set("")
     yield
     current_client.reset(token)

@@ -1,5 +1,6 @@
-"""Who may ask from where. Oracles: what browsers and applications send as their origin, with what
-Fetch and Chrome's private network access demand of a preflight; both loopback addresses."""
+"""Tests of the origins that may use the endpoint. Oracles: the origins that browsers and
+applications send; the rules of Fetch and of Chrome's private network access for a preflight; both
+loopback addresses."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ FOREIGN = (
 
 
 async def preflight(live: Live, origin: str, **more: str) -> dict[str, str]:
-    """The headers of the answer, with its status."""
+    """Return the headers of the answer, with its status."""
     reply = await ask(
         live,
         PATH,
@@ -177,7 +178,7 @@ async def test_an_endpoint_that_waits_for_a_tokenizer_says_so() -> None:
                 assert "lend its tokenizer" in reply.error["message"]
                 assert reply.headers["retry-after"]
             assert (await ask(live, "/health", Host="evil.example")).status == 403
-        # The sockets go on listening, for the endpoint that follows.
+        # The sockets go on listening for the endpoint that follows.
         settings = EndpointSection()
         server = EndpointServer(None, waiting_app("", settings), listeners, settings)
         await server.start()

@@ -1,7 +1,7 @@
-"""The names, scores and places of an answer's tokens, in the JSON of completions and chats.
+"""Tests of the names, log probabilities and offsets of tokens in the JSON of completions and chats.
 
-Oracle: the text of the answer: a token's place is where the text before it ends, and a token that
-is a part of a character is told by its bytes, so that no two parts share a name.
+Oracle: the text of the answer. A token's offset is the length of the text before it, and a token
+that is a part of a character is named by its bytes, so that no two parts share a name.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def answered(
+def answer_token_by_token(
     tokenizer: TextTokenizer, request: Any, tokens: list[int], scores: list[TokenScore], echo: str
 ) -> tuple[Choice, list[Delta]]:
-    """A choice that was given the tokens one by one, with what each of them brought."""
+    """Feed tokens to a choice one by one, and return it with the delta of each token."""
     choice = Choice(0, [1], request, USUAL, tokenizer.token_bytes, None, "")
     choice.echo = echo
     stops = request.sampling.stop
@@ -47,8 +47,9 @@ def answered(
     return choice, deltas
 
 
-def scored(tokens: list[int], count: int) -> list[TokenScore]:
-    """The 20 ids from 200 on are likeliest, which are parts of characters; then the token."""
+def score_tokens(tokens: list[int], count: int) -> list[TokenScore]:
+    """Score tokens: the 20 ids from 200 on, which are parts of characters, are likeliest; the token
+    comes after them."""
     top = tuple((200 + place, -0.125 * (place + 1)) for place in range(count))
     return [TokenScore(-9.0, 0.0, top) for _ in tokens]
 
@@ -61,7 +62,9 @@ def test_completions_name_each_token_once_and_place_it_in_the_text(
     request = completion_request(asked, USUAL)
     tokens = tokenizer.encode(TEXT)
     assert len(tokens) > len(TEXT)
-    choice, deltas = answered(tokenizer, request, tokens, scored(tokens, 20), echo)
+    choice, deltas = answer_token_by_token(
+        tokenizer, request, tokens, score_tokens(tokens, 20), echo
+    )
     envelope = CompletionEnvelope("m")
     (whole,) = envelope.whole([choice], {})["choices"]
     found, text = whole["logprobs"], whole["text"]
@@ -90,7 +93,7 @@ def test_a_taken_token_is_not_listed_twice(tokenizer: TextTokenizer) -> None:
     request = completion_request({"prompt": "a", "logprobs": 2}, USUAL)
     tokens = tokenizer.encode("th")[:1]
     score = TokenScore(-0.5, 1.0, ((tokens[0], -0.5), (201, -1.5)))
-    choice, _ = answered(tokenizer, request, tokens, [score], "")
+    choice, _ = answer_token_by_token(tokenizer, request, tokens, [score], "")
     (whole,) = CompletionEnvelope("m").whole([choice], {})["choices"]
     (top,) = whole["logprobs"]["top_logprobs"]
     assert list(top.values()) == [-0.5, -1.5]
@@ -100,7 +103,7 @@ def test_chats_give_the_bytes_of_a_part_and_the_text_of_the_rest(tokenizer: Text
     asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     tokens = tokenizer.encode(TEXT)
     request = chat_request(asked, USUAL)
-    choice, _ = answered(tokenizer, request, tokens, scored(tokens, 20), "")
+    choice, _ = answer_token_by_token(tokenizer, request, tokens, score_tokens(tokens, 20), "")
     (whole,) = ChatEnvelope("m").whole([choice], {})["choices"]
     content = whole["logprobs"]["content"]
     assert b"".join(bytes(one["bytes"]) for one in content).decode() == TEXT

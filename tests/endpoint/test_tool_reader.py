@@ -1,7 +1,10 @@
-"""Tool calls in answers. Oracle: the text itself. Cut into any pieces, with marks that are spelled,
-shown tokens or hidden tokens, it gives the same calls and the same text; what is no call is given
-back unchanged. Grammars of calls: whatever they let through, the reader reads, and what they must
-not let through is refused by llguidance's own matcher."""
+"""Tests of tool calls in outputs.
+
+Oracle: the text itself. Cut into any pieces, with marks that are spelled, shown tokens or hidden
+tokens, it must give the same calls and the same remaining text; text that is no call is returned
+unchanged. Grammars of calls are checked in both directions: the reader must read all text that they
+allow, and llguidance's own matcher must refuse all text that they forbid.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ MARKS = PARTS[:10]
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=16).map("".join)
 
 
-def plain(found: Sequence[str | ToolCall]) -> list[Any]:
-    """Texts and calls in their order, without ids, with texts that follow each other as one."""
+def join_texts(found: Sequence[str | ToolCall]) -> list[Any]:
+    """Return texts and calls in their order, without ids, with adjacent texts joined."""
     joined: list[Any] = []
     for one in found:
         if isinstance(one, ToolCall):
@@ -66,7 +69,7 @@ def read(form: ToolFormat, parts: Sequence[str], is_thinking: bool = False) -> l
     reader = ToolReader(form, NAMES, is_thinking=is_thinking)
     found = [one for part in parts for one in reader.push(part)]
     assert all(found)
-    return plain([*found, *reader.flush()])
+    return join_texts([*found, *reader.flush()])
 
 
 @pytest.mark.parametrize("form", ToolFormat)
@@ -109,8 +112,8 @@ def test_marks_that_are_tokens_stand_where_they_were(
     hidden = [] if is_shown else MARKS[6:]
     for mark in hidden:
         expected = [one.replace(mark, "") if isinstance(one, str) else one for one in expected]
-    assert "".join(map(str, plain(found))).split() == "".join(map(str, expected)).split()
-    assert [one for one in plain(found) if isinstance(one, tuple)] == [
+    assert "".join(map(str, join_texts(found))).split() == "".join(map(str, expected)).split()
+    assert [one for one in join_texts(found) if isinstance(one, tuple)] == [
         one for one in expected if isinstance(one, tuple)
     ]
 
@@ -118,7 +121,7 @@ def test_marks_that_are_tokens_stand_where_they_were(
 @pytest.mark.parametrize(
     ("form", "text", "expected"),
     [
-        # A mark in prose, at any place, with its white space.
+        # A mark may occur in prose, at any place, with its white space.
         ("hermes", "Models write <tool_call> first.", ("Models write <tool_call> first.",)),
         (
             "hermes",
@@ -148,7 +151,7 @@ def test_marks_that_are_tokens_stand_where_they_were(
             '{"name": "time", "parameters": {}} is JSON',
             ('{"name": "time", "parameters": {}} is JSON',),
         ),
-        # A mark inside an argument.
+        # A mark may occur inside an argument.
         (
             "hermes",
             '<tool_call>{"name": "time", "arguments": {"at": "</tool_call>"}}</tool_call>',
@@ -185,7 +188,7 @@ def test_marks_that_are_tokens_stand_where_they_were(
             '{"name": "time", "parameters": {"at": "<|python_tag|>; {"}}',
             (("time", {"at": "<|python_tag|>; {"}),),
         ),
-        # Line breaks inside a text of JSON, which models write.
+        # Models write raw line breaks inside JSON strings.
         (
             "hermes",
             '<tool_call>{"name": "time", "arguments": {"at": "a\nb"}}</tool_call>',
@@ -196,7 +199,7 @@ def test_marks_that_are_tokens_stand_where_they_were(
             '<tool_call>{"name": "time", "arguments": "{\\"at\\": \\"a\nb\\"}"}</tool_call>',
             (("time", {"at": "a\nb"}),),
         ),
-        # Code fences and code in a line.
+        # Marks may occur in code fences and in inline code.
         (
             "hermes",
             'So:\n```xml\n<tool_call>{"name": "time"}</tool_call>\n```\n',
@@ -218,7 +221,7 @@ def test_marks_that_are_tokens_stand_where_they_were(
             ('Write `<tool_call>{"name": "time"}</tool_call>`',),
         ),
         ("mistral", "```\n[TOOL_CALLS]time{}\n```", ("```\n[TOOL_CALLS]time{}\n```",)),
-        # Thoughts.
+        # Marks may occur in thoughts.
         (
             "hermes",
             '<think>a <tool_call>{"name": "time"}</tool_call> b</think>\n\nHello.',
@@ -249,7 +252,8 @@ def test_marks_that_are_tokens_stand_where_they_were(
             '<think>{"name": "time"}</think>\n{"name": "time"}',
             ('<think>{"name": "time"}</think>', ("time", {})),
         ),
-        # Names with what clients put into them, ids, and ends that are missing.
+        # Names may contain any characters that clients use, calls may have ids, and end marks may
+        # be missing.
         ("mistral_named", "[TOOL_CALLS]server/look up[ARGS]{}", (("server/look up", {}),)),
         (
             "mistral_named",
@@ -285,7 +289,7 @@ def test_letters_that_spell_a_token_are_text() -> None:
     text = '<tool_call>{"name": "time"}</tool_call>'
     pieces = [Piece(letter, TokenKind.DECODED) for letter in text]
     found = [one for piece in pieces for one in reader.push(reader.marks.push(3, piece))]
-    assert plain([*found, *reader.flush()]) == [text]
+    assert join_texts([*found, *reader.flush()]) == [text]
 
 
 @pytest.mark.parametrize("form", ToolFormat)
@@ -293,7 +297,8 @@ def test_letters_that_spell_a_token_are_text() -> None:
     "part", [*MARKS, '<tool_call>{"', "[TOOL_CALLS][", "[TOOL_CALLS]time", "{"]
 )
 def test_a_long_answer_of_marks_takes_time_in_proportion(form: ToolFormat, part: str) -> None:
-    """Counted in the characters that are read as JSON, again and again where it is done badly."""
+    """The cost is counted in characters that are scanned as JSON. A bad reader would scan them
+    again and again."""
     reader, count, read_characters = ToolReader(form, NAMES), 1000, 0
     find = _JsonEndFinder.find
 
@@ -305,7 +310,7 @@ def test_a_long_answer_of_marks_takes_time_in_proportion(form: ToolFormat, part:
 
     with patch.object(_JsonEndFinder, "find", counted):
         found = [*reader.push(part * count), *reader.flush()]
-    assert "".join(map(str, plain(found))) == part * count
+    assert "".join(map(str, join_texts(found))) == part * count
     assert read_characters <= 2 * count * len(part)
 
 
@@ -343,7 +348,7 @@ KINDS = {"spelled": None, "shown": False, "hidden": True}
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tokenizer of a folder whose marks are spelled, added tokens, or special ones."""
+    """Return a folder's tokenizer whose marks are spelled, added tokens, or special tokens."""
     folder = write_tokenizer(tmp_path_factory.mktemp(request.param))
     if (special := KINDS[request.param]) is not None:
         inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -353,8 +358,9 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return TextTokenizer(folder)
 
 
-def takes(tokenizer: TextTokenizer, constraint: Constraint, text: str) -> tuple[bool, bool]:
-    """Whether llguidance takes the tokens of a text, and whether the text may end there."""
+def accepts(tokenizer: TextTokenizer, constraint: Constraint, text: str) -> tuple[bool, bool]:
+    """Return whether llguidance accepts the tokens of a text, and whether the text may end
+    there."""
     reader = _READERS.setdefault(id(tokenizer), _reader(tokenizer))
     tokens, end = tokenizer.encode(text), present(tokenizer.special_id("<|end|>"))
     known = ConstrainedText(reader(constraint), (end,))
@@ -379,20 +385,22 @@ def test_a_forced_call_can_be_written_with_every_kind_of_mark(
     """Qwen's ``<tool_call>`` is an added token that is not special."""
     constraint = forced_call_grammar(form, TOOLS, tokenizer, single=True)
     begin, end = BEGIN[form]
-    assert takes(tokenizer, constraint, begin + RIGHT + end) == (True, True)
-    assert takes(tokenizer, constraint, begin + WRONG + end) == (False, False)
-    assert takes(tokenizer, constraint, "Hello.") == (False, False)
+    assert accepts(tokenizer, constraint, begin + RIGHT + end) == (True, True)
+    assert accepts(tokenizer, constraint, begin + WRONG + end) == (False, False)
+    assert accepts(tokenizer, constraint, "Hello.") == (False, False)
     reader = ToolReader(form, NAMES, mark_tokens(tokenizer))
-    assert spoken(tokenizer, reader, begin + RIGHT + end) == [("weather", {"city": "Köln"})]
+    assert read_token_by_token(tokenizer, reader, begin + RIGHT + end) == [
+        ("weather", {"city": "Köln"})
+    ]
 
 
-def spoken(tokenizer: TextTokenizer, reader: ToolReader, text: str) -> list[Any]:
-    """What the reader makes of a text, token by token."""
+def read_token_by_token(tokenizer: TextTokenizer, reader: ToolReader, text: str) -> list[Any]:
+    """Return the reader's result for a text that arrives token by token."""
     stream, found = tokenizer.stream(), list[str | ToolCall]()
     for token in tokenizer.encode(text):
         piece = Piece(stream.push([token]), TokenKind.DECODED)
         found += reader.push(reader.marks.push(token, piece))
-    return plain([*found, *reader.flush()])
+    return join_texts([*found, *reader.flush()])
 
 
 @pytest.mark.parametrize("form", ToolFormat)
@@ -407,15 +415,15 @@ def test_strict_calls_fit_and_free_text_is_free(tokenizer: TextTokenizer, form: 
         "a <tool> or [TOOL",
         "<|user|>x",
     ):
-        assert takes(tokenizer, constraint, text) == (True, True), text
-    assert takes(tokenizer, constraint, begin + RIGHT + end) == (True, True)
-    assert takes(tokenizer, constraint, begin + WRONG + end) == (False, False)
-    assert takes(tokenizer, constraint, begin + RIGHT[:-1]) == (True, False)
+        assert accepts(tokenizer, constraint, text) == (True, True), text
+    assert accepts(tokenizer, constraint, begin + RIGHT + end) == (True, True)
+    assert accepts(tokenizer, constraint, begin + WRONG + end) == (False, False)
+    assert accepts(tokenizer, constraint, begin + RIGHT[:-1]) == (True, False)
     if form is not ToolFormat.LLAMA:
-        assert takes(tokenizer, constraint, f"I look. {begin}{RIGHT}{end} So.") == (True, True)
-        assert takes(tokenizer, constraint, f"I look. {begin}{WRONG}") == (False, False)
+        assert accepts(tokenizer, constraint, f"I look. {begin}{RIGHT}{end} So.") == (True, True)
+        assert accepts(tokenizer, constraint, f"I look. {begin}{WRONG}") == (False, False)
     other = begin.replace("weather", "server/look up") + '{"any": [1, {}]}' + end
-    assert takes(tokenizer, constraint, other) == (True, True)
+    assert accepts(tokenizer, constraint, other) == (True, True)
 
 
 def test_a_thought_may_hold_anything_where_its_marks_are_tokens(tokenizer: TextTokenizer) -> None:
@@ -427,9 +435,9 @@ def test_a_thought_may_hold_anything_where_its_marks_are_tokens(tokenizer: TextT
         constraint = free_call_grammar(
             ToolFormat.HERMES, TOOLS, ["weather"], tokenizer, is_thinking=is_thinking
         )
-        assert takes(tokenizer, constraint, text) == (True, True)
-        assert takes(tokenizer, constraint, f"{text} {begin}{RIGHT}{end}") == (True, True)
-        assert takes(tokenizer, constraint, f"{text} {begin}{WRONG}") == (False, False)
+        assert accepts(tokenizer, constraint, text) == (True, True)
+        assert accepts(tokenizer, constraint, f"{text} {begin}{RIGHT}{end}") == (True, True)
+        assert accepts(tokenizer, constraint, f"{text} {begin}{WRONG}") == (False, False)
 
 
 @pytest.mark.parametrize("form", ToolFormat)
@@ -439,10 +447,10 @@ def test_a_schema_beside_tools_leaves_calls_possible(
     schema = json.dumps({**SPEECH, "properties": {"city": {"enum": ["Rome"]}}})
     constraint = call_or_json_grammar(form, TOOLS, (), tokenizer, single=False, schema=schema)
     begin, end = BEGIN[form]
-    assert takes(tokenizer, constraint, '{"city": "Rome"}') == (True, True)
-    assert takes(tokenizer, constraint, '{"city": "Köln"') == (False, False)
-    assert takes(tokenizer, constraint, begin + '{"any": 1}' + end) == (True, True)
-    assert takes(tokenizer, constraint, "Hello.") == (False, False)
+    assert accepts(tokenizer, constraint, '{"city": "Rome"}') == (True, True)
+    assert accepts(tokenizer, constraint, '{"city": "Köln"') == (False, False)
+    assert accepts(tokenizer, constraint, begin + '{"any": 1}' + end) == (True, True)
+    assert accepts(tokenizer, constraint, "Hello.") == (False, False)
 
 
 def test_marks_are_found_by_kind(tokenizer: TextTokenizer) -> None:

@@ -1,8 +1,11 @@
-"""Tool calls, chat templates, ``/v1/responses``, structured output, and text whose characters and
-stop strings straddle tokens. Oracle: the text at once; however it is cut, the same comes out, and a
-stream is what the answer at once is; Python's ``json``, a schema's own words, the reader of tool
-calls; ``transformers``, which renders the same templates (ours: each uses what those of a family
-use, Llama 3, Qwen, Mistral, Gemma, Phi) with the same messages."""
+"""Tests of tool calls, chat templates, ``/v1/responses``, structured output, and text whose
+characters and stop strings straddle tokens.
+
+Oracle: the whole text. However it is cut, the result must be the same, and a stream must equal the
+response without streaming. Further oracles are Python's ``json``, the schemas, the reader of tool
+calls, and ``transformers``, which renders the same templates with the same messages. The templates
+are ours; each uses the features of one family: Llama 3, Qwen, Mistral, Gemma, Phi.
+"""
 
 from __future__ import annotations
 
@@ -269,7 +272,7 @@ async def test_marks_stand_where_they_were_said_whatever_a_stop_string_holds_bac
     tmp_path: Path, stop: list[str], said: str, calls: int, sizes: Sequence[int]
 ) -> None:
     tokenizer = chat_tokenizer(tmp_path, HERMES, ["<tool_call>", "</tool_call>"])
-    async with saying(tokenizer, SPOKEN, sizes) as found:
+    async with over_text(tokenizer, SPOKEN, sizes) as found:
         (choice,) = (await ask(found, CHAT, request(stop=stop))).json["choices"]
         streamed = await ask(found, CHAT, request(stream=True, stop=stop))
     message = choice["message"]
@@ -307,8 +310,11 @@ TEXT = "naïve 漢字 👩‍🚀 Ω and the end"
 
 
 @asynccontextmanager
-async def saying(tokenizer: TextTokenizer, text: str, sizes: Sequence[int]) -> AsyncIterator[Live]:
-    """An endpoint over a real agent, whose verifier commits this text in parts of these sizes."""
+async def over_text(
+    tokenizer: TextTokenizer, text: str, sizes: Sequence[int]
+) -> AsyncIterator[Live]:
+    """Start an endpoint over a real agent whose verifier commits this text in parts of these
+    sizes."""
     tokens = tokenizer.encode(text)
     transport = loopback(streaming(tokens, sizes, FinishReason.STOP))
     options = AgentOptions(reconnect=QUICK)
@@ -323,7 +329,7 @@ async def test_characters_and_stop_strings_over_tokens(
     tmp_path: Path, sizes: Sequence[int], stop: str | None
 ) -> None:
     expected = TEXT if stop in (None, "never") else TEXT[: TEXT.index(str(stop))]
-    async with saying(TextTokenizer(write_tokenizer(tmp_path)), TEXT, sizes) as found:
+    async with over_text(TextTokenizer(write_tokenizer(tmp_path)), TEXT, sizes) as found:
         asked = {"prompt": "a", "max_tokens": 200, "stop": stop}
         done = (await ask(found, "/v1/completions", asked)).json["choices"][0]
         streamed = await ask(found, "/v1/completions", {**asked, "stream": True})
@@ -533,7 +539,7 @@ def test_a_mark_that_is_a_token_is_asked_for_by_its_id() -> None:
 
 
 def random_text(constraint: Constraint, seed: int) -> str:
-    """A text of the grammar, each token drawn from all that may come."""
+    """Return a text of the grammar, each token drawn from all that may come."""
     import random
 
     from edgespec.core.protocol.constraint import ConstrainedText, allows
@@ -583,7 +589,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tools", [None, FORECASTS], ids=["plain", "tools"])
 def test_what_transformers_renders(family: str, tools: Any) -> None:
-    """Where a template refuses, both refuse."""
+    """If one of the two refuses, both must refuse."""
     oracle: Any = render_jinja_template
     template, rendered = ChatTemplate(FAMILIES[family], TOKENS), 0
     for messages in CONVERSATIONS:
@@ -638,7 +644,8 @@ def test_whether_a_template_knows_tools() -> None:
     ],
 )
 def test_a_hostile_template_fails_and_does_nothing(source: str) -> None:
-    """What the sandbox keeps to itself is undefined, which shows as nothing, or an error."""
+    """A value that the sandbox withholds is undefined, which renders as nothing or raises an
+    error."""
     messages = [dict(USER)]
     try:
         shown_value = ChatTemplate(source).render(messages)

@@ -1,5 +1,5 @@
-"""Values that clients send by habit, and what becomes of them. Oracles: the scalar specification
-over the toy model, transformers' own chat templates, and the counts at ``/metrics``."""
+"""Tests of values that clients send by habit. Oracles: the scalar specification over the toy model,
+transformers' own chat templates, and the counts at ``/metrics``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def read(data: dict[str, Any]) -> Any:
 async def test_an_answer_that_was_read_to_its_end_counts_as_200(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says nothing about the verifiers, so they are not asked anew."""
+    """A complete answer is no evidence of trouble with the verifiers, so they are not probed
+    again."""
     async with over_toy() as live:
         asked_anew: list[None] = []
         monkeypatch.setattr(live.watch, "refresh_soon", lambda: asked_anew.append(None))
@@ -164,7 +165,8 @@ async def test_many_texts_of_one_request_take_turns() -> None:
 
 
 async def test_a_request_with_many_texts_leaves_turns_to_others() -> None:
-    """With one turn at a time, a text that came later comes before the last of the many."""
+    """With one turn at a time, a later request must be served before the last of the many
+    generations."""
     gates = [asyncio.Event() for _ in range(4)]
     begun: list[int] = []
 
@@ -177,7 +179,7 @@ async def test_a_request_with_many_texts_leaves_turns_to_others() -> None:
         many = asyncio.create_task(ask(live, TEXTS, {"prompt": ["a", "a", "a"]}))
         await until(lambda: len(begun) == 1)
         one = asyncio.create_task(ask(live, TEXTS, {"prompt": "bb"}))
-        # The second of the many waits already.
+        # The second of the many generations waits already.
         await until(lambda: live.endpoint.admission.waiting == 2)
         for gate in gates:
             gate.set()
@@ -259,7 +261,7 @@ async def test_a_stop_text_within_the_least_length_stops_nothing() -> None:
         usual = {"prompt": "abc", "ignore_eos": True, "max_tokens": 40, "stop": [early, later]}
         stopped = await ask(live, TEXTS, usual)
         assert stopped.json["choices"][0]["text"] == free[:3]
-        # One that begins within it and ends behind it does stop the text.
+        # A stop string that begins within the least length and ends behind it does stop the text.
         for least, shown_value in ((4, 3), (5, free.index(later)), (6, free.index(later))):
             reply = await ask(live, TEXTS, {**usual, "min_tokens": least})
             assert reply.json["choices"][0]["text"] == free[:shown_value], least
@@ -360,7 +362,7 @@ async def test_a_last_message_is_continued_or_answered(
             assert tokenizer.read[-1].endswith(end)
 
 
-# --- what a prompt is shown as --------------------------------------------------------------------
+# --- the form in which a prompt is shown ----------------------------------------------------------
 
 
 async def test_an_echo_shows_no_tokens_that_the_tokenizer_added(tmp_path: Path) -> None:
@@ -397,7 +399,7 @@ async def test_variables_that_the_template_does_not_read_are_named() -> None:
 
 
 def test_ids_are_checked_against_the_model_once_it_is_known() -> None:
-    """Before that, against what the wire carries."""
+    """Before that, ids are checked against the range of the wire."""
     with pytest.raises(ApiError, match=r"holds 16777216, but token ids are in \[0, 16777215\]"):
         read({"stop_token_ids": [1 << 24]})
     assert read({"stop_token_ids": [(1 << 24) - 1]}).sampling.stop_token_ids

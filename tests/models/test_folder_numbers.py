@@ -1,6 +1,7 @@
-"""Numbers of a model folder's files are checked where they are read, whatever stands there.
+"""Tests that numbers in a model folder's files are checked when they are read, whatever the files
+hold.
 
-Oracle: the message names the file, the key and the value; and where a folder is taken, transformers
+Oracle: the error names the file, the key and the value. If a folder is accepted, transformers
 computes the same logits from it.
 """
 
@@ -67,21 +68,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def drafted(folder: Path) -> None:
+def load_as_draft(folder: Path) -> None:
     present = load_drafter(AgentConfig(draft=DraftSection(str(folder))))
     assert present is not None
     present.close()
 
 
-def planned(folder: Path) -> None:
+def plan_variants(folder: Path) -> None:
     list_variants(DraftSection(str(folder)), resolve_source(str(folder), Purpose.DRAFT))
 
 
-def served(folder: Path) -> None:
+def load_as_target(folder: Path) -> None:
     load_target(VerifierConfig(model=str(folder)))
 
 
-READERS: list[Callable[[Path], object]] = [drafted, planned, served]
+READERS: list[Callable[[Path], object]] = [load_as_draft, plan_variants, load_as_target]
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -89,8 +90,8 @@ def test_a_number_of_config_json_is_named(reader: Any, source: Path, cache: Path
     path = source / "config.json"
     before = path.read_text()
     rest = (("vocab_size", None), ("hidden_size", None), ("num_attention_heads", None))
-    cases = [*itertools.product(SIZES, BAD), *(rest if reader is drafted else ())]
-    cases += [*OTHERS, *((ROPE, bad) for bad in ROPES)] if reader is drafted else []
+    cases = [*itertools.product(SIZES, BAD), *(rest if reader is load_as_draft else ())]
+    cases += [*OTHERS, *((ROPE, bad) for bad in ROPES)] if reader is load_as_draft else []
     try:
         for name, value in cases:
             config = tiny_config() | {name: value}
@@ -184,10 +185,10 @@ def test_a_missing_tensor_is_named_by_both_ends(
     with pytest.raises(ModelFolderError, match=missing):
         export_draft(source, tmp_path / "draft")
     with pytest.raises(ValueError, match=missing):
-        served(source)
+        load_as_target(source)
 
 
-# --- the manifest of an export ------------------------------------------------------------------
+# --- the manifest of an export --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

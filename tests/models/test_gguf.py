@@ -1,9 +1,10 @@
-"""GGUF files as models: weights, configuration, tokenizer, names, and files that lie.
+"""Tests of GGUF files as models: weights, configuration, tokenizer, names, and files with false
+headers.
 
-Oracle: a random model of transformers in each family is written by llama.cpp's own library
-(``gguf``), with the changes that llama.cpp's converter makes; the folder that is made of the file
-has to give the same logits in transformers. A tokenizer has to give the ids of the one that it was
-written from. Refusals are matched with the reason.
+Oracle: llama.cpp's own library (``gguf``) writes a random model of transformers in each family,
+with the changes that llama.cpp's converter makes. The folder that is made of the file must give the
+same logits in transformers. A tokenizer must give the ids of the one that it was written from.
+Refusals must name the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ tokenizers = pytest.importorskip("tokenizers")
 Q = gguf.GGMLQuantizationType
 ALPHABET = [chr(code) for code in range(33, 127)]
 
-# The names of llama.cpp's converter for what a checkpoint calls so.
+# The names that llama.cpp's converter uses for the parts of a checkpoint.
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -82,7 +83,7 @@ INTERLEAVED = ("llama", "granite")
 
 
 def interleave(weight: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Do what llama.cpp does to query and key matrices."""
+    """Reorder a query or key matrix in the way llama.cpp does."""
     rest = weight.shape[1:]
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *rest)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
@@ -154,7 +155,7 @@ def test_a_family_gives_the_logits_of_transformers(tmp_path: Path, model_type: s
     architecture, changes = FAMILIES[model_type]
     model = family_model(model_type, **changes)
     path = write_gguf(tmp_path / "tiny.gguf", model, architecture)
-    folder = converted(path, tmp_path)
+    folder = convert(path, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.arange(40).reshape(1, -1) % 200
     with torch.no_grad():
@@ -164,7 +165,7 @@ def test_a_family_gives_the_logits_of_transformers(tmp_path: Path, model_type: s
     folders.check_folder(folder)
 
 
-def converted(path: Path, tmp_path: Path) -> Path:
+def convert(path: Path, tmp_path: Path) -> Path:
     return folder_of_gguf(path, tmp_path / "cache")
 
 
@@ -257,7 +258,7 @@ def test_a_file_that_lies_is_refused_by_name(tmp_path: Path, content: bytes, why
         resolve_source(str(path), Purpose.TARGET)
 
 
-def small(path: Path, **tensors: tuple[NDArray[np.float32], Any]) -> Path:
+def write_small_model(path: Path, **tensors: tuple[NDArray[np.float32], Any]) -> Path:
     """Write a model of the Llama family with one layer, some of whose matrices are quantised."""
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(64)
@@ -285,7 +286,9 @@ def small(path: Path, **tensors: tuple[NDArray[np.float32], Any]) -> Path:
 def test_blocks_are_repacked_without_loss(tmp_path: Path, kind: Any, bits: int) -> None:
     values = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     raw = gguf.quants.quantize(values, kind)
-    folder = converted(small(tmp_path / "a.gguf", blk_0_ffn_up_weight=(raw, kind)), tmp_path)
+    folder = convert(
+        write_small_model(tmp_path / "a.gguf", blk_0_ffn_up_weight=(raw, kind)), tmp_path
+    )
     found = read_tensor(folder, "model.layers.0.mlp.up_proj.weight")
     assert np.array_equal(found, gguf.quants.dequantize(raw, kind))
     packed, scales = quantize_matrix(found, bits)
@@ -301,7 +304,9 @@ def test_blocks_are_repacked_without_loss(tmp_path: Path, kind: Any, bits: int) 
 def test_other_types_are_decoded(tmp_path: Path, kind: Any) -> None:
     values = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     raw = gguf.quants.quantize(values, kind)
-    folder = converted(small(tmp_path / "a.gguf", blk_0_ffn_up_weight=(raw, kind)), tmp_path)
+    folder = convert(
+        write_small_model(tmp_path / "a.gguf", blk_0_ffn_up_weight=(raw, kind)), tmp_path
+    )
     found = read_tensor(folder, "model.layers.0.mlp.up_proj.weight")
     assert np.array_equal(found, gguf.quants.dequantize(raw, kind))
 
@@ -314,21 +319,21 @@ def read_tensor(folder: Path, name: str) -> NDArray[Any]:
 
 
 def test_a_model_is_converted_once_and_again_after_a_change(tmp_path: Path) -> None:
-    path, said = small(tmp_path / "a.gguf"), list[str]()
+    path, said = write_small_model(tmp_path / "a.gguf"), list[str]()
     first = folder_of_gguf(path, tmp_path / "cache", said.append)
     assert folder_of_gguf(path, tmp_path / "cache", said.append) == first
     assert len(said) == 1
     assert "converting a.gguf (F32) once" in said[0]
     assert first.name == "a"
     assert not [one for one in first.parent.parent.iterdir() if one.name.startswith(".")]
-    path.write_bytes(small(tmp_path / "b.gguf").read_bytes() + bytes(32))
+    path.write_bytes(write_small_model(tmp_path / "b.gguf").read_bytes() + bytes(32))
     assert folder_of_gguf(path, tmp_path / "cache", said.append) != first
 
 
 def test_a_full_disk_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = small(tmp_path / "a.gguf")
+    path = write_small_model(tmp_path / "a.gguf")
     usage = type("Usage", (), {"free": 1 << 20})
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     with pytest.raises(OSError, match=r"takes 0 MiB, but .* has 1 MiB free"):
@@ -337,7 +342,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
 
 
 def test_a_split_model_is_one(tmp_path: Path) -> None:
-    whole = GgufFile.read(small(tmp_path / "whole.gguf"))
+    whole = GgufFile.read(write_small_model(tmp_path / "whole.gguf"))
     for number, names in enumerate([list(whole.tensors)[:4], list(whole.tensors)[4:]], start=1):
         writer = gguf.GGUFWriter(str(tmp_path / "part"), "llama")
         if number == 1:
@@ -354,7 +359,7 @@ def test_a_split_model_is_one(tmp_path: Path) -> None:
         (tmp_path / "part").rename(tmp_path / f"m-{number:05d}-of-00002.gguf")
     first, second = sorted(tmp_path.glob("m-*.gguf"))
     assert GgufFile.read(first).tensors.keys() == whole.tensors.keys()
-    assert converted(first, tmp_path).name == "m"
+    assert convert(first, tmp_path).name == "m"
     second.unlink()
     with pytest.raises(GgufError, match=r"the part m-00002-of-00002\.gguf is missing"):
         GgufFile.read(first)
@@ -365,7 +370,7 @@ def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
     writer.add_tensor("x", np.zeros(4, np.float32))
     path = finish(writer, tmp_path / "a.gguf")
     with pytest.raises(GgufError, match="architecture 'mamba' is not served; served are gemma"):
-        converted(path, tmp_path)
+        convert(path, tmp_path)
 
 
 TEXTS = [
@@ -398,7 +403,7 @@ def test_a_byte_level_tokenizer_gives_the_same_ids(tmp_path: Path, pre: str) -> 
     found = tokenizer_of(GgufFile.read(path))
     expected = tokenizers.Tokenizer.from_file(str(source))
     if pre != "gpt-2":
-        # The pattern cuts differently, so ids may differ; nothing may be lost all the same.
+        # The pattern cuts differently, so ids may differ, but no text may be lost.
         for one in TEXTS:
             assert found.decode(found.encode(one).ids, skip_special_tokens=False) == one
         return
@@ -445,7 +450,7 @@ def test_a_model_of_ollama_is_found_in_its_store(
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": digest}
     manifest(tmp_path, "tiny/latest", [layer, {"mediaType": "other", "digest": "x"}])
     (tmp_path / "blobs").mkdir()
-    blob = small(tmp_path / "blobs" / digest.replace(":", "-"))
+    blob = write_small_model(tmp_path / "blobs" / digest.replace(":", "-"))
     assert ollama_file("ollama:tiny") == blob
     source = resolve_source("ollama:tiny:latest", Purpose.TARGET)
     assert (source.kind, source.name) == (SourceKind.CHECKPOINT, "tiny-latest")
@@ -521,8 +526,8 @@ def test_a_folder_with_one_file_is_that_model(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "models").mkdir()
-    small(tmp_path / "models" / "a.gguf")
+    write_small_model(tmp_path / "models" / "a.gguf")
     assert resolve_source(str(tmp_path / "models"), Purpose.TARGET).name == "a"
-    small(tmp_path / "models" / "b.gguf")
+    write_small_model(tmp_path / "models" / "b.gguf")
     with pytest.raises(folders.ModelFolderError, match=r"holds 2 GGUF models \(a.gguf, b.gguf\)"):
         resolve_source(str(tmp_path / "models"), Purpose.TARGET)

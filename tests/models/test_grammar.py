@@ -1,5 +1,5 @@
-"""Constraints read with llguidance. Oracles: the scalar law without drafts, Python's own ``json``
-and ``re``, and a few lines that check a value against a schema."""
+"""Tests of constraints read with llguidance. Oracles: the scalar law without drafts, Python's own
+``json`` and ``re``, and a few lines that check a value against a schema."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ SCHEMAS = objects(
 )
 
 
-def mostly(expected: list[int], size: int) -> Callable[[Sequence[int], random.Random], int]:
-    """Guesses right two times in three; of ``size`` tokens."""
+def mostly_right(expected: list[int], size: int) -> Callable[[Sequence[int], random.Random], int]:
+    """Return a drafter that is right two times in three, over ``size`` tokens."""
 
     def guess(output: Sequence[int], dice: random.Random) -> int:
         right = expected[len(output)] if output == expected[: len(output)] != expected else 7
@@ -140,12 +140,12 @@ def test_every_text_fits_its_schema_and_drafts_change_nothing(
     assert expected[-1] == EOS
     assert fits(json.loads(text_of(expected)), wanted)
 
-    guess = mostly(expected, len(LETTERS))
+    guess = mostly_right(expected, len(LETTERS))
     assert drafted_text(ToyTarget(MODEL), PROMPT, params, guess, seed) == expected
 
 
 def test_torch_chooses_as_the_scalar_law_does() -> None:
-    dice, size = random.Random(1), 70  # not whole bytes
+    dice, size = random.Random(1), 70  # not a whole number of bytes
     rows = torch.randn(12, size, generator=torch.Generator().manual_seed(1))
     masks: list[bytes | None] = [pack_mask(dice.sample(range(90), 9)) for _ in range(12)]
     masks[3] = None
@@ -174,12 +174,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchTarget, Path]:
 
 
 def test_a_model_with_words_and_padding_is_held_to_a_schema(tiny: tuple[TorchTarget, Path]) -> None:
-    """Oracle: the text that it gives without drafts; and the letters that its tokens stand for."""
+    """Oracle: the output without drafts, and the letters that the tokens stand for."""
     from tokenizers import Tokenizer
 
     target, folder = tiny
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert words.get_vocab_size() < target.info.vocabulary_size  # the rest is padding
+    assert words.get_vocab_size() < target.info.vocabulary_size  # the other ids are padding
     wanted = {
         "type": "object",
         "properties": {"a": WORD, "b": {"type": "integer", "minimum": 0, "maximum": 300}},
@@ -193,7 +193,7 @@ def test_a_model_with_words_and_padding_is_held_to_a_schema(tiny: tuple[TorchTar
     written = b"".join(map(TokenBytes(words), expected[:-1]))
     assert fits(json.loads(written), wanted)
 
-    guess = mostly(expected, 300)
+    guess = mostly_right(expected, 300)
     for seed in (1, 2):
         held = expected[: 4 * (seed - 1)]
         assert drafted_text(target, [5, 6], params, guess, seed, held=held) == expected
@@ -262,30 +262,30 @@ EASY = [schema({"enum": [number]}) for number in range(9)]
 TOO_MUCH = "takes more time or memory than is given"
 
 
-def until(holds: Callable[[], object]) -> None:
-    """Returns when it holds, however long that takes here."""
+def wait_until(holds: Callable[[], object]) -> None:
+    """Wait until ``holds`` is true, however slow this machine is."""
     end, pause = time.monotonic() + WITHIN_S, threading.Event()
     while not holds():
         assert time.monotonic() < end
         pause.wait(0.01)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     with suppress(ProcessLookupError):
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
-def until_busy(pid: int) -> None:
-    """It has taken half a second of processor time."""
+def wait_until_busy(pid: int) -> None:
+    """Wait until a process has used half a second of processor time."""
     stat, ticks = Path(f"/proc/{pid}/stat"), os.sysconf("SC_CLK_TCK")
-    until(lambda: int(stat.read_text().rpartition(")")[2].split()[11]) > ticks / 2)
+    wait_until(lambda: int(stat.read_text().rpartition(")")[2].split()[11]) > ticks / 2)
 
 
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
-    """However busy the machine is."""
+    """Yield a reader whose trials have ample time, however busy the machine is."""
     monkeypatch.setattr("edgespec.models.grammar._TRIAL_WITHIN_S", WITHIN_S)
     found = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     yield found
@@ -293,8 +293,8 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
 
 
 def one_pid(reader: GrammarReader) -> int:
-    """Of the process that there will be soon."""
-    until(lambda: reader.trials.processes._running)
+    """Wait for the one process that will soon run, and return its pid."""
+    wait_until(lambda: reader.trials.processes._running)
     (process,) = reader.trials.processes._running
     return process.pid
 
@@ -315,12 +315,13 @@ def test_each_grammar_has_a_process_that_ends_with_it(trying: GrammarReader) -> 
 
 
 def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarReader) -> None:
-    """Oracle: an endless one, stopped so that its bound does not end it, is not done when all
-    others are. It says when its process is killed, as the kernel does to who takes all memory."""
+    """Oracle: an endless trial, stopped by a signal so that its time limit cannot end it, is still
+    unfinished when all others are done. If its process is killed, as the kernel kills one that
+    takes all memory, the error says so."""
     with ThreadPoolExecutor(1) as threads:
         for killed, easy_ones in ((True, EASY[:4]), (False, EASY[4:8])):
             endless = threads.submit(trying, ENDLESS)
-            until_busy(pid := one_pid(trying))
+            wait_until_busy(pid := one_pid(trying))
             os.kill(pid, signal.SIGSTOP)
             for easy in easy_ones:
                 assert trying(easy).matcher is not None
@@ -335,7 +336,7 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
 
 
 def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
-    """By its processor time; without the process of its own, this never ends."""
+    """The limit of processor time ends it. Without a separate process this would never end."""
     with pytest.raises(ConstraintError, match=TOO_MUCH):
         trying(ENDLESS)
     assert not trying.trials.processes._running
@@ -370,7 +371,7 @@ def test_none_outlives_a_parent_that_was_killed() -> None:
     ) as parent:
         (pid,) = map(int, present(parent.stdout).readline().split())
         parent.kill()
-    until(lambda: not runs(pid))
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: Path) -> None:
@@ -388,7 +389,7 @@ def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: 
 
 
 ADDED = {"<tool_call>": False, "</tool_call>": False, "[TOOL]": False, "<think>": True}
-"""Added tokens by what they are written as, and whether they are special."""
+"""Whether each added token is special, by the token's text."""
 
 
 def with_added(tokenizer: str) -> str:
@@ -403,7 +404,8 @@ def with_added(tokenizer: str) -> str:
 
 
 def metaspace_tokenizer() -> str:
-    """As Llama 2 has it: a space that nobody wrote begins a text, and rare bytes are tokens."""
+    """Make a tokenizer like Llama 2's: a space is added before each text, and rare bytes are
+    tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", *(f"<0x{value:02X}>" for value in range(256))]
@@ -452,8 +454,8 @@ def added_words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def test_a_mask_and_its_matcher_agree_on_the_text_of_added_tokens(
     added_words: str, kind: ConstraintKind, text: str, written: str | None
 ) -> None:
-    """Oracle: each token that a mask names is taken, and what the tokens stand for is the text. Of
-    special tokens only those are named that the constraint names as such."""
+    """Oracle: the matcher accepts each token that a mask allows, and the tokens' text is the
+    constraint's. A mask allows a special token only if the constraint names it as such."""
     from tokenizers import Tokenizer
 
     words = Tokenizer.from_str(added_words)
@@ -510,33 +512,33 @@ def test_json_in_a_grammar_has_no_white_space_without_end(trying: GrammarReader)
 BOMB = Constraint(ConstraintKind.REGEX, "(((a|b){1,20}){1,20}){1,20}")
 
 
-def go_on(matcher: Matcher, letters: str) -> None:
+def consume_letters(matcher: Matcher, letters: str) -> None:
     for letter in letters:
         assert any(matcher.mask())
         assert matcher.consume([LETTERS.index(letter)]) == 1
 
 
 def test_a_text_that_asks_for_too_much_names_the_limit_and_harms_no_other_text() -> None:
-    """Oracle: a text of the same constraint, begun before, goes on; and so does a new one."""
+    """Oracle: an earlier text of the same constraint goes on, and so does a new one."""
     reader = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     reader.trials = Untried()
     make = present(reader(BOMB).matcher)
     modest, greedy = make(), make()
-    go_on(modest, "ab")
+    consume_letters(modest, "ab")
     dice = random.Random(1)
     why = (
         r"the regex asks for too much work behind \d+ tokens: it is over the limit"
         r" step_lexer_fuel of 100,000"
     )
     with pytest.raises(ConstraintError, match=why):
-        go_on(greedy, "".join(dice.choices("ab", k=2_000)))
-    go_on(modest, "a")
+        consume_letters(greedy, "".join(dice.choices("ab", k=2_000)))
+    consume_letters(modest, "a")
     assert modest.consume([LETTERS.index("x")]) == 0  # a refusal is no failure
-    go_on(make(), "ba")
+    consume_letters(make(), "ba")
 
 
 def test_a_verifier_blames_the_grammar_and_not_its_model() -> None:
-    """The limit is met in taking a token, without an error of the library."""
+    """The limit is met while a token is consumed, and the library raises no error."""
     reader = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     reader.trials = Untried()
     texts = [present(reader(BOMB).matcher)() for _ in range(6)]
@@ -546,7 +548,7 @@ def test_a_verifier_blames_the_grammar_and_not_its_model() -> None:
         try:
             if any(texts[place].mask()):
                 token = LETTERS.index(dice.choice("ab"))
-                assert texts[place].consume([token]) == 1  # its mask allows it
+                assert texts[place].consume([token]) == 1  # its mask allows the token
         except ConstraintError as error:
             assert "limit step_lexer_fuel of 100,000" in str(error)  # noqa: PT017
             texts[place] = present(reader(BOMB).matcher)()
@@ -563,16 +565,16 @@ CAT = schema(
 )
 
 
-async def written(one: Agent, constraint: Constraint, prompt: str = "cat") -> str:
+async def generate_text(one: Agent, constraint: Constraint, prompt: str = "cat") -> str:
     params = replace(SAMPLED, constraint=constraint)
     return "".join([chunk.text async for chunk in one.generate(prompt, params)])
 
 
 async def test_a_device_without_the_library_gets_the_same_text() -> None:
     async with pair(READER, READER) as with_it, pair(READER, None) as without:
-        text = await written(with_it, CAT)
+        text = await generate_text(with_it, CAT)
         assert set(json.loads(text)) == {"name", "lives"}
-        assert await written(without, CAT) == text
+        assert await generate_text(without, CAT) == text
         for one in (with_it, without):
             assert present(one.stats).counters.draft_failure == ""
 
@@ -581,14 +583,14 @@ async def test_a_verifier_says_what_it_cannot_keep(monkeypatch: pytest.MonkeyPat
     bad = schema({"type": "objekt"})
     async with pair(READER, None) as one:
         with pytest.raises(GenerationError, match="Invalid type: objekt") as caught:
-            await written(one, bad)
+            await generate_text(one, bad)
         assert caught.value.code is FaultCode.INVALID
         monkeypatch.setattr("edgespec.models.grammar.find_spec", lambda name: None)
         with pytest.raises(GenerationError, match=r"pip install 'edgespec\[grammar\]'"):
-            await written(one, CAT)
+            await generate_text(one, CAT)
     async with pair(None, None) as one:
         with pytest.raises(GenerationError, match="this verifier does not support json_schema"):
-            await written(one, CAT)
+            await generate_text(one, CAT)
 
 
 async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None:

@@ -1,8 +1,9 @@
-"""What a model's folder says, what a draft reference leads to, and text from tokens in pieces.
+"""Tests of reading a model's folder, of resolving draft references, and of decoding tokens piece by
+piece.
 
-Oracles: decoding the whole sequence at once; messages that name the file or reference at fault and
-what there is instead; fingerprints that are equal exactly when ids, or weights, are; the text is
-the same with and without a draft.
+Oracles: the whole sequence decoded at once; errors that name the file or reference at fault and the
+alternatives; fingerprints that are equal exactly when ids, or weights, are; and output that is the
+same with and without a draft.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def test_a_draft_folder_with_another_tokenizer_is_refused(tmp_path: Path) -> Non
     message = r"tokenizer\.json: its vocabulary is \w+, but the draft was exported with \w+"
     with pytest.raises(ModelFolderError, match=message):
         model_info(folder)
-    for elsewhere in ("", "bundled"):  # the draft's tokenizer need not be the one that is used
+    for elsewhere in ("", "bundled"):  # the draft's tokenizer need not be the one in use
         with pytest.raises(ModelFolderError, match=message):
             build_agent(replace(config, tokenizer=elsewhere))
 
@@ -201,7 +202,7 @@ def test_every_difference_counts(
 def test_ids_that_are_none_are_named_with_their_file(
     tmp_path: Path, vocabulary: dict[str, Any], added: list[dict[str, Any]], message: str
 ) -> None:
-    """A device has such files from its verifier, and counts ids from 0 on."""
+    """A device receives such files from its verifier, and counts ids from 0 on."""
     with pytest.raises(ModelFolderError, match=rf"tokenizer\.json: {message}"):
         fingerprint(tmp_path, vocabulary, added)
 
@@ -219,7 +220,7 @@ SIZE = 3_000_000
 
 
 def weights_folder(path: Path, data: bytes = bytes(SIZE), **config: object) -> Path:
-    """A model of one tensor."""
+    """Write a model of one tensor."""
     path.mkdir()
     header = {"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
     text = json.dumps(header).encode()
@@ -272,8 +273,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 def test_no_character_is_lost_however_much_is_broken(
     tokenizer: TextTokenizer, data: st.DataObject
 ) -> None:
-    """What is no replacement character arrives, whole and in order, however tokens are grouped, in
-    long broken texts too."""
+    """Every character except the replacement character must arrive, whole and in order, however
+    tokens are grouped, even in long broken texts."""
     size = tiny_config()["vocab_size"]
     tokens = data.draw(st.lists(st.integers(0, size - 1), max_size=80))
     tokens += [tokenizer.encode("漢")[1]] * data.draw(st.integers(0, 40))
@@ -306,7 +307,7 @@ def test_a_continuation_is_what_the_whole_has_behind_the_prompt(
 
 
 def byte_fallback(folder: Path, *more: decoders.Decoder) -> TextTokenizer:
-    """A vocabulary in which token i is byte i, and 256 a word."""
+    """Make a vocabulary in which token i is byte i, and 256 is a word."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "?": 257}
     inner = Tokenizer(models.BPE(vocabulary, [], unk_token="?", byte_fallback=True))
     inner.decoder = decoders.Sequence(
@@ -316,9 +317,9 @@ def byte_fallback(folder: Path, *more: decoders.Decoder) -> TextTokenizer:
     return TextTokenizer(folder)
 
 
-def _spelled(tokens: list[int], strips: bool) -> str:
-    """Oracle: Python's own decoder of each run of bytes. As Llama's, one decoder takes the first
-    space off a text."""
+def decode_runs(tokens: list[int], strips: bool) -> str:
+    """Decode each run of bytes with Python's own decoder, as the oracle. Like Llama's decoder, one
+    variant strips the first space of a text."""
     text = "".join(
         " a" * len(list(run)) if word else bytes(run).decode("utf-8", errors="replace")
         for word, run in itertools.groupby(tokens, lambda token: token == 256)
@@ -338,7 +339,7 @@ def test_bytes_and_words_in_any_order_are_what_they_say(
     stream = (stripping if strips else fallback).stream()
     tokens = [token for part in parts for token in part]
     got = "".join(stream.push([token]) for token in tokens) + stream.flush()
-    assert got == _spelled(tokens, strips)
+    assert got == decode_runs(tokens, strips)
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +371,8 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 
 def test_spaces_of_a_metaspace_vocabulary_stay(tmp_path: Path) -> None:
-    """Its decoder drops the first token's leading space, which only the text's first may lose."""
+    """The tokenizer's decoder drops the first token's leading space, which only the first token of
+    a text may lose."""
     inner = Tokenizer(models.WordLevel({"▁the": 0, "▁fox": 1, "es": 2, "?": 3}, unk_token="?"))
     inner.decoder = decoders.Metaspace()
     inner.save(str(tmp_path / "tokenizer.json"))
@@ -381,7 +383,7 @@ def test_spaces_of_a_metaspace_vocabulary_stay(tmp_path: Path) -> None:
     assert [stream.push([t]) for t in (1, 2, 0)] == [" fox", "es", " the"]
 
 
-# --- what a draft reference leads to, and the sentences a user types ------------------------------
+# --- draft references and the sentences a user types ----------------------------------------------
 
 
 PROMPT = "def fibonacci(n):"
@@ -410,7 +412,7 @@ def test_a_variant_is_chosen_by_name_or_the_first_that_works(folder: Path) -> No
     with pytest.raises(ModelFolderError, match=r"no variant 'int8'; there are: q4 \(onnx/model_q4"):
         drafter_of("int8")
     assert drafter_of("auto") == ("float32", [])
-    # One that cannot be loaded is left out, with its reason.
+    # A variant that cannot be loaded is left out, with its reason.
     (folder / "onnx" / "model_q4.onnx").write_bytes(b"nonsense")
     dtype, (said,) = drafter_of("auto")
     assert dtype == "float16"
@@ -513,7 +515,8 @@ def test_older_names_and_nested_configs_are_read(tmp_path: Path) -> None:
 
 
 class Hub:
-    """A repository of ``folder``'s files: it lists them, and copies what patterns ask for."""
+    """A fake Hub repository of ``folder``'s files: it lists them, and copies files that match
+    patterns."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self.cache = folder, cache
@@ -585,13 +588,13 @@ def test_an_unreachable_hub_is_told_with_what_it_said(hub: Hub) -> None:
     hub.reachable = True
     resolve_source("owner/name", Purpose.TEXTS)
     hub.reachable = False
-    with pytest.raises(ModelFolderError, match=what):  # texts alone are no draft
+    with pytest.raises(ModelFolderError, match=what):  # tokenizer files alone are no draft
         resolve_source("owner/name", Purpose.DRAFT)
 
 
 @pytest.fixture(scope="module")
 def bundled_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled draft as onnx-community lays models out, with its own weights."""
+    """Write the bundled draft, with its own weights, in the layout of onnx-community models."""
     folder: Path = tmp_path_factory.mktemp("bundled") / "Some-Model-ONNX"
     own = BUNDLED_FOLDER / "draft"
     shutil.copytree(own, folder, ignore=shutil.ignore_patterns("model.*", "edgespec.json"))

@@ -1,7 +1,8 @@
-"""One request has one answer, whatever draft a device has: the facts of the target come from it.
+"""Tests that one request has one answer, whatever draft a device has: chat template, special tokens
+and generation defaults come from the target.
 
-Oracle: a device without a draft, which has nothing of its own; and, for its prompt, the target's
-own chat template.
+Oracle: a device without a draft, which has no such files of its own; and, for its prompt, the
+target's own chat template.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ WAIT = {"reconnect.give_up_first_s": 200.0}
 
 
 def model(folder: Path, rows: int, seed: int, **generation: Any) -> Path:
-    """A model of ``rows`` ids, of which 320 have a text."""
+    """Write a model of ``rows`` ids, 320 of which have a text."""
     config = tiny_config(vocab_size=rows, eos_token_id=None)
     write_checkpoint(folder, config, tiny_tensors(config, seed))
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
 
 
-def retold(folder: Path, template: str, **tokens: str) -> None:
+def write_template(folder: Path, template: str, **tokens: str) -> None:
     texts = {"chat_template": template, **tokens}
     (folder / "tokenizer_config.json").write_text(json.dumps(texts))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Targets of 384 rows, with the draft's table, three more tokens, and one renamed; and two
-    drafts of 320 rows that say everything else otherwise."""
+    """Write targets of 384 rows, with the draft's table, with three more tokens, and with one
+    renamed token; and two drafts of 320 rows whose other files all differ."""
     root, found = tmp_path_factory.mktemp("texts"), dict[str, Path]()
     for name in ("padded", "more", "renamed"):
         found[name] = model(root / name, 384, 0, **GENERATION, eos_token_id=ENDS)
-        retold(found[name], TEMPLATE, bos_token="<|end|>")
+        write_template(found[name], TEMPLATE, bos_token="<|end|>")
     path = found["more"] / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens([AddedToken(f"<|extra_{n}|>", special=True) for n in range(3)])
@@ -73,7 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     path = found["renamed"] / "tokenizer.json"
     path.write_text(path.read_text().replace("<|user|>", "<|human|>"))
     found["small"] = model(root / "small", 320, 0, repetition_penalty=1.9, eos_token_id=5)
-    retold(found["small"], "other words: {{ messages[0].content }}", bos_token="<|user|>")
+    write_template(found["small"], "other words: {{ messages[0].content }}", bos_token="<|user|>")
     found["other"] = model(root / "other", 320, 2, do_sample=True, temperature=3.0)
     return found
 
@@ -103,7 +104,7 @@ def device(address: str, draft: object) -> AgentConfig:
 
 @asynccontextmanager
 async def endpoint(config: AgentConfig) -> AsyncIterator[tuple[AsyncOpenAI, Any]]:
-    """As ``edgespec serve`` has it over the verifier of ``config``."""
+    """Start an endpoint like ``edgespec serve``, over the verifier of ``config``."""
     config, info = await choose_verifier(config)
     reference = build.tokenizer_reference(config)
     text, watch = build.load_tokenizer(reference), VerifierMonitor({})
@@ -114,7 +115,7 @@ async def endpoint(config: AgentConfig) -> AsyncIterator[tuple[AsyncOpenAI, Any]
 
 
 async def answers(client: Any, agent: Any = None) -> Answers:
-    """What an endpoint says to requests that leave open what the model decides."""
+    """Collect an endpoint's responses to requests that leave the model's defaults open."""
     texts, endings, sent, failures, prompt_tokens = list[str](), list[str](), 0, list[str](), 0
     for seed in (3, 3, 4, 4):
         given = {"model": "edgespec", "seed": seed, "max_tokens": 40}
@@ -245,7 +246,7 @@ async def test_a_service_that_was_there_first_takes_the_texts_of_who_comes(
     assert (late.completion, late.chat) == (expected.completion, expected.chat)
 
 
-def differing(own: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
+def find_differing(own: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
     none: Any = type(own[0])()
     ids = own.keys() | others.keys()
     tables = (lambda n: own.get(n, none)), (lambda n: others.get(n, none))
@@ -255,17 +256,17 @@ def differing(own: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
 @pytest.mark.parametrize("form", [str, str.encode])
 def test_what_is_shared_by_two_tables(form: Callable[[str], str | bytes]) -> None:
     own = {n: form(f"w{n}") for n in range(400)}
-    assert differing(own, dict(own)) == frozenset()
+    assert find_differing(own, dict(own)) == frozenset()
     more = own | {400 + n: form("x") for n in range(20)}
-    assert differing(own, more) == frozenset()
-    assert differing(more, own) == frozenset(range(400, 420))
-    assert differing(own, own | {7: form("other")}) == {7}
+    assert find_differing(own, more) == frozenset()
+    assert find_differing(more, own) == frozenset(range(400, 420))
+    assert find_differing(own, own | {7: form("other")}) == {7}
     shifted = {n: form(f"w{n + 1}") for n in range(400)}
     said = r"400 of 400 ids differ, .*at most 20 may; .*id 0, which is 'w0' in .* and 'w1' in"
     with pytest.raises(SetupError, match=said):
-        differing(own, shifted)
+        find_differing(own, shifted)
     with pytest.raises(SetupError) as refused:
-        differing(own, {n: form("y" * 1_000_000) for n in range(400)})
+        find_differing(own, {n: form("y" * 1_000_000) for n in range(400)})
     assert len(str(refused.value)) < 400
 
 

@@ -1,6 +1,6 @@
-"""Chat templates and tokenizers of others in a process with bounds. Oracles: what the same folder
-gives in this process; the process is another one after it was ended; `serve` ends, and answers
-others, while a template never would."""
+"""Tests of foreign chat templates and tokenizers in a process with bounds. Oracles: the result of
+the same folder in this process; another process after the first one was ended; `serve` ends, and
+answers other requests, while a template runs for ever."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def pid_of(worker: TextWorker) -> int:
     return present(worker._process).pid
 
 
-def shown_by(template: ChatTemplate, messages: Any, tools: Any) -> str:
-    """The text, or the words of a refusal."""
+def render_or_refuse(template: ChatTemplate, messages: Any, tools: Any) -> str:
+    """Return the rendered text, or the text of the refusal."""
     try:
         return template.render(messages, tools=tools)
     except ChatTemplateError as refusal:
@@ -70,7 +70,7 @@ def test_a_child_renders_what_this_process_does(
     near, far = (ChatTemplate(FAMILIES[family], TOKENS, one) for one in (None, worker))
     assert far.variables == near.variables
     for messages in CONVERSATIONS:
-        assert shown_by(far, messages, tools) == shown_by(near, messages, tools)
+        assert render_or_refuse(far, messages, tools) == render_or_refuse(near, messages, tools)
 
 
 @pytest.mark.parametrize("content", ["", "\u20ac \U0001f600 \0", "a" * 2_000_000])
@@ -103,7 +103,7 @@ def test_a_hostile_template_costs_its_own_request_alone(
 
 
 def test_a_template_that_never_ends_is_ended(worker: TextWorker) -> None:
-    """By its processor time, or on a busy machine by the clock."""
+    """The limit of processor time ends it, or on a busy machine the clock."""
     ChatTemplate(GREETING, worker=worker).render([USER])
     before = pid_of(worker)
     with pytest.raises(ChatTemplateError, match="more than the 5 s of processor time"):
@@ -121,7 +121,8 @@ def test_a_child_that_does_not_answer_is_ended_by_the_clock(
     with monkeypatch.context() as patched:
         patched.setattr(text_worker, "_ANSWER_S", 0.05)
         with pytest.raises(ChatTemplateError, match="takes more than"):
-            template.render([{"role": "user", "content": "a" * 1_000_000}])  # beyond the pipe
+            # more than the pipe holds
+            template.render([{"role": "user", "content": "a" * 1_000_000}])
     assert template.render([USER]) == f"{USER['content']}!"
 
 
@@ -159,7 +160,7 @@ def test_a_closed_worker_ends_what_runs_and_starts_nothing() -> None:
     process = present(worker._process)
     with ThreadPoolExecutor(1) as threads:
         endless = threads.submit(ChatTemplate(LOOPS, worker=worker).render, [USER])
-        os.kill(process.pid, signal.SIGSTOP)  # so that its bound does not end it
+        os.kill(process.pid, signal.SIGSTOP)  # stopped, so that its time limit cannot end it
         worker.close()
         with pytest.raises(ChatTemplateError, match=r"stopping|takes more than"):
             endless.result(WITHIN_S)
@@ -305,7 +306,7 @@ def test_a_hostile_tokenizer_is_not_loaded(tmp_path: Path, content: bytes, why: 
 
 
 def test_a_tokenizer_that_fills_memory_with_a_text_costs_that_text_alone(tmp_path: Path) -> None:
-    """Ten normalizers that each write ten letters for one."""
+    """The tokenizer has ten normalizers, each of which writes ten letters for one."""
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     found = json.loads(path.read_text())

@@ -1,7 +1,8 @@
-"""A tokenizer folder is read as transformers reads it, and a token's bytes are its decoder's text.
+"""Tests that a tokenizer folder is read as transformers reads it, and that a token's bytes are its
+decoder's text.
 
-Oracle: ``AutoTokenizer`` on the same folder: the ids of a text, the text of ids, which ids are
-special, the whole vocabulary, and the special tokens by their names.
+Oracle: ``AutoTokenizer`` on the same folder: the ids of a text, the text of ids, the set of special
+ids, the whole vocabulary, and the special tokens by name.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def test_each_token_is_what_the_decoder_shows_in_the_middle_of_a_text(folder: Pa
 
 
 def test_a_stream_is_what_the_decoder_shows_of_the_whole(folder: Path) -> None:
-    """Also of a text whose characters are cut into bytes."""
+    """This must hold even if the text's characters are cut into bytes."""
     library: Any = AutoTokenizer.from_pretrained(folder)
     ours = TextTokenizer(folder)
     size, ends_words = len(library), "BPEDecoder" in (folder / "tokenizer.json").read_text()
@@ -201,10 +202,12 @@ def test_a_stream_is_what_the_decoder_shows_of_the_whole(folder: Path) -> None:
         for tokens in (ids, ids[::-1], [token for one in ids for token in (one, size - 3)]):
             whole = ours.decode(tokens)
             if "\ufffd" in whole:
-                continue  # where bytes are no character, how many stand for them is the library's
+                # the library decides how many replacement characters stand for broken bytes
+                continue
             stream = ours.stream()
             got = "".join(stream.push([token]) for token in tokens) + stream.flush()
-            if ends_words:  # the last token's end of a word is no space, but a stream may go on
+            # the library drops the space after the last word, but a stream may go on
+            if ends_words:
                 got = got.removesuffix(" ")
             assert got == whole
             shown = [token for token in tokens if token not in ours.special_ids]

@@ -1,9 +1,10 @@
-"""The sampling law and its noise on arrays, and on tensors of torch. Oracles: the scalar law,
-``core/protocol/sampling``; for rows of a large vocabulary, the same with everything sorted and
-summed.
+"""Tests of the sampling law and its noise, on numpy arrays and on torch tensors.
 
-float32 against float64 may order two nearly equal scores differently; the examples draw logits on
-a grid and noise from a hash, so such a tie would be found once and then be a fact of the test.
+Oracles: the scalar law in ``core/protocol/sampling``; for rows of a large vocabulary, the same law
+with everything sorted and summed.
+
+float32 and float64 may order two nearly equal scores differently. The examples draw logits on a
+grid and noise from a hash, so such a tie would fail reproducibly and not at random.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def test_logprobs_are_those_of_the_warped_distribution(
 @pytest.mark.parametrize("min_p", [5e-324, 1e-60])
 @pytest.mark.parametrize("penalty", [0.01, 100.0])
 def test_tiny_shares_and_extreme_penalties_warn_of_nothing(min_p: float, penalty: float) -> None:
-    """Warnings are errors in this suite."""
+    """A warning would fail the test, because this suite turns warnings into errors."""
     params = SamplingParams(
         temperature=1e-6, min_p=min_p, top_p=5e-324, repetition_penalty=penalty, seed=3
     )
@@ -125,7 +126,7 @@ def test_a_broken_row_is_refused(bad: float) -> None:
 
 
 def expected(logits: Values, params: SamplingParams, position: int, width: int) -> list[int]:
-    """Token ids, best first, by whole sorts; as ``warp`` says it."""
+    """Return token ids, best first, by sorting whole rows in the way that ``warp`` specifies."""
     scores = (logits - logits.max()) / np.float32(params.temperature)
     ranked = np.argsort(-scores, kind="stable")
     ranked = ranked[scores[ranked] > -np.inf]
@@ -150,8 +151,9 @@ def expected(logits: Values, params: SamplingParams, position: int, width: int) 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_nothing_is_lost_of_any_row(seed: int) -> None:
-    """Rows of sizes that no part, probe or block divides: a bulk, a few groups above it, ties, a
-    peak over a plain, tokens that cannot be."""
+    """The vectorised path must agree with whole sorts for row sizes that no part, probe or block
+    divides. The rows hold a bulk, a few groups above it, ties, a peak over a plain, and impossible
+    tokens."""
     dice, work = np.random.default_rng(seed), Workspace()
     for position in range(8):
         size = int(dice.integers(3_000, 90_000))
@@ -207,7 +209,7 @@ def _block(
     output: Sequence[int] = (),
     key: str = "s",
 ) -> tensors.SampleBlock:
-    """One row, whose text so far is ``prompt`` and ``output``."""
+    """Build one row, whose text so far is ``prompt`` and ``output``."""
     counts = tensors.TextOccurrences(len(prompt))
     counts.update([*prompt, *output], 0)
     return tensors.SampleBlock(key, params, (position,), counts.occurrences_before((), ()))
@@ -250,8 +252,8 @@ def _random_params(rng: random.Random, extreme: bool) -> SamplingParams:
 def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
     size: int, large: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random texts, trees and parameters; logits on a coarse grid, so that many are equal. Rows
-    over a large vocabulary go by arrays."""
+    """Texts, trees and parameters are random; logits lie on a coarse grid, so that many are equal.
+    Rows over a large vocabulary use the array code."""
     if large:
         monkeypatch.setattr(tensors, "_LARGE_VOCABULARY", 1)
     rng = random.Random(size)
@@ -271,7 +273,8 @@ def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
             positions = [first + len(path) for path in paths]
             before = counts.occurrences_before(nodes, parents)
             blocks.append(tensors.SampleBlock(f"s{session}", params, positions, before))
-            # On a GPU sums of equal numbers may be cut elsewhere.
+            # On a GPU sums of equal numbers may be cut elsewhere, so the grid has to be finer
+            # there.
             step = rng.choice([0.25, 1e-3]) if device == "cpu" else 1e-6
             for path, position in zip(paths, positions, strict=True):
                 line = [round(rng.gauss(0, 3) / step) * step for _ in range(size)]

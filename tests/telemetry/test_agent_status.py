@@ -1,5 +1,5 @@
-"""The status of an agent, and its page: over HTTP, and in headless Chromium, which must have
-nothing to complain of. Oracles: the agent's own counters, and what was done to its verifier."""
+"""Tests of an agent's status and its page, over HTTP and in headless Chromium, which must report no
+error. Oracles: the agent's own counters, and the known treatment of its verifier."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def agent_for(address: str | tuple[str, ...], **changes: object) -> Agent:
     return build_agent(replace(config, **changes))  # type: ignore[arg-type]
 
 
-async def text_of(agent: Agent) -> int:
+async def count_generated(agent: Agent) -> int:
     return sum([len(chunk.tokens) async for chunk in agent.generate(SECRET, PARAMS)])
 
 
 async def test_counts_are_those_of_the_generations() -> None:
-    # The verifier waits for drafts, so that there is something to count and to judge.
+    # The verifier waits for drafts, so that there are drafts to count and to judge.
     waits = PolicySection(run_ahead=RunAhead.NEVER)
     async with serving() as (address, _), agent_for(address, policy=waits) as agent:
         source = StatusSource(agent, (address,))
         counters = []
         for _ in range(2):
-            assert await text_of(agent) == COUNT
+            assert await count_generated(agent) == COUNT
             assert agent.stats is not None
             counters.append(agent.stats.counters)
         found = source.snapshot()
@@ -91,7 +91,7 @@ async def test_counts_are_those_of_the_generations() -> None:
         assert getattr(totals, name) == sum(getattr(one, name) for one in counters), name
     assert (found.running, found.generations) == (0, ())
     assert found.drafting == verdict
-    assert verdict.worth is not None  # which one follows from the price, a matter of time
+    assert verdict.worth is not None  # its value follows from the price, which depends on time
     assert found.tokens_per_s > 0
     shown = json.dumps(found.as_json())
     assert "prompt_tokens" in shown
@@ -111,7 +111,7 @@ def test_the_ring_is_bounded_and_says_what_it_lost() -> None:
 
 
 def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_made() -> None:
-    """Steps that follow one another without a pause, of two texts, looked at once a second."""
+    """Steps of two generations follow one another without a pause and are polled once a second."""
     activity, step_s = Activity(), 4 / 5700
     polls: list[tuple[TimelineEvent, ...]] = []
     last, second = 0, 1.0
@@ -144,7 +144,7 @@ async def test_of_several_verifiers_each_has_a_state(dead: str) -> None:
         watch = VerifierMonitor({dead: connect(dead), here: connect(here)})
         source = StatusSource(agent, (dead, here), watch=watch)
         assert [one.address for one in source.snapshot().verifiers] == [dead, here]
-        await text_of(agent)
+        await count_generated(agent)
         async with asyncio.timeout(60.0):
             while not watch.ready:
                 await watch.refresh()
@@ -153,7 +153,7 @@ async def test_of_several_verifiers_each_has_a_state(dead: str) -> None:
         await watch.close()
 
 
-def judged(**changes: object) -> tuple[bool | None, str]:
+def judge(**changes: object) -> tuple[bool | None, str]:
     counters = DraftCounters(tried=10, hits=8, committed=20, passes=10)
     price = RowPrice()
     for name, value in changes.items():
@@ -163,19 +163,19 @@ def judged(**changes: object) -> tuple[bool | None, str]:
 
 
 def test_drafting_is_judged_by_the_verifiers_price() -> None:
-    assert judged() == (
+    assert judge() == (
         True,
         "80% of the draft's first choices were right; a pass brings 2.0 tokens",
     )
-    assert judged(least_chance=0.3)[0] is True
-    worth, why = judged(least_chance=0.8)
+    assert judge(least_chance=0.3)[0] is True
+    worth, why = judge(least_chance=0.8)
     assert worth is False
     assert "0.80" in why
-    busy = "the verifier's passes are busy: it takes no drafts now"  # its places may all be free
-    assert judged(credit=0) == (False, busy)
+    busy = "the verifier's passes are busy: it takes no drafts now"  # all slots may still be free
+    assert judge(credit=0) == (False, busy)
     priced = f"{busy}, a row is worth its price from a chance of 0.80 on"
-    assert judged(credit=0, least_chance=0.8) == (False, priced)
-    worth, why = judged(draft_failure="RuntimeError: no memory")
+    assert judge(credit=0, least_chance=0.8) == (False, priced)
+    worth, why = judge(draft_failure="RuntimeError: no memory")
     assert worth is False
     assert "no memory" in why
     assert assess_drafting(WindowedPolicy(), RowPrice(), None, None).worth is None
@@ -192,7 +192,7 @@ def test_drafting_is_judged_by_the_verifiers_price() -> None:
 def test_the_rate_is_that_of_the_last_seconds() -> None:
     activity = Activity()
     assert activity.tokens_per_s(100.0) == 0.0
-    for tenth in range(1000, 1100):  # ten seconds, twenty a second
+    for tenth in range(1000, 1100):  # ten seconds with twenty commits a second
         activity.note(tenth / 10, 1, EventKind.SEND, 9)
         activity.note(tenth / 10, 1, EventKind.COMMIT, 2)
     assert activity.tokens_per_s(110.0) == pytest.approx(20.0, rel=0.15)
@@ -205,7 +205,7 @@ NAMES = {METRICS_PREFIX + one.name for one in AGENT_METRICS}
 
 
 def samples(status: AgentStatus) -> dict[tuple[str, str], float]:
-    """Every sample by its name and the value of its label."""
+    """Return every sample by its name and the value of its label."""
     registry = make_registry(Table(METRICS_PREFIX, AGENT_METRICS, lambda: status))
     text = generate_latest(registry).decode()
     return {
@@ -236,7 +236,7 @@ def test_the_manual_has_each_of_them() -> None:
 # --- the status page ------------------------------------------------------------------------------
 
 
-def _asking(app: ASGIApp, key: str) -> ASGIApp:
+def require_key(app: ASGIApp, key: str) -> ASGIApp:
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         shown = Headers(scope=scope).get("authorization")
         fine = scope["path"] == "/" or shown == f"Bearer {key}"
@@ -247,11 +247,11 @@ def _asking(app: ASGIApp, key: str) -> ASGIApp:
 
 @contextlib.asynccontextmanager
 async def status_page(source: StatusSource, key: str = "") -> AsyncIterator[str]:
-    """Yields the address of the page, with a slash at its end; with a ``key`` its numbers are for
-    those who show it."""
+    """Yield the address of the page, with a slash at its end. If ``key`` is set, only requests that
+    show it get the numbers."""
     app: ASGIApp = Starlette(routes=status_routes(source))
     if key:
-        app = _asking(app, key)
+        app = require_key(app, key)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
@@ -278,20 +278,20 @@ browser = pytest.mark.skipif(
 )
 
 
-async def fetched(url: str) -> tuple[dict[str, str], str]:
-    def fetch() -> tuple[dict[str, str], str]:
+async def fetch(url: str) -> tuple[dict[str, str], str]:
+    def read() -> tuple[dict[str, str], str]:
         with urllib.request.urlopen(url, timeout=WITHIN_S) as answer:
             return dict(answer.headers), answer.read().decode()
 
-    return await asyncio.to_thread(fetch)
+    return await asyncio.to_thread(read)
 
 
 async def status(url: str) -> Any:
-    return json.loads((await fetched(url))[1])
+    return json.loads((await fetch(url))[1])
 
 
-async def looked_at(url: str, folder: Path, *options: str) -> tuple[str, list[str]]:
-    """The page after a few polls, and what was said on the console."""
+async def render_page(url: str, folder: Path, *options: str) -> tuple[str, list[str]]:
+    """Return the page after a few polls, and the lines that it wrote to the console."""
     assert BROWSER is not None
     chromium = await asyncio.create_subprocess_exec(
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
@@ -317,7 +317,7 @@ class FirstDraft:
 
 
 async def test_the_numbers_come_with_events_once_and_without_a_text() -> None:
-    """The target waits with its first pass for a draft."""
+    """The target's first pass waits for a draft, so that the timeline holds one."""
     target = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=0)
     async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
         stack.callback(target.gate.set)
@@ -356,7 +356,7 @@ async def test_the_page_runs_its_own_script_only() -> None:
     async with serving() as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
             async with status_page(StatusSource(agent, (address,))) as url:
-                headers, body = await fetched(url)
+                headers, body = await fetch(url)
     assert headers["content-security-policy"] == policy
     assert headers["x-content-type-options"] == "nosniff"
     assert body == text
@@ -366,7 +366,7 @@ async def test_the_page_runs_its_own_script_only() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> None:
-    pacing = PacingSection(pass_ms=400.0)  # the text takes longer than a browser does
+    pacing = PacingSection(pass_ms=400.0)  # the generation takes longer than a browser's start
     slow = VerifierConfig(model="toy", port=0, pacing=pacing)
     async with serving(config=slow) as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
@@ -374,7 +374,7 @@ async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> N
             async with status_page(source) as url:
                 chunks = agent.generate(PROMPT, replace(SHORT, max_tokens=3000))
                 await anext(chunks)
-                dom, said = await looked_at(url, tmp_path, *options)
+                dom, said = await render_page(url, tmp_path, *options)
                 await chunks.aclose()
     assert said == []
     assert int(re.findall(r'data-polled="(\d+)"', dom)[0]) >= 2

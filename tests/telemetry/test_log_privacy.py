@@ -1,7 +1,8 @@
-"""No log line shows a client's words, whatever a library makes of them.
+"""Tests that no log line quotes a client's words, whatever a library puts into its errors.
 
-Oracle: a secret word in what a client sends, which must not be in anything that was logged; and the
-source: each log call with an exception goes through ``telemetry.logs.log_failure``.
+Oracle: a secret word in the client's input, which must be absent from everything that was logged;
+and the source, in which each log call with an exception goes through
+``telemetry.logs.log_failure``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def test_a_failure_is_logged_with_its_places(
 
 
 def test_every_log_call_with_an_exception_leaves_its_words_out() -> None:
-    """``logger.exception``, ``exc_info`` and ``traceback`` are for ``log_failure`` alone."""
+    """Only ``log_failure`` may use ``logger.exception``, ``exc_info`` and ``traceback``."""
     found: list[str] = []
     allowed = {"edgespec/telemetry/logs.py", "edgespec/core/protocol/failures.py"}
     for path in sorted((ROOT / "edgespec").rglob("*.py")):
@@ -75,7 +76,7 @@ def test_every_log_call_with_an_exception_leaves_its_words_out() -> None:
 
 
 class PanicException(BaseException):  # the name that pyo3 gives it
-    """Not an ``Exception``, as that of a library in Rust."""
+    """An error that is not an ``Exception``, like the panics of libraries written in Rust."""
 
 
 @pytest.mark.parametrize("error", [Exception(SECRET), KeyError(SECRET), PanicException(SECRET)])
@@ -110,7 +111,7 @@ async def test_a_grammar_that_cannot_be_read_is_the_clients_error_and_in_no_log(
 
 
 async def test_a_reader_that_breaks_quotes_no_client(caplog: pytest.LogCaptureFixture) -> None:
-    """The fault of a stream is logged, too."""
+    """The fault that ends a stream is logged too, and must not quote the client either."""
     caplog.set_level(logging.DEBUG)
 
     def broken(constraint: Constraint) -> Constraint:

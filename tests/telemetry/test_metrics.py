@@ -1,6 +1,6 @@
-"""What a verifier tells whoever runs it: metrics and log lines. Oracles: what its devices counted
-and received, over real gRPC and HTTP; a reader that takes each line for one JSON object; words that
-occur nowhere else."""
+"""Tests of a verifier's metrics and log lines. Oracles: the counts and tokens of its devices, over
+real gRPC and HTTP; a reader that expects one JSON object per line; and words that occur nowhere
+else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ QUIET = VerifierConfig(model="toy", server_drafts=False)
 
 
 class Scrape:
-    """The samples of one fetch, by name (less the prefix) and labels (less the model's name)."""
+    """The samples of one fetch, by name (without the prefix) and labels (without the model's
+    name)."""
 
     def __init__(self, text: str) -> None:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -70,7 +71,7 @@ class Scrape:
         return self.samples[name, label]
 
     def labels(self, name: str) -> dict[str, float]:
-        """The values of a metric by its label, zeros left out."""
+        """Return the values of a metric by its label, without zeros."""
         found = {label: value for (one, label), value in self.samples.items() if one == name}
         assert found, name
         return {label: value for label, value in found.items() if value}
@@ -95,8 +96,8 @@ def fetch(url: str) -> str:
 async def watched(
     config: VerifierConfig | None = None, target: TargetModel | None = None
 ) -> AsyncIterator[Watched]:
-    """A toy verifier over real gRPC, with metrics on a free port; it guesses nothing by itself,
-    unless ``config`` says so."""
+    """Start a toy verifier over real gRPC, with metrics on a free port. Unless ``config`` is given,
+    it drafts nothing by itself."""
     config = replace(config or QUIET, port=0, metrics_port=0)
     with contextlib.closing(MetricsServer(config)) as found:
         verifier, server = build_verifier(config, target=target, watch=found.watch)
@@ -117,16 +118,17 @@ ACCEPTED = "spec_decode_num_accepted_tokens_total"
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
-async def generated(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:
+async def generate(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:
     count = len(tokens(await collect(agent, params)))
     return count, present(agent.stats).counters
 
 
 async def test_the_counts_are_those_of_the_devices() -> None:
     async with watched() as found:
-        settings = config(found.address, run_ahead=m.RunAhead.NEVER)  # for drafts to count
+        # so that there are drafts to count
+        settings = config(found.address, run_ahead=m.RunAhead.NEVER)
         async with build_agent(settings) as one, build_agent(settings) as two:
-            results = await asyncio.gather(generated(one, GREEDY), generated(two, SAMPLED))
+            results = await asyncio.gather(generate(one, GREEDY), generate(two, SAMPLED))
         seen = await found.scrape()
     counters = [counters for _, counters in results]
     assert seen.value("generation_tokens_total") == sum(count for count, _ in results)
@@ -144,13 +146,14 @@ async def test_the_counts_are_those_of_the_devices() -> None:
 
 
 async def test_who_drafted_what_is_told() -> None:
-    """By the metrics and by ``Info``; an emulated step is cheap beside a pass."""
+    """Metrics and ``Info`` must attribute drafts to their source. An emulated draft step is cheap
+    compared with a pass, so the verifier drafts."""
     paces = PacingSection(pass_ms=20.0, draft_ms=1.0)
     async with watched(settings := replace(QUIET, draft="toy", pacing=paces)) as found:
         async with build_agent(config(found.address)) as agent:
-            count, counters = await generated(agent, GREEDY)
+            count, counters = await generate(agent, GREEDY)
         async with build_agent(config(found.address, draft="none")) as agent:
-            count += (await generated(agent, GREEDY))[0]
+            count += (await generate(agent, GREEDY))[0]
         transport = connect(found.address)
         info = await transport.info()
         await transport.close()
@@ -171,14 +174,15 @@ async def test_who_drafted_what_is_told() -> None:
     assert seen.value("server_draft_failures_total") == 0
 
 
-async def _ended(found: Watched) -> Scrape:
-    """Once the verifier has let go of every stream and session."""
+async def scrape_when_idle(found: Watched) -> Scrape:
+    """Fetch the metrics once the verifier has released every stream and session."""
     await until(lambda: not (found.verifier.engine.sessions or found.verifier._streams))
     return await found.scrape()
 
 
 async def test_a_resumed_stream_is_not_counted_again() -> None:
-    """The second stream holds what the first one got, the third nothing: it is sent all again."""
+    """The second stream already holds the first one's tokens. The third holds nothing, so it
+    receives all of them again."""
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     async with watched() as found:
         transport = connect(found.address)
@@ -200,7 +204,7 @@ async def test_a_resumed_stream_is_not_counted_again() -> None:
         seen = await found.scrape()
     assert seen.value("time_to_first_token_seconds_count") == 1
     assert seen.value("prompt_tokens_total") == len(IDS)
-    # One pass may have ended while no stream was there to hear of it.
+    # One pass may have ended between two streams, when no stream was there to receive its token.
     assert 11 <= seen.value("generation_tokens_total") <= 12 == len(held)
     finished = seen.labels("requests_finished_total")
     assert sum(finished.values()) == 3
@@ -219,7 +223,7 @@ async def test_nothing_that_devices_send_makes_a_new_series() -> None:
         await transport.close()
         async with build_agent(config(found.address)) as agent:
             await collect(agent, SAMPLED)
-        after = await _ended(found)
+        after = await scrape_when_idle(found)
     assert after.samples.keys() == before.samples.keys()
     assert after.models == before.models
     assert sum(after.labels("requests_rejected_total").values()) == 20
@@ -329,14 +333,14 @@ def test_a_failed_pass_has_no_length() -> None:
     assert scene.meter.failed_passes == 1
 
 
-# --- log lines, in which nothing stands of what was asked and answered ----------------------------
+# --- log lines, which hold nothing of requests and outputs ----------------------------------------
 
 
 WITHIN_S = 120
 
 
 class Lines(logging.Handler):
-    """Every line as JSON, read back."""
+    """Log handler that parses every line as JSON."""
 
     logger, level = "edgespec", logging.INFO
 
@@ -358,7 +362,7 @@ class Lines(logging.Handler):
 
 
 @contextlib.contextmanager
-def heard(handler: Lines) -> Iterator[Lines]:
+def attach_handler(handler: Lines) -> Iterator[Lines]:
     logger = logging.getLogger(handler.logger)
     level = logger.level
     logger.addHandler(handler)
@@ -370,7 +374,7 @@ def heard(handler: Lines) -> Iterator[Lines]:
 
 @pytest.fixture
 def log() -> Iterator[Lines]:
-    with heard(Lines()) as found:
+    with attach_handler(Lines()) as found:
         yield found
 
 
@@ -430,7 +434,7 @@ FULL = Path("/dev/full")
 
 @pytest.fixture
 def full() -> Path:
-    """A disk that takes nothing."""
+    """Return a path on a disk that is full."""
     if not FULL.exists():
         pytest.skip(f"this system has no {FULL}")
     return FULL
@@ -471,12 +475,12 @@ class Everything(Lines):
 
 @pytest.fixture
 def all_lines() -> Iterator[Lines]:
-    with heard(Everything()) as found:
+    with attach_handler(Everything()) as found:
         yield found
 
 
 class Failing(ToyTarget):
-    """Fails once, in a pass."""
+    """A target that fails once, in a pass."""
 
     failing = False
 
@@ -517,12 +521,13 @@ async def test_no_request_leaves_its_words_in_a_log(all_lines: Lines) -> None:
             path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
             statuses.add((await ask(live, path, asked)).status)
         failing.failing = True
-        while failing.failing or 200 not in statuses:  # it has met a pass, however busy this is
+        # repeat until a request has met the failing pass, however busy this machine is
+        while failing.failing or 200 not in statuses:
             statuses.add((await ask(live, "/v1/completions", ASKED[0])).status)
         logging.getLogger("edgespec").info("the last line")
     assert {200, 400} <= statuses
     text = "\n".join(all_lines.texts)
-    assert "a pass was chosen to fail" in text  # it is told that it failed, and not what was asked
+    assert "a pass was chosen to fail" in text  # the log names the failure, but not the request
     assert "the last line" in text
     assert WORD not in text
     assert ", ".join(map(str, ToyTokenizer().encode(WORD)[:6])) not in text
@@ -532,8 +537,8 @@ async def test_a_bug_while_a_request_is_answered_leaves_none_either(
     all_lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with over_toy() as live:
-        monkeypatch.setattr(live.endpoint.agent, "_make_session", _breaks)
-        monkeypatch.setattr(live.endpoint.tokenizer, "chat_template", _breaks)
+        monkeypatch.setattr(live.endpoint.agent, "_make_session", raise_bug)
+        monkeypatch.setattr(live.endpoint.tokenizer, "chat_template", raise_bug)
         for asked in (ASKED[0], ASKED[9]):
             path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
             assert (await ask(live, path, asked)).status == 500
@@ -543,5 +548,5 @@ async def test_a_bug_while_a_request_is_answered_leaves_none_either(
     assert WORD not in text
 
 
-def _breaks(*arguments: object, **more: object) -> object:
+def raise_bug(*arguments: object, **more: object) -> object:
     raise ZeroDivisionError("a bug")

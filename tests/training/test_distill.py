@@ -1,8 +1,8 @@
-"""Training a draft: losses, what is written and counted, a run that stops and goes on, the command;
-and the tools that train the bundled pair.
+"""Tests of training a draft: losses, the texts that are written, an interrupted run that goes on,
+the command, and the tools that train the bundled pair.
 
 Oracles: sums over plain numbers, the scalar sampling law over whole prefixes without a cache, the
-exporter's own rounding, and a run that nobody stopped.
+exporter's own rounding, and an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ PROMPTS = [[DICE.randrange(1, SIZE) for _ in range(2 + n % 5)] for n in range(30
 PIECES, RECORDED = [Text(ids, len(ids)) for ids in PROMPTS], [Text(ids, 1) for ids in PROMPTS]
 
 
-def nothing() -> None:
-    """Nobody asks for a stop."""
+def never_stop() -> None:
+    """Never request a stop."""
 
 
 def tiny(seed: int) -> Any:
@@ -148,7 +148,7 @@ def scalar_choice(model: Any, tokens: list[int], temperature: float, seed: int) 
 
 def test_what_is_written_is_the_scalar_law_behind_each_prefix() -> None:
     prompts, heat, seeds = PROMPTS[:6], [0.0, 0.7] * 3, list(range(10, 16))
-    texts = write(TARGET, prompts, heat, seeds, 9, nothing)
+    texts = write(TARGET, prompts, heat, seeds, 9, never_stop)
     for prompt, text, temperature, seed in zip(prompts, texts, heat, seeds, strict=True):
         assert (text.tokens[: text.start], text.start) == (prompt, len(prompt))
         for at in range(text.start, len(text.tokens)):
@@ -161,11 +161,11 @@ def test_what_is_written_is_the_scalar_law_behind_each_prefix() -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 def test_acceptance_is_the_share_of_equal_choices(recorded: bool) -> None:
     draft = tiny(2)
-    held = HeldBack(TARGET, (RECORDED if recorded else PIECES)[:4], 6, SIZE, nothing)
+    held = HeldBack(TARGET, (RECORDED if recorded else PIECES)[:4], 6, SIZE, never_stop)
     same = held.acceptance(TARGET)
     assert all(share == 1.0 for shares in same.values() for share in shares)
     for temperature, shares in held.acceptance(draft).items():
-        written = write(TARGET, PROMPTS[:4], [temperature] * 4, range(4), 6, nothing)
+        written = write(TARGET, PROMPTS[:4], [temperature] * 4, range(4), 6, never_stop)
         texts = RECORDED[:4] if recorded else written
         for seed, (text, share) in enumerate(zip(texts, shares, strict=True)):
             prefixes = [text.tokens[:at] for at in range(text.start, len(text.tokens))]
@@ -219,7 +219,7 @@ def test_what_is_held_back_is_not_learned_from() -> None:
 
 
 def test_the_pieces_of_a_text_stay_together() -> None:
-    """But for the texts at the borders of the three parts."""
+    """Only texts at the borders between the three parts may be split."""
     parts = split([[Text([text, at], 1) for at in range(3)] for text in range(60)], seed=3)
     texts = [{piece.tokens[0] for piece in part} for part in parts]
     assert sum(map(len, texts)) <= 60 + 2
@@ -230,15 +230,17 @@ def _few_texts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "ROUND", 4)
 
 
-def begun(draft: Any, pieces: list[Text], check: Any = nothing, **settings: Any) -> Distillation:
-    held = HeldBack(TARGET, pieces[20:], LENGTH // 2, SIZE, nothing)
+def begin_distillation(
+    draft: Any, pieces: list[Text], check: Any = never_stop, **settings: Any
+) -> Distillation:
+    held = HeldBack(TARGET, pieces[20:], LENGTH // 2, SIZE, never_stop)
     chosen = TrainingSettings(length=LENGTH, **{"rows": 4} | settings)
     return Distillation(TARGET, draft, pieces[:20], held, chosen, check)
 
 
 def run(folder: Path, stop_at: int = 0, pieces: list[Text] = PIECES, **how: Any) -> tuple[int, Any]:
-    """How often a small training looked whether to stop, and its weights; the ``stop_at``-th look
-    stops it, and another run goes on."""
+    """Return the number of checks for a stop in a small training, and its weights. Check number
+    ``stop_at`` stops the first run, and another run goes on."""
     looks, draft = count(1), tiny(2)
 
     def check() -> None:
@@ -248,19 +250,19 @@ def run(folder: Path, stop_at: int = 0, pieces: list[Text] = PIECES, **how: Any)
     def report(now: Progress) -> None:
         assert now.share == pytest.approx(now.step / 8)
 
-    found = begun(draft, pieces, check, **how)
+    found = begin_distillation(draft, pieces, check, **how)
     try:
-        found.run(Budget(steps=8), report, nothing)
+        found.run(Budget(steps=8), report, never_stop)
     except Interrupted:
         training.save_state(folder / "state", found.state())
         draft = tiny(2)
-        found = begun(draft, pieces, check, **how)
+        found = begin_distillation(draft, pieces, check, **how)
         found.restore(training.read_state(folder / "state"))
-        found.run(Budget(steps=8), report, nothing)
+        found.run(Budget(steps=8), report, never_stop)
     return next(looks) - 1, draft.state_dict()
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
@@ -268,42 +270,42 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_stopped_run_ends_with_the_weights_of_a_whole_one(tmp_path: Path, name: LossName) -> None:
     looks, whole = run(tmp_path, loss=name)
     for stop_at in (looks // 3, looks - 1):
-        assert equal(run(tmp_path, stop_at, loss=name)[1], whole), stop_at
+        assert are_equal(run(tmp_path, stop_at, loss=name)[1], whole), stop_at
     assert (tmp_path / "state").exists()
 
 
 def test_a_draft_writes_its_own_texts_where_the_loss_asks_for_them() -> None:
     draft, heat = tiny(2), [0.0, 0.7] * 2
-    found = begun(draft, PIECES, loss=LossName.TOTAL_VARIATION)
-    written = write(draft, PROMPTS[:4], heat, range(4), LENGTH // 2, nothing)
-    found.run(Budget(steps=1), lambda now: None, nothing)
+    found = begin_distillation(draft, PIECES, loss=LossName.TOTAL_VARIATION)
+    written = write(draft, PROMPTS[:4], heat, range(4), LENGTH // 2, never_stop)
+    found.run(Budget(steps=1), lambda now: None, never_stop)
     assert found.state()["texts"] == written
-    found.run(Budget(steps=9), lambda now: None, nothing)
+    found.run(Budget(steps=9), lambda now: None, never_stop)
     assert len(found.state()["texts"]) == 16
 
 
 def test_selective_trains_a_reference_then_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(count: int, loss: LossName) -> list[dict[str, torch.Tensor]]:
-        """The weights before a training and after each step; the first one's rate is 0."""
+        """Return the weights before a training and after each step; the first step's rate is 0."""
         draft = tiny(2)
-        found, seen = begun(draft, PIECES, loss=loss), [copy.deepcopy(draft)]
-        found.run(Budget(steps=count), lambda now: seen.append(copy.deepcopy(draft)), nothing)
+        found, seen = begin_distillation(draft, PIECES, loss=loss), [copy.deepcopy(draft)]
+        found.run(Budget(steps=count), lambda now: seen.append(copy.deepcopy(draft)), never_stop)
         return [one.state_dict() for one in seen]
 
     whole, both = steps(4, LossName.FORWARD_KL), steps(8, LossName.SELECTIVE)
-    assert all(map(equal, both[:6], [*whole, whole[0]]))
+    assert all(map(are_equal, both[:6], [*whole, whole[0]]))
     monkeypatch.setattr(training, "SELECTED_SHARE", 1.0)
     every = steps(8, LossName.SELECTIVE)
-    assert [*map(equal, both, every)] == [True] * 6 + [False] * 3
+    assert [*map(are_equal, both, every)] == [True] * 6 + [False] * 3
 
 
 def test_the_seed_and_nothing_else_decides(tmp_path: Path) -> None:
     _, first = run(tmp_path, 0, RECORDED)
-    assert equal(run(tmp_path, 0, RECORDED)[1], first)
-    assert not equal(run(tmp_path, 0, RECORDED, seed=1)[1], first)
+    assert are_equal(run(tmp_path, 0, RECORDED)[1], first)
+    assert not are_equal(run(tmp_path, 0, RECORDED, seed=1)[1], first)
     slow = run(tmp_path, 0, RECORDED, rate_share=0.2)[1]
-    assert equal(run(tmp_path, 0, RECORDED, learning_rate=2e-4)[1], slow)
-    assert not equal(slow, first)
+    assert are_equal(run(tmp_path, 0, RECORDED, learning_rate=2e-4)[1], slow)
+    assert not are_equal(slow, first)
 
 
 @each_loss
@@ -313,10 +315,10 @@ def test_a_damaged_copy_of_the_target_gets_better(name: LossName) -> None:
     with torch.no_grad():
         for weight in draft.parameters():
             weight += 0.15 * torch.randn(weight.shape, generator=dice)
-    held = HeldBack(TARGET, PIECES[20:], LENGTH // 2, SIZE, nothing)
-    found = begun(draft, PIECES, rows=8, loss=name, learning_rate=0.01)
+    held = HeldBack(TARGET, PIECES[20:], LENGTH // 2, SIZE, never_stop)
+    found = begin_distillation(draft, PIECES, rows=8, loss=name, learning_rate=0.01)
     before = found.best_score
-    found.run(Budget(steps=24), lambda now: None, nothing)
+    found.run(Budget(steps=24), lambda now: None, never_stop)
     assert found.improved
     after = np.mean([*held.acceptance(draft).values()])
     assert after == pytest.approx(found.best_score)
@@ -337,7 +339,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_alone_gives_the_models_own_logits(name: str) -> None:
-    """Oracle: the model's forward over all tokens; before and after."""
+    """Oracle: the model's forward over all tokens, before and after."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(HEADS[name]).eval()
     texts = [Text(PROMPTS[4] * 2, 3), Text(PROMPTS[1], 1)]
@@ -365,10 +367,10 @@ def test_gradients_in_parts_are_those_of_the_whole(
 
     monkeypatch.setattr(training, "LOGITS_AT_ONCE", numbers)
     monkeypatch.setattr(training, "head_logits", seen)
-    # Without bfloat16, whose rounding is larger than what is asked here.
+    # bfloat16 is off, because its rounding is larger than the tolerance here.
     monkeypatch.setattr(Distillation, "_autocast", lambda *_: nullcontext())
     draft, texts = tiny(2), [Text(ids, 1) for ids in PROMPTS[:5]]
-    found = begun(draft, RECORDED, loss=name, bits=32)
+    found = begin_distillation(draft, RECORDED, loss=name, bits=32)
     found._reference = reference = tiny(4) if name is LossName.SELECTIVE else None
     whole = copy.deepcopy(draft)
     total = sum(len(text.tokens) - 1 for text in texts)
@@ -412,7 +414,7 @@ def test_the_plan_counts_what_fits() -> None:
 
 
 class Time:
-    """A clock that only steps and written tokens move."""
+    """A clock that moves only with training steps and written tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_s: float, token_s: float) -> None:
         self.now_s = 0.0
@@ -427,7 +429,7 @@ class Time:
         self._token_s = token_s
 
     def passes(self, *_: object) -> None:
-        """Another token was written for each text."""
+        """Advance the clock by the time in which each text gets one more token."""
         self.now_s += self._token_s
 
 
@@ -435,10 +437,10 @@ class Time:
 def test_no_step_begins_that_would_not_end_in_time(
     monkeypatch: pytest.MonkeyPatch, step_s: float, steps: int
 ) -> None:
-    """But the first, whose time nobody knows."""
+    """The first step is exempt, because its duration is still unknown."""
     time, shares = Time(monkeypatch, step_s, 0.0), list[float]()
-    found = begun(tiny(2), RECORDED)
-    found.run(Budget(minutes=1), lambda now: shares.append(now.share), nothing)
+    found = begin_distillation(tiny(2), RECORDED)
+    found.run(Budget(minutes=1), lambda now: shares.append(now.share), never_stop)
     assert len(shares) == steps
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -448,11 +450,11 @@ def test_no_step_begins_that_would_not_end_in_time(
 def test_texts_are_written_as_long_as_they_are_learned_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A round of 4 texts takes 8 s; a minute has room for some of them, and for steps."""
+    """A round of 4 texts takes 8 s. A minute has room for a few rounds and for steps."""
     time = Time(monkeypatch, 1.0, 1.0)
-    found = begun(tiny(2), PIECES)
+    found = begin_distillation(tiny(2), PIECES)
     steps: list[Progress] = []
-    found.run(Budget(minutes=1), steps.append, nothing, wrote=time.passes)
+    found.run(Budget(minutes=1), steps.append, never_stop, wrote=time.passes)
     assert 8 <= len(found.state()["texts"]) < 4 * 60 / 8
     assert len(steps) >= 16
     assert time.now_s <= 60.0
@@ -463,7 +465,7 @@ def test_texts_are_written_as_long_as_they_are_learned_from(
 def test_the_quicker_number_of_threads_is_taken(
     monkeypatch: pytest.MonkeyPatch, all_s: float, one_s: float, chosen: int
 ) -> None:
-    """Oracle: a model that takes so long with three threads, and so long with one."""
+    """Oracle: a model that takes ``all_s`` with three threads and ``one_s`` with one."""
     torch.set_num_threads(3)
     now_s = 0.0
 
@@ -483,15 +485,17 @@ def test_a_time_that_is_over_before_the_first_text_says_so(
 ) -> None:
     time = Time(monkeypatch, 1.0, 10.0)
     with pytest.raises(training.TimeUpError):
-        begun(tiny(2), PIECES).run(Budget(minutes=1), lambda now: None, nothing, wrote=time.passes)
+        begin_distillation(tiny(2), PIECES).run(
+            Budget(minutes=1), lambda now: None, never_stop, wrote=time.passes
+        )
     assert time.now_s <= 70.0
 
 
 def test_what_is_held_back_is_prepared_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there is time for, one round at least; those of a run before are not written
-    again. Oracle: all of them at once."""
+    """Held-back texts are written in rounds while there is time, at least one round. Texts from an
+    earlier run are not written again. Oracle: all texts written at once."""
     monkeypatch.setattr(texts_module, "HELD_BACK_ROUND", 4)
-    how, draft = (LENGTH // 2, SIZE, nothing), tiny(2)
+    how, draft = (LENGTH // 2, SIZE, never_stop), tiny(2)
     whole = HeldBack(TARGET, PIECES[:10], *how)
     kept: list[Any] = []
     first = HeldBack(TARGET, PIECES[:10], *how, kept=kept, is_enough=lambda: len(kept) == 2)
@@ -499,15 +503,15 @@ def test_what_is_held_back_is_prepared_in_rounds(monkeypatch: pytest.MonkeyPatch
     counted: list[int] = []
     again = HeldBack(TARGET, PIECES[:10], *how, kept=kept, wrote=counted.append)
     assert again.acceptance(draft) == whole.acceptance(draft)
-    assert 0 < sum(counted) <= 2 * 2 * LENGTH // 2  # of two pieces at two temperatures
+    assert 0 < sum(counted) <= 2 * 2 * LENGTH // 2  # two pieces at two temperatures
 
 
 def test_a_loss_that_is_no_number_ends_the_run_by_name() -> None:
     draft = tiny(2)
-    found = begun(draft, RECORDED)
+    found = begin_distillation(draft, RECORDED)
     torch.nn.init.constant_(draft.model.norm.weight, math.inf)
     with pytest.raises(ValueError, match=r"the loss is nan at step 0: give a --learning-rate"):
-        found.run(Budget(steps=1), lambda now: None, nothing)
+        found.run(Budget(steps=1), lambda now: None, never_stop)
 
 
 def test_a_gain_is_taken_text_by_text() -> None:
@@ -556,7 +560,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stopped_at_step_three(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The steps that are done from now on; at the third comes a Ctrl-C."""
+    """Return the list of steps done from now on; a Ctrl-C interrupts the third."""
     learn, steps = Distillation._learn, list[float]()
 
     def interrupted(self: Distillation, share: float) -> float:
@@ -598,7 +602,7 @@ def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
     other = distill(folder, tmp_path / "out", "--resume", "--seed", 1)
     assert "texts was" in other.stderr or "seed was 0, but is 1" in other.stderr
     assert distill(folder, tmp_path / "out", "--resume").exit_code == 0
-    assert len(steps) == 7  # the third was stopped in its middle, and is made again
+    assert len(steps) == 7  # the interrupted third step is made again
     assert weights(tmp_path / "whole") == weights(tmp_path / "out")
     assert not (tmp_path / "out.training").exists()
 
@@ -606,15 +610,15 @@ def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
 def test_texts_that_were_written_are_kept_for_the_next_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is stopped while texts are held back goes on with those that it has, and ends with
-    the weights of a run that nobody stopped."""
+    """A run that is stopped while it writes held-back texts goes on with the texts it has, and ends
+    with the weights of an uninterrupted run."""
     monkeypatch.setattr(texts_module, "HELD_BACK_ROUND", 4)
     assert distill(folder, tmp_path / "whole").exit_code == 0
     rounds, judged = list[int](), texts_module.choices
 
     def stopped(*given: Any) -> Any:
         rounds.append(1)
-        if len(rounds) == 4:  # of two temperatures: in the second round
+        if len(rounds) == 4:  # the second round, as each has two temperatures
             signal.raise_signal(signal.SIGINT)
         return judged(*given)
 
@@ -630,7 +634,7 @@ def test_texts_that_were_written_are_kept_for_the_next_run(
 def test_minutes_are_those_of_the_whole_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the words, and that nothing written is lost; the run that goes on has more time."""
+    """Oracle: the messages, and no written text lost. The second run has more time."""
     models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
     given = (*models, "--prompts", folder / "prompts.jsonl", "--out", tmp_path / "out")
     over = call("distill", *given, "--minutes", 1e-4)
@@ -677,7 +681,8 @@ def weights(folder: Path) -> bytes:
 
 def test_a_draft_in_use_is_replaced_by_a_better_one_alone(folder: Path, tmp_path: Path) -> None:
     out, before = tmp_path / "out", tmp_path / "out.before"
-    # Whether so short a training is sure to help hangs on a machine's last bits: not asked here.
+    # It depends on a machine's last bits whether so short a training helps, so it is not tested
+    # here.
     first = online(folder, out, "--force")
     assert f"{out} is written" in first.stdout, first.output
     assert not before.exists()
