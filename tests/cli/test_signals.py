@@ -20,7 +20,7 @@ import pytest
 from edgespec.cli.running import StopRequest
 from edgespec.config.files import temporary_folder
 from tests.kit.live_verifier import environment
-from tests.models.test_grammar import until
+from tests.models.test_grammar import wait_until
 from tests.present import present
 from tests.sources import ROOT
 
@@ -154,7 +154,7 @@ def test_a_command_leaves_nothing_running(
             lines = iter(present(process.stderr).readline, "")
             assert any(re.search(BUSY[name], line) for line in lines)
         else:
-            until(lambda: running.children() or process.poll() is not None)
+            wait_until(lambda: running.children() or process.poll() is not None)
         children = running.children(recursive=True)
         process.send_signal(number)
         output, errors = process.communicate(timeout=WITHIN_S)

@@ -41,7 +41,7 @@ from tests.kit.tiny_checkpoints import (
     write_checkpoint,
     write_tokenizer,
 )
-from tests.models.test_grammar import runs, until
+from tests.models.test_grammar import is_running, wait_until
 
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, VOCABULARY_SIZE, 80)]
 EXPORTS = yaml.safe_load(Path(__file__).with_name("exports.yaml").read_text(encoding="utf-8"))
@@ -439,10 +439,10 @@ def test_a_signal_ends_optimum_and_all_it_started(
     words = (str(plain_source), str(tmp_path / "out"), "--optimum", str(python))
     with start("export", *words) as process:
         try:
-            until(pids.exists)
+            wait_until(pids.exists)
             process.send_signal(number)
             assert process.wait(WITHIN_S) == 128 + number
         finally:
             process.kill()
-    until(lambda: not any(runs(int(pid)) for pid in pids.read_text().split()))
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
     assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))

@@ -182,7 +182,7 @@ async def scrape_when_idle(found: Watched) -> Scrape:
 
 async def test_a_resumed_stream_is_not_counted_again() -> None:
     """The second stream already holds the first one's tokens. The third holds nothing, so it
-    receives all of them again."""
+    receives every token again."""
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     async with watched() as found:
         transport = connect(found.address)
