@@ -318,7 +318,7 @@ class Agent:
         """Return the stream of a generation, which begins when its first chunk is asked for.
 
         ``timeout_s`` are the seconds that the whole generation may take from then on; None sets no
-        limit. ``fields`` are those of ``SamplingParams``, and win over ``sampling``. Everything
+        limit. ``fields`` are fields of ``SamplingParams``, and win over ``sampling``. Everything
         else is as in ``generate``, and so are the errors; beyond ``timeout_s`` the stream raises
         ``GenerationTimeout``.
         """
@@ -412,7 +412,7 @@ class Agent:
     @property
     def stats(self) -> GenerationStats | None:
         """Measurements of the generation that began last, or None before the first one. A
-        ``GenerationStream`` and a ``Completion`` have those of their own."""
+        ``GenerationStream`` and a ``Completion`` have their own measurements."""
         return None if self._device is None else self._device.stats
 
     async def close(self) -> None:
@@ -479,7 +479,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What ``stream`` was called with, beside the prompt and the sampling."""
+    """Arguments of ``stream`` except the prompt and the sampling."""
 
     logprobs: int
     conversation: str
@@ -617,7 +617,7 @@ class SyncGenerationStream:
 
     @property
     def stats(self) -> GenerationStats:
-        """As of ``GenerationStream.stats``."""
+        """Measurements of the generation, like ``GenerationStream.stats``."""
         return self._stream.stats
 
     def read(self) -> Completion:
@@ -686,7 +686,7 @@ class SyncAgent:
         api_key_file: str = "",
         insecure: bool = False,
     ) -> None:
-        """Make the agent, and load its draft model. The arguments are those of ``connect``. Raises
+        """Make the agent, and load its draft model. It takes the arguments of ``connect``. Raises
         what ``Agent.load`` raises."""
         self._agent = connect(
             address,
@@ -815,7 +815,7 @@ class SyncAgent:
 
     @property
     def stats(self) -> GenerationStats | None:
-        """As of ``Agent.stats``."""
+        """Measurements of the last generation, like ``Agent.stats``."""
         return self._agent.stats
 
     def close(self) -> None:

@@ -5,7 +5,7 @@
     completion = await agent.complete("Once", max_tokens=64)
 
 ``LoopbackTransport`` connects an agent to any function that serves streams, in one event loop.
-Messages pass through the codec, so their bytes and bounds are those of the wire.
+Messages pass through the codec, so their bytes and bounds are the same as on the wire.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def row_of(
     """Return the row of one arm at one RTT in one repeat.
 
     ``done`` are the measurements of its requests, ``references`` the tokens of target-only for the
-    same prompts, and ``traffic`` the totals of these requests alone."""
+    same prompts, and ``traffic`` the totals of only its requests."""
     names = ("committed", "passes", "hits", "tried", "wasted", "reconnects", "verify_s")
     sums = {name: sum(getattr(m.counters, name) for m in done) for name in names}
     committed, passes, verify_ms = sums["committed"], sums["passes"], 1e3 * sums["verify_s"]
@@ -224,7 +224,7 @@ def _summary(group: Sequence[Row]) -> Row:
 
 
 def numbers(rows: Sequence[Row], name: str) -> list[float]:
-    """Return the values of one column, without those that could not be measured."""
+    """Return the values of one column, without missing measurements."""
     values = [row.get(name) for row in rows]
     return [float(value) for value in values if isinstance(value, int | float)]
 
@@ -257,7 +257,7 @@ class GammaCost:
     flow_s: float
     """Seconds from the first to the last tokens, without a link."""
     rounds: int
-    """Passes after the first tokens. Each of them costs one more round trip on a link."""
+    """Passes after the first tokens. Each pass costs one more round trip on a link."""
     tokens: int
 
     def tpot_s(self, rtt_s: float) -> float:

@@ -1,6 +1,6 @@
 """Settings of a benchmark, and its run: reference, draft length of stop-and-wait, warm-up, arms.
 
-At each RTT of each repeat, all arms run one prompt before any of them runs the next one, and a
+At each RTT of each repeat, all arms run one prompt before any arm runs the next one, and a
 different arm goes first each time. So other load of the machine falls on all arms alike. A repeat
 that is cut short keeps the prompts that all arms have finished.
 """

@@ -83,7 +83,7 @@ _MEMORY = _how(
     metavar="SIZE",
 )
 _HELD_BACK_SHARE: Final = 0.2
-"""Share of the minutes for preparing held-back texts. A slow machine prepares fewer of them."""
+"""Share of the minutes for preparing held-back texts. A slow machine prepares fewer texts."""
 _SLACK: Final = 1.3
 """Margin for the last judgement, relative to the first one, because machines are sometimes busy."""
 _WRITING_S: Final = 5.0

@@ -27,7 +27,7 @@ from edgespec.models.model_source import Purpose
 from edgespec.wire.access import load_tls_access
 
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
-"""Distributions of onnxruntime. They write the same files, so only one of them may be installed."""
+"""Distributions of onnxruntime. They write the same files, so only one may be installed."""
 LIBRARIES = ("grpcio", "numpy", "protobuf", "tokenizers")
 _MAX_PROBE_S = 600.0
 

@@ -238,8 +238,8 @@ def read_settings(
 ) -> dict[str, object]:
     """Return the values of ``--set`` options by key.
 
-    ``keys`` are those of the configuration, which tell text from other YAML. ``form`` is the form
-    of an assignment, for the error message. Raises ``ConfigError``."""
+    ``keys`` are the keys of the configuration, whose types separate text from other YAML.
+    ``form`` is the form of an assignment, for the error message. Raises ``ConfigError``."""
     values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")

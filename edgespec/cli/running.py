@@ -174,7 +174,7 @@ class StopRequest:
 
     The first signal sets ``requested`` and calls ``on_request``, so that the process can shut down
     gracefully; the second signal ends it at once. While ``is_graceful`` is false, as in a process
-    that serves nobody yet, the first signal ends it at once too."""
+    that serves no client yet, the first signal ends it at once too."""
 
     def __init__(
         self, on_request: Callable[[], object] = lambda: None, *, is_graceful: bool = True
@@ -220,7 +220,7 @@ def stopping_at_once() -> Iterator[None]:
 
 @contextmanager
 def signals_handled_by(handler: Any, numbers: Sequence[int] = _STOPPING_SIGNALS) -> Iterator[None]:
-    """Install ``handler`` for these signals in this block, except for those that are ignored."""
+    """Install ``handler`` in this block for each of ``numbers`` whose signal is not ignored."""
     before = {number: signal.getsignal(number) for number in numbers}
     handled = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
     for number in handled:

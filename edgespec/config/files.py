@@ -104,7 +104,8 @@ def open_to_write(path: Path) -> TextIO:
 
 def _give_to_owner_of(handle: int, path: Path, mode: int) -> int:
     """Give the open file to the owner and group of ``path``, as far as this process may, and return
-    the permissions that it should get: those of ``path``, or ``mode`` if ``path`` does not exist.
+    the permissions that it should get: the permissions of ``path``, or ``mode`` if ``path`` does
+    not exist.
     """
     try:
         before = os.stat(path)

@@ -16,12 +16,12 @@ _MARK: Final = "group"
 
 
 class Group(Enum):
-    """Group of configuration keys, which tells users how far to rely on them."""
+    """Group of configuration keys. It states how far users may rely on the keys."""
 
     STABLE = "stable"
     """Keys for everyday use, which keep their names and meanings from release to release."""
     ADVANCED = "advanced"
-    """Keys whose defaults suit nearly everybody, and which a release may change."""
+    """Keys whose defaults suit nearly all users, and which a release may change."""
     EMULATION = "emulation"
     """Keys that make this machine behave like slower hardware or a longer link, for tests and
     demonstrations."""

@@ -49,7 +49,7 @@ def proxy_of(
 
     ``host``: a name or an address without a port; "" means a unix socket.
     ``variables``: names of variables; the first one that is set names the proxy.
-    ``environment``: the variables' values, by default those of this process."""
+    ``environment``: the variables' values, by default this process's."""
     environment = os.environ if environment is None else environment
     variable = next((one for one in variables if environment.get(one)), None)
     if variable is None or is_near(host):

@@ -151,7 +151,7 @@ def _with_cors(app: ASGIApp, settings: EndpointSection) -> ASGIApp:
 
 
 class _Cors(CORSMiddleware):
-    """CORS middleware. It answers preflights, also those of pages that reach into a private network
+    """CORS middleware. It answers preflights, also from pages that reach into a private network
     (Chrome), and adds CORS headers to every response that the page's origin may read. A foreign
     origin is refused with an error that names the option which admits it."""
 

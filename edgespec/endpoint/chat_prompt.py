@@ -79,8 +79,8 @@ def write_chat_prompt(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
-    """Return the prompt of ``messages`` with ``tools``, which may be empty. The other arguments are
-    those of ``ChatTemplate.render``. Raises ``ChatTemplateError`` if the template refuses the
+    """Return the prompt of ``messages`` with ``tools``, which may be empty. The other arguments
+    are as in ``ChatTemplate.render``. Raises ``ChatTemplateError`` if the template refuses the
     messages in every form."""
     has_own_tools = template_writes_tools(template)
     template_tools = tools if has_own_tools and tools else None
@@ -106,7 +106,7 @@ def write_chat_prompt(
             continue
         if preamble in text:
             return ChatPrompt(text, ends_in_thought(text))
-    if first_refusal is None:  # the template drops system messages and changes those of users
+    if first_refusal is None:  # the template drops system messages and changes users' messages
         first_refusal = ChatTemplateError("the chat template leaves out the text about the tools")
     raise first_refusal
 

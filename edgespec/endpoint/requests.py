@@ -393,7 +393,7 @@ def _read_ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
-    """Return a parsed completion request. The arguments and errors are those of
+    """Return a parsed completion request. Arguments and errors are as in
     ``chat_request``."""
     names = names_of_other_servers(data)
     with errors_with_sent_names(names):
@@ -552,8 +552,8 @@ _SAMPLING_READERS: Final[Mapping[str, Callable[[Fields, str], Any]]] = {
 
 
 def _read_constraint(fields: Fields) -> Constraint | None:
-    """Return the constraint of a request. Raises ``ApiError`` for two of them, or for an empty
-    one."""
+    """Return the constraint of a request. Raises ``ApiError`` for two constraints, or for an
+    empty one."""
     texts_of = {
         "response_format": (ConstraintKind.JSON_SCHEMA, _read_schema(fields)),
         "grammar": (ConstraintKind.GRAMMAR, fields.text("grammar")),

@@ -428,7 +428,7 @@ class _Prompt:
 
 
 class Endpoint:
-    """What all requests of one HTTP server share.
+    """The state that all requests of one HTTP server share.
 
     Args:
         agent: The agent that generates.

@@ -429,7 +429,7 @@ class ToolReader:
         self._is_after_call, self._is_start = True, False
         return True
 
-    # Each of these returns the length of the part of ``body`` that is calls, ``_NEEDS_MORE`` or
+    # Each method below returns the length of the part of ``body`` that is calls, ``_NEEDS_MORE`` or
     # ``_NO_CALL``.
 
     def _read_hermes(self, candidate: _Candidate, body: str, is_last: bool) -> int:

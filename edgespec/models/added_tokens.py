@@ -62,7 +62,7 @@ def assign_ids(
 ) -> dict[int, str]:
     """Return the ids behind a vocabulary for the contents ``more``, as ``tokenizers`` numbers them.
 
-    ``tokens`` are all token strings by id. ``added`` are those of them that were added before.
+    ``tokens`` are all token strings by id. ``added`` are the tokens that were added before.
     ``vocabulary_size`` is the number of entries in the model's own vocabulary."""
     known, largest = set(tokens.values()), max(added, default=-1)
     assigned: dict[int, str] = {}

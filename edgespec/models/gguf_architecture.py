@@ -1,4 +1,4 @@
-"""What the metadata and tensors of a GGUF model are called in a checkpoint of transformers.
+"""Names in a checkpoint of transformers for the metadata and tensors of a GGUF model.
 
 llama.cpp converts checkpoints with a few changes, which are undone here:
 
@@ -67,7 +67,7 @@ class Architecture:
     """One family of models."""
 
     model_type: str
-    """What transformers calls it."""
+    """The name of the family in transformers."""
     names: Mapping[str, str] = field(default_factory=lambda: _IN_LAYER, repr=False)
     """Parts of a layer: their names in GGUF and in a checkpoint."""
     is_interleaved: bool = False

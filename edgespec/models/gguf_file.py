@@ -46,7 +46,7 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies."""
+    """The place of one tensor in the file, with its shape and type."""
 
     name: str
     shape: tuple[int, ...]

@@ -85,7 +85,7 @@ def _stem(name: str) -> str:
 
 
 def _digest(file: GgufFile) -> str:
-    """Return what tells this state of the file from others."""
+    """Return a digest of the file's state, which changes when the file does."""
     digest = hashlib.sha256()
     for path in file.paths:
         stat = path.stat()
@@ -169,7 +169,7 @@ def _write_weights(file: GgufFile, config: dict[str, Any], dtype: str, path: Pat
 
 
 def _as_float(values: Any, tensor: GgufTensor) -> Any:
-    """Return the values of a tensor as numbers; those of bfloat16 are bits."""
+    """Return the values of a tensor as numbers. Values of bfloat16 are returned as bits."""
     if type_name(tensor) != "BF16":
         return values
     return (values.astype("<u4") << 16).view("<f4")

@@ -60,8 +60,8 @@ _ENDS: Final = (
     "<end_of_turn>",
     "<|end_of_role|>",
 )
-"""Control tokens that end an output in some family. GGUF has room for one or two of them only, and
-llama.cpp ends at all of them too."""
+"""Control tokens that end an output in some family. GGUF has room for one or two only, and
+llama.cpp ends at the others too."""
 
 
 def tokenizer_of(file: GgufFile) -> Tokenizer:

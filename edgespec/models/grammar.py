@@ -491,8 +491,8 @@ def _bound_json_space(lark: str, added: Mapping[str, int]) -> str:
 
 
 _MAX_GBNF_CHARACTERS = 8192
-"""Limit in characters. So many take up to 0.2 s to translate, and twice as many four times as
-long."""
+"""Limit in characters. A grammar of this length takes up to 0.2 s to translate, and one of
+twice the length four times as long."""
 
 
 def _translate_gbnf(text: str) -> str:

@@ -24,7 +24,7 @@ _SECRET: Final = "EDGESPEC_"
 
 
 class LimitedProcesses:
-    """Starter of processes from any thread. ``close`` ends all of them."""
+    """Starter of processes from any thread. ``close`` ends every process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -47,8 +47,8 @@ from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 
 AUTO = "auto"
 VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
-"""Variants in the order of preference: small ones first, bnb4 behind those that are faster on CPUs
-(docs/measurements.md)."""
+"""Variants in the order of preference: small ones first, bnb4 behind the types that are faster on
+CPUs (docs/measurements.md)."""
 
 GENAI_CONFIG = "genai_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja")
@@ -64,7 +64,7 @@ _tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary(
 
 
 class SourceKind(Enum):
-    """What a model is stored as."""
+    """The form in which a model is stored."""
 
     TOY = "toy"
     """The toy, which is code and has no files."""
@@ -484,7 +484,7 @@ def read_graph_info(folder: Path, name: str, tokenizer: Path | None = None) -> G
     )
 
     def size(*names: str) -> int:
-        """Return the first of these sizes that is given, else 0."""
+        """Return the first size given under ``names``, else 0."""
         genai_path = folder / GENAI_CONFIG
         places = ((path, config), (genai_path, decoder), (genai_path, genai))
         for where, place in places:

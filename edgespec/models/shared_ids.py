@@ -17,8 +17,8 @@ from edgespec.core.ports import Candidate
 
 _MIN_DIFFERING_LIMIT: Final = 16
 _DIFFERING_SHARE: Final = 20
-"""Limits on the ids that may differ: a twentieth of them, or 16. Families add that many tokens to a
-vocabulary (Llama 3 reserves 256 of 128,256). Vocabularies of two families share fewer."""
+"""Limits on the ids that may differ: a twentieth of the ids, or 16. Families add that many tokens
+to a vocabulary (Llama 3 reserves 256 of 128,256). Vocabularies of two families share fewer."""
 _MAX_SHOWN: Final = 40
 """Characters or bytes of a token in a message. A vocabulary may hold a token of any length."""
 

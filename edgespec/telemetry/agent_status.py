@@ -19,7 +19,7 @@ from edgespec.telemetry.trace import plain
 FORMAT: Final = "edgespec-agent-status"
 VERSION: Final = 1
 MAX_GENERATIONS: Final = 32
-"""Limit on the running generations that a status lists; ``running`` counts all of them."""
+"""Limit on the running generations that a status lists; ``running`` counts every one."""
 MAX_EVENTS: Final = 4096
 """Limit on the kept events of the timeline: ten seconds of four kinds, one every 10 ms."""
 

@@ -78,7 +78,7 @@ are."""
 
 class Table:
     """A Prometheus collector of ``metrics``. Their values are read at each fetch from the object
-    that ``source`` returns. All of them carry ``labels``."""
+    that ``source`` returns. Each value carries ``labels``."""
 
     def __init__(
         self, prefix: str, metrics: Sequence[Metric], source: Callable[[], Any], **labels: str

@@ -3,7 +3,7 @@ that it returned.
 
 Metrics, timelines, replay and golden tests read it. A line has ``at_s`` (the side's monotonic
 clock), ``side`` ("device" or "verifier"), ``session`` (a session id or stream number), ``kind``
-("event" or "action"), ``name`` (the class) and the fields of the class, except those that its repr
+("event" or "action"), ``name`` (the class) and the fields of the class, except fields that its repr
 leaves out (``repr=False``: secrets). Tokens are ids, never text. With ``HiddenTokens`` even the ids
 are replaced.
 

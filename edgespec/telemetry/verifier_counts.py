@@ -64,7 +64,7 @@ class StreamRecord:
     """Number of tokens in the first commit."""
     ended_at: float = 0.0
     tokens: int = 0
-    """Tokens committed by passes. ``accepted`` are those that were drafted, ``nodes`` the draft
+    """Tokens committed by passes. ``accepted`` are the drafted ones, ``nodes`` the draft
     nodes in the passes."""
     accepted: int = 0
     nodes: int = 0
@@ -328,7 +328,7 @@ class EngineSample:
     """Source of a verifier's metrics: its counts, and the state of its engine at this moment.
 
     It is read in another thread than the engine's, without a lock. Tables are copied in one step
-    and numbers are read one by one, so two of them may be one event apart."""
+    and numbers are read one by one, so two numbers may be one event apart."""
 
     def __init__(self, watch: VerifierTelemetry, engine: VerifyEngine, version: str) -> None:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine

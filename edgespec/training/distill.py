@@ -1,8 +1,8 @@
 """Training of a draft on its target's next-token distribution.
 
 Each step takes the texts that were used least, computes the distributions of target and draft after
-each prefix, and descends the loss between them (``LOSSES``). Texts are recorded ones, those that
-the target writes after prompts, or those that the draft itself writes. New ones are written as they
+each prefix, and descends the loss between them (``LOSSES``). Texts are recorded ones, or are
+written after prompts by the target or by the draft itself. New ones are written as they
 are used up.
 
 Drafts are exported in 4 bits, so training goes *through* the rounding (straight-through estimator,
@@ -64,7 +64,7 @@ SAVE_EVERY_S: Final = 60.0
 ROUND: Final = 32
 """Texts that are written before the next step."""
 # Mean number of uses of a text, and the rounds that are written ahead. A draft's own texts become
-# outdated as it learns, so few of them are kept.
+# outdated as it learns, so few texts are kept.
 _USES, _AHEAD = 4, 4
 _OWN_USES, _OWN_AHEAD, _OWN_KEPT = 2, 1, 4
 _ROUNDED_AT_ONCE: Final = 1 << 22  # weights
@@ -375,8 +375,8 @@ class Distillation:
         return loss
 
     def _add_gradients(self, texts: Sequence[Text], total: int) -> float:
-        """Add the gradients of these texts' share of a loss over ``total`` tokens, and return that
-        share.
+        """Add the gradients of the given texts' share of a loss over ``total`` tokens, and return
+        that share.
 
         The draft's decoder runs once, forward and backward. In between, its head and the loss are
         computed for a few rows at a time, so that no tensor holds the logits of all tokens."""

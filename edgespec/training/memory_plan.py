@@ -95,7 +95,7 @@ def _learned_bytes(config: Any) -> int:
 
 
 def _read_bytes(config: Any) -> int:
-    """Return the bytes per token of a pass without a backward pass: those of one layer."""
+    """Return the bytes per token of a pass without a backward pass: the bytes of one layer."""
     widths = _FULL_WIDTHS * config.hidden_size + _INNER_WIDTHS * config.intermediate_size
     return int(widths * _FLOAT)
 

@@ -43,7 +43,7 @@ class Text(NamedTuple):
 
 
 Pieces = list[list[Text]]
-"""Pieces of texts. Those of one inner list are all used for training, or all held back."""
+"""Pieces of texts. The pieces of one inner list are all used for training, or all held back."""
 
 
 def read_pieces(
@@ -81,7 +81,7 @@ def read_pieces(
 
 
 def _committed(text: RecordedText, size: int) -> list[Text]:
-    """Return pieces of a recorded text that hold each committed token once, up to ``size`` of them
+    """Return pieces of a recorded text that hold each committed token once, up to ``size`` tokens
     per piece, after up to ``size`` earlier tokens."""
     tokens, places = text.tokens.tolist(), range(text.start, len(text.tokens), size)
     return [
@@ -308,9 +308,9 @@ def choices(
 class HeldBack:
     """Texts that are held back from training, with the target's choices at each judged temperature.
 
-    The texts are ``pieces``; those that are prompts are continued by the target, with up to
+    The texts are ``pieces``. Pieces that are prompts are continued by the target, with up to
     ``count`` tokens. They are prepared in rounds. ``kept`` holds the rounds of an earlier run, and
-    those of this run are added to it, in types that ``torch.load`` reads without running code.
+    the rounds of this run are added to it, in types that ``torch.load`` reads without running code.
     ``is_enough`` is called after each round; once it returns True, the remaining texts are not used
     at all."""
 

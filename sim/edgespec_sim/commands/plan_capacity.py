@@ -531,7 +531,11 @@ _OPTIONS: Final = {
 
 def capacity(
     users: Annotated[
-        int | None, option("Users who send a request, read, think, repeat", min=1)
+        int | None,
+        option(
+            "Number of users; each sends a request, reads the output, pauses, and sends the next",
+            min=1,
+        ),
     ] = None,
     rate: Annotated[float | None, option("Requests per second, instead of users")] = None,
     ttft_p95: Annotated[float | None, _TTFT] = None,
@@ -539,7 +543,9 @@ def capacity(
     gpu: Annotated[str, _GPU] = "h200",
     scenario: Annotated[str, _SCENARIO] = "laptop-floor",
     settings: Annotated[list[str] | None, _SETTINGS] = None,
-    max_seconds: Annotated[float, option("Start no large world after this time", min=1.0)] = 60.0,
+    max_seconds: Annotated[
+        float, option("Seconds after which no further large world is started", min=1.0)
+    ] = 60.0,
     as_json: Annotated[bool, option("One JSON object on stdout", "--json")] = False,
 ) -> None:
     """Compute how many verifiers meet service objectives, with which arm, at what cost per hour.
@@ -547,7 +553,7 @@ def capacity(
     Small worlds propose a number for each arm. That number and one less are then simulated at
     length with the product's own sessions. Nothing is connected or loaded.
 
-    [bold]Users who think[/]   edgespec plan capacity --users 200 --tpot-p95 40 --ttft-p95 1000
+    [bold]Users who pause[/]   edgespec plan capacity --users 200 --tpot-p95 40 --ttft-p95 1000
 
     [bold]Requests a second[/] edgespec plan capacity --rate 12 --tpot-p95 40 --gpu h100
 

@@ -216,25 +216,27 @@ def _explain_no_device(
 
 # --- the command ----------------------------------------------------------------------------
 
-_ACCEPTANCE = option("Share of first guesses that are right, 0.01 to 0.99")
-_SERVER_DRAFT = option("One step of the same draft on the server; 0: it does not draft")
+_ACCEPTANCE = option("Share of the draft's first candidates that the target accepts, 0.01 to 0.99")
+_SERVER_DRAFT = option(
+    "Milliseconds per step of the same draft on the server; 0: the server does not draft"
+)
 
 
 def link(
-    rtt_ms: Annotated[float, option("Round trip of the link")] = 50.0,
-    draft_ms: Annotated[float, option("One draft step")] = 8.0,
-    pass_ms: Annotated[float, option("One pass of the target")] = 25.0,
+    rtt_ms: Annotated[float, option("Round-trip time of the link in milliseconds")] = 50.0,
+    draft_ms: Annotated[float, option("Milliseconds per draft step on the device")] = 8.0,
+    pass_ms: Annotated[float, option("Milliseconds per pass of the target")] = 25.0,
     acceptance: Annotated[float, _ACCEPTANCE] = 0.8,
     server_draft_ms: Annotated[float, _SERVER_DRAFT] = 2.5,
     seeds: play.SeedsOption = None,
     max_seconds: play.TimeOption = _SECONDS,
     as_json: Annotated[bool, option("One JSON object on stdout", "--json")] = False,
 ) -> None:
-    """Say where drafting pays on a link, on the device, the server, both or neither, and why.
+    """Compute where drafting pays on a link: on the device, the server, both or neither, and why.
 
-    Plays every way in virtual time, as `edgespec-sim run` would: nothing is connected or loaded.
-    Seeds are played until every speed is known within 5 %, for half a minute at most, and the
-    answer says how sure it is. Jitter, loss and capacity of a link are keys of a scenario for
+    Every way is played in virtual time, as by `edgespec-sim run`: nothing is connected or loaded.
+    Seeds are played until every speed is known within 5 %, for half a minute at most. The answer
+    comes with its certainty. Jitter, loss and capacity of a link are keys of a scenario for
     `edgespec-sim run`.
 
     [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]"""

@@ -49,9 +49,13 @@ from edgespec_sim.world.run import Job, check, make_jobs, play, summarise, wides
 SECONDS = 60.0
 _SEED = option("Play this seed; equal seeds give equal results, bit for bit", min=0)
 SeedOption = Annotated[int | None, _SEED]
-_SEEDS = option("Number of seeds, from 1 or --seed on; default: as needed", min=1, max=10_000)
+_SEEDS = option(
+    "Number of seeds, counted from --seed or 1; default: as many as the result needs",
+    min=1,
+    max=10_000,
+)
 SeedsOption = Annotated[int | None, _SEEDS]
-TimeOption = Annotated[float, option("Start no further seed after this time", min=1.0)]
+TimeOption = Annotated[float, option("Seconds after which no further seed is started", min=1.0)]
 _SET = option("Change a key, as links.wan.rtt_ms=80", "--set", metavar="KEY=VALUE")
 SettingsOption = Annotated[list[str] | None, _SET]
 

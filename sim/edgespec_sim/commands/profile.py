@@ -438,15 +438,22 @@ _OUT = option("File to write the profile to", "--out", "-o", metavar="FILE")
 
 def profile(
     out: Annotated[Path, _OUT] = Path("profile.json"),
-    model: Annotated[str, option("Target, as for a verifier", envvar="EDGESPEC_MODEL")] = "bundled",
-    draft: Annotated[str, option("Draft, as for a device", envvar="EDGESPEC_DRAFT")] = "bundled",
+    model: Annotated[
+        str,
+        option("Target model: bundled, a folder, a Hub id or a GGUF file", envvar="EDGESPEC_MODEL"),
+    ] = "bundled",
+    draft: Annotated[
+        str, option("Draft model: bundled, a folder or a Hub id", envvar="EDGESPEC_DRAFT")
+    ] = "bundled",
     pass_ms: Annotated[
-        float, option("Emulate a slower target with passes of this time; 0: off")
+        float, option("Milliseconds per pass of an emulated slower target; 0: no emulation")
     ] = 0.0,
     draft_ms: Annotated[
-        float, option("Emulate a slower draft with steps of this time; 0: off")
+        float, option("Milliseconds per step of an emulated slower draft; 0: no emulation")
     ] = 0.0,
-    quick: Annotated[bool, option("Measure less, which is faster", "--quick")] = False,
+    quick: Annotated[
+        bool, option("Measure with a third of the repeats, which is faster", "--quick")
+    ] = False,
 ) -> None:
     """Measure the time of draft steps, target passes and messages, and write it as a profile.
 
