@@ -34,7 +34,7 @@ class Traces:
         self._dice = np.random.default_rng(seed)
         self._count = 0
 
-    def scattered(self, seconds: float) -> float:
+    def scatter(self, seconds: float) -> float:
         return float(seconds * self._dice.lognormal(0.0, SCATTER))
 
     def note(
@@ -46,7 +46,7 @@ class Traces:
     def open(self, number: int) -> None:
         key = f"s{number}"
         self.note(self.device, "action", "Connect", key)
-        self.now_s += CONNECT_S + self.scattered(MESSAGE_S)
+        self.now_s += CONNECT_S + self.scatter(MESSAGE_S)
         request = {"session_id": key}
         self.note(self.verifier, "event", "StreamOpened", "", stream=number, request=request)
 
@@ -58,14 +58,14 @@ class Traces:
         self.note(
             self.device, "action", "StartStep", key, feed=[1] * fed, keep_length=kept, width=1
         )
-        self.now_s += self.scattered(DRAFT_S + DRAFT_ROW_S * fed + DRAFT_CONTEXT_S * kept)
+        self.now_s += self.scatter(DRAFT_S + DRAFT_ROW_S * fed + DRAFT_CONTEXT_S * kept)
         self.note(self.device, "event", "StepDone", key, candidates=[])
 
     def draft(self, number: int) -> None:
         self._count += 1
         message = {"name": "Draft", "first_node_id": self._count}
         self.note(self.device, "action", "Transmit", f"s{number}", message=message)
-        self.now_s += self.scattered(MESSAGE_S)
+        self.now_s += self.scatter(MESSAGE_S)
         self.note(self.verifier, "event", "StreamMessage", "", stream=number, message=message)
 
     def run_pass(self, rows: int, cached: int, sessions: int = 1) -> None:
@@ -74,14 +74,14 @@ class Traces:
         requests = [own, *[beside] * (sessions - 1)]
         self.note(self.verifier, "action", "RunBatch", "", requests=requests)
         body_s = PASS_S + PASS_ROW_S * rows + PASS_CONTEXT_S * cached
-        self.now_s += self.scattered(body_s + PASS_SESSION_S * (sessions - 1))
+        self.now_s += self.scatter(body_s + PASS_SESSION_S * (sessions - 1))
         self.note(self.verifier, "event", "BatchDone", "", results=[])
 
     def commit(self, number: int) -> None:
         self._count += 1
         message = {"name": "Commit", "position": self._count}
         self.note(self.verifier, "action", "SendTo", "", stream=number, message=message)
-        self.now_s += self.scattered(MESSAGE_S)
+        self.now_s += self.scatter(MESSAGE_S)
         self.note(self.device, "event", "Commit", f"s{number}", position=self._count)
 
 
@@ -125,14 +125,14 @@ def test_planted_laws_are_recovered() -> None:
         assert 0.0 <= mean <= worst < 0.05
 
 
-def shifted(lines: Sequence[TraceLine], by_s: float) -> list[TraceLine]:
+def shift_times(lines: Sequence[TraceLine], by_s: float) -> list[TraceLine]:
     return [{**line, "at_s": line["at_s"] + by_s} for line in lines]
 
 
 def test_traces_of_two_clocks_are_refused() -> None:
     made = traces()
     with pytest.raises(ProfileError, match="not on one clock"):
-        collect_samples(made.device, shifted(made.verifier, -1.0))
+        collect_samples(made.device, shift_times(made.verifier, -1.0))
 
 
 def test_a_line_that_lacks_something_is_refused() -> None:

@@ -144,13 +144,13 @@ class Terminal:
         """The settings of the terminal, such as echo."""
         return termios.tcgetattr(self._number)
 
-    def ended(self, within_s: float = 60.0) -> int:
+    def wait_for_exit(self, within_s: float = 60.0) -> int:
         """Wait until the child has left, and return its exit code."""
         with contextlib.suppress(AssertionError):
-            self.until("\0", within_s)  # the screen never shows NUL, so this reads all output
+            self.wait_for("\0", within_s)  # the screen never shows NUL, so this reads all output
         return self.process.wait(within_s)
 
-    def until(self, wanted: str, within_s: float = 60.0) -> str:
+    def wait_for(self, wanted: str, within_s: float = 60.0) -> str:
         """Return the screen's text once it holds ``wanted``; fail if that does not come."""
         deadline = time.monotonic() + within_s
         while wanted not in self._screen.text:

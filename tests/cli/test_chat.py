@@ -177,7 +177,7 @@ def runner() -> Iterator[SignalRunner]:
         yield found
 
 
-def talk(runner: SignalRunner, agent: Any, *lines: str) -> list[str]:
+def hold_conversation(runner: SignalRunner, agent: Any, *lines: str) -> list[str]:
     """Hold a conversation of these lines and return the messages it keeps; the line \\x03 is a
     Ctrl-C."""
     remaining = iter(lines)
@@ -220,7 +220,12 @@ def test_whoever_presses_on_ends_one_reply_and_keeps_it(
 
     monkeypatch.setattr(chat, "say", say)
     agent = SlowAgent(while_stopping=press)
-    assert talk(runner, agent, "one", "two", "/help x") == ["one", "word", "two", "word"]
+    assert hold_conversation(runner, agent, "one", "two", "/help x") == [
+        "one",
+        "word",
+        "two",
+        "word",
+    ]
     refused = "error: /help takes no argument, but got 'x'"
     assert said == ["(stopped)", "(stopped)", refused, ""]
     assert agent.stopped == 2
@@ -230,7 +235,7 @@ def test_whoever_presses_on_ends_one_reply_and_keeps_it(
 def test_ctrl_c_before_a_reply_begins_and_where_nothing_runs(
     runner: SignalRunner, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk(runner, SlowAgent(), "\x03", "a long text", "one") == ["one", "word"]
+    assert hold_conversation(runner, SlowAgent(), "\x03", "a long text", "one") == ["one", "word"]
     errors = capsys.readouterr().err
     assert errors.index("(Ctrl-D or /quit leaves)") < errors.index("(stopped; an empty line sends")
 
@@ -249,7 +254,7 @@ def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
         progress.parts.append("word")
 
     monkeypatch.setattr("edgespec.cli.device.stream", away_twice)
-    found = talk(runner, SlowAgent(), "", "a question", "", "", "", "two")
+    found = hold_conversation(runner, SlowAgent(), "", "a question", "", "", "", "two")
     assert found == ["a question", "word", "two", "word"]
     assert capsys.readouterr().err.count("(an empty line sends your message again)") == 2
 
@@ -372,7 +377,7 @@ def expected(prompt: str) -> str:
     return TEXT.decode(toy_text(TEXT.encode(prompt), sampling))
 
 
-def chatting(address: str, home: Path, *options: str, count: int = COUNT) -> tuple[str, ...]:
+def chat_command(address: str, home: Path, *options: str, count: int = COUNT) -> tuple[str, ...]:
     where = ("--verifier", address, "--draft", "toy", "-n", str(count))
     # The verifier waits for drafts, so that the line of numbers counts some.
     settings = ("--set", "sampling.ignore_eos=true", "--set", "policy.run_ahead=never")
@@ -381,20 +386,20 @@ def chatting(address: str, home: Path, *options: str, count: int = COUNT) -> tup
 
 def quit_chat(terminal: Terminal) -> int:
     terminal.type("/quit\r")
-    return terminal.ended()
+    return terminal.wait_for_exit()
 
 
 @pytest.mark.slow
 def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> None:
     first = expected("hello\nworld ")
-    with on_terminal(*chatting(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
-        terminal.until(address)  # the line of numbers below the prompt
+    with on_terminal(*chat_command(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.wait_for(address)  # the line of numbers below the prompt
         terminal.type("hello\x1b\rworld\r")
-        shown = terminal.until(first)
+        shown = terminal.wait_for(first)
         assert "> hello\n  world" in shown
-        terminal.until("accepted")
+        terminal.wait_for("accepted")
         terminal.type("/stats\r")
-        terminal.until("this chat: 30 tokens in 1 reply,")
+        terminal.wait_for("this chat: 30 tokens in 1 reply,")
         assert quit_chat(terminal) == 0
         assert "\x1b[?25l" in terminal.said
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
@@ -406,12 +411,12 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
     assert "+hello\n+world" in history.read_text()
     again = ("--continue",)
     with on_terminal(
-        *chatting(address, tmp_path, *again), XDG_STATE_HOME=str(tmp_path)
+        *chat_command(address, tmp_path, *again), XDG_STATE_HOME=str(tmp_path)
     ) as terminal:
-        terminal.until("continuing a conversation of 2 messages")
-        terminal.until(address)
+        terminal.wait_for("continuing a conversation of 2 messages")
+        terminal.wait_for(address)
         terminal.type("more\r")
-        terminal.until(expected(f"hello\nworld {first} more "))
+        terminal.wait_for(expected(f"hello\nworld {first} more "))
         assert quit_chat(terminal) == 0
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     assert len(json.loads(kept.read_text())["messages"]) == 4
@@ -419,16 +424,16 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -> None:
-    command = chatting(address, tmp_path, count=3000)
+    command = chat_command(address, tmp_path, count=3000)
     with on_terminal(*command, XDG_STATE_HOME=str(tmp_path)) as terminal:
-        terminal.until(address)
+        terminal.wait_for(address)
         terminal.type("hello\r")
-        terminal.until("accepted")
+        terminal.wait_for("accepted")
         terminal.type("\x03")
-        terminal.until("(stopped)")
+        terminal.wait_for("(stopped)")
         saved = tmp_path / "saved.json"
         terminal.type(f"/save {saved}\r")
-        terminal.until("2 messages written")
+        terminal.wait_for("2 messages written")
         assert quit_chat(terminal) == 0
     reply = json.loads(saved.read_text())["messages"][1]["content"]
     assert 0 < len(reply) < 3000
@@ -441,16 +446,16 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -
 def test_a_signal_leaves_the_terminal_as_it_was(
     address: str, tmp_path: Path, typing: bool, number: signal.Signals
 ) -> None:
-    command = chatting(address, tmp_path, count=3000)
+    command = chat_command(address, tmp_path, count=3000)
     with on_terminal(*command, XDG_STATE_HOME=str(tmp_path)) as terminal:
         before = terminal.modes
-        terminal.until(address)
+        terminal.wait_for(address)
         if not typing:
             terminal.type("hello\r")
-            terminal.until("accepted")
+            terminal.wait_for("accepted")
         assert terminal.modes != before
         terminal.process.send_signal(number)
-        assert terminal.ended() == 128 + number
+        assert terminal.wait_for_exit() == 128 + number
         assert terminal.modes == before
         assert "Traceback" not in terminal.said
 
@@ -458,12 +463,12 @@ def test_a_signal_leaves_the_terminal_as_it_was(
 @pytest.mark.slow
 def test_bytes_that_are_no_text_cost_one_message(address: str, tmp_path: Path) -> None:
     """A terminal that is set to another encoding sends such bytes."""
-    with on_terminal(*chatting(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
-        terminal.until(address)
+    with on_terminal(*chat_command(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.wait_for(address)
         terminal.type(b"caf\xe9\r")
-        terminal.until("your message is not UTF-8")
+        terminal.wait_for("your message is not UTF-8")
         terminal.type("hello\r")
-        terminal.until(expected("hello "))
+        terminal.wait_for(expected("hello "))
         assert quit_chat(terminal) == 0
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     said = json.loads(kept.read_text())["messages"]

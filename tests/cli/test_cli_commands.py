@@ -126,14 +126,14 @@ def test_a_mistake_is_one_clear_line(mistake: str, address: str) -> None:
 def test_a_prompt_that_is_no_text_or_too_long_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = generate(address, "-", stdin=b"caf\xe9")
-    assert (told.exit_code, told.stdout) == (2, "")
-    assert "stdin: is not UTF-8: " in told.stderr
+    result = generate(address, "-", stdin=b"caf\xe9")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "stdin: is not UTF-8: " in result.stderr
     monkeypatch.setattr(generate_command, "MAX_PROMPT_BYTES", 5)
     assert generate(address, "-", stdin="é" * 2).exit_code == 0
-    told = generate(address, "-", stdin="é" * 3)
-    assert (told.exit_code, told.stdout) == (2, "")
-    assert "stdin: more than 5 bytes" in told.stderr
+    result = generate(address, "-", stdin="é" * 3)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "stdin: more than 5 bytes" in result.stderr
 
 
 def test_no_verifier_there_says_how_to_start_one(dead: str) -> None:
@@ -143,9 +143,9 @@ def test_no_verifier_there_says_how_to_start_one(dead: str) -> None:
 
 
 def test_a_name_without_an_address_is_no_reason_to_start_a_verifier() -> None:
-    told = generate("nosuch.invalid:7420", PROMPT).stderr
-    assert told.startswith("error: the host name 'nosuch.invalid' cannot be resolved\n")
-    assert "edgespec verifier" not in told
+    result = generate("nosuch.invalid:7420", PROMPT).stderr
+    assert result.startswith("error: the host name 'nosuch.invalid' cannot be resolved\n")
+    assert "edgespec verifier" not in result
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def make_question(pass_ms: float = 20.0, **slo: float) -> CapacityQuestion:
     return CapacityQuestion(scenario, sc.SloSection(**slo), (Arm.TARGET_ONLY,), FOLDER)
 
 
-def played(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+def play_worlds(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
     return [play(job) for job in jobs]
 
 
@@ -140,7 +140,7 @@ def test_a_fixed_pass_takes_one_verifier_and_every_round_has_seeds_of_its_own() 
 
     def noted(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
         seeds.append([job.seed for job in jobs])
-        return played(doing, jobs, until_s)
+        return play_worlds(doing, jobs, until_s)
 
     planner = Planner(make_question(tpot_p95_ms=30.0), noted, at_once=2)
     planner.search(math.inf)
@@ -175,7 +175,7 @@ def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
         devices={"laptop": replace(device, count=users, workload=load)},
         verifiers={"gpu": sc.VerifierSection(pass_time=gpu)},
     )
-    planner = Planner(replace(asked, scenario=scenario), played, at_once=2)
+    planner = Planner(replace(asked, scenario=scenario), play_worlds, at_once=2)
     planner.search(math.inf)
     assert present(planner.best).candidate == right
     load = replace(load, start_within_s=1.0)
@@ -201,7 +201,7 @@ def test_without_time_the_answer_says_what_was_not_played(
     """A round that runs out of time is not used, because its quick worlds would have come first and
     biased it."""
     asked = make_question(tpot_p95_ms=30.0)
-    planner = Planner(asked, played)
+    planner = Planner(asked, play_worlds)
     planner.search(0.0, now_s=lambda: 1.0)
     assert planner.searches[0].unplayed == [1]
     plan_capacity._show(asked, planner, "h200")
@@ -212,7 +212,7 @@ def test_without_time_the_answer_says_what_was_not_played(
     def late(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
         if until_s < math.inf:
             raise TimeoutError
-        return played(doing, jobs, until_s)
+        return play_worlds(doing, jobs, until_s)
 
     planner = Planner(make_question(tpot_p95_ms=30.0), late)
     planner.search(5.0, now_s=lambda: 1.0)
@@ -234,7 +234,7 @@ def test_what_forbids_an_objective_is_named() -> None:
 
 def test_what_events_say_goes_before_a_mere_proposal() -> None:
     planner = Planner(
-        replace(make_question(tpot_p95_ms=30.0), arms=(Arm.TARGET_ONLY, Arm.EDGESPEC)), played
+        replace(make_question(tpot_p95_ms=30.0), arms=(Arm.TARGET_ONLY, Arm.EDGESPEC)), play_worlds
     )
     plain, ours = planner.searches
     plain.proposed = {2: True, 1: False}

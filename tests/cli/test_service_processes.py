@@ -161,7 +161,7 @@ def listening(address: str) -> Iterator[socket.socket]:
         yield end
 
 
-def heard(end: socket.socket) -> dict[str, str]:
+def read_notification(end: socket.socket) -> dict[str, str]:
     lines = end.recv(4096).decode().splitlines()
     return dict(line.split("=", 1) for line in lines)
 
@@ -181,7 +181,7 @@ async def test_a_watched_service_shows_that_it_lives(tmp_path: Path) -> None:
     with listening(address) as end:
         beat = asyncio.ensure_future(manager.keep_alive())
         for _ in range(3):
-            assert await asyncio.to_thread(heard, end) == {"WATCHDOG": "1"}
+            assert await asyncio.to_thread(read_notification, end) == {"WATCHDOG": "1"}
         beat.cancel()
 
 
@@ -201,14 +201,14 @@ def test_the_daemon_says_when_it_serves_reloads_and_ends(
     monkeypatch.setenv("NOTIFY_SOCKET", address)
     with listening(address) as end:
         with daemon() as (where, process):
-            ready = heard(end)
+            ready = read_notification(end)
             assert ready["READY"] == "1"
             assert where in ready["STATUS"]
             process.send_signal(signal.SIGHUP)
-            assert heard(end)["RELOADING"] == "1"
-            assert heard(end) == ready
+            assert read_notification(end)["RELOADING"] == "1"
+            assert read_notification(end) == ready
             process.send_signal(signal.SIGTERM)
-            assert heard(end)["STOPPING"] == "1"
+            assert read_notification(end)["STOPPING"] == "1"
             assert process.wait(WITHIN_S) == 0
 
 

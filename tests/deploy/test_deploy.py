@@ -694,7 +694,7 @@ class Proxy:
     def __init__(self, admin: str, address: str) -> None:
         self._admin, self.address = admin, address
 
-    async def healthy(self) -> set[int]:
+    async def list_healthy(self) -> set[int]:
         """Return the ports of the verifiers that Envoy considers healthy."""
         statuses = (await fetch_admin(self._admin, "clusters"))["cluster_statuses"]
         return {
@@ -703,9 +703,9 @@ class Proxy:
             if host["health_status"] == {"eds_health_status": "HEALTHY"}
         }
 
-    async def sends_to(self, ports: set[int]) -> None:
+    async def wait_until_healthy(self, ports: set[int]) -> None:
         """Wait until Envoy considers these ports healthy and no others."""
-        while await self.healthy() != ports:
+        while await self.list_healthy() != ports:
             pass
 
 
@@ -730,7 +730,7 @@ async def proxy(
         listener = (await fetch_admin(admin, "listeners"))["listener_statuses"][0]
         port = listener["local_address"]["socket_address"]["port_value"]
         running = Proxy(admin, f"127.0.0.1:{port}")
-        await running.sends_to(set(ports))
+        await running.wait_until_healthy(set(ports))
         yield running
     finally:
         with contextlib.suppress(ProcessLookupError):

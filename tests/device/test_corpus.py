@@ -251,7 +251,7 @@ def test_file_flag_and_environment_say_the_same(
         assert shown["draft"]["corpus"] == ["a.txt", "b c"]
 
 
-def circling() -> AbstractAsyncContextManager[tuple[str, Verifier]]:
+def serve_circling() -> AbstractAsyncContextManager[tuple[str, Verifier]]:
     served = VerifierConfig(model="toy", port=0, server_drafts=False)
     vocabulary = load_target(served).info.vocabulary
     target = ToyTarget(CIRCLING, vocabulary=vocabulary, context_length=TOY_CONTEXT_LENGTH)
@@ -264,7 +264,7 @@ async def test_texts_that_stand_in_the_corpus_take_fewer_passes(tmp_path: Path) 
     tokenizer = ToyTokenizer()
     path = write(tmp_path / "a.txt", "a circle" + tokenizer.decode(expected))
     passes = []
-    async with circling() as (address, _):
+    async with serve_circling() as (address, _):
         for names in ((), (str(path),)):
             draft = DraftSection("lookup", corpus=names)
             policy = PolicySection(run_ahead=RunAhead.NEVER)
@@ -303,7 +303,7 @@ DRAFTS = (DraftSection("lookup"), DraftSection("toy", lookup=True))
 async def test_the_text_is_the_targets_own(
     draft: DraftSection, policy: PolicyName, run_ahead: RunAhead
 ) -> None:
-    async with circling() as (address, _):
+    async with serve_circling() as (address, _):
         policies = PolicySection(policy, run_ahead=run_ahead)
         config = AgentConfig(address, tokenizer="toy", draft=draft, policy=policies)
         async with build_agent(config) as agent:

@@ -377,8 +377,8 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
                     with contextlib.suppress(GenerationError):
                         await generate_and_list_verifiers(one, [1, 2, 3], chat)
             named = hash_conversation_name("any name: ü\n")
-            told = {found[CONVERSATION_HEADER] for found in seen}
-            assert told == {hash_prompt_beginning([1, 2, 3]), named}
+            conversations = {found[CONVERSATION_HEADER] for found in seen}
+            assert conversations == {hash_prompt_beginning([1, 2, 3]), named}
             assert len(seen) >= 4
             seen.clear()
         transport = connect(address)
@@ -425,7 +425,7 @@ class Resolver:
         return VerifierDirectory(verifiers, make, look_up=self, clock=lambda: self.now)
 
 
-def made(found: object) -> dict[str, tuple[str, str]]:
+def arguments_of(found: object) -> dict[str, tuple[str, str]]:
     assert isinstance(found, dict)
     return {label: one.made_with for label, one in found.items()}
 
@@ -433,7 +433,7 @@ def made(found: object) -> dict[str, tuple[str, str]]:
 async def test_each_address_of_a_name_is_a_verifier_and_shows_the_names_certificate() -> None:
     resolver = Resolver(pool=["10.0.0.1", "10.0.0.2", "10.0.0.1", "fd00::7"], box=["10.0.0.9"])
     found = await resolver.directory("pool:7420", "10.1.1.1:1", "box:7420").find()
-    assert made(found) == {
+    assert arguments_of(found) == {
         "pool:7420 (10.0.0.1)": ("10.0.0.1:7420", "pool"),
         "pool:7420 (10.0.0.2)": ("10.0.0.2:7420", "pool"),
         "pool:7420 ([fd00::7])": ("[fd00::7]:7420", "pool"),
@@ -449,7 +449,7 @@ async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() 
     await directory.find()
     assert resolver.asked == 1
     resolver.names["pool"], resolver.now = ["10.0.0.2", "10.0.0.3"], RETRY_LOOKUP_S + 0.1
-    assert made(await directory.find()) == made(first)
+    assert arguments_of(await directory.find()) == arguments_of(first)
     found = await directory.find(fresh=True)
     assert list(found) == ["pool:1 (10.0.0.2)", "pool:1 (10.0.0.3)"]
     assert found["pool:1 (10.0.0.2)"] is first["pool:1 (10.0.0.2)"]

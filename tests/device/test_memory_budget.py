@@ -124,7 +124,7 @@ def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() 
 async def test_a_text_does_not_depend_on_the_budget() -> None:
     """The bundled draft at windows shorter than the text, one below a memory budget, is compared
     with no draft."""
-    texts, told, stats = {}, list[str](), None
+    texts, messages, stats = {}, list[str](), None
     async with serving(make_hashing_target()) as (address, _):
         for name, draft in (
             ("none", DraftSection(model="none")),
@@ -133,7 +133,7 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
         ):
             policy = PolicySection(run_ahead=RunAhead.NEVER)
             config = AgentConfig(verifier=address, draft=draft, policy=policy)
-            agent = build_agent(config, say=told.append)
+            agent = build_agent(config, say=messages.append)
             sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
             prompt = PROMPT * 4
             found = [token async for c in agent.generate(prompt, sampling) for token in c.tokens]
@@ -144,7 +144,7 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
     assert texts["none"] == hash_positions(160, 40)
     assert texts["budget"] == texts["window"] == texts["none"]
     assert present(stats).counters.draft_failure == ""
-    assert "window 128" in told[-1]
+    assert "window 128" in messages[-1]
 
 
 def make_guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
@@ -193,7 +193,7 @@ def test_a_measurement_that_fails_is_told_once_and_drafting_goes_on(
     drafter.close()
 
 
-def group(root: Path, place: str, limit: str, used: int, *, version: int = 2) -> None:
+def write_control_group(root: Path, place: str, limit: str, used: int, *, version: int = 2) -> None:
     folder = root / ("memory" if version == 1 else "") / place
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.max", "memory.current")
@@ -209,9 +209,9 @@ def test_the_tightest_control_group_counts(version: int, tmp_path: Path) -> None
     own.write_text("0::/a/b\n" if version == 2 else "9:cpu:/\n4:memory:/a/b\n")
     free = machine_memory(tmp_path / "none", own)
     no_limit = "max" if version == 2 else str((1 << 63) - 4096)
-    group(tmp_path, "", no_limit, 1 << 40, version=version)
-    group(tmp_path, "a", str(100 * MIB), 90 * MIB, version=version)
-    group(tmp_path, "a/b", str(300 * MIB), 10 * MIB, version=version)
+    write_control_group(tmp_path, "", no_limit, 1 << 40, version=version)
+    write_control_group(tmp_path, "a", str(100 * MIB), 90 * MIB, version=version)
+    write_control_group(tmp_path, "a/b", str(300 * MIB), 10 * MIB, version=version)
     found = machine_memory(tmp_path, own)
     assert (found.total, found.available) == (100 * MIB, 10 * MIB)
     assert free.available > 10 * MIB
@@ -224,7 +224,7 @@ def test_the_tightest_control_group_counts(version: int, tmp_path: Path) -> None
 def test_nonsense_in_a_control_group_is_no_limit(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("nonsense\n0::/a\n")
-    group(tmp_path, "a", "many", 5)
+    write_control_group(tmp_path, "a", "many", 5)
     assert machine_memory(tmp_path, own).available > MIB
     assert machine_memory(tmp_path, tmp_path / "missing").total > MIB
 

@@ -300,7 +300,7 @@ async def test_a_coding_agents_tools_come_back_as_it_calls_them(tmp_path: Path) 
         {"type": "custom_tool_call", "name": "patch", "input": "*** Begin\n"},
         {"type": "custom_tool_call", "name": "write", "namespace": "mcp__box", "input": "x"},
     ]
-    told = {
+    returned = {
         name: whole[name]
         for name in (
             "tools",
@@ -311,7 +311,7 @@ async def test_a_coding_agents_tools_come_back_as_it_calls_them(tmp_path: Path) 
             "store",
         )
     }
-    assert told == {name: asked[name] for name in told}
+    assert returned == {name: asked[name] for name in returned}
     events = [
         json.loads(line[6:])
         for line in streamed.body.decode().splitlines()

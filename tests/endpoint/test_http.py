@@ -62,8 +62,8 @@ def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
 async def test_a_body_beyond_the_limit_is_not_read() -> None:
     settings = EndpointSection(max_body_bytes=1024)
     async with over_script(ScriptedAgent(["a"]), settings=settings) as live:
-        told = request_bytes(PATH, b"{}", headers={"Content-Length": "1025"})
-        reply = await exchange(live.port, told)
+        request = request_bytes(PATH, b"{}", headers={"Content-Length": "1025"})
+        reply = await exchange(live.port, request)
         assert (reply.status, reply.error["code"]) == (413, "too_large")
         parts = b"400\r\n" + b" " * 1024 + b"\r\n1\r\n \r\n0\r\n\r\n"
         reply = await exchange(
@@ -279,7 +279,7 @@ SOON = EndpointSection(body_within_s=0.1, write_within_s=0.1)
 
 
 @asynccontextmanager
-async def connected(
+async def open_client(
     live: Live, buffer: int = 0
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Connect a client that reads nothing by itself. The kernel holds about ``buffer`` bytes for
@@ -300,14 +300,14 @@ async def connected(
 async def test_who_reads_nothing_holds_no_connection(stream: bool) -> None:
     agent = ScriptedAgent(["x" * 100_000] * 400)
     async with over_script(agent, settings=SOON) as live:
-        async with connected(live, 4096) as (_, writer):
+        async with open_client(live, 4096) as (_, writer):
             writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": stream}).encode()))
             await until(lambda: agent.closed and not live.server.connections)
 
 
 async def test_connections_that_say_nothing_keep_nobody_out() -> None:
     async with over_script(ScriptedAgent(["a"]), max_connections=3) as live:
-        async with connected(live), connected(live), connected(live), connected(live):
+        async with open_client(live), open_client(live), open_client(live), open_client(live):
             assert (await ask(live, PATH, HELLO)).status == 200
 
 
@@ -379,7 +379,7 @@ async def test_who_never_ends_to_send_is_let_go() -> None:
             await asyncio.sleep(0)
 
     async with over_script(ScriptedAgent(["a"]), settings=SOON) as live:
-        async with connected(live) as (reader, writer), asyncio.timeout(WITHIN_S):
+        async with open_client(live) as (reader, writer), asyncio.timeout(WITHIN_S):
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n")
             assert (await reader.read(12)) == b"HTTP/1.1 403"
             with pytest.raises(OSError):  # noqa: PT011 # reset, or a pipe that is broken
@@ -464,8 +464,8 @@ async def test_a_key_is_asked_for_everywhere_but_health(agent: ScriptedAgent) ->
             assert await ask_status(live, Authorization=shown_value) == 401, shown_value
         assert await ask_status(live, Authorization="bearer the key") == 200
         assert (await ask(live, "/health")).json == {"status": "waiting"}
-        told = await ask(live, "/health", Authorization="Bearer the key")
-        assert "verifiers" in told.json
+        health = await ask(live, "/health", Authorization="Bearer the key")
+        assert "verifiers" in health.json
 
 
 async def test_a_request_of_two_lengths_is_none_and_nothing_behind_it_is_read(

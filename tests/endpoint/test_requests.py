@@ -106,7 +106,9 @@ def endpoint() -> Endpoint:
 @given(chat=requests(CHAT, "messages", MESSAGES), text=requests(COMPLETION, "prompt", "a"))
 def test_any_request_is_an_answer_or_a_refusal(chat: Any, text: Any) -> None:
     asked = endpoint()
-    for found in asyncio.run(outcomes(asked.prepare_chat(chat), asked.prepare_completion(text))):
+    for found in asyncio.run(
+        catch_refusals(asked.prepare_chat(chat), asked.prepare_completion(text))
+    ):
         if isinstance(found, ApiError):
             assert 400 <= found.status < 500
             assert found.message
@@ -115,13 +117,13 @@ def test_any_request_is_an_answer_or_a_refusal(chat: Any, text: Any) -> None:
             assert all(choice.prompt for choice in found.choices)
 
 
-async def outcomes(
+async def catch_refusals(
     *works: Coroutine[Any, Any, PreparedRequest],
 ) -> list[PreparedRequest | ApiError]:
-    return [await outcome(work) for work in works]
+    return [await catch_refusal(work) for work in works]
 
 
-async def outcome(work: Coroutine[Any, Any, PreparedRequest]) -> PreparedRequest | ApiError:
+async def catch_refusal(work: Coroutine[Any, Any, PreparedRequest]) -> PreparedRequest | ApiError:
     try:
         return await work
     except ApiError as error:

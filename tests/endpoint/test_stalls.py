@@ -45,7 +45,7 @@ from tests.endpoint.live_endpoint import (
     parse_reply,
     request_bytes,
 )
-from tests.endpoint.test_http import connected
+from tests.endpoint.test_http import open_client
 from tests.kit.letters import MODEL, LettersTokenizer, text_of
 from tests.kit.live_verifier import until
 
@@ -238,7 +238,7 @@ async def test_held_bodies_are_refused_before_they_are_read_and_small_ones_are_s
         held = request_bytes(PATH, b"x" * (LARGE - 1), headers={"Content-Length": str(LARGE)})
         assert room.max_bytes == 16 * LARGE
         for place in range(1, 13):
-            _, writer = await x.enter_async_context(connected(found))
+            _, writer = await x.enter_async_context(open_client(found))
             writer.write(held)
             await until(lambda n=place: room.held_bytes == n * (LARGE - 1))  # type: ignore[misc]
         for path in (PATH, "/tokenize", "/detokenize"):
@@ -257,7 +257,7 @@ async def test_a_body_that_another_one_needs_the_room_of_is_told() -> None:
     settings = EndpointSection(max_body_bytes=LARGE, max_bodies_bytes=2 * LARGE)
     async with over_script(ScriptedAgent(["a"]), settings=settings) as found:
         room = found.endpoint.bodies
-        async with connected(found) as (reader, writer):
+        async with open_client(found) as (reader, writer):
             writer.write(
                 request_bytes(PATH, b"x" * (LARGE - 1), headers={"Content-Length": str(LARGE)})
             )
@@ -435,7 +435,7 @@ async def test_streams_that_nobody_reads_make_way_for_others() -> None:
     async with over_script(agent, settings=settings) as found, AsyncExitStack() as x:
         data = request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode())
         for _ in range(2):
-            _, writer = await x.enter_async_context(connected(found, 4096))
+            _, writer = await x.enter_async_context(open_client(found, 4096))
             writer.write(data)
         await until(lambda: len(found.endpoint.admission._writes) == 2)
         agent.pieces = ["a"]
@@ -451,7 +451,7 @@ async def test_a_stream_that_nobody_reads_is_noticed_before_its_text_is_over() -
     settings = EndpointSection(max_concurrent=1, write_within_s=3600.0, unread_within_s=0.05)
     async with (
         over_script(agent, settings=settings) as found,
-        connected(found, 4096) as (_, writer),
+        open_client(found, 4096) as (_, writer),
     ):
         writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
         await until(lambda: agent.prompts)

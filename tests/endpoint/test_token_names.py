@@ -109,6 +109,6 @@ def test_chats_give_the_bytes_of_a_part_and_the_text_of_the_rest(tokenizer: Text
     assert b"".join(bytes(one["bytes"]) for one in content).decode() == TEXT
     for one in content:
         assert len({top["token"] for top in one["top_logprobs"]}) == 20
-        for told in (one, *one["top_logprobs"]):
-            text = bytes(told["bytes"]).decode(errors="backslashreplace")
-            assert told["token"] == text
+        for named in (one, *one["top_logprobs"]):
+            text = bytes(named["bytes"]).decode(errors="backslashreplace")
+            assert named["token"] == text

@@ -405,8 +405,8 @@ async def test_a_stream_that_fails_ends_in_an_error() -> None:
 
     async with over_script(ScriptedAgent(["a", "b"], between=between)) as live:
         async with live.client() as client:
-            told = await client.responses.create(input="a", model="", stream=True)
-            *_, last = [event async for event in told]
+            events = await client.responses.create(input="a", model="", stream=True)
+            *_, last = [event async for event in events]
     assert last.type == "error"
     assert "broken" in last.message
 
@@ -425,11 +425,11 @@ CAT = {
 }
 
 
-def formatted(**schema: Any) -> Any:
+def schema_format(**schema: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "cat", **schema}}
 
 
-FORMAT = formatted(schema=CAT, strict=True)
+FORMAT = schema_format(schema=CAT, strict=True)
 
 
 def tool(name: str, parameters: Any = CAT, **more: Any) -> Any:

@@ -32,7 +32,7 @@ SECRET = "xylophone-of-the-client"
 LOGGERS = {"logging", "log", "_log", "logger", "_logger"}
 
 
-def raised(cause: BaseException | None = None) -> ValueError:
+def make_error(cause: BaseException | None = None) -> ValueError:
     try:
         raise ValueError(f"cannot read {SECRET}") from cause
     except ValueError as error:
@@ -44,7 +44,7 @@ def raised(cause: BaseException | None = None) -> ValueError:
 def test_a_failure_is_logged_with_its_places(
     formatter: logging.Formatter, may_quote: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    error = raised(raised())
+    error = make_error(make_error())
     log = logging.getLogger("edgespec.test")
     log_failure(log, "reading %d failed", 7, error=error, may_quote_client=may_quote)
     shown = formatter.format(caplog.records[-1])
@@ -68,9 +68,9 @@ def test_every_log_call_with_an_exception_leaves_its_words_out() -> None:
                 continue
             owner = node.func.value
             whose = owner.id.lower() if isinstance(owner, ast.Name) else ""
-            told = any(keyword.arg == "exc_info" for keyword in node.keywords)
+            passes_exception = any(keyword.arg == "exc_info" for keyword in node.keywords)
             written = whose == "traceback" or (node.func.attr == "exception" and whose in LOGGERS)
-            if told or written:
+            if passes_exception or written:
                 found.append(f"{name}:{node.lineno}")
     assert not found
 

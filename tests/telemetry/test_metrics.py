@@ -238,8 +238,8 @@ async def test_every_metric_is_exposed_and_told_in_the_docs() -> None:
         for one in METRICS
     }
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| `(edgespec_(?!agent_)\w+)` \|", page, re.MULTILINE)
-    assert sorted(told) == sorted(PREFIX + one.name for one in METRICS)
+    documented = re.findall(r"^\| `(edgespec_(?!agent_)\w+)` \|", page, re.MULTILINE)
+    assert sorted(documented) == sorted(PREFIX + one.name for one in METRICS)
 
 
 async def test_the_port_is_let_go_of() -> None:
@@ -418,14 +418,14 @@ def test_all_that_a_daemon_and_a_device_say_is_json() -> None:
     with daemon(*form, "--set", "log_level=info", "--metrics-port", "0") as (address, verifier):
         where = ("--verifier", address, "--draft", "toy", "--stats")
         with start("generate", PROMPT, *where, "-n", "8", *form) as device:
-            _, told = device.communicate(timeout=WITHIN_S)
+            _, errors = device.communicate(timeout=WITHIN_S)
         verifier.send_signal(signal.SIGTERM)
         _, said = verifier.communicate(timeout=WITHIN_S)
     lines = [json.loads(line) for line in said.splitlines()]
     assert {"loading toy ...", "stopping"} <= {x["message"] for x in lines}
     (stream,) = [line for line in lines if line.get("event") == "stream"]
     assert (stream["tokens"], stream["reason"]) == (8, "length")
-    assert "8 tokens in" in json.loads(told.splitlines()[-1])["message"]
+    assert "8 tokens in" in json.loads(errors.splitlines()[-1])["message"]
     assert device.returncode == verifier.returncode == 0
 
 
