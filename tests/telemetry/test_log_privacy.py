@@ -49,7 +49,7 @@ def test_a_failure_is_logged_with_its_places(
     log_failure(log, "reading %d failed", 7, error=error, may_quote_client=may_quote)
     shown = formatter.format(caplog.records[-1])
     assert "reading 7 failed: ValueError" in shown
-    assert "in raised" in shown
+    assert "in make_error" in shown
     assert (SECRET in shown) is not may_quote
     assert SECRET not in describe_without_messages(error)
     assert describe_without_messages(error).count("builtins.ValueError") == 2
