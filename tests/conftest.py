@@ -46,6 +46,9 @@ _scrub()
 # a Ctrl-C would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# `nohup` ignores the end of a terminal in the same way.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Every run has the same examples: a failure is a fact about the code, not about the day. Explore
 # with `pytest --hypothesis-profile=explore`.
