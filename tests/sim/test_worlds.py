@@ -83,6 +83,12 @@ def test_every_device_gets_the_targets_text(first: int) -> None:
             raise AssertionError(f"world {seed}: {error}; {REPLAY.format(seed=seed)}") from error
 
 
+def test_shares_of_the_cache_follow_a_session_that_fails_while_a_pass_is_formed() -> None:
+    """Oracle: ``EntryCheck``. In this world a session kept its share for the rest of that pass, and
+    another was refused a block that was free."""
+    play(703367)
+
+
 def test_a_world_is_a_function_of_its_seed() -> None:
     assert [play(seed) for seed in range(20)] == [play(seed) for seed in range(20)]
 

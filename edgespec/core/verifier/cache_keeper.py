@@ -209,6 +209,8 @@ class CacheKeeper:
         """Sessions outside that found no room when the last pass was formed."""
         self._order: CacheOrder | None = None
         """The order for the pass that is being formed; None until a session wants room in it."""
+        self._ordered_sessions = 0
+        """Number of sessions when ``_order`` was made."""
         self._sharing: PrefixSharing | None = None
         if ledger is not None and owner_of is not None:
             self._sharing = PrefixSharing(ledger, owner_of)
@@ -311,9 +313,10 @@ class CacheKeeper:
         return wants and not self.ledger.held_count(key) and not self.is_over_rate(key)
 
     def _current_order(self) -> CacheOrder:
-        """Return the order of the sessions for the pass that is being formed."""
-        if self._order is None:
-            self._order = self._find_order()
+        """Return the order of the sessions for the pass that is being formed. A session that fails
+        and leaves while the pass is formed changes the shares of the others."""
+        if self._order is None or self._ordered_sessions != len(self.sessions):
+            self._order, self._ordered_sessions = self._find_order(), len(self.sessions)
         return self._order
 
     def _find_order(self) -> CacheOrder:
