@@ -33,6 +33,7 @@ from edgespec.local_verifier import LocalVerifier, run_verifier
 
 if TYPE_CHECKING:
     from edgespec.device.build import PromptTokenizer
+    from edgespec.endpoint.output_parser import Part
     from edgespec.endpoint.tool_calls import ToolCall
 
 Draft = DraftSection
@@ -137,8 +138,8 @@ class Completion:
     """A whole output."""
 
     text: str
-    """The output as text, without a stop string that ended it. A chat with tools has the text
-    beside the calls here."""
+    """The output as text, without a stop string that ended it. In a chat it is the answer without
+    the thought and the calls."""
     tokens: tuple[int, ...]
     finish: FinishReason
     usage: Usage
@@ -148,6 +149,8 @@ class Completion:
     """One score for each of ``tokens`` if ``logprobs`` was given, else empty."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls that a chat's answer holds, in order. ``arguments`` of a call is JSON text."""
+    thought: str = ""
+    """The thought that a model wrote before its answer in a chat, if its template has thoughts."""
 
 
 class GenerationStream:
@@ -374,8 +377,8 @@ class Agent:
         """Answer a conversation by the chat template of the target.
 
         ``messages`` and ``tools`` are as in OpenAI's chat API. The calls that the answer holds are
-        in ``Completion.tool_calls``, and the text beside them in ``text``. The other arguments are
-        those of ``stream``.
+        in ``Completion.tool_calls``, the model's thought in ``thought``, and the rest in ``text``.
+        The other arguments are those of ``stream``.
 
         Raises:
             ValueError: The model has no chat template, or the template refuses the messages.
@@ -393,9 +396,7 @@ class Agent:
             **fields,
         )
         async with stream:
-            if not tools:
-                return await stream.read()
-            return await _read_calls(stream, prompt, tools)
+            return await _read_parts(stream, prompt, tools)
 
     async def chat_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()
@@ -519,34 +520,35 @@ def _write_prompt(
     return _ChatPrompt(tuple(tokenizer.encode(written.text)), written.is_thinking, tokenizer)
 
 
-async def _read_calls(
+async def _read_parts(
     stream: GenerationStream, prompt: _ChatPrompt, tools: Sequence[Tool]
 ) -> Completion:
-    """Read ``stream`` to its end, and part its text from its calls."""
-    from edgespec.endpoint.chat_prompt import call_format
-    from edgespec.endpoint.tool_calls import ToolReader, mark_tokens
+    """Read ``stream`` to its end, and part its text from its thought and its calls."""
+    from edgespec.endpoint.chat_prompt import output_form
+    from edgespec.endpoint.output_parser import join_parts
+    from edgespec.endpoint.thoughts import Thought
+    from edgespec.endpoint.tool_calls import ToolCall
 
-    template = prompt.tokenizer.chat_template(tools=True)
+    template = prompt.tokenizer.chat_template(tools=bool(tools))
     assert template is not None
-    reader = ToolReader(
-        call_format(template),
-        [tool["function"]["name"] for tool in tools],
-        mark_tokens(prompt.tokenizer),
-        is_thinking=prompt.is_thinking,
-    )
-    found: list[str | ToolCall] = []
+    names = [tool["function"]["name"] for tool in tools]
+    form = output_form(template, names, is_thinking=prompt.is_thinking)
+    parser = form.make_parser(prompt.tokenizer)
+    if parser is None:
+        return await stream.read()
+    found: list[Part] = []
     chunks: list[Chunk] = []
     async for chunk in stream:
         chunks.append(chunk)
         for place, piece in enumerate(chunk.pieces):
             token = chunk.tokens[place] if place < len(chunk.tokens) else None
-            found += reader.push(reader.marks.push(token, piece))
-    found += reader.flush()
-    whole = stream.completion_of(chunks)
+            found += parser.push(token, piece)
+    items = join_parts([*found, *parser.flush()])
     return replace(
-        whole,
-        text="".join(one for one in found if isinstance(one, str)),
-        tool_calls=tuple(one for one in found if not isinstance(one, str)),
+        stream.completion_of(chunks),
+        text="".join(one for one in items if isinstance(one, str)),
+        thought="".join(one.text for one in items if isinstance(one, Thought)),
+        tool_calls=tuple(one for one in items if isinstance(one, ToolCall)),
     )
 
 

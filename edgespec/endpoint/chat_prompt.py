@@ -13,12 +13,14 @@ message.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from edgespec.endpoint.output_parser import OutputForm
 from edgespec.endpoint.request_json import compact_json
-from edgespec.endpoint.tool_calls import CLOSE, OPEN, ToolFormat, ends_in_thought, tool_format
+from edgespec.endpoint.thoughts import ends_in_thought, thought_format
+from edgespec.endpoint.tool_calls import CLOSE, OPEN, ToolFormat, tool_format
 from edgespec.models.call_history import object_or_text
 from edgespec.models.text_worker import TextWorkerError
 from edgespec.models.tokenizer import ChatTemplate, ChatTemplateError
@@ -59,6 +61,19 @@ class ChatPrompt:
 def call_format(template: ChatTemplate) -> ToolFormat:
     """Return the format in which a model with this template should write its calls."""
     return _template_format(template) or ToolFormat.HERMES
+
+
+def output_form(
+    template: ChatTemplate, tool_names: Collection[str], *, is_thinking: bool
+) -> OutputForm:
+    """Return the way in which a model with this template writes an output. Without
+    ``tool_names`` no call is read."""
+    return OutputForm(
+        thoughts=thought_format(template.source),
+        calls=call_format(template) if tool_names else None,
+        tool_names=tool_names,
+        is_thinking=is_thinking,
+    )
 
 
 def template_writes_tools(template: ChatTemplate) -> bool:
@@ -105,7 +120,7 @@ def write_chat_prompt(
             first_refusal = first_refusal or error
             continue
         if preamble in text:
-            return ChatPrompt(text, ends_in_thought(text))
+            return ChatPrompt(text, ends_in_thought(thought_format(template.source), text))
     if first_refusal is None:  # the template drops system messages and changes users' messages
         first_refusal = ChatTemplateError("the chat template leaves out the text about the tools")
     raise first_refusal

@@ -19,9 +19,11 @@ from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
+from edgespec.endpoint.output_parser import OutputParser, Part, append_part
 from edgespec.endpoint.request_json import ApiError, compact_json
 from edgespec.endpoint.requests import CUSTOM_INPUT, GenerationRequest
-from edgespec.endpoint.tool_calls import ToolCall, ToolReader
+from edgespec.endpoint.thoughts import Thought
+from edgespec.endpoint.tool_calls import CallArguments, ToolCall
 
 _REASONS: Final = {
     FinishReason.STOP: "stop",
@@ -51,9 +53,12 @@ Scores = Sequence[ScoredToken]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New parts of a choice: texts and calls in their order, and scores."""
+    """New parts of a choice in their order, and scores.
 
-    parts: tuple[str | ToolCall, ...] = ()
+    A ``ToolCall`` opens a call with the arguments so far, and each ``CallArguments`` behind it adds
+    to them. Custom tools come whole."""
+
+    parts: tuple[Part, ...] = ()
     scores: Scores = ()
 
 
@@ -68,19 +73,25 @@ class Choice:
     sampling: SamplingParams
     """The request's parameters, with the length and seed of this generation."""
     token_bytes: TokenBytes
-    tools: ToolReader | None
+    parser: OutputParser | None
+    """Parser of the output; None: it is plain text."""
     model: str
     """Model name to request from a verifier; empty: the agent's own."""
     stats: GenerationStats | None = field(default=None, init=False)
     """Statistics of the generation, updated while it runs."""
     echo: str = ""
     """Text in front of the output, which repeats the prompt."""
-    items: list[str | ToolCall] = field(default_factory=list)
-    """Texts and calls in their order. No two texts follow each other."""
+    items: list[Part] = field(default_factory=list)
+    """Texts, thoughts and whole calls in their order. No two texts and no two thoughts follow each
+    other."""
     left_out: tuple[str, ...] = ()
     """Promises of the request that could not be kept, as words for a header."""
     scores: list[ScoredToken] = field(default_factory=list)
     tokens: int = 0
+    reasoning_tokens: int = 0
+    """Tokens of the thought, its marks included."""
+    _drops_arguments: bool = False
+    """Whether the last call was left out, so that its further arguments are too."""
     _characters: int = 0
     """Characters of all pieces so far, whether or not they are part of the output."""
     finish: str | None = None
@@ -96,6 +107,10 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(one for one in self.items if isinstance(one, str))
+
+    @property
+    def thought(self) -> str:
+        return "".join(one.text for one in self.items if isinstance(one, Thought))
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -114,15 +129,7 @@ class Choice:
         """Add a chunk and return what is new. Raises ``ApiError`` if the generation was cancelled
         by this process."""
         self.tokens += len(chunk.tokens)
-        items: list[str | ToolCall] = []
-        if self.tools is None:
-            items += [chunk.text] if chunk.text else []
-        else:
-            for place, piece in enumerate(chunk.pieces):
-                token = chunk.tokens[place] if place < len(chunk.tokens) else None
-                items += self.tools.push(self.tools.marks.push(token, piece))
-            if chunk.finish is not None:
-                items += self.tools.flush()
+        items = self._parse(chunk)
         new_items = self._append_items(items)
         if chunk.finish is not None:
             if chunk.finish not in _REASONS:
@@ -144,25 +151,33 @@ class Choice:
         self._characters += sum(len(piece.text) for piece in chunk.pieces[len(scored) :])
         return scored
 
-    def _append_items(self, items: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
-        """Append the new items and return them as the client should receive them: texts that follow
-        each other joined, and no second call where only one is wanted."""
-        new_items: list[str | ToolCall] = []
-        for item in items:
-            if isinstance(item, str):
-                if new_items and isinstance(last := new_items[-1], str):
-                    new_items[-1] = last + item
-                else:
-                    new_items.append(item)
-                if self.items and isinstance(last := self.items[-1], str):
-                    self.items[-1] = last + item
-                else:
-                    self.items.append(item)
-            elif not (self.request.single_call and self.calls):
-                call = self._as_client_calls(item)
-                new_items.append(call)
-                self.items.append(call)
-        return tuple(new_items)
+    def _parse(self, chunk: Chunk) -> list[Part]:
+        if (parser := self.parser) is None:
+            return [chunk.text] if chunk.text else []
+        parts: list[Part] = []
+        for place, piece in enumerate(chunk.pieces):
+            token = chunk.tokens[place] if place < len(chunk.tokens) else None
+            was_thinking = parser.is_thinking
+            parts += parser.push(token, piece)
+            if token is not None and (was_thinking or parser.is_thinking):
+                self.reasoning_tokens += 1
+        if chunk.finish is not None:
+            parts += parser.flush()
+        return parts
+
+    def _append_items(self, parts: list[Part]) -> tuple[Part, ...]:
+        """Append the new parts and return them as the client should receive them: neighbours of one
+        kind joined, and no second call where only one is wanted."""
+        new_parts: list[Part] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                self._drops_arguments = self.request.single_call and bool(self.calls)
+                part = self._as_client_calls(part)
+            if isinstance(part, ToolCall | CallArguments) and self._drops_arguments:
+                continue
+            append_part(self.items, part)
+            append_part(new_parts, part)
+        return tuple(new_parts)
 
     def _as_client_calls(self, call: ToolCall) -> ToolCall:
         """Return a call with the names by which the client knows the tool. A model may leave out
@@ -266,6 +281,12 @@ class ChatEnvelope(ChoicesEnvelope):
         for part in delta.parts:
             if isinstance(part, str):
                 chunks.append(_chat_chunk(choice, {"content": part}))
+            elif isinstance(part, Thought):
+                chunks.append(_chat_chunk(choice, {"reasoning_content": part.text}))
+            elif isinstance(part, CallArguments):
+                place = self._called[choice.index] - 1
+                more = {"index": place, "function": {"arguments": part.text}}
+                chunks.append(_chat_chunk(choice, {"tool_calls": [more]}))
             else:
                 place = self._called.get(choice.index, 0)
                 self._called[choice.index] = place + 1
@@ -282,6 +303,8 @@ class ChatEnvelope(ChoicesEnvelope):
 
     def _choice(self, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if thought := choice.thought:
+            message["reasoning_content"] = thought
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(one) for one in choice.calls]
@@ -350,7 +373,8 @@ class ResponseEnvelope(Envelope):
     """Sequence number of the next event."""
     _items: list[Json] = field(default_factory=list)
     """Items of the stream so far. The last one may be open."""
-    _open: bool = False
+    _open: str = ""
+    """Type of the open item; empty: every item is complete."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         item_begun = self._response(choices, [], None)
@@ -358,13 +382,13 @@ class ResponseEnvelope(Envelope):
         return events + self._event("response.in_progress", response=item_begun)
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
-        return b"".join(
-            self._text(part) if isinstance(part, str) else self._call(part) for part in delta.parts
-        )
+        return b"".join(map(self._part, delta.parts))
 
     def closing(self, choice: Choice) -> bytes:
-        events = b"" if self._items else self._text("")
-        return events + self._end_text(_status(choice))
+        has_answer = any(one["type"] != "reasoning" for one in self._items)
+        is_cut = choice.finish == "length" and bool(self._items)
+        events = b"" if has_answer or is_cut else self._text("")
+        return events + self._end_item(_status(choice))
 
     def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
         whole = self._response(choices, self._items, usage)
@@ -375,52 +399,85 @@ class ResponseEnvelope(Envelope):
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         (choice,) = choices
-        parts = choice.items or [""]
+        parts = list(choice.items)
+        if all(isinstance(one, Thought) for one in parts):
+            # A response that was not cut inside its thought has a message, if an empty one.
+            parts += [] if parts and choice.finish == "length" else [""]
         last = len(parts) - 1
         items = [
-            _message(one, _status(choice) if place == last else "completed")
-            if isinstance(one, str)
-            else _tool_call(one)
+            _item(one, _status(choice) if place == last else "completed")
             for place, one in enumerate(parts)
         ]
         return self._response(choices, items, usage)
 
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, str):
+            return self._text(part)
+        if isinstance(part, Thought):
+            return self._thought(part.text)
+        if isinstance(part, CallArguments):
+            return self._arguments(part.text)
+        return self._call(part)
+
     def _text(self, text: str) -> bytes:
-        events = b""
-        if not self._open:
-            self._open = True
-            self._items.append(item := _message("", "in_progress"))
-            events += self._item_event("output_item.added", item={**item, "content": []})
-            events += self._part_event("content_part.added", part=item["content"][0])
+        events = self._begin_item("message", _message("", "in_progress"))
         if not text:
             return events
         item = self._items[-1]
-        item["content"] = [_part(item["content"][0]["text"] + text)]
+        item["content"] = [_text_part(item["content"][0]["text"] + text)]
         return events + self._part_event("output_text.delta", delta=text, logprobs=[])
 
-    def _end_text(self, status: str = "completed") -> bytes:
-        if not self._open:
+    def _thought(self, text: str) -> bytes:
+        events = self._begin_item("reasoning", _reasoning("", "in_progress"))
+        item = self._items[-1]
+        item["content"] = [_thought_part(item["content"][0]["text"] + text)]
+        return events + self._part_event("reasoning_text.delta", delta=text)
+
+    def _begin_item(self, kind: str, item: Json) -> bytes:
+        """Open an item with content of one part, unless one of its kind is open."""
+        if self._open == kind:
             return b""
-        self._open = False
-        item = self._items[-1] = {**self._items[-1], "status": status}
-        part = item["content"][0]
-        events = self._part_event("output_text.done", text=part["text"], logprobs=[])
-        events += self._part_event("content_part.done", part=part)
-        return events + self._item_event("output_item.done", item=item)
+        events = self._end_item()
+        self._open = kind
+        self._items.append(item)
+        events += self._item_event("output_item.added", item={**item, "content": []})
+        return events + self._part_event("content_part.added", part=item["content"][0])
 
     def _call(self, call: ToolCall) -> bytes:
-        events = self._end_text()
-        self._items.append(item := _tool_call(call))
-        kind, field_name = "function_call_arguments", "arguments"
-        if call.is_custom:
-            kind, field_name = "custom_tool_call_input", CUSTOM_INPUT
-        item_begun = {**item, "status": "in_progress", field_name: ""}
-        item_id, done = {"item_id": item["id"]}, {field_name: call.arguments}
-        if not call.is_custom:
-            done["name"] = call.name
+        events = self._end_item()
+        self._items.append(item := _tool_call(call, "in_progress"))
+        self._open = item["type"]
+        item_begun = {**item, _arguments_name(item): ""}
         events += self._item_event("output_item.added", item=item_begun)
-        events += self._item_event(f"{kind}.delta", **item_id, delta=call.arguments)
-        events += self._item_event(f"{kind}.done", **item_id, **done)
+        return events + (self._arguments_event(call.arguments) if call.arguments else b"")
+
+    def _arguments(self, text: str) -> bytes:
+        item = self._items[-1]
+        item[_arguments_name(item)] += text
+        return self._arguments_event(text)
+
+    def _arguments_event(self, text: str) -> bytes:
+        item = self._items[-1]
+        return self._item_event(f"{_ARGUMENT_EVENTS[item['type']]}.delta", **_id(item), delta=text)
+
+    def _end_item(self, status: str = "completed") -> bytes:
+        if not self._open:
+            return b""
+        kind, self._open = self._open, ""
+        item = self._items[-1] = {**self._items[-1], "status": status}
+        if kind in _ARGUMENT_EVENTS:
+            name = _arguments_name(item)
+            done = {name: item[name]}
+            if kind == "function_call":
+                done["name"] = item["name"]
+            events = self._item_event(f"{_ARGUMENT_EVENTS[kind]}.done", **_id(item), **done)
+            return events + self._item_event("output_item.done", item=item)
+        part = item["content"][0]
+        if kind == "message":
+            events = self._part_event("output_text.done", text=part["text"], logprobs=[])
+        else:
+            events = self._part_event("reasoning_text.done", text=part["text"])
+        events += self._part_event("content_part.done", part=part)
         return events + self._item_event("output_item.done", item=item)
 
     def _part_event(self, kind: str, **data: Any) -> bytes:
@@ -464,6 +521,9 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)
+        },
         "edgespec": {
             "drafted_tokens": sum(one.sent for one in counters),
             "accepted_tokens": sum(one.accepted for one in counters),
@@ -515,19 +575,37 @@ def _usage(usage: Json) -> Json:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
         "edgespec": usage["edgespec"],
     }
 
 
-def _part(text: str) -> Json:
+def _text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _thought_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _message(text: str, status: str) -> Json:
     kind = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
-    return {**kind, "status": status, "content": [_part(text)]}
+    return {**kind, "status": status, "content": [_text_part(text)]}
+
+
+def _reasoning(text: str, status: str) -> Json:
+    kind = {"type": "reasoning", "id": f"rs_{secrets.token_hex(12)}", "summary": []}
+    return {**kind, "status": status, "content": [_thought_part(text)]}
+
+
+def _item(part: Part, status: str) -> Json:
+    if isinstance(part, str):
+        return _message(part, status)
+    if isinstance(part, Thought):
+        return _reasoning(part.text, status)
+    assert isinstance(part, ToolCall)  # a choice has whole calls
+    return _tool_call(part, status)
 
 
 def _status(choice: Choice) -> str:
@@ -535,7 +613,22 @@ def _status(choice: Choice) -> str:
     return "incomplete" if choice.finish == "length" else "completed"
 
 
-def _tool_call(call: ToolCall) -> Json:
+_ARGUMENT_EVENTS: Final = {
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""Beginning of the names of the events for a call's arguments, by the type of its item."""
+
+
+def _arguments_name(item: Json) -> str:
+    return CUSTOM_INPUT if item["type"] == "custom_tool_call" else "arguments"
+
+
+def _id(item: Json) -> Json:
+    return {"item_id": item["id"]}
+
+
+def _tool_call(call: ToolCall, status: str) -> Json:
     own = {CUSTOM_INPUT: call.arguments} if call.is_custom else {"arguments": call.arguments}
     return {
         "type": "custom_tool_call" if call.is_custom else "function_call",
@@ -544,5 +637,5 @@ def _tool_call(call: ToolCall) -> Json:
         "name": call.name,
         **({"namespace": call.namespace} if call.namespace else {}),
         **own,
-        "status": "completed",
+        "status": status,
     }

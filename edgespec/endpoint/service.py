@@ -34,7 +34,12 @@ from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.admission import RETRY_AFTER_S, Admission, current_client
 from edgespec.endpoint.bodies import BodyRoom
-from edgespec.endpoint.chat_prompt import call_format, template_writes_tools, write_chat_prompt
+from edgespec.endpoint.chat_prompt import (
+    call_format,
+    output_form,
+    template_writes_tools,
+    write_chat_prompt,
+)
 from edgespec.endpoint.choices import (
     ChatEnvelope,
     Choice,
@@ -42,6 +47,7 @@ from edgespec.endpoint.choices import (
     ResponseEnvelope,
     usage_of,
 )
+from edgespec.endpoint.output_parser import OutputForm
 from edgespec.endpoint.request_json import (
     MAX_VALUES,
     ApiError,
@@ -63,11 +69,9 @@ from edgespec.endpoint.requests import (
 )
 from edgespec.endpoint.responses import MAX_FUNCTIONS, ChatConversion, convert_to_chat
 from edgespec.endpoint.tool_calls import (
-    ToolReader,
     call_or_json_grammar,
     forced_call_grammar,
     free_call_grammar,
-    mark_tokens,
 )
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import log_failure
@@ -846,14 +850,13 @@ class Endpoint:
             ignored_fields=(*request.ignored_fields, *left_out),
         )
 
-    def _tool_reader(self, request: GenerationRequest, is_thinking: bool) -> ToolReader | None:
-        """Return a reader of tool calls, or None if the request can have none."""
-        template = self.tokenizer.chat_template(tools=True) if request.tools else None
-        if template is None:
-            return None
+    def _output_form(self, request: GenerationRequest, is_thinking: bool) -> OutputForm:
+        """Return the way in which the model writes its output for a request."""
+        template = self.tokenizer.chat_template(tools=bool(request.tools))
+        if template is None or not request.messages:
+            return OutputForm()
         names = [tool["function"]["name"] for tool in request.tools]
-        tokens = mark_tokens(self.tokenizer)
-        return ToolReader(call_format(template), names, tokens, is_thinking=is_thinking)
+        return output_form(template, names, is_thinking=is_thinking)
 
     def _limit_length(
         self, request: GenerationRequest, tokens: Sequence[int], context_length: int | None
@@ -912,21 +915,21 @@ class Endpoint:
             request, prompts=(), messages=[], tools=[], variables={}, sent_names=names
         )
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
+        form = self._output_form(request, is_thinking)
         self._check_ids(request, chosen)
         for prompt in prompts:
             tokens = array("I", prompt)  # 4 bytes each while they wait for a slot
             sampling = self._limit_length(request, tokens, chosen.context_length)
             for k in range(request.n):
                 choice_sampling = replace(sampling, seed=choice_seed(sampling.seed, k))
-                index, tools = len(choices), self._tool_reader(request, is_thinking)
                 choices.append(
                     Choice(
-                        index=index,
+                        index=len(choices),
                         prompt=tokens,
                         request=kept_request,
                         sampling=choice_sampling,
                         token_bytes=token_bytes,
-                        tools=tools,
+                        parser=form.make_parser(self.tokenizer),
                         model=chosen.requested_name,
                     )
                 )

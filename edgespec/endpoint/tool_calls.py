@@ -20,15 +20,21 @@ import json
 import re
 import secrets
 import string
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.device.agent import Piece
+from edgespec.endpoint.marks import (
+    CALL_MARKS,
+    MarkToken,
+    TokenNames,
+    partial_mark_length,
+    replace_signs,
+    stand_ins,
+)
 from edgespec.endpoint.request_json import compact_json, invalid
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
@@ -37,13 +43,8 @@ OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 _ARGUMENTS: Final = "[ARGS]"
 _CALL_ID: Final = "[CALL_ID]"
-_MARKS: Final = (MISTRAL_MARK, _CALL_ID, _ARGUMENTS, LLAMA_MARK, OPEN, CLOSE)
 _THOUGHTS: Final[Mapping[str, str]] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 """Marks that open a thought, with the marks that close it."""
-_ALL_MARKS: Final = (*_MARKS, *_THOUGHTS, *_THOUGHTS.values())
-_FIRST_SIGN: Final = 0xDC00
-"""First of the characters that stand for mark tokens. They are unpaired surrogates, which decoded
-text never contains."""
 _MOST_CALLS: Final = 8
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
@@ -69,19 +70,19 @@ class ToolCall:
     is_custom: bool = False
 
 
-TextOrCall = str | ToolCall
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Further arguments of the call before, as a stream brings them."""
+
+    text: str
 
 
-class TokenNames(Protocol):
-    """The part of a tokenizer that has the tokens added to its vocabulary."""
+CallPart = str | ToolCall | CallArguments
 
-    @property
-    def added(self) -> Mapping[str, int]:
-        """Ids of all added tokens, special or not, by their text."""
 
-    def special_id(self, text: str) -> int | None:
-        """Return the id of the special token with exactly this text, which decoded text leaves
-        out."""
+def marks_of_calls(form: ToolFormat) -> Collection[str]:
+    """Return the marks that matter to a reader of calls in this format."""
+    return (*CALL_MARKS, *_THOUGHTS, *_THOUGHTS.values())
 
 
 def tool_format(template: str) -> ToolFormat | None:
@@ -96,105 +97,11 @@ def tool_format(template: str) -> ToolFormat | None:
     return None
 
 
-def ends_in_thought(prompt: str) -> bool:
-    """Return whether an output for ``prompt`` begins inside a thought that the prompt opened."""
-    return prompt.rstrip().endswith(tuple(_THOUGHTS))
-
-
 def _new_id(form: ToolFormat) -> str:
     """Return a random call id. Mistral's templates accept nine letters and digits only."""
     if form in (ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED):
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return "call_" + secrets.token_hex(12)
-
-
-# --- marks that are tokens ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MarkToken:
-    """A mark that is one token of the vocabulary. ``is_shown``: decoded text contains it."""
-
-    text: str
-    is_shown: bool
-
-    @property
-    def sign(self) -> str:
-        """The character that stands for the mark while an output is read."""
-        return chr(_FIRST_SIGN + _ALL_MARKS.index(self.text))
-
-    @property
-    def written(self) -> str:
-        """The text that the output shows for a mark which opens or closes no call. A hidden mark of
-        a call is written out; a hidden mark of a thought stays hidden."""
-        return self.text if self.is_shown or self.text in _MARKS else ""
-
-
-def mark_tokens(names: TokenNames) -> dict[int, MarkToken]:
-    """Return the marks that are tokens of a vocabulary, by token id."""
-    ids = {mark: names.added.get(mark) for mark in _ALL_MARKS}
-    return {
-        token: MarkToken(mark, names.special_id(mark) is None)
-        for mark, token in ids.items()
-        if token is not None
-    }
-
-
-_LONGEST_UNFINISHED: Final = 4
-"""Characters that a decoder may emit late, in front of the text of a mark."""
-
-
-class MarkedText:
-    """One decoded output in which signs replace the marks that are tokens."""
-
-    def __init__(self, tokens: Mapping[int, MarkToken]) -> None:
-        self._tokens = tokens
-        self._text = ""
-        """Decoded text that was not returned yet."""
-        self._length = 0
-        """Characters of decoded text so far, without hidden marks."""
-        self._waiting: deque[tuple[int, MarkToken]] = deque()
-        """Marks with their places in characters, counted like ``_length``, that were not reached
-        yet."""
-
-    def push(self, token: int | None, piece: Piece) -> str:
-        """Return the text of ``piece`` with signs for its marks. ``token`` None: the piece belongs
-        to no token."""
-        if token is not None and (mark := self._tokens.get(token)) is not None:
-            self._waiting.append((self._length + piece.held_chars, mark))
-        self._length += len(piece.text)
-        self._text += piece.text
-        return self._release(is_last=False)
-
-    def flush(self) -> str:
-        """Return the rest, when no token will follow."""
-        return self._release(is_last=True)
-
-    def _release(self, *, is_last: bool) -> str:
-        parts, ready = [], -1
-        while self._waiting:
-            place, mark = self._waiting[0]
-            at = max(0, place - self._length + len(self._text))
-            if place > self._length:
-                break
-            width = len(mark.text) if mark.is_shown else 0
-            if width:
-                end = at + width + _LONGEST_UNFINISHED
-                place_of_mark = self._text.find(mark.text, at, end)
-                if place_of_mark < 0 and not is_last and len(self._text) < end:
-                    ready = at
-                    break
-                at = place_of_mark
-            self._waiting.popleft()
-            if at >= 0:
-                parts += [self._text[:at], mark.sign]
-                self._text = self._text[at + width :]
-        cut = len(self._text) if ready < 0 else ready
-        parts.append(self._text[:cut])
-        self._text = self._text[cut:]
-        if is_last:
-            self._waiting.clear()
-        return "".join(parts)
 
 
 # --- reading calls --------------------------------------------------------------------------------
@@ -306,8 +213,7 @@ class ToolReader:
     Args:
         form: The format in which the model writes calls.
         names: Names of the tools.
-        tokens: Marks that are tokens, by id. Text must pass through ``marks``, which writes signs
-            for them, before ``push``.
+        tokens: Marks that are tokens, by id. The text has signs for them (``MarkedText``).
         is_thinking: Whether the output begins inside a thought.
     """
 
@@ -320,11 +226,9 @@ class ToolReader:
         is_thinking: bool = False,
     ) -> None:
         self._form, self._names = form, frozenset(names)
-        self.marks = MarkedText(tokens or {})
         self._shown_texts = {token.sign: token.written for token in (tokens or {}).values()}
         self._argument_texts = {token.sign: token.text for token in (tokens or {}).values()}
-        stands = {mark: mark for mark in _ALL_MARKS}
-        stands |= {token.text: token.sign for token in (tokens or {}).values()}
+        stands = stand_ins(tokens or {})
         self._close_mark, self._id_mark = stands[CLOSE], stands[_CALL_ID]
         self._arguments_mark = stands[_ARGUMENTS]
         opens = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}
@@ -345,25 +249,24 @@ class ToolReader:
         """Whether no text has come yet, apart from thoughts."""
         self._quotes = _QuoteState()
 
-    def push(self, text: str) -> list[TextOrCall]:
+    def push(self, text: str) -> list[CallPart]:
         self._buffer += text
         return self._read_all(is_last=False)
 
-    def flush(self) -> list[TextOrCall]:
-        self._buffer += self.marks.flush()
+    def flush(self) -> list[CallPart]:
         items = self._read_all(is_last=True)
         if self._pending_space and not self._is_after_call:
             _append_text(items, self._pending_space)
         self._pending_space = ""
         return items
 
-    def _read_all(self, *, is_last: bool) -> list[TextOrCall]:
-        items: list[TextOrCall] = []
+    def _read_all(self, *, is_last: bool) -> list[CallPart]:
+        items: list[CallPart] = []
         while self._advance(items, is_last):
             pass
         return items
 
-    def _advance(self, items: list[TextOrCall], is_last: bool) -> bool:
+    def _advance(self, items: list[CallPart], is_last: bool) -> bool:
         """Read up to the next change of state. Return False if that needs more text."""
         if self._thought_ends:
             return self._read_thought(items, is_last)
@@ -371,7 +274,7 @@ class ToolReader:
             return self._read_candidate(self._candidate, items, is_last)
         return self._read_text(items, is_last)
 
-    def _read_text(self, items: list[TextOrCall], is_last: bool) -> bool:
+    def _read_text(self, items: list[CallPart], is_last: bool) -> bool:
         start = self._buffer.lstrip(_SPACE)
         if self._form is ToolFormat.LLAMA and self._is_start and start.startswith("{"):
             self._emit_text(items, self._buffer[: len(self._buffer) - len(start)])
@@ -393,7 +296,7 @@ class ToolReader:
             self._candidate = _Candidate(mark)
         return True
 
-    def _read_thought(self, items: list[TextOrCall], is_last: bool) -> bool:
+    def _read_thought(self, items: list[CallPart], is_last: bool) -> bool:
         at = [(place, end) for end in self._thought_ends if (place := self._buffer.find(end)) >= 0]
         if not at:
             self._emit_text(
@@ -408,13 +311,11 @@ class ToolReader:
 
     def _take_certain_text(self, marks: Sequence[str], is_last: bool) -> str:
         """Remove and return the buffer's text, except an end that may begin one of ``marks``."""
-        cut = len(self._buffer) - (0 if is_last else _partial_mark_length(self._buffer, marks))
+        cut = len(self._buffer) - (0 if is_last else partial_mark_length(self._buffer, marks))
         taken, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return taken
 
-    def _read_candidate(
-        self, candidate: _Candidate, items: list[TextOrCall], is_last: bool
-    ) -> bool:
+    def _read_candidate(self, candidate: _Candidate, items: list[CallPart], is_last: bool) -> bool:
         read = {ToolFormat.HERMES: self._read_hermes, ToolFormat.LLAMA: self._read_llama}
         end = read.get(self._form, self._read_mistral)(candidate, self._buffer, is_last)
         if end == _NEEDS_MORE and not is_last:
@@ -449,7 +350,7 @@ class ToolReader:
         if body.startswith(self._open_mark, after):
             return candidate.at
         if (
-            _partial_mark_length(body[after:], (self._close_mark, self._open_mark))
+            partial_mark_length(body[after:], (self._close_mark, self._open_mark))
             == len(body) - after
         ):
             return len(body) if is_last else _NEEDS_MORE
@@ -491,7 +392,7 @@ class ToolReader:
             if rest.startswith(self._arguments_mark):
                 rest = rest[len(self._arguments_mark) :]
             partial = (
-                0 if is_whole else _partial_mark_length(rest, (self._id_mark, self._arguments_mark))
+                0 if is_whole else partial_mark_length(rest, (self._id_mark, self._arguments_mark))
             )
             if partial == len(rest):
                 return name
@@ -507,7 +408,7 @@ class ToolReader:
                 rest = len(body) - candidate.at
                 if (
                     rest == 0
-                    or _partial_mark_length(body[candidate.at :], (self._open_mark,)) == rest
+                    or partial_mark_length(body[candidate.at :], (self._open_mark,)) == rest
                 ):
                     return len(body) if is_last and candidate.calls and not rest else _NEEDS_MORE
                 if body[candidate.at] != "{":
@@ -525,7 +426,7 @@ class ToolReader:
         end = scan.find(body)
         if end is None or end < 0:
             return _NEEDS_MORE if end is None else _NO_CALL
-        value = _parse_json(_replace_signs(self._argument_texts, body[scan.start : end]))
+        value = _parse_json(replace_signs(self._argument_texts, body[scan.start : end]))
         if candidate.name:
             value = {"name": candidate.name, "arguments": value}
         values = value if isinstance(value, list) else [value]
@@ -553,10 +454,10 @@ class ToolReader:
         arguments_text = arguments_text if is_unicode(arguments_text) else json.dumps(arguments)
         return ToolCall(_new_id(self._form), name, arguments_text)
 
-    def _emit_text(self, items: list[TextOrCall], text: str, *, is_thought: bool = False) -> None:
+    def _emit_text(self, items: list[CallPart], text: str, *, is_thought: bool = False) -> None:
         """Append text to ``found``. White space at its end waits, since it is dropped if a call
         follows. White space between and behind calls is dropped too."""
-        text = _replace_signs(self._shown_texts, text)
+        text = replace_signs(self._shown_texts, text)
         if not is_thought:
             self._quotes.feed(text)
             self._is_start = self._is_start and not text.strip()
@@ -574,7 +475,7 @@ class ToolReader:
             _append_text(items, kept)
 
 
-def _append_text(items: list[TextOrCall], text: str) -> None:
+def _append_text(items: list[CallPart], text: str) -> None:
     if items and isinstance(last := items[-1], str):
         items[-1] = last + text
     else:
@@ -586,23 +487,6 @@ def _skip_characters(text: str, start: int, characters: str = _SPACE) -> int:
     while start < len(text) and text[start] in characters:
         start += 1
     return start
-
-
-def _partial_mark_length(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of ``text`` that is a proper beginning of one of
-    ``marks``."""
-    longest = min(len(text), max(map(len, marks)) - 1)
-    for length in range(longest, 0, -1):
-        if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
-            return length
-    return 0
-
-
-def _replace_signs(texts: Mapping[str, str], text: str) -> str:
-    """Return ``text`` with signs replaced by their texts."""
-    for sign, written in texts.items():
-        text = text.replace(sign, written)
-    return text
 
 
 def _parse_json(text: str) -> Any:

@@ -23,8 +23,9 @@ from tokenizers import AddedToken, Tokenizer
 from edgespec.core.device.events import TokenKind
 from edgespec.core.protocol.constraint import ConstrainedText, Constraint
 from edgespec.device.agent import Piece
+from edgespec.endpoint.marks import MarkedText, MarkToken, mark_tokens
 from edgespec.endpoint.tool_calls import (
-    MarkToken,
+    CallPart,
     ToolCall,
     ToolFormat,
     ToolReader,
@@ -32,7 +33,6 @@ from edgespec.endpoint.tool_calls import (
     call_or_json_grammar,
     forced_call_grammar,
     free_call_grammar,
-    mark_tokens,
 )
 from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import TextTokenizer
@@ -52,13 +52,13 @@ MARKS = PARTS[:10]
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=16).map("".join)
 
 
-def join_texts(found: Sequence[str | ToolCall]) -> list[Any]:
+def join_texts(found: Sequence[CallPart]) -> list[Any]:
     """Return texts and calls in their order, without ids, with adjacent texts joined."""
     joined: list[Any] = []
     for one in found:
         if isinstance(one, ToolCall):
             joined.append((one.name, json.loads(one.arguments)))
-        elif joined and isinstance(joined[-1], str):
+        elif isinstance(one, str) and joined and isinstance(joined[-1], str):
             joined[-1] += one
         else:
             joined.append(one)
@@ -97,16 +97,16 @@ def test_marks_that_are_tokens_stand_where_they_were(
     a stop string may hold back any end of the text so far."""
     is_shown = data.draw(st.booleans())
     tokens = {number: MarkToken(mark, is_shown) for number, mark in enumerate(MARKS)}
-    reader = ToolReader(form, NAMES, tokens)
-    found: list[str | ToolCall] = []
+    reader, marks = ToolReader(form, NAMES, tokens), MarkedText(tokens)
+    found: list[CallPart] = []
     held = ""
     for part in parts:
         token = MARKS.index(part) if part in MARKS else None
         before, held = len(held), held + ("" if token is not None and not is_shown else part)
         cut = data.draw(st.integers(0, len(held)))
         piece, held = Piece(held[:cut], TokenKind.DECODED, before), held[cut:]
-        found += reader.push(reader.marks.push(99 if token is None else token, piece))
-    found += reader.push(reader.marks.push(None, Piece(held, TokenKind.DECODED)))
+        found += reader.push(marks.push(99 if token is None else token, piece))
+    found += reader.push(marks.push(None, Piece(held, TokenKind.DECODED)) + marks.flush())
     found += reader.flush()
     expected = read(form, ["".join(parts)])
     hidden = [] if is_shown else MARKS[6:]
@@ -285,10 +285,11 @@ def test_a_prompt_may_have_opened_the_thought() -> None:
 
 def test_letters_that_spell_a_token_are_text() -> None:
     tokens = {7: MarkToken("<tool_call>", True), 8: MarkToken("</tool_call>", True)}
-    reader = ToolReader(ToolFormat.HERMES, NAMES, tokens)
+    reader, marks = ToolReader(ToolFormat.HERMES, NAMES, tokens), MarkedText(tokens)
     text = '<tool_call>{"name": "time"}</tool_call>'
     pieces = [Piece(letter, TokenKind.DECODED) for letter in text]
-    found = [one for piece in pieces for one in reader.push(reader.marks.push(3, piece))]
+    found = [one for piece in pieces for one in reader.push(marks.push(3, piece))]
+    found += reader.push(marks.flush())
     assert join_texts([*found, *reader.flush()]) == [text]
 
 
@@ -396,10 +397,12 @@ def test_a_forced_call_can_be_written_with_every_kind_of_mark(
 
 def read_token_by_token(tokenizer: TextTokenizer, reader: ToolReader, text: str) -> list[Any]:
     """Return the reader's result for a text that arrives token by token."""
-    stream, found = tokenizer.stream(), list[str | ToolCall]()
+    stream, found = tokenizer.stream(), list[CallPart]()
+    marks = MarkedText(mark_tokens(tokenizer))
     for token in tokenizer.encode(text):
         piece = Piece(stream.push([token]), TokenKind.DECODED)
-        found += reader.push(reader.marks.push(token, piece))
+        found += reader.push(marks.push(token, piece))
+    found += reader.push(marks.flush())
     return join_texts([*found, *reader.flush()])
 
 

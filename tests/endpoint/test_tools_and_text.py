@@ -29,6 +29,7 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.tool_calls import (
+    CallPart,
     ToolCall,
     ToolFormat,
     ToolReader,
@@ -72,12 +73,12 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 KOELN = ("weather", {"city": "Köln"})
 
 
-def calls_in(found: Sequence[str | ToolCall]) -> list[tuple[str, Any]]:
+def calls_in(found: Sequence[CallPart]) -> list[tuple[str, Any]]:
     calls = [one for one in found if isinstance(one, ToolCall)]
     return [(one.name, json.loads(one.arguments)) for one in calls]
 
 
-def text_in(found: Sequence[str | ToolCall]) -> str:
+def text_in(found: Sequence[CallPart]) -> str:
     return "".join(one for one in found if isinstance(one, str))
 
 
@@ -191,7 +192,7 @@ def test_calls_are_found_however_the_text_is_cut(
     form: str, text: str, said: str | None, calls: list[Any], data: st.DataObject
 ) -> None:
     reader = ToolReader(ToolFormat(form), ["weather", "time"])
-    found: list[str | ToolCall] = []
+    found: list[CallPart] = []
     rest = text
     while rest:
         count = data.draw(st.integers(1, len(rest)))
