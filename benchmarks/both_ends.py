@@ -42,7 +42,7 @@ from edgespec.core.ports import (
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.work import (
     CacheShape,
     Candidate,

@@ -53,7 +53,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.build import load_tokenizer

@@ -38,7 +38,7 @@ from edgespec.core.protocol.errors import (
 )
 from edgespec.core.protocol.errors import GenerationError as GenerationError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool

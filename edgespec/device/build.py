@@ -24,7 +24,7 @@ from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, ModelInfo, Transport
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 from edgespec.config import ConfigError
 from edgespec.config.common import SetupError
 from edgespec.config.files import TooLargeError, read_text, replace_file
-from edgespec.core.protocol.text_guesses import CORPUS_LENGTH, RANKS
+from edgespec.core.protocol.text_lookup import CORPUS_LENGTH, RANKS
 from edgespec.models.folders import cache_folder
 from edgespec.telemetry.recording import RecordingError, is_recording, read_recording
 

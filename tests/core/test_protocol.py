@@ -33,7 +33,7 @@ from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, SlopeEstimator
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextChances
+from edgespec.core.protocol.text_lookup import TextChances
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, GrowResult, SpeculationTree
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier.admission import refuse_open

@@ -37,7 +37,7 @@ from edgespec.config.loading import load_config
 from edgespec.core.ports import VerifierStream
 from edgespec.core.protocol.messages import Commit, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import CORPUS_LENGTH, RANKS
+from edgespec.core.protocol.text_lookup import CORPUS_LENGTH, RANKS
 from edgespec.core.toy_model import ToyModel
 from edgespec.device import corpus
 from edgespec.device.agent import Agent

@@ -19,7 +19,7 @@ from edgespec.core.protocol.estimators import (
 )
 from edgespec.core.protocol.messages import MAX_PRICE, Commit
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import MEMORY, PRIOR_WEIGHT, TextChances
+from edgespec.core.protocol.text_lookup import MEMORY, PRIOR_WEIGHT, TextChances
 from edgespec.core.protocol.tree import NO_CELL, UNRANKED, Node
 
 USUAL_FEED: Final = 2

@@ -22,12 +22,12 @@ from typing import assert_never
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.commit_reader import CommitBounds, CommitReader, DraftOutbox
+from edgespec.core.device.device_lookup import DeviceLookup
 from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, DraftView
-from edgespec.core.device.text_drafts import DeviceLookup
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, Limits, Open, Opened, RunAhead
-from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen

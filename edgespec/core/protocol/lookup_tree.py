@@ -3,7 +3,7 @@
 Theory of operation. A *place* is the position behind a path of nodes, and its chance is the product
 of the chances along the path. The tree begins with the place behind the end of the text. The
 likeliest place is visited next, and of equally likely places the one that was added first. At every
-place the caller decides which candidates (``text_guesses.py``) become nodes, and adds the places
+place the caller decides which candidates (``text_lookup.py``) become nodes, and adds the places
 behind those nodes that are likely enough to be visited too.
 
 Both ends grow lookup's nodes in this way. What differs stays with the callers: the least chance,
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from edgespec.core.protocol.text_guesses import LookupState, TextCandidate, TextReader
+from edgespec.core.protocol.text_lookup import LookupState, TextCandidate, TextReader
 
 NodeT = TypeVar("NodeT")
 

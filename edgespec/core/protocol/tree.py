@@ -100,7 +100,7 @@ class Node:
     chance: float = 1.0
     """Estimated chance that the node is right if its parent is, if this end drafted it."""
     lookup_cell: int = NO_CELL
-    """Cell of ``text_guesses.TextChances`` if text lookup offered the token, else ``NO_CELL``."""
+    """Cell of ``text_lookup.TextChances`` if text lookup offered the token, else ``NO_CELL``."""
 
 
 class SpeculationTree:

@@ -3,7 +3,7 @@
 Theory of operation. There are two kinds of source, and their candidates become nodes like a
 device's. A *chain* of the server model (``server_model.py``) stands behind the likeliest nodes that
 are there, or behind the end of the text. Candidates of *server lookup*
-(``core/protocol/text_guesses.py``) come from the text alone and need no model; they are used in a
+(``core/protocol/text_lookup.py``) come from the text alone and need no model; they are used in a
 pass that has no node of the device. All nodes of a pass form one tree, in which equal tokens behind
 one node are one node.
 
@@ -34,7 +34,7 @@ from typing import Final, NamedTuple
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.lookup_tree import LookupTree
 from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
-from edgespec.core.protocol.text_guesses import TextChances, TextReader, TextTables
+from edgespec.core.protocol.text_lookup import TextChances, TextReader, TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.pass_tree import DraftSource, PassTree

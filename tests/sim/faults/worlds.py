@@ -26,7 +26,7 @@ from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancell
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule, Walk
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel

@@ -2,7 +2,7 @@
 tree.
 
 Theory of operation. The tree has two draft sources: the device model, which takes the time of a
-draft step for each position, and text lookup (``core/protocol/text_guesses.py``), which takes none.
+draft step for each position, and text lookup (``core/protocol/text_lookup.py``), which takes none.
 After every event lookup's candidates are added where they are worth a row, behind whatever is in
 the tree, the likeliest place first (``core/protocol/lookup_tree.py``). So a chain of them is in
 flight before the model has begun a step.
@@ -19,7 +19,7 @@ from typing import Final
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftView
 from edgespec.core.protocol.lookup_tree import LookupTree
-from edgespec.core.protocol.text_guesses import TextCandidate, TextReader, TextTables
+from edgespec.core.protocol.text_lookup import TextCandidate, TextReader, TextTables
 from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, SpeculationTree
 
 MIN_PATH_CHANCE: Final = 0.03

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 import pytest
 
 from edgespec.core.device import events as ev
+from edgespec.core.device.device_lookup import MAX_LOOKUP_NODES, MIN_PATH_CHANCE, DeviceLookup
 from edgespec.core.device.estimates import DraftEstimates, Learned
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
-from edgespec.core.device.text_drafts import MAX_LOOKUP_NODES, MIN_PATH_CHANCE, DeviceLookup
-from edgespec.core.protocol import text_guesses as tg
+from edgespec.core.protocol import text_lookup as tg
 from edgespec.core.protocol.acceptance import ExactRule
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextChances, TextReader, TextTables
+from edgespec.core.protocol.text_lookup import TextChances, TextReader, TextTables
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import Candidate, PassRequest
 from edgespec.core.verifier import server_drafts as sd
