@@ -31,7 +31,7 @@ import psutil
 
 from edgespec.__main__ import main as edgespec
 from edgespec.config import VerifierConfig, dump_config
-from edgespec.core.ports import ModelInfo, SimpleTarget
+from edgespec.core.ports import ModelInfo, SimpleTarget, TargetModel
 from edgespec.core.protocol.messages import Draft, Message
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
@@ -254,14 +254,14 @@ def cpu_s(thread: threading.Thread) -> float:
 
 def look_tokens_up() -> None:
     """Replace the toy target that this process loads by its table; the pace of passes stays."""
-    from edgespec.verifier.targets.toy import PacedModel
+    from edgespec.verifier.targets.paced import PacedTarget
 
     command: Any = importlib.import_module("edgespec.cli.verifier")
     load = command.load_target
 
     def load_table(config: Any) -> Any:
         target = load(config)
-        assert isinstance(target, PacedModel)
+        assert isinstance(target, PacedTarget)
         target.inner = TableTarget(target.inner)
         return target
 
@@ -276,9 +276,8 @@ class TableTarget(SimpleTarget):
 
     mode = "table"
 
-    def __init__(self, inner: object) -> None:
-        self._info: ModelInfo = inner.info  # type: ignore[attr-defined]
-        self._cache: CacheShape | None = inner.cache  # type: ignore[attr-defined]
+    def __init__(self, inner: TargetModel) -> None:
+        self._info, self._cache = inner.info, inner.cache
         self._tails: dict[str, tuple[int, ...]] = {}
         self._texts: dict[str, tuple[int, ...]] = {}
         self._fed: dict[str, tuple[tuple[int, ...], PassRequest]] = {}

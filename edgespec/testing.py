@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from edgespec.api import Agent
 from edgespec.core.ports import DeviceStream, LinkError, ServeStream, VerifierStream
+from edgespec.core.protocol.credential import ANYBODY
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
@@ -31,7 +32,6 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.core.verifier.credential import ANYBODY
 from edgespec.device import agent as device
 from edgespec.models.toy import ToyTokenizer, toy_info
 from edgespec.telemetry.logs import log_failure

@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,19 +129,36 @@ class ComparedText(NamedTuple):
     places: tuple[Place, ...]
 
 
+@runtime_checkable
+class OpenTarget(TargetModel, Protocol):
+    """A target that shows its logits."""
+
+    def pass_logits(self, batch: Sequence[PassRequest]) -> Row:
+        """Run one pass as ``forward`` does, and return the logits of the sampled rows, [rows,
+        vocabulary], in place of the tokens."""
+
+
+@runtime_checkable
+class OpenDrafter(Drafter, Protocol):
+    """A drafter that shows its logits."""
+
+    @property
+    def logits(self) -> Row:
+        """Logits of the last step, [vocabulary], which are valid until the next one."""
+
+
 class TheoryRecorder:
     """Compares the laws along the outputs that ``record_tape`` visits."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, sampling: SamplingParams) -> None:
         """Raise ``ValueError`` for a model that shows no logits."""
         inner = drafter.inner or drafter  # A paced drafter shows no logits.
-        for name, one, shows in (("target", target, "run_pass"), ("draft", inner, "logits")):
-            if not hasattr(one, shows):
-                raise ValueError(f"--theory: the {name} shows no logits ({type(one).__name__})")
+        if not isinstance(target, OpenTarget):
+            raise ValueError(f"--theory: the target shows no logits ({type(target).__name__})")
+        if not isinstance(inner, OpenDrafter):
+            raise ValueError(f"--theory: the draft shows no logits ({type(inner).__name__})")
         self.texts: list[ComparedText] = []
-        self._target: Any = target
-        self._drafter: Any = inner
-        self._sampling = sampling
+        self._target, self._drafter, self._sampling = target, inner, sampling
 
     def places(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Place]:
         """Yield the place of each of ``tokens``. The caller advances the generator right after the
@@ -159,11 +176,9 @@ class TheoryRecorder:
         request = PassRequest("theory", 0, tuple(prompt), nodes, tuple(range(-1, len(nodes) - 1)))
         self._target.open(request.key, len(prompt), self._sampling)
         try:
-            found = self._target.run_pass([request])
-            rows: Row = found.float().cpu().numpy()
+            return self._target.pass_logits([request])
         finally:
             self._target.close(request.key)
-        return rows
 
 
 def chain_tokens(behind_miss: float, behind_hit: float, gamma: int) -> float:

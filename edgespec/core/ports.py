@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol, runtime_checkable
 
+from edgespec.core.protocol.credential import Credential as Credential
 from edgespec.core.protocol.messages import Downlink, Uplink, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape as CacheShape
@@ -19,7 +20,6 @@ from edgespec.core.protocol.work import ModelInfo as ModelInfo
 from edgespec.core.protocol.work import PassRequest as PassRequest
 from edgespec.core.protocol.work import PassResult as PassResult
 from edgespec.core.protocol.work import PassShape as PassShape
-from edgespec.core.verifier.credential import Credential as Credential
 
 # --- drafting -------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.verifier.daemon import Verifier
-from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
+from edgespec.verifier.targets.paced import PacedServerDrafter, PacedTarget
+from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from edgespec.verifier.vllm.loading import vllm_target
 from edgespec.wire.access import ServerAccess
 from edgespec.wire.tokenizer_lending import FACT_FILES, MAX_TEXT_BYTES, TEXT_FILES, PackedTexts
@@ -137,7 +138,7 @@ def load_target(config: VerifierConfig) -> TargetModel:
     pass_ms, row_ms = config.pacing.pass_ms, config.pacing.row_ms
     if pass_ms <= 0.0 and row_ms <= 0.0:
         return target
-    return PacedModel(
+    return PacedTarget(
         inner=target, base_ms=pass_ms, per_row_ms=row_ms, sleep=time.sleep, clock=time.monotonic
     )
 
@@ -157,7 +158,7 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
     step_ms, row_ms = config.pacing.draft_ms, config.pacing.draft_row_ms
     if step_ms <= 0.0 and row_ms <= 0.0:
         return drafter
-    return PacedModel(
+    return PacedServerDrafter(
         inner=drafter, base_ms=step_ms, per_row_ms=row_ms, sleep=time.sleep, clock=time.monotonic
     )
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintBusyError, ConstraintError
-from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.models.grammar import GrammarReader, ReadConstraint
 
 _LOG = logging.getLogger(__name__)

@@ -33,7 +33,8 @@ from edgespec.config.file_permissions import checked_path
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
 from edgespec.config.loading import dump_config, load_config
 from edgespec.core.protocol.checks import check_limits, limited
-from edgespec.core.verifier.credential import DIGEST_BYTES, Credential, KeyChanges, KeyRing, digest
+from edgespec.core.protocol.credential import Credential
+from edgespec.core.verifier.key_ring import DIGEST_BYTES, KeyChanges, KeyRing, digest
 
 if TYPE_CHECKING:
     import grpc
@@ -49,7 +50,7 @@ _EXPIRES_SOON_DAYS = 14
 #         sha256: 5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef
 #         max_sessions: 8
 #
-# It holds digests only (``core/verifier/credential.py``). A key is shown once, when it is made. The
+# It holds digests only (``core/verifier/key_ring.py``). A key is shown once, when it is made. The
 # file is replaced as a whole: a verifier that reads it meanwhile finds the old one or the new one.
 
 MAX_NAME_LENGTH = 64

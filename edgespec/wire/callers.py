@@ -18,8 +18,8 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Fault, FaultCode
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
 from edgespec.wire.call_end import refuse
 from edgespec.wire.headers import KEY_HEADER, KEY_SCHEME

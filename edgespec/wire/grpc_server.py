@@ -28,8 +28,8 @@ from grpc.aio import EOF
 from edgespec.config.common import host_names, host_of, join_host_port
 from edgespec.core.ports import Authenticate, LinkError, ServeStream
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.verifier import traffic_budget as budgets
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.wire import call_end, callers, channel_options, codec

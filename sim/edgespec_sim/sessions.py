@@ -13,10 +13,10 @@ from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import CapacityError, Drafter, TargetModel
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest, TokenScore
 from edgespec.core.verifier import engine_events as ee
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.server_model import CHOICES, DraftRound
 from edgespec.telemetry.trace import Tracer

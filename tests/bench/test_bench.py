@@ -32,9 +32,9 @@ from edgespec.bench.prompts import (
 )
 from edgespec.bench.report import Subject, document, footer, verdict, write_json
 from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Station
-from edgespec.config import AgentConfig, DraftSection
+from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.ports import Candidate, Drafter
+from edgespec.core.ports import Candidate, Drafter, PassRequest, PassResult, SimpleTarget
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams, gumbel, noise_bits, warp
 from edgespec.core.toy_model import ToyModel
@@ -45,6 +45,7 @@ from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.sampling.arrays import best_candidates, probabilities
 from edgespec.testing import LoopbackTransport
+from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from edgespec.wire.shaped import TrafficMeter
@@ -524,11 +525,12 @@ def test_what_cannot_be_is_said() -> None:
         ] == [f"impossible: {one}" for one in said]
 
 
-class Rows:
+class Rows(SimpleTarget):
     """Stand-in for both models, whose logits depend on the last token only."""
 
     info = replace(toy_info(TOY_MODEL), name="rows", context_length=6)
-    inner = None
+    mode = "rows"
+    cache = inner = None
 
     def __init__(self, rows: dict[int, list[float]]) -> None:
         self._rows, self.last, self.opened = rows, 1, 0
@@ -547,13 +549,17 @@ class Rows:
     def close(self, *_: object) -> None:
         self.opened -= 1
 
-    def run_pass(self, batch: Any) -> Any:
-        import torch
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        raise NotImplementedError
 
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def pass_logits(self, batch: Sequence[PassRequest]) -> Any:
         (request,) = batch
         assert request.parents == tuple(range(-1, len(request.tokens) - 1))
         fed = (request.feed[-1], *request.tokens)
-        return torch.tensor([self._rows[token] for token in fed], dtype=torch.bfloat16)
+        return np.array([self._rows[token] for token in fed], np.float32)
 
     @property
     def logits(self) -> Any:
@@ -588,3 +594,29 @@ def test_a_target_that_shows_no_logits_is_refused() -> None:
     result = call("bench", "--theory", "--model", "toy", "--draft", "toy", "-t", "0.7")
     assert result.exit_code == 1
     assert "--theory: the target shows no logits (ToyTarget)" in result.stderr
+
+
+def test_the_bundled_pair_shows_its_logits() -> None:
+    """The likeliest token of each row is the one that ``forward`` commits, and the draft is
+    compared at each place."""
+    target = load_target(VerifierConfig(model="bundled", device="cpu"))
+    drafter = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
+    greedy, prompt, tokens = SamplingParams(), (5, 9, 14), list[int]()
+    target.open("s", len(prompt), greedy)
+    for _ in range(6):
+        cached = len(prompt) + len(tokens) - 1 if tokens else 0
+        feed = (*prompt, *tokens)[cached:]
+        tokens += target.forward([PassRequest("s", cached, feed)])[0].targets
+        target.keep("s", ())
+    target.close("s")
+    recorder = theory.TheoryRecorder(target, drafter, SamplingParams(1.0))
+    drafter.begin(len(prompt), greedy)
+    places, text = recorder.places(prompt, tokens), [*prompt, *tokens]
+    for place in range(len(prompt), len(text)):
+        keep = place - 1 if place > len(prompt) else 0
+        drafter.step(keep, text[keep:place], 1)
+        assert 0.0 <= next(places).variation <= 1.0
+    request = PassRequest("t", 0, prompt, tuple(tokens[:-1]), tuple(range(-1, len(tokens) - 2)))
+    target.open("t", len(prompt), greedy)
+    assert isinstance(target, theory.OpenTarget)
+    assert target.pass_logits([request]).argmax(axis=1).tolist() == tokens

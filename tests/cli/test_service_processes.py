@@ -34,9 +34,9 @@ from edgespec.cli.verifier import ServiceManager, _drain, _reload_whenever
 from edgespec.config import ConfigError, load_config
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import Agent, Chunk, GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer

@@ -29,7 +29,7 @@ from edgespec.config import (
 from edgespec.config.files import replace_file
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.credential import digest
+from edgespec.core.verifier.key_ring import digest
 from edgespec.wire.access import KeyFile
 
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import make_rule
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.server_drafts import ServerDrafts

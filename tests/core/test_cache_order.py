@@ -13,9 +13,9 @@ import random
 
 import pytest
 
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import SharePrefixes
-from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from tests.core.scenes import DECODE_S, PacedEngine
 

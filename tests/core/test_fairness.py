@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.protocol.acceptance import ExactRule
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
@@ -24,10 +25,10 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier import traffic_budget as tb
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
+from edgespec.core.verifier.key_ring import MAX_KEYS, KeyChanges, KeyRing, digest
 from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone, RunPass

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 
+from edgespec.core.protocol.credential import ANYBODY
 from edgespec.core.protocol.estimators import CalibratedChances
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -20,7 +21,6 @@ from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import server_model as od
-from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.draft_inbox import DraftInbox
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.pass_tree import DraftSource, PassTree

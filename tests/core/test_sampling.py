@@ -35,6 +35,7 @@ from edgespec.core.protocol.acceptance import (
     full_rule_name,
     make_rule,
 )
+from edgespec.core.protocol.credential import ANYBODY
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import (
     MAX_LOGPROBS,
@@ -46,7 +47,6 @@ from edgespec.core.protocol.work import (
 )
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import session_events as se
-from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget

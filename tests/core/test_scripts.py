@@ -37,12 +37,12 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule, Walk
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.block_ledger import SharePrefixes
-from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session import VerifySession
 from tests.core import draft_scripts

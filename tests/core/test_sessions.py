@@ -27,13 +27,13 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule
 from edgespec.core.protocol.checks import State, transition
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Limits
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier import session_events as se
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.run_ahead import always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.constraint_reader import GRAMMAR_WITHIN_S

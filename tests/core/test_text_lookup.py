@@ -20,6 +20,7 @@ from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import text_lookup as tg
 from edgespec.core.protocol.acceptance import ExactRule
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import TextChances, TextReader, TextTables
@@ -27,7 +28,6 @@ from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, Specula
 from edgespec.core.protocol.work import Candidate, PassRequest
 from edgespec.core.verifier import server_drafts as sd
 from edgespec.core.verifier import session_events as se
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.run_ahead import always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from tests.core.draft_scripts import GREETING, RECONNECT, messages

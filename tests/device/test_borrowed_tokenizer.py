@@ -23,8 +23,8 @@ from edgespec.config import AgentConfig, DraftSection
 from edgespec.config.common import SetupError
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import GenerationError
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.build import build_agent

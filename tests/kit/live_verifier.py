@@ -26,7 +26,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
-from edgespec.verifier.targets.toy import PacedModel
+from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.wire.access import ServerAccess
 from tests.present import present
 from tests.sources import ROOT
@@ -75,7 +75,7 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-class GatedTarget(PacedModel):
+class GatedTarget(PacedTarget):
     """A target that lets ``free_passes`` sampling passes through and then waits for ``gate``."""
 
     def __init__(self, inner: TargetModel, free_passes: int) -> None:

@@ -12,11 +12,11 @@ from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, W
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Drafter
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from tests.adversarial import AdversarialDrafter

@@ -39,10 +39,11 @@ from edgespec.verifier.targets.memory_sizing import (
     PoolBudget,
     pool_tokens,
 )
+from edgespec.verifier.targets.paced import PacedServerDrafter
 from edgespec.verifier.targets.packed_drafter import PackedDrafter
 from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.torch_target import TorchTarget
-from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
+from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.test_constraints import Automaton
 from tests.kit.live_verifier import serving
 from tests.kit.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
@@ -509,7 +510,7 @@ def test_a_paced_step_takes_its_time_in_all(guess: bool, work_s: float, expected
             return super().step(batch)
 
     inner = Inner(LAW, ModelInfo("toy", "v", 48, 64, (0,)))
-    paced: ServerDrafter = PacedModel(inner, 10.0, 1.0, nap, lambda: now_s)
+    paced: ServerDrafter = PacedServerDrafter(inner, 10.0, 1.0, nap, lambda: now_s)
     paced.open("s", 3, GREEDY)
     assert (paced.step([DraftStep("s", 0, (1, 2, 3), guess)]) != [()]) == guess
     assert now_s == pytest.approx(expected_s, abs=2e-4)
@@ -547,7 +548,7 @@ def test_the_bundled_pair_drafts_for_itself() -> None:
         right += bool(found) and found[0].token == text[-1]
     assert right >= 40
     paced = load_server_drafter(replace(config, pacing=PacingSection(draft_ms=1.0)), target)
-    assert isinstance(paced, PacedModel)
+    assert isinstance(paced, PacedServerDrafter)
     assert load_server_drafter(replace(config, draft=""), target) is None
 
 

@@ -34,9 +34,10 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.build import pool_budget
 from edgespec.verifier.targets import kv_pool, memory_sizing
 from edgespec.verifier.targets import torch_target as target_module
+from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_requests import check_batch
-from edgespec.verifier.targets.toy import PacedModel, ToyTarget
+from edgespec.verifier.targets.toy import ToyTarget
 from tests.kit.live_verifier import toy_text
 from tests.kit.tiny_checkpoints import write_checkpoint
 from tests.present import present
@@ -341,7 +342,7 @@ class SlowTarget(ToyTarget):
 )
 def test_a_paced_pass_takes_its_time_in_all(sample: bool, rows: int, expected_s: float) -> None:
     inner = SlowTarget()
-    port: TargetModel = PacedModel(inner, 40.0, 4.0, inner.nap, lambda: inner.now_s)
+    port: TargetModel = PacedTarget(inner, 40.0, 4.0, inner.nap, lambda: inner.now_s)
     port.open("s", 1, SamplingParams())
     [result] = port.forward([PassRequest("s", 0, (1,) * rows, sample=sample)])
     assert inner.now_s - 100.0 == pytest.approx(expected_s, abs=2e-4)

@@ -29,10 +29,10 @@ from edgespec.core.ports import DeviceStream, LinkError, TargetLostError, Verifi
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import work
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.server_model import PROBE_EVERY
 from edgespec.device.build import build_agent
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
@@ -40,7 +40,8 @@ from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.constraint_reader import ConstraintReader
 from edgespec.verifier.daemon import SendQueue, Verifier
-from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
+from edgespec.verifier.targets.paced import PacedTarget
+from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.api.test_end_to_end import GREEDY, IDS, collect, config, tokens
 from tests.core.test_constraints import Automaton, AutomatonMatcher
 from tests.kit.live_verifier import ready, serving, start, toy_text
@@ -291,7 +292,7 @@ async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
         assert verifier.why_broken == "the target is still at work after 0.05 s"
 
 
-class StickyError(PacedModel):
+class StickyError(PacedTarget):
     """A target with a sticky error, as on a GPU: passes succeed five times and never again."""
 
     passes = 5

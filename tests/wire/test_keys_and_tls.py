@@ -45,8 +45,8 @@ from edgespec.config.common import (
 )
 from edgespec.config.file_permissions import check_file_permissions
 from edgespec.core.ports import UntrustedPeerError
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.messages import FaultCode
-from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineEvent, StreamOpened
 from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect

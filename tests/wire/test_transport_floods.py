@@ -22,8 +22,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened
-from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, WaitReason
 from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.wire import callers

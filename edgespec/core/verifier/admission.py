@@ -8,10 +8,10 @@ from functools import partial
 from itertools import chain
 
 from edgespec.core.protocol.acceptance import explain_rule_refusal
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.estimators import MovingAverage
 from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
 from edgespec.core.protocol.work import MAX_LOGPROBS, ModelInfo
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 

@@ -44,11 +44,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.traffic_budget import fair_share
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import field
 
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import EXACT_RULE, Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.block_ledger import SharePrefixes
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.server_model import DraftsDone as DraftsDone
 from edgespec.core.verifier.server_model import RunDrafts as RunDrafts
 

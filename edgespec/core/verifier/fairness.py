@@ -41,8 +41,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.estimators import MovingAverage, PlaneEstimator
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import TokenBucket, water_level
 
 AGE_PASSES = 8

@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.estimators import ASSUMED_PASS_S, SlopeEstimator
 from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
 from edgespec.core.verifier.row_price import RowPriceEstimator

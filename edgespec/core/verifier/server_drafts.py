@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.lookup_tree import LookupTree
 from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
 from edgespec.core.protocol.text_lookup import TextChances, TextReader, TextTables
 from edgespec.core.protocol.work import PassRequest
-from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.pass_tree import DraftSource, PassTree
 from edgespec.core.verifier.server_model import Chain, ChainChances, ChainRecord, ChainStart
 

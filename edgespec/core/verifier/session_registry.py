@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from edgespec.core.protocol.acceptance import AcceptanceRule
+from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.failures import describe_without_messages
 from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.admission import DISPLACED_FAULT, SessionSlots, limits_of, refuse_open
-from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.run_ahead import DraftHistories, RunAheadPolicy
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from edgespec.core.verifier.server_model import ChainStart

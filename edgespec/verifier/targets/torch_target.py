@@ -28,6 +28,7 @@ from edgespec.core.ports import (
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, Candidate, NodeScore
 from edgespec.sampling import tensors
+from edgespec.sampling.arrays import Row
 from edgespec.verifier.targets import cpu_threads, kv_pool, memory_sizing
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import (
@@ -204,6 +205,11 @@ class TorchTarget(SimpleTarget):
         with torch.inference_mode():
             found = iter(tensors.best_candidates_of_rows(logits, blocks, width))
         return [next(found) if sample else () for sample in batch.samples]
+
+    def pass_logits(self, batch: Sequence[PassRequest]) -> Row:
+        """Run one pass, and return its logits as ``bench.theory.OpenTarget`` states."""
+        found: Row = self._pass(self._checked(batch)).float().cpu().numpy().copy()
+        return found
 
     def _pass(self, batch: PassBatch) -> torch.Tensor:
         """Return logits [sampled rows, vocabulary], which are valid until the next pass."""

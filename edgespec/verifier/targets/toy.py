@@ -1,5 +1,5 @@
 """A target model of known distributions, and a draft model beside it, for tests, the simulator and
-demonstrations; and models whose passes take the time of bigger ones.
+demonstrations.
 
 It samples with the scalar specification from ``core/toy_model`` and keeps the tokens it has cached,
 so that a wrong ``cache_length``, a forgotten ``keep`` or a changed committed prefix is an error
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 from edgespec.core.ports import (
     CapacityError,
@@ -316,48 +314,3 @@ class ToyServerDrafter:
         prompt, output = tokens[: sequence.prompt_length], tokens[sequence.prompt_length :]
         token = laws.choose(logits, sequence.sampling, length, prompt, output, mask)
         return (work.Candidate(token, work.score_token(logits, token, 1).logprob),)
-
-
-class PacedModel:
-    """``inner``, a target or a draft model of the verifier, with the time of a bigger one: a pass
-    takes ``base_ms + per_row_ms * rows`` in all, and one that samples nothing, so that it is
-    compute-bound, ``per_row_ms * rows``. One that takes longer by itself stays as long as it is.
-    Whatever is measured with it must be labelled as emulated."""
-
-    def __init__(
-        self,
-        inner: Any,
-        base_ms: float,
-        per_row_ms: float,
-        sleep: Callable[[float], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.inner, self._base_s, self._per_row_s = inner, base_ms / 1e3, per_row_ms / 1e3
-        self._sleep, self._clock = sleep, clock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    @property
-    def mode(self) -> str:
-        """A description of how the target computes."""
-        return f"{self.inner.mode}, emulated pass time"
-
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        rows = sum(request.row_count for request in batch)
-        with self._in_time(rows, any(request.sample for request in batch)):
-            results: list[PassResult] = self.inner.forward(batch)
-        return results
-
-    def step(self, batch: Sequence[work.DraftStep]) -> list[tuple[work.Candidate, ...]]:
-        rows = sum(len(step.feed) for step in batch)
-        with self._in_time(rows, any(step.guess for step in batch)):
-            found: list[tuple[work.Candidate, ...]] = self.inner.step(batch)
-        return found
-
-    @contextmanager
-    def _in_time(self, rows: int, samples: bool) -> Iterator[None]:
-        end_s = self._clock() + self._per_row_s * rows + (self._base_s if samples else 0.0)
-        yield
-        while (left_s := end_s - self._clock()) > 0.0:
-            self._sleep(left_s)

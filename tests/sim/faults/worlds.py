@@ -25,12 +25,12 @@ from edgespec.core.guarded_drafter import MEASURE_EVERY_S, CacheGroup, GuardedDr
 from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancelled
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule, Walk
+from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineAction, EngineEvent, EngineLimits
 from edgespec.core.verifier.run_ahead import RUN_AHEAD, RunAheadPolicy, RunAheadView
