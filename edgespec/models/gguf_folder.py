@@ -7,7 +7,7 @@ gives the integers of the file back. A model whose float32 folder would be large
 ``MAX_FLOAT32_BYTES`` is written in bfloat16, which rounds each value once.
 
 The folder lies in one that is named after the header, the size and the time of change of the file,
-so a file that changes is converted anew.
+and after the version of this conversion. So a file is converted anew when either changes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor, type_name
 MAX_FLOAT32_BYTES: Final = 12 << 30
 _HEADER_BYTES: Final = 1 << 20
 _NAME_DIGITS: Final = 16
+_VERSION: Final = 2
+"""Version of the conversion. A change of what a folder holds takes the next number."""
 _MIB: Final = 1 << 20
 _DTYPES: Final = {"F32": ("<f4", 4), "F16": ("<f2", 2), "BF16": ("<u2", 2)}
 _LOG = logging.getLogger(__name__)
@@ -85,8 +87,8 @@ def _stem(name: str) -> str:
 
 
 def _digest(file: GgufFile) -> str:
-    """Return a digest of the file's state, which changes when the file does."""
-    digest = hashlib.sha256()
+    """Return a digest of the file's state, which changes when the file or the conversion does."""
+    digest = hashlib.sha256(f"version {_VERSION} ".encode())
     for path in file.paths:
         stat = path.stat()
         digest.update(f"{stat.st_size} {stat.st_mtime_ns} ".encode())

@@ -7,6 +7,7 @@ merges follow from the scores. The result is ``tokenizer.json`` of the ``tokeniz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -148,7 +149,7 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     unknown = _id(file, "tokenizer.ggml.unknown_token_id", len(tokens))
     model = models.BPE(
         {text: token for token, text in enumerate(tokens)},
-        list(_merges(tokens, scores)),
+        list(_merges(tokens, _ranks(file, scores))),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -166,19 +167,32 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(tokens: Sequence[str], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Yield the merges of a vocabulary, in the order of their scores: SentencePiece merges the pair
-    whose result scores highest."""
+def _ranks(file: GgufFile, scores: Sequence[float]) -> list[float]:
+    """Return a number for each token; the merges of the token with the highest one come first.
+
+    The numbers are the scores in the file, with two exceptions. What users have defined, such as
+    runs of spaces, comes first, because SentencePiece matches it before it merges anything (its
+    score in the file is a placeholder, -1000). Gemma's tokens come in the order of their ids, since
+    its tokenizer on the Hub is made in that way."""
+    if file.value("general.architecture", str, "").startswith("gemma"):
+        return [-float(token) for token in range(len(scores))]
+    pairs = zip(scores, _types(file), strict=True)
+    return [math.inf if kind == _USER_DEFINED else score for score, kind in pairs]
+
+
+def _merges(tokens: Sequence[str], ranks: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Yield the merges of a vocabulary, in the order of their ranks: SentencePiece merges the pair
+    whose result ranks highest."""
     ids = {text: token for token, text in enumerate(tokens)}
     found: list[tuple[float, int, int, str, str]] = []
-    for text, score in zip(tokens, scores, strict=True):
+    for text, rank in zip(tokens, ranks, strict=True):
         pairs = [
             (text[:cut], text[cut:])
             for cut in range(1, len(text))
             if text[:cut] in ids and text[cut:] in ids
         ]
         pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += [(score, len(left), len(right), left, right) for left, right in pairs]
+        found += [(rank, len(left), len(right), left, right) for left, right in pairs]
     found.sort(key=lambda merge: merge[:3], reverse=True)
     return ((left, right) for *_, left, right in found)
 
@@ -199,7 +213,7 @@ def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: Sequence[str]) -> 
 
     kinds = _types(file)
     special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
-    # Runs of spaces need no mark in SentencePiece: its merges make the same tokens.
+    # Runs of spaces need no mark in SentencePiece: their merges come first (``_ranks``).
     plain = [
         text
         for text, kind in zip(tokens, kinds, strict=True)

@@ -411,27 +411,69 @@ def test_a_byte_level_tokenizer_gives_the_same_ids(tmp_path: Path, pre: str) -> 
         assert found.encode(one).ids == expected.encode(one).ids
 
 
-def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path: Path) -> None:
+def write_sentence_piece(
+    path: Path,
+    words: Sequence[str],
+    *,
+    scores: Sequence[float] = (),
+    architecture: str = "llama",
+    defined: Sequence[str] = (),
+) -> Any:
+    """Write a vocabulary of SentencePiece and return the tokenizer that is made of it. Without
+    ``scores`` words score higher the earlier they come. The ``defined`` tokens come first,
+    with the score that llama.cpp's converter writes for tokens of users."""
+    from edgespec.models.gguf_tokenizer import tokenizer_of
+
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{code:02X}>" for code in range(256))]
-    words = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab", "abc"]
-    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    scored = scores or [-float(rank) for rank in range(len(words))]
+    writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([*pieces, *words])
-    writer.add_token_scores([0.0] * len(pieces) + [-float(rank) for rank in range(len(words))])
-    kinds = [2, 3, 3, *[6] * 256, *[1] * len(words)]
-    writer.add_token_types(kinds)
+    writer.add_token_list([*pieces, *defined, *words])
+    writer.add_token_scores([0.0] * len(pieces) + [-1000.0] * len(defined) + [*scored])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[4] * len(defined), *[1] * len(words)])
+    writer.add_add_space_prefix(architecture == "llama")
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_tensor("x", np.zeros(4, np.float32))
-    path = finish(writer, tmp_path / "a.gguf")
-    from edgespec.models.gguf_tokenizer import tokenizer_of
+    return tokenizer_of(GgufFile.read(finish(writer, path)))
 
-    found = tokenizer_of(GgufFile.read(path))
+
+def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path: Path) -> None:
+    words = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab", "abc"]
+    found = write_sentence_piece(tmp_path / "a.gguf", words)
     # "ab" scores higher than "bc", and "▁ab" higher than "abc".
     assert found.encode("abc").tokens == ["<s>", "▁ab", "c"]
     assert found.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
     assert found.decode(found.encode("a b cab é").ids) == "a b cab é"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "merged"), [("llama", ["a", "bc"]), ("gemma3", ["ab", "c"])]
+)
+def test_gemma_merges_by_id_whatever_the_scores(
+    tmp_path: Path, architecture: str, merged: list[str]
+) -> None:
+    words, scores = ["▁", "a", "b", "c", "ab", "bc"], [-9.0, -9.0, -9.0, -9.0, -8.0, -7.0]
+    found = write_sentence_piece(
+        tmp_path / "a.gguf", words, scores=scores, architecture=architecture
+    )
+    assert [token for token in found.encode("abc").tokens if token not in ("<s>", "▁")] == merged
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_runs_of_spaces_that_users_defined_stay_whole(tmp_path: Path, architecture: str) -> None:
+    """SentencePiece matches what users have defined before it merges, so the last space of an
+    indentation does not go to the word behind it. The file writes these runs with plain spaces."""
+    words, runs = ["▁", "a", "b", "▁a", "▁b"], ["  ", "   ", "    "]
+    found = write_sentence_piece(
+        tmp_path / "a.gguf", words, architecture=architecture, defined=runs
+    )
+    # The llama family puts a space before each text.
+    first = "▁b" if architecture == "llama" else "b"
+    assert found.encode("b    a b").tokens == ["<s>", first, "▁▁▁▁", "a", "▁b"]
+    assert found.encode("b  a").tokens == ["<s>", first, "▁▁", "a"]
+    assert found.decode(found.encode("b    a b  b").ids) == "b    a b  b"
 
 
 def manifest(store: Path, name: str, layers: object) -> Path:
