@@ -98,6 +98,8 @@ class Chunk:
     logprobs: tuple[TokenScore, ...] = ()
     """Scores of ``tokens``, one for each, if they were requested. The tuple is shorter where a
     broken link lost the scores."""
+    stop: str = ""
+    """The stop string that ended the output, in the last chunk. Empty: none did."""
 
     @property
     def text(self) -> str:
@@ -134,14 +136,19 @@ class OutputReader:
         self._first_stop_position = position + min_tokens
         self._held = ""
         """Text that may begin a stop string."""
-        self.stopped = False
+        self.stop = ""
+        """The stop string that was found, so that the output is complete. Empty before."""
+
+    @property
+    def is_stopped(self) -> bool:
         """Whether a stop string was found, so that the output is complete."""
+        return bool(self.stop)
 
     def deliver(self, event: ev.Deliver) -> Chunk | None:
         """Return the tokens up to the one that completes a stop string, or None if none is left."""
         pieces: list[Piece] = []
         for token, kind in zip(event.tokens, event.kinds, strict=True):
-            if self.stopped:
+            if self.is_stopped:
                 break
             held_chars = len(self._held)
             early = self._position + len(pieces) < self._first_stop_position
@@ -158,21 +165,25 @@ class OutputReader:
         """Return the last chunk: the text that was held back, and why the output ended."""
         early = self._position <= self._first_stop_position
         rest = (
-            "" if self.stopped else self._release(self._decoder.flush(), early=early) + self._held
+            ""
+            if self.is_stopped
+            else self._release(self._decoder.flush(), early=early) + self._held
         )
         last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
-        return Chunk(self._position, (), last, m.FinishReason.STOP if self.stopped else reason)
+        reason = m.FinishReason.STOP if self.is_stopped else reason
+        return Chunk(self._position, (), last, reason, stop=self.stop)
 
     def _release(self, text: str, *, early: bool) -> str:
         """Add ``text`` to the held text and return the part that can be shown now.
 
         While ``early``, no stop string may end here; one that begins here may end later."""
         old, held = len(self._held), self._held + text
-        places = (held.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops)
-        starts = [at for at in places if at >= 0]
-        if starts and not early:
-            self.stopped, self._held = True, ""
-            return held[: min(starts)]
+        places = ((held.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stops)
+        found = [(at, stop) for at, stop in places if at >= 0]
+        if found and not early:
+            start, self.stop = min(found)
+            self._held = ""
+            return held[:start]
         cut = len(held) - max((_overlap_length(held, stop) for stop in self._stops), default=0)
         self._held = held[cut:]
         return held[:cut]
@@ -551,7 +562,7 @@ class Agent:
                 case ev.Deliver():
                     if (chunk := reader.deliver(outcome)) is not None:
                         yield chunk
-                    if reader.stopped:
+                    if reader.is_stopped:
                         driver.stop(m.FinishReason.STOP)  # A second call does nothing.
                 case ev.Finish(reason):
                     yield reader.finish(reason)

@@ -19,7 +19,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -41,19 +41,30 @@ from edgespec.device.status import StatusSource
 from edgespec.endpoint import service
 from edgespec.endpoint.admission import client_address, current_client
 from edgespec.endpoint.bodies import Body
-from edgespec.endpoint.choices import KEEP_ALIVE
+from edgespec.endpoint.messages import model_page
+from edgespec.endpoint.ollama import (
+    NDJSON,
+    VERSION,
+    model_description,
+    model_entry,
+    time_text,
+)
 from edgespec.endpoint.request_json import (
     ApiError,
+    Fields,
+    compact_json,
     nested_too_deep,
     unavailable,
     unknown_model_error,
 )
 from edgespec.endpoint.server import (
     HEALTH,
+    OLLAMA_PREFIX,
     Guard,
     error_response,
     foreign_origin,
     has_key,
+    is_for_messages,
     origin_pattern,
     too_large,
 )
@@ -66,9 +77,13 @@ _GONE, _CUT, _DONE = "gone", "cut", "200"
 REQUEST_ID: Final = "X-Request-Id"
 IGNORED: Final = "X-Edgespec-Ignored"
 _REQUEST_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_KNOWN_PATHS: Final = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models"
-_EVENTS: Final = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_ANTHROPIC_REQUEST_ID: Final = "request-id"
+"""Header in which Anthropic's clients look for the name of a request."""
+_KNOWN_PATHS: Final = (
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat"
+    " and /api/generate"
+)
+_STREAM_HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise a proxy such as nginx buffers the stream
 )
@@ -97,6 +112,8 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
         ("/chat/completions", _GenerationRoute(endpoint, endpoint.prepare_chat), post_only),
         ("/completions", _GenerationRoute(endpoint, endpoint.prepare_completion), post_only),
         ("/responses", _GenerationRoute(endpoint, endpoint.prepare_response), post_only),
+        ("/messages", _GenerationRoute(endpoint, endpoint.prepare_message), post_only),
+        ("/messages/count_tokens", handlers.count_message_tokens, post_only),
         ("/models", handlers.models, None),
         ("/models/", handlers.models, None),
         ("/models/{name:path}", handlers.model, None),
@@ -110,6 +127,7 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
             for path, handler, methods in api_routes
             for base in ("/v1", "")
         ),
+        *_ollama_routes(endpoint, handlers),
         Route(HEALTH, handlers.health),
         Route("/metrics", handlers.metrics),
         Route("/version", handlers.version),
@@ -122,6 +140,39 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
     return _WithRequestId(_with_cors(app, settings))
 
 
+def _ollama_routes(endpoint: service.Endpoint, handlers: _Handlers) -> list[Route]:
+    routes: dict[str, tuple[Any, str]] = {
+        "chat": (_GenerationRoute(endpoint, endpoint.prepare_ollama_chat), "POST"),
+        "generate": (_GenerationRoute(endpoint, endpoint.prepare_ollama_generate), "POST"),
+        "tags": (handlers.ollama_models, "GET"),
+        "ps": (handlers.ollama_models, "GET"),
+        "show": (handlers.show_ollama_model, "POST"),
+        "version": (handlers.ollama_version, "GET"),
+        "pull": (handlers.pull_ollama_model, "POST"),
+        "delete": (_refuse_ollama_work, "DELETE"),
+        **{name: (_refuse_ollama_work, "POST") for name in _REFUSED_BY_NAME if name != "delete"},
+    }
+    return [
+        Route(OLLAMA_PREFIX + name, handler, methods=[method])
+        for name, (handler, method) in routes.items()
+    ]
+
+
+_NO_EMBEDDINGS: Final = "it generates text and has no embeddings"
+_NO_MANAGEMENT: Final = "its models belong to the verifiers, which are not managed from here"
+_REFUSED_BY_NAME: Final = {
+    **dict.fromkeys(("embed", "embeddings"), _NO_EMBEDDINGS),
+    **dict.fromkeys(("create", "copy", "delete", "push"), _NO_MANAGEMENT),
+}
+"""Names of Ollama's paths that this endpoint refuses, with the reasons."""
+
+
+async def _refuse_ollama_work(request: Request) -> Response:
+    path = request.url.path
+    why = f"this endpoint does not serve {path}: {_REFUSED_BY_NAME[path.rpartition('/')[2]]}"
+    raise ApiError(501, why, code="unsupported_path")
+
+
 def waiting_app(key: str, settings: EndpointSection) -> ASGIApp:
     """Return the application of an endpoint that has no tokenizer yet. ``/health`` reports
     ``waiting``, and every other path returns 503."""
@@ -131,7 +182,7 @@ def waiting_app(key: str, settings: EndpointSection) -> ASGIApp:
 
     async def wait(request: Request, error: Exception) -> Response:
         why = "no verifier answers yet, and one has to lend its tokenizer first"
-        return error_response(unavailable(why))
+        return error_response(unavailable(why), request.scope)
 
     app: ASGIApp = Starlette(
         routes=[Route(HEALTH, health)], exception_handlers={HTTPException: wait}
@@ -159,7 +210,8 @@ class _Cors(CORSMiddleware):
         """Return the response to a preflight."""
         origin = request_headers["origin"]
         if not self.is_allowed_origin(origin):
-            return error_response(foreign_origin(origin))
+            error = foreign_origin(origin)  # no page can read its shape
+            return JSONResponse(error.body, status_code=error.status)
         return super().preflight_response(request_headers)
 
 
@@ -182,7 +234,10 @@ class _WithRequestId:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = identity
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = identity
+                if is_for_messages(scope):
+                    headers[_ANTHROPIC_REQUEST_ID] = identity
             await send(message)
 
         await self._app(scope, receive, named)
@@ -227,7 +282,11 @@ class _GenerationRoute:
             async with self._endpoint.run_generations(prepared) as run:
                 while not run.is_finished:
                     chunks = await run.next(settings.keep_alive_s if streams else None)
-                    events = self._add_chunks(prepared, chunks) if chunks else KEEP_ALIVE
+                    events = (
+                        self._add_chunks(prepared, chunks)
+                        if chunks
+                        else prepared.envelope.keep_alive()
+                    )
                     if streams:
                         await writer.write(events)
             # The last event is written after everything else: as soon as a response is complete,
@@ -308,7 +367,12 @@ class _ResponseWriter:
                         extra_headers = [
                             (n.lower().encode(), v.encode()) for n, v in self.headers.items()
                         ]
-                        headers = [*_EVENTS, *extra_headers]
+                        content_type = self.prepared.envelope.content_type
+                        headers = [
+                            (b"content-type", content_type.encode()),
+                            *_STREAM_HEADERS,
+                            *extra_headers,
+                        ]
                         start = {"type": "http.response.start", "status": 200, "headers": headers}
                         await self._send(start)
                         data = self._opening + data
@@ -320,8 +384,9 @@ class _ResponseWriter:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> str:
-    await error_response(error, _if_unread(scope))(scope, receive, send)
-    return str(error.status)
+    response = error_response(error, scope, _if_unread(scope))
+    await response(scope, receive, send)
+    return str(response.status_code)
 
 
 def _if_unread(scope: Scope) -> dict[str, str]:
@@ -493,16 +558,35 @@ class _Handlers:
         except _ClientGoneError:
             raise ApiError(400, "the request was not sent to its end") from None
 
+    async def count_message_tokens(self, request: Request) -> Response:
+        count = await self._with_body(request, self._endpoint.count_message_tokens)
+        return JSONResponse({"input_tokens": count})
+
     async def models(self, request: Request) -> Response:
-        served = self._endpoint.models.listed or (None,)
-        return JSONResponse({"object": "list", "data": [self._model(one) for one in served]})
+        data = [self._model(one) for one in self._listed]
+        page: dict[str, Any] = {"object": "list", "data": data}
+        if is_for_messages(request.scope):
+            page |= model_page(data, time_text(self._endpoint.created_at_s))
+        return JSONResponse(page)
+
+    @property
+    def _listed(self) -> Sequence[service.ServedModel | None]:
+        """All served models. None stands for the default one that no verifier has reported yet."""
+        return self._endpoint.models.listed or (None,)
 
     async def model(self, request: Request) -> Response:
-        name, usual = request.path_params["name"], self._endpoint.models.name
-        chosen = await self._endpoint.choose_model(name)
+        chosen = await self._known_model(request.path_params["name"])
+        model = self._model(chosen.served)
+        if is_for_messages(request.scope):
+            model = model_page([model], time_text(self._endpoint.created_at_s))["data"][0]
+        return JSONResponse(model)
+
+    async def _known_model(self, name: str) -> service.ModelChoice:
+        """Return the model with a name. Raises ``ApiError`` unless it is known to be served."""
+        chosen, usual = await self._endpoint.choose_model(name), self._endpoint.models.name
         if chosen.served is None and name not in (usual, service.ALIAS):
             raise unknown_model_error(name, (usual,))
-        return JSONResponse(self._model(chosen.served))
+        return chosen
 
     def _model(self, served: service.ServedModel | None) -> dict[str, Any]:
         """Return a model in OpenAI's form, with the fields that vLLM's server adds. None: no
@@ -516,6 +600,64 @@ class _Handlers:
             "max_model_len": None if served is None else served.context_length,
         }
 
+    # --- Ollama's paths ---------------------------------------------------------------------------
+
+    async def ollama_version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION, "edgespec": __version__})
+
+    async def ollama_models(self, request: Request) -> Response:
+        endpoint = self._endpoint
+        entries = [
+            model_entry(
+                endpoint.models.name if one is None else one.name,
+                parent=None if one is None else one.parent,
+                fingerprint="" if one is None else one.info.fingerprint,
+                context_length=None if one is None else one.context_length,
+                since_s=endpoint.created_at_s,
+            )
+            for one in self._listed
+        ]
+        return JSONResponse({"models": entries})
+
+    async def show_ollama_model(self, request: Request) -> Response:
+        return JSONResponse(await self._with_body(request, self._describe_model))
+
+    async def _describe_model(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        chosen = await self._ollama_model(data)
+        template = self._endpoint.tokenizer.chat_template(tools=True)
+        return model_description(
+            parent=None if chosen.served is None else chosen.served.parent,
+            template="" if template is None else template.source,
+            context_length=chosen.context_length,
+            since_s=self._endpoint.created_at_s,
+        )
+
+    async def pull_ollama_model(self, request: Request) -> Response:
+        """Report success for a model that a verifier serves. No other model can be had here."""
+        streams = await self._with_body(request, self._find_model_to_pull)
+        done = {"status": "success"}
+        if not streams:
+            return JSONResponse(done)
+        return Response(compact_json(done) + "\n", media_type=NDJSON)
+
+    async def _find_model_to_pull(self, data: Mapping[str, Any]) -> bool:
+        """Return whether the response is a stream. Raises ``ApiError`` if the model is not
+        served."""
+        try:
+            await self._ollama_model(data)
+        except ApiError as error:
+            why = f"{error.message}; this endpoint does not pull models: a verifier has to serve it"
+            raise ApiError(error.status, why, param=error.param, code=error.code) from None
+        return Fields(data).boolean("stream", absent=True)
+
+    async def _ollama_model(self, data: Mapping[str, Any]) -> service.ModelChoice:
+        """Return the model that a request names in ``model`` or, as older clients, in ``name``.
+        Raises ``ApiError``."""
+        fields = Fields(data)
+        if not (name := fields.text("model") or fields.text("name")):
+            raise fields.error("model", "is missing")
+        return await self._known_model(self._endpoint.models.without_tag(name))
+
 
 async def _handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
@@ -526,8 +668,8 @@ async def _handle_error(request: Request, error: Exception) -> Response:
             f" there are {_KNOWN_PATHS}",
         }
         response_error = ApiError(error.status_code, why.get(error.status_code, error.detail))
-        return error_response(response_error, error.headers)
-    return error_response(_api_error(error), _if_unread(request.scope))
+        return error_response(response_error, request.scope, error.headers)
+    return error_response(_api_error(error), request.scope, _if_unread(request.scope))
 
 
 def _api_error(error: Exception) -> ApiError:

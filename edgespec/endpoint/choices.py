@@ -96,6 +96,8 @@ class Choice:
     """Characters of all pieces so far, whether or not they are part of the output."""
     finish: str | None = None
     """OpenAI's finish reason; None until the choice is complete."""
+    stop: str = ""
+    """The stop string that ended the output. Empty: none did."""
 
     @property
     def logprobs(self) -> int:
@@ -134,6 +136,7 @@ class Choice:
         if chunk.finish is not None:
             if chunk.finish not in _REASONS:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
+            self.stop = chunk.stop
             has_called = self.calls and chunk.finish is FinishReason.STOP
             self.finish = "tool_calls" if has_called else _REASONS[chunk.finish]
         scores = self._score_tokens(chunk) if self.request.logprobs is not None else []
@@ -205,9 +208,9 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Envelope:
-    """Identity of one response. Each kind of envelope writes what opens a stream, a delta, the end
-    of a choice, the end or the failure of the stream, and the whole response."""
+class Envelope(ABC):
+    """Identity and times of one response. Each kind of envelope writes a response in the JSON of
+    its API, as a stream or whole."""
 
     model: str
     fingerprint: str | None = None
@@ -215,13 +218,47 @@ class Envelope:
     """Whether the events of a stream have a ``usage``, which is null in all but the last."""
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
+    prepared_at_s: float = field(default_factory=time.monotonic)
+    """Time at which the request was ready to wait for a slot."""
+    first_token_at_s: float | None = None
+    """Time of the first generated token; None before."""
     prefix: ClassVar[str]
+    content_type: ClassVar[str] = "text/event-stream; charset=utf-8"
+    """Content type of a stream."""
 
     def __post_init__(self) -> None:
         self.id = self.prefix + secrets.token_hex(12)
 
+    @abstractmethod
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Return what opens a stream."""
 
-class ChoicesEnvelope(Envelope, ABC):
+    @abstractmethod
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
+        """Return the part of a stream for new parts of a choice."""
+
+    @abstractmethod
+    def closing(self, choice: Choice) -> bytes:
+        """Return the part of a stream for the end of a choice."""
+
+    @abstractmethod
+    def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
+        """Return what ends a stream."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """Return the last part of a stream that failed in the middle."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
+        """Return the whole response."""
+
+    def keep_alive(self) -> bytes:
+        """Return the part of a stream that only shows that the connection is alive."""
+        return KEEP_ALIVE
+
+
+class ChoicesEnvelope(Envelope):
     """An envelope of a response that has a list of choices."""
 
     __slots__ = ()
@@ -295,7 +332,7 @@ class ChatEnvelope(ChoicesEnvelope):
         if delta.scores:  # scores belong to the text that became certain with them
             if not chunks:
                 chunks.append(_chat_chunk(choice, {"content": ""}))
-            chunks[0]["logprobs"] = _chat_scores(choice, delta.scores)
+            chunks[0]["logprobs"] = chat_scores(choice, delta.scores)
         return self._chunks(*chunks)
 
     def closing(self, choice: Choice) -> bytes:
@@ -308,7 +345,7 @@ class ChatEnvelope(ChoicesEnvelope):
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(one) for one in choice.calls]
-        scores = None if choice.request.logprobs is None else _chat_scores(choice, choice.scores)
+        scores = None if choice.request.logprobs is None else chat_scores(choice, choice.scores)
         return {"index": choice.index, "message": message, "logprobs": scores}
 
 
@@ -555,7 +592,19 @@ def _call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _chat_scores(choice: Choice, scores: Scores) -> Json:
+def arguments_object(call: ToolCall) -> Json | None:
+    """Return the arguments of a call as an object, or None if the output was cut off in them."""
+    try:
+        # They may contain control characters, which strict JSON refuses.
+        arguments = json.loads(call.arguments or "{}", strict=False)
+    except ValueError:
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def chat_scores(choice: Choice, scores: Scores) -> Json:
+    """Return scores in the form of a chat's ``logprobs``."""
+
     def scored(token: int, logprob: float) -> Json:
         written = list(choice.token_bytes(token))
         return {"token": choice.token_text(token), "logprob": logprob, "bytes": written}

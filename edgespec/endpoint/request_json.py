@@ -60,11 +60,11 @@ class ApiError(Exception):
     def with_sent_names(self, names: Mapping[str, str]) -> ApiError:
         """Return this error with field names as the client sent them. ``names`` maps our names, or
         beginnings of longer names such as ``messages[2]``, to the sent ones."""
-        param = None if self.param is None else _sent_name(self.param, names)
+        param = None if self.param is None else sent_name(self.param, names)
 
         def sent(word: re.Match[str]) -> str:
             is_name = word.start() == 0 or word[0] == self.param or not word[0].isalpha()
-            return _sent_name(word[0], names) if is_name else word[0]
+            return sent_name(word[0], names) if is_name else word[0]
 
         message = re.sub(r"(?<!['\w])[a-z][\w.\[\]]*(?<!\.)", sent, self.message)
         return ApiError(
@@ -90,7 +90,7 @@ class ApiError(Exception):
         return headers
 
 
-def _sent_name(name: str, names: Mapping[str, str]) -> str:
+def sent_name(name: str, names: Mapping[str, str]) -> str:
     """Return the name of a field as the client sent it. The longest known beginning is replaced."""
     known = [
         one for one in names if name.startswith(one) and name[len(one) :][:1] in ("", ".", "[")

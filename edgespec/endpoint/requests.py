@@ -224,6 +224,8 @@ MAX_CHOICE_TEXTS: Final = 1024
 """Limit on the texts of ``guided_choice``. The regular expression made of them has a limit in bytes
 too."""
 MAX_TOOLS: Final = 128
+MAX_FUNCTIONS: Final = 1024
+"""Limit on the functions of a request of another API, over all of its namespaces."""
 MAX_CHOICES: Final = 128
 """The largest ``n``, as in OpenAI's API."""
 MAX_GENERATIONS: Final = 1024
@@ -310,6 +312,20 @@ class GenerationRequest:
     """Whether the prompt of a chat ends with the beginning of an assistant's message."""
 
 
+@dataclass(slots=True)
+class ChatConversion:
+    """A request of another API in the form of a chat request."""
+
+    chat: dict[str, Any]
+    names: dict[str, str] = field(default_factory=dict)
+    """Names of fields as the client sent them, by their names in the chat."""
+    client_tools: dict[str, ClientTool] = field(default_factory=dict)
+    echo: dict[str, Any] = field(default_factory=dict)
+    """Fields of the request that the response repeats."""
+    left_out: list[str] = field(default_factory=list)
+    """Kinds of tools and items that no model here has."""
+
+
 def chat_request(
     data: Mapping[str, Any],
     defaults: SamplingParams,
@@ -364,8 +380,7 @@ def _chat_request(
         tools=callable_tools,
         strict=frozenset(tools.strict),
         client_tools=tools.client_tools,
-        single_call=(is_forced and len(callable_tools) < len(tools.functions))
-        or not allows_parallel_calls,
+        single_call=_names_function(fields) or not allows_parallel_calls,
         forces_call=is_forced,
         variables=variables,
         adds_special_tokens=fields.boolean("add_special_tokens"),
@@ -392,12 +407,17 @@ def _read_ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple
     return continues, has_generation_prompt and not continues
 
 
-def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
+def completion_request(
+    data: Mapping[str, Any],
+    defaults: SamplingParams,
+    *,
+    names: Mapping[str, str] | None = None,
+) -> GenerationRequest:
     """Return a parsed completion request. Arguments and errors are as in
     ``chat_request``."""
-    names = names_of_other_servers(data)
-    with errors_with_sent_names(names):
-        return replace(_completion_request(data, defaults), sent_names=names)
+    sent_names = names_of_other_servers(data) if names is None else names
+    with errors_with_sent_names(sent_names):
+        return replace(_completion_request(data, defaults), sent_names=sent_names)
 
 
 def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
@@ -785,6 +805,12 @@ def _choose_tools(fields: Fields, tools: RequestTools) -> tuple[str, list[dict[s
     if not callable_tools and (mode == "required" or names):
         raise fields.error("tool_choice", f"is {shown_value(value)}, but tools has no such tool")
     return mode, callable_tools
+
+
+def _names_function(fields: Fields) -> bool:
+    """Return whether ``tool_choice`` is the name of one function, which is then called once."""
+    choice = fields.raw("tool_choice")
+    return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
 
 def _read_tool_choice(choice: Fields) -> tuple[str, set[str | None]]:

@@ -10,14 +10,17 @@ names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from edgespec.endpoint.request_json import Fields, shown_value
-from edgespec.endpoint.requests import CUSTOM_INPUT, MAX_TOOLS, ClientTool
+from edgespec.endpoint.requests import (
+    CUSTOM_INPUT,
+    MAX_FUNCTIONS,
+    MAX_TOOLS,
+    ChatConversion,
+    ClientTool,
+)
 
-MAX_FUNCTIONS: Final = 1024
-"""Limit on the functions of all namespaces together."""
 _NEEDS_STATE: Final = ("previous_response_id", "conversation", "background", "prompt")
 _CONVERTED: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
@@ -32,20 +35,6 @@ _ECHOED: Final = (
 """Parameters of the request that the response repeats if they were given."""
 
 
-@dataclass(slots=True)
-class ChatConversion:
-    """A request for a response in the form of a chat request."""
-
-    chat: dict[str, Any]
-    echo: dict[str, Any]
-    """Fields of the request that the response repeats."""
-    names: dict[str, str] = field(default_factory=dict)
-    """Names of fields as the client sent them, by their names in the chat."""
-    client_tools: dict[str, ClientTool] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    """Kinds of tools and items that no model here has."""
-
-
 def convert_to_chat(data: Mapping[str, Any]) -> ChatConversion:
     """Return a request for a response as a chat request. Raises ``ApiError``."""
     fields = Fields(data)
@@ -54,7 +43,7 @@ def convert_to_chat(data: Mapping[str, Any]) -> ChatConversion:
             why = "is given, but nothing is kept here: send the whole input"
             raise fields.error(name, why, "unsupported_parameter")
     chat = {name: value for name, value in data.items() if name not in _CONVERTED | _UNUSED}
-    conversion = ChatConversion(chat, _echo(data))
+    conversion = ChatConversion(chat, echo=_echo(data))
     conversion.names |= {"messages": "input", "prompt": "input"}
     conversion.names["max_completion_tokens"] = "max_output_tokens"
     conversion.names["response_format"] = conversion.names["response_format.json_schema"] = (

@@ -33,6 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgespec.config.common import host_of, is_loopback
 from edgespec.config.device import ANY_ORIGIN, EndpointSection
+from edgespec.endpoint import messages, ollama
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import Endpoint
 
@@ -40,6 +41,9 @@ HEALTH: Final = "/health"
 _PATHS_WITHOUT_KEY: Final = (HEALTH, "/")
 """Paths that need no API key. The page at ``/`` contains no numbers and asks its user for the
 key."""
+OLLAMA_PREFIX: Final = "/api/"
+_MESSAGES_PATH: Final = re.compile(r"(/v1)?/messages(/|$)")
+_MESSAGES_VERSION: Final = "anthropic-version"
 OWN_ORIGINS: Final = (
     *("http://localhost:*", "https://localhost:*", "http://127.0.0.1:*", "https://127.0.0.1:*"),
     *("http://[::1]:*", "https://[::1]:*", "app://*", "file://*", "tauri://*"),
@@ -67,15 +71,30 @@ _CUT_OFF_WITHIN_S: Final = 2.0
 _START_POLL_S: Final = 0.005
 
 
-def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def is_for_messages(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's clients, which send their API's version."""
+    return _MESSAGES_VERSION in Headers(scope=scope) or bool(_MESSAGES_PATH.match(scope["path"]))
+
+
+def error_response(
+    error: ApiError, scope: Scope, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return the response for an error in the shape of the API to which the request belongs."""
+    status, body = error.status, error.body
+    if scope["path"].startswith(OLLAMA_PREFIX):
+        status, body = ollama.error_reply(error)
+    elif is_for_messages(scope):
+        status, body = messages.error_reply(error)
     all_headers = {**error.headers, **(headers or {})}
-    return JSONResponse(error.body, status_code=error.status, headers=all_headers)
+    return JSONResponse(body, status_code=status, headers=all_headers)
 
 
 def has_key(headers: Headers, key: str) -> bool:
-    scheme, _, sent_key = headers.get("authorization", "").partition(" ")
-    is_equal = hmac.compare_digest(_digest(sent_key.strip()), _digest(key))
-    return is_equal and scheme.lower() == "bearer"
+    """Return whether a request has the API key, as a bearer or as Anthropic's clients send it."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    sent_keys = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    equal = [hmac.compare_digest(_digest(one), _digest(key)) for one in sent_keys]
+    return any(equal)
 
 
 class Guard:
@@ -93,7 +112,7 @@ class Guard:
             self._check(scope, Headers(scope=scope))
         except ApiError as error:
             # The body was not read, so the connection cannot carry another request.
-            response = error_response(error, {"Connection": "close"})
+            response = error_response(error, scope, {"Connection": "close"})
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -111,8 +130,8 @@ class Guard:
             raise foreign_origin(origin)
         needs_no_key = scope["path"] in _PATHS_WITHOUT_KEY or scope["method"] == "OPTIONS"
         if self._key and not needs_no_key and not has_key(headers, self._key):
-            why = "no key was shown: send it as 'Authorization: Bearer KEY'"
-            if "authorization" in headers:
+            why = "no key was shown: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            if "authorization" in headers or "x-api-key" in headers:
                 why = "the key shown is not the right one"
             raise ApiError(401, why, code="invalid_api_key")
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -282,7 +301,7 @@ class _LingeringTransport:
 async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
     why = "too many connections are open, and requests are being answered on all of them"
     error = ApiError(503, why, code="too_many_connections", retry_after_s=1)
-    response = error_response(error, {"Connection": "close"})
+    response = error_response(error, scope, {"Connection": "close"})
     await response(scope, receive, send)
 
 

@@ -18,7 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
@@ -44,8 +44,16 @@ from edgespec.endpoint.choices import (
     ChatEnvelope,
     Choice,
     CompletionEnvelope,
+    Envelope,
     ResponseEnvelope,
     usage_of,
+)
+from edgespec.endpoint.messages import MessageEnvelope, convert_message_request
+from edgespec.endpoint.ollama import (
+    OllamaChatEnvelope,
+    OllamaGenerateEnvelope,
+    convert_ollama_chat,
+    convert_ollama_generate,
 )
 from edgespec.endpoint.output_parser import OutputForm
 from edgespec.endpoint.request_json import (
@@ -57,17 +65,20 @@ from edgespec.endpoint.request_json import (
     generation_error,
     invalid,
     read_object,
+    sent_name,
     unavailable,
     unknown_model_error,
 )
 from edgespec.endpoint.requests import (
+    MAX_FUNCTIONS,
     TEMPLATE_VARIABLES,
+    ChatConversion,
     GenerationRequest,
     chat_request,
     choice_seed,
     completion_request,
 )
-from edgespec.endpoint.responses import MAX_FUNCTIONS, ChatConversion, convert_to_chat
+from edgespec.endpoint.responses import convert_to_chat
 from edgespec.endpoint.tool_calls import (
     call_or_json_grammar,
     forced_call_grammar,
@@ -295,6 +306,7 @@ def _context_exceeded(why: str, context_length: int, param: str) -> ApiError:
 
 ALIAS: Final = "edgespec"
 """A model name that always means the default model."""
+_OLLAMA_TAG: Final = ":latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +372,12 @@ class ServedModels:
                 models.setdefault(model.name, ServedModel(model, context_length, parent))
         return tuple(models.values())
 
+    def without_tag(self, name: str) -> str:
+        """Return ``name`` without the tag that Ollama's clients add to names, unless a model has
+        the name with the tag."""
+        is_known = any(one.name == name for one in self.listed)
+        return name if is_known else name.removesuffix(_OLLAMA_TAG)
+
     def choose(self, name: str) -> ModelChoice:
         """Return the model for a request that names ``name``, which may be empty. Names are checked
         only after a verifier has reported its models. Raises ``ApiError`` for an unknown name."""
@@ -393,21 +411,18 @@ def _too_slow(why: str) -> ApiError:
 
 _T = TypeVar("_T")
 TokenIds = Sequence[int]
-AnyEnvelope = ChatEnvelope | CompletionEnvelope | ResponseEnvelope
-MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
+MakeEnvelope = Callable[[str, str | None, bool], Envelope]
+Convert = Callable[[Mapping[str, Any]], ChatConversion]
 
 
 @dataclass(slots=True)
 class PreparedRequest:
-    envelope: AnyEnvelope
+    envelope: Envelope
     choices: list[Choice]
     prompt_tokens: int
     request: GenerationRequest
     metric_name: str
     """Name of the model in metrics, or ``OTHER_MODEL``."""
-    received_at_s: float = field(default_factory=time.monotonic)
-    first_token_s: float | None = None
-    """Seconds from the request to its first tokens; None before."""
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
@@ -561,20 +576,74 @@ class Endpoint:
         return await self._prepare_chat(request, ChatEnvelope)
 
     async def prepare_response(self, data: Mapping[str, Any]) -> PreparedRequest:
-        conversion, request = await self.run_reader(self._response_request, data)
-        if request.n > 1:
-            raise invalid("n", f"n is {request.n}, but a response is one text")
+        conversion, request = await self._convert(convert_to_chat, data)
         return await self._prepare_chat(request, partial(ResponseEnvelope, echo=conversion.echo))
 
-    def _response_request(
-        self, data: Mapping[str, Any]
+    async def prepare_message(self, data: Mapping[str, Any]) -> PreparedRequest:
+        _, request = await self._convert(convert_message_request, data)
+        return await self._prepare_chat(request, MessageEnvelope)
+
+    async def count_message_tokens(self, data: Mapping[str, Any]) -> int:
+        """Return the number of prompt tokens of a request for a message."""
+        convert = partial(convert_message_request, needs_length=False)
+        _, request = await self._convert(convert, data)
+        with errors_with_sent_names(request.sent_names):
+            chosen = await self.choose_model(request.model)
+            return len((await self._chat_prompt(request, chosen.context_length)).tokens)
+
+    async def prepare_ollama_chat(self, data: Mapping[str, Any]) -> PreparedRequest:
+        if not data.get("messages"):
+            return await self._prepare_nothing(data, OllamaChatEnvelope)
+        _, request = await self._convert(convert_ollama_chat, data)
+        return await self._prepare_chat(self._without_tag(request), OllamaChatEnvelope)
+
+    async def prepare_ollama_generate(self, data: Mapping[str, Any]) -> PreparedRequest:
+        if data.get("prompt") in (None, ""):
+            return await self._prepare_nothing(data, OllamaGenerateEnvelope)
+        conversion, request = await self._convert(convert_ollama_generate, data)
+        request = self._without_tag(request)
+        if "messages" in conversion.chat:
+            return await self._prepare_chat(request, OllamaGenerateEnvelope)
+        with errors_with_sent_names(request.sent_names):
+            return await self._prepare_completion(request, OllamaGenerateEnvelope)
+
+    def _without_tag(self, request: GenerationRequest) -> GenerationRequest:
+        return replace(request, model=self.models.without_tag(request.model))
+
+    async def _prepare_nothing(
+        self, data: Mapping[str, Any], envelope: MakeEnvelope
+    ) -> PreparedRequest:
+        """Return a request without generations. Ollama's clients send one to load a model."""
+        empty = {**data, "messages": [{"role": "user", "content": ""}]}
+        _, request = await self._convert(convert_ollama_chat, empty)
+        request = self._without_tag(request)
+        chosen = await self.choose_model(request.model)
+        return self._with_choices(envelope, request, chosen, ())
+
+    async def _convert(
+        self, convert: Convert, data: Mapping[str, Any]
     ) -> tuple[ChatConversion, GenerationRequest]:
-        conversion = convert_to_chat(data)
-        request = chat_request(
-            conversion.chat, self.sampling, max_tools=MAX_FUNCTIONS, names=conversion.names
-        )
+        """Return a request of another API as a chat request, and parsed. The response to it has
+        one choice."""
+        conversion, request = await self.run_reader(self._read_converted, convert, data)
+        if request.n > 1:
+            raise invalid("n", f"n is {request.n}, but this API has one output for a request")
+        return conversion, request
+
+    def _read_converted(
+        self, convert: Convert, data: Mapping[str, Any]
+    ) -> tuple[ChatConversion, GenerationRequest]:
+        conversion = convert(data)
+        chat, names = conversion.chat, conversion.names
+        if "messages" in chat:
+            request = chat_request(chat, self.sampling, max_tools=MAX_FUNCTIONS, names=names)
+        else:
+            request = completion_request(chat, self.sampling, names=names)
         client_tools = {**request.client_tools, **conversion.client_tools}
-        ignored = (*request.ignored_fields, *conversion.left_out)
+        ignored = (
+            *(sent_name(one, names) for one in request.ignored_fields),
+            *conversion.left_out,
+        )
         return conversion, replace(request, client_tools=client_tools, ignored_fields=ignored)
 
     async def _prepare_chat(
@@ -600,7 +669,9 @@ class Endpoint:
         with errors_with_sent_names(request.sent_names):
             return await self._prepare_completion(request)
 
-    async def _prepare_completion(self, request: GenerationRequest) -> PreparedRequest:
+    async def _prepare_completion(
+        self, request: GenerationRequest, envelope: MakeEnvelope = CompletionEnvelope
+    ) -> PreparedRequest:
         chosen = await self.choose_model(request.model)
         context_length = chosen.context_length
         prompts: list[TokenIds] = [
@@ -610,7 +681,7 @@ class Endpoint:
             for one in request.prompts
         ]
         request = await self._with_compiled_constraint(request)
-        prepared = self._with_choices(CompletionEnvelope, request, chosen, prompts)
+        prepared = self._with_choices(envelope, request, chosen, prompts)
         if request.echo:
             # A prompt that was sent as text is repeated as it is; token ids are decoded as in an
             # output, without special tokens.
@@ -668,12 +739,13 @@ class Endpoint:
                 self.counts.add_answer(
                     prepared.metric_name, prepared.prompt_tokens, prepared.choices
                 )
-                self.counts.duration_s.add(time.monotonic() - prepared.received_at_s)
+                self.counts.duration_s.add(time.monotonic() - prepared.envelope.prepared_at_s)
 
     def record_first_token(self, prepared: PreparedRequest) -> None:
-        if prepared.first_token_s is None:
-            prepared.first_token_s = time.monotonic() - prepared.received_at_s
-            self.counts.first_token_s.add(prepared.first_token_s)
+        envelope = prepared.envelope
+        if envelope.first_token_at_s is None:
+            envelope.first_token_at_s = time.monotonic()
+            self.counts.first_token_s.add(envelope.first_token_at_s - envelope.prepared_at_s)
 
     async def choose_model(self, name: str) -> ModelChoice:
         """Return the model for a request that names ``name``. Before an unknown name is refused,
@@ -785,10 +857,11 @@ class Endpoint:
         if template is None or not request.variables:
             return request
         unread = [name for name in request.variables if name not in template.variables]
-        named = [
+        ours = [
             name if name in TEMPLATE_VARIABLES else f"chat_template_kwargs.{name}"
             for name in unread
         ]
+        named = [sent_name(name, request.sent_names) for name in ours]
         return replace(request, ignored_fields=(*request.ignored_fields, *named))
 
     def _decode_prompt(self, tokens: Sequence[int]) -> str:

@@ -277,3 +277,95 @@ def events_of(body: bytes) -> list[Any]:
         elif block:
             found.append(block.removeprefix("data: "))
     return found
+
+
+# --- every API that generates ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One path that generates text, and how its requests, responses and errors look."""
+
+    path: str
+    prompt: dict[str, Any]
+    """The fields that hold the prompt."""
+    first_bytes: bytes
+    """The bytes with which a stream begins."""
+    keep_alive: bytes
+    """A part of what a stream holds while nothing is generated."""
+    overloaded: int = 429
+    """Status for a full queue."""
+
+    def request(self, max_tokens: int = 4, *, stream: bool = False, **more: Any) -> dict[str, Any]:
+        length: dict[str, Any] = {"max_tokens": max_tokens}
+        if self.path == "/v1/responses":
+            length = {"max_output_tokens": max_tokens}
+        elif self.path.startswith("/api/"):
+            length = {"options": {"num_predict": max_tokens}}
+        return {"model": "edgespec", **self.prompt, **length, "stream": stream, **more}
+
+    def text(self, reply: Reply) -> str:
+        """Return the text of a response, whole or as a stream."""
+        if reply.headers["content-type"] == "application/json":
+            return self._text(reply.json)
+        if self.path.startswith("/api/"):
+            return "".join(map(self._text, map(json.loads, reply.body.splitlines())))
+        events = [one.partition("\n")[2] or one for one in reply.body.decode().split("\n\n")]
+        data = [one.removeprefix("data: ") for one in events if one.startswith("data: {")]
+        return "".join(map(self._delta, map(json.loads, data)))
+
+    def _text(self, data: Any) -> str:
+        found: Any
+        match self.path:
+            case "/v1/chat/completions":
+                found = data["choices"][0]["message"]["content"]
+            case "/v1/completions":
+                found = data["choices"][0]["text"]
+            case "/v1/responses":
+                found = data["output"][0]["content"][0]["text"]
+            case "/v1/messages":
+                found = "".join(one["text"] for one in data["content"])
+            case "/api/chat":
+                found = data["message"]["content"]
+            case _:
+                found = data["response"]
+        return str(found)
+
+    def _delta(self, event: Any) -> str:
+        found: Any
+        match self.path:
+            case "/v1/chat/completions":
+                found = event["choices"][0]["delta"].get("content", "")
+            case "/v1/completions":
+                found = event["choices"][0]["text"]
+            case "/v1/responses":
+                found = event["delta"] if event["type"] == "response.output_text.delta" else ""
+            case _:
+                found = event.get("delta", {}).get("text", "")
+        return str(found)
+
+    def error_message(self, data: Any) -> str:
+        """Return the message of an error, and check the shape that it has in this API."""
+        if self.path.startswith("/api/"):
+            assert set(data) == {"error"}
+            return str(data["error"])
+        if self.path == "/v1/messages":
+            assert set(data) == {"type", "error", "request_id"}
+            assert data["type"] == "error"
+            assert set(data["error"]) == {"type", "message"}
+        else:
+            assert set(data) == {"error"}
+            assert set(data["error"]) == {"message", "type", "param", "code"}
+        return str(data["error"]["message"])
+
+
+_MESSAGES = {"messages": [{"role": "user", "content": "abc"}]}
+APIS = (
+    Api("/v1/chat/completions", _MESSAGES, b"data: ", b": keep-alive"),
+    Api("/v1/completions", {"prompt": "abc"}, b"data: ", b": keep-alive"),
+    Api("/v1/responses", {"input": "abc"}, b"event: response.created", b": keep-alive"),
+    Api("/v1/messages", _MESSAGES, b"event: message_start", b"event: ping", 529),
+    Api("/api/chat", _MESSAGES, b'{"model":"', b'"content":""},"done":false'),
+    Api("/api/generate", {"prompt": "abc"}, b'{"model":"', b'"response":"","done":false'),
+)
+"""Every API that generates text."""

@@ -31,6 +31,8 @@ from edgespec.endpoint.requests import choice_seed
 from edgespec.endpoint.server import connection_limit
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
+    APIS,
+    Api,
     Live,
     Reply,
     ScriptedAgent,
@@ -51,6 +53,7 @@ WITHIN_S = 60
 TEXT = ToyTokenizer()
 PATH = "/v1/completions"
 HELLO = {"prompt": "abc", "max_tokens": 4}
+every_api = pytest.mark.parametrize("api", APIS, ids=[one.path for one in APIS])
 
 
 def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
@@ -82,24 +85,25 @@ async def test_a_body_that_does_not_come() -> None:
         assert "within 0.1 s" in reply.error["message"]
 
 
+@every_api
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_cancels_the_generation(stream: bool) -> None:
+async def test_a_client_that_hangs_up_cancels_the_generation(api: Api, stream: bool) -> None:
     async with over_toy(draft="toy") as live:
         verifier = present(live.verifier)
-        data = {"prompt": "abc", "max_tokens": 4000, "stream": stream, "ignore_eos": True}
+        data = api.request(4000, stream=stream, ignore_eos=True)
         reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-        writer.write(request_bytes(PATH, json.dumps(data).encode()))
+        writer.write(request_bytes(api.path, json.dumps(data).encode()))
         await writer.drain()
         if stream:
-            await reader.readuntil(b"data: ")
+            await reader.readuntil(api.first_bytes)
         await until(lambda: verifier.info.sessions == 1)
         writer.transport.abort()
         await until(lambda: live.endpoint.running_count == 0)
         await until(lambda: verifier.info.sessions == 0)
-        await until(lambda: live.endpoint.counts.requests[PATH, "gone"] == 1)
+        await until(lambda: live.endpoint.counts.requests[api.path, "gone"] == 1)
         assert live.endpoint.counts.completion_tokens.total() < 4000
         assert live.endpoint.admission.running == 0
-        assert (await ask(live, PATH, HELLO)).status == 200
+        assert (await ask(live, api.path, api.request())).status == 200
 
 
 class Held:
@@ -115,26 +119,41 @@ class Held:
             await self.gate.wait()
 
 
-async def test_a_full_queue_is_a_429_and_the_rest_is_served_in_order() -> None:
+@every_api
+async def test_a_full_queue_refuses_and_the_rest_is_served_in_order(api: Api) -> None:
     held = Held()
     settings = EndpointSection(max_concurrent=1, max_queue=1)
     agent = ScriptedAgent(["a", "b"], between=held)
     async with over_script(agent, settings=settings) as live:
-        first = asyncio.create_task(ask(live, PATH, HELLO))
+        first = asyncio.create_task(ask(live, api.path, api.request()))
         await held.reached.wait()
-        second = asyncio.create_task(ask(live, PATH, HELLO))
+        second = asyncio.create_task(ask(live, api.path, api.request(stream=True)))
         await until(lambda: live.endpoint.admission.waiting == 1)
-        third = await ask(live, PATH, HELLO)
-        assert (third.status, third.error["code"]) == (429, "queue_full")
+        third = await ask(live, api.path, api.request())
+        assert third.status == api.overloaded
         assert third.headers["retry-after"] == "1"
-        assert third.error["type"] == "rate_limit_error"
+        assert "1 requests wait" in api.error_message(third.json)
+        await until(lambda: live.endpoint.counts.requests[api.path, str(api.overloaded)] == 1)
         held.gate.set()
         for reply in (await first, await second):
-            assert reply.json["choices"][0]["text"] == "ab"
+            assert api.text(reply) == "ab"
         assert live.endpoint.admission.running == 0
 
 
-async def test_a_stream_that_waits_for_its_turn_is_kept_alive() -> None:
+async def test_a_full_queue_is_a_rate_limit_at_openai_and_an_overload_at_anthropic() -> None:
+    held = Held()
+    settings = EndpointSection(max_concurrent=1, max_queue=1)
+    async with over_script(ScriptedAgent(["a", "b"], between=held), settings=settings) as live:
+        running = [asyncio.create_task(ask(live, PATH, HELLO)) for _ in range(2)]
+        await until(lambda: live.endpoint.admission.waiting == 1)
+        for api, kind in ((APIS[0], "rate_limit_error"), (APIS[3], "overloaded_error")):
+            assert (await ask(live, api.path, api.request())).error["type"] == kind
+        held.gate.set()
+        assert [one.status for one in await asyncio.gather(*running)] == [200, 200]
+
+
+@every_api
+async def test_a_stream_that_waits_for_its_turn_is_kept_alive(api: Api) -> None:
     held = Held()
     settings = EndpointSection(max_concurrent=1, keep_alive_s=0.02)
     agent = ScriptedAgent(["a", "b"], between=held)
@@ -142,18 +161,15 @@ async def test_a_stream_that_waits_for_its_turn_is_kept_alive() -> None:
         first = asyncio.create_task(ask(live, PATH, HELLO))
         await held.reached.wait()
         reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
-        raw = await reader.readuntil(b": keep-alive\n\n")
-        raw += await reader.readuntil(b": keep-alive\n\n")
+        writer.write(request_bytes(api.path, json.dumps(api.request(stream=True)).encode()))
+        raw = await reader.readuntil(api.keep_alive)
+        raw += await reader.readuntil(api.keep_alive)
         assert live.endpoint.admission.waiting == 1
         held.gate.set()
         reply = parse_reply(raw + await reader.read())
         writer.close()
         assert (await first).status == 200
-    events = events_of(reply.body)
-    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
-    assert "".join(texts) == "ab"
-    assert events[-1] == "[DONE]"
+    assert api.text(reply) == "ab"
 
 
 async def test_a_verifier_that_comes_later_is_waited_for() -> None:
@@ -199,6 +215,71 @@ async def test_what_fails_in_the_middle_is_told_in_the_stream() -> None:
         whole = await ask(live, PATH, HELLO)
         assert whole.status == 500
         assert live.endpoint.counts.requests[PATH, "cut"] == 1
+
+
+@every_api
+async def test_an_error_in_the_middle_has_the_shape_of_its_api(api: Api) -> None:
+    async def fail(place: int) -> None:
+        if place == 1:
+            raise RuntimeError("broken")
+
+    async with over_script(ScriptedAgent(["a", "b"], between=fail)) as live:
+        reply = await ask(live, api.path, api.request(stream=True))
+        last = reply.body.strip().splitlines()[-1].removeprefix(b"data: ")
+        why = "the generation failed: RuntimeError: broken"
+        if api.path == "/v1/responses":  # its errors in streams are events of their own
+            assert json.loads(last)["message"] == why
+        else:
+            assert api.error_message(json.loads(last)) == why
+        await until(lambda: live.endpoint.counts.requests[api.path, "cut"] == 1)
+        whole = await ask(live, api.path, api.request())
+        assert (whole.status, api.error_message(whole.json)) == (500, why)
+
+
+@every_api
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_api_streams_what_it_answers_whole(api: Api, stream: bool) -> None:
+    """The oracle is the script. Metrics name the path, and so the API."""
+    async with over_script(ScriptedAgent(["a", " b", "ü"])) as live:
+        reply = await ask(live, api.path, api.request(stream=stream))
+        metrics = (await ask(live, "/metrics")).body.decode()
+    assert reply.status == 200
+    assert api.text(reply) == "a bü"
+    assert f'requests_total{{outcome="200",path="{api.path}"}} 1.0' in metrics
+
+
+@every_api
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"[]", 400), (b"{", 400), (b"\xff", 400), (b'{"model": 3}', 400)],
+    ids=["list", "half", "bytes", "number"],
+)
+async def test_bad_bodies_are_refused_in_the_shape_of_the_api(
+    api: Api, body: bytes, status: int
+) -> None:
+    async with over_script(ScriptedAgent(["a"])) as live:
+        reply = await exchange(live.port, request_bytes(api.path, body))
+    assert reply.status == status
+    assert api.error_message(reply.json)
+
+
+@every_api
+async def test_every_api_asks_for_the_key(api: Api) -> None:
+    async with over_script(ScriptedAgent(["a"]), key="the key") as live:
+        for wrong in ({}, {"X-API-Key": "the kez"}, {"Authorization": "Bearer the kez"}):
+            reply = await ask(live, api.path, api.request(), **wrong)
+            assert reply.status == 401, wrong
+            assert "key" in api.error_message(reply.json)
+        for right in ({"X-API-Key": "the key"}, {"Authorization": "Bearer the key"}):
+            assert (await ask(live, api.path, api.request(), **right)).status == 200, right
+
+
+@every_api
+async def test_no_verifier_is_a_503_in_the_shape_of_the_api(api: Api) -> None:
+    async with over_nobody() as live:
+        reply = await ask(live, api.path, api.request())
+    assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+    assert "verifier" in api.error_message(reply.json)
 
 
 async def test_a_generation_cancelled_on_the_device_is_no_answer() -> None:
@@ -296,12 +377,14 @@ async def open_client(
         writer.transport.abort()
 
 
+@every_api
 @pytest.mark.parametrize("stream", [True, False])
-async def test_who_reads_nothing_holds_no_connection(stream: bool) -> None:
+async def test_who_reads_nothing_holds_no_connection(api: Api, stream: bool) -> None:
     agent = ScriptedAgent(["x" * 100_000] * 400)
     async with over_script(agent, settings=SOON) as live:
         async with open_client(live, 4096) as (_, writer):
-            writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": stream}).encode()))
+            data = json.dumps(api.request(stream=stream)).encode()
+            writer.write(request_bytes(api.path, data))
             await until(lambda: agent.closed and not live.server.connections)
 
 
