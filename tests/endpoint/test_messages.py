@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
+from edgespec.core.device.events import TokenKind
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint.messages import convert_message_request
+from edgespec.device.agent import Piece
+from edgespec.endpoint.choices import Choice, Delta
+from edgespec.endpoint.messages import MessageEnvelope, convert_message_request
+from edgespec.endpoint.output_parser import OutputForm, OutputParser
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.requests import chat_request
+from edgespec.endpoint.tool_calls import ToolFormat
 from tests.endpoint.live_endpoint import (
     HERMES,
     Reply,
@@ -321,6 +326,48 @@ async def test_the_events_of_a_stream_come_in_the_order_of_the_api() -> None:
         *("assistant", "message"),
         "tool_use",
     )
+
+
+THINKS = "{{ messages[0].content }}{% set end = '</think>' %}"
+
+
+async def test_a_thought_is_a_block_of_its_own() -> None:
+    pieces = ["<think>", "Hm", " so.", "</think>", "Hi"]
+    async with over_script(ScriptedAgent(pieces), LettersTokenizer(THINKS)) as live:
+        streamed = events(await ask(live, PATH, {**HELLO, "stream": True}))
+        whole = (await ask(live, PATH, HELLO)).json
+    thought, answer = whole["content"]
+    assert thought == {"type": "thinking", "thinking": "Hm so.", "signature": thought["signature"]}
+    assert answer == {"type": "text", "text": "Hi"}
+    assert whole["usage"]["output_tokens_details"]["thinking_tokens"] == 4
+    changes = [one for one in streamed if one["type"] == "content_block_delta"]
+    in_first = [one["delta"] for one in changes if one["index"] == 0]
+    assert "".join(one.get("thinking", "") for one in in_first) == "Hm so."
+    assert in_first[-1] == {"type": "signature_delta", "signature": thought["signature"]}
+    assert [one["delta"]["text"] for one in changes if one["index"] == 1] == ["Hi"]
+
+
+@pytest.mark.parametrize("cut", range(1, len(CALL)))
+def test_arguments_are_the_same_wherever_a_call_is_cut(cut: int) -> None:
+    """Events are written for a call that comes in two pieces, with another one behind it."""
+    form = OutputForm(calls=ToolFormat.HERMES, tool_names=["weather"])
+    parser, envelope, choice = OutputParser(form), MessageEnvelope("toy"), Choice.__new__(Choice)
+    written = b""
+    for text in (CALL[:cut], CALL[cut:], "\n" + CALL):
+        parts = tuple(parser.push(None, Piece(text, TokenKind.DECODED)))
+        written += envelope.delta(choice, Delta(parts))
+    written += envelope.delta(choice, Delta(tuple(parser.flush()))) + envelope.closing(choice)
+    found = events(Reply(200, {}, written))
+    begins = [one for one in found if one["type"] == "content_block_start"]
+    assert [one["content_block"]["name"] for one in begins] == ["weather", "weather"]
+    for index in (0, 1):
+        texts = [
+            one["delta"]["partial_json"]
+            for one in found
+            if one["type"] == "content_block_delta" and one["index"] == index
+        ]
+        assert json.loads("".join(texts)) == {"city": "Rome"}
+    assert [one["index"] for one in found if one["type"] == "content_block_stop"] == [0, 1]
 
 
 @pytest.mark.parametrize(

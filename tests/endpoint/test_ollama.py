@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 
+from edgespec.core.device.events import TokenKind
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint.ollama import convert_ollama_chat, convert_ollama_generate
+from edgespec.device.agent import Piece
+from edgespec.endpoint.choices import Choice, Delta
+from edgespec.endpoint.ollama import (
+    OllamaChatEnvelope,
+    convert_ollama_chat,
+    convert_ollama_generate,
+)
+from edgespec.endpoint.output_parser import OutputForm, OutputParser
 from edgespec.endpoint.requests import chat_request
+from edgespec.endpoint.tool_calls import ToolFormat
 from tests.endpoint.live_endpoint import (
     HERMES,
     Reply,
@@ -106,7 +115,9 @@ def test_a_parameter_becomes_one_of_a_chat(sent: dict[str, Any], field: str, val
 
 
 def test_results_of_tools_get_the_ids_of_their_calls() -> None:
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")]
+    calls: list[dict[str, Any]] = [
+        {"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")
+    ]
     results = [
         {"role": "tool", "tool_name": name, "content": text}
         for name, text in (("b", "1"), ("a", "2"), ("a", "3"))
@@ -196,6 +207,39 @@ async def test_a_call_is_an_object_with_its_arguments() -> None:
         assert len({one["id"] for one in calls}) == 2
     assert whole["message"]["content"] == "I look."
     assert (whole["done"], whole["done_reason"]) == (True, "stop")
+
+
+async def test_a_thought_stands_beside_the_text() -> None:
+    pieces = ["<think>", "Hm", " so.", "</think>", "Hi"]
+    thinks = "{{ messages[0].content }}{% set end = '</think>' %}"
+    async with over_script(ScriptedAgent(pieces), LettersTokenizer(thinks)) as live:
+        streamed = lines(await ask(live, CHAT, HELLO))
+        whole = (await ask(live, CHAT, {**HELLO, "stream": False})).json["message"]
+        prompt = {"model": "edgespec", "prompt": "a", "stream": False}
+        generated = (await ask(live, GENERATE, prompt)).json
+        shown = (await ask(live, "/api/show", {"model": "edgespec"})).json
+    assert (whole["thinking"], whole["content"]) == ("Hm so.", "Hi")
+    assert (generated["thinking"], generated["response"]) == ("Hm so.", "Hi")
+    for name in ("thinking", "content"):
+        assert "".join(one["message"].get(name, "") for one in streamed) == whole[name]
+    assert "thinking" in shown["capabilities"]
+
+
+@pytest.mark.parametrize("cut", range(1, len(CALL)))
+def test_a_call_is_whole_wherever_it_is_cut(cut: int) -> None:
+    form = OutputForm(calls=ToolFormat.HERMES, tool_names=["weather"])
+    parser, envelope, choice = OutputParser(form), OllamaChatEnvelope("toy"), Choice.__new__(Choice)
+    written = b""
+    for text in (CALL[:cut], CALL[cut:], "\n" + CALL):
+        parts = tuple(parser.push(None, Piece(text, TokenKind.DECODED)))
+        written += envelope.delta(choice, Delta(parts))
+    written += envelope.delta(choice, Delta(tuple(parser.flush()))) + envelope.closing(choice)
+    found = [
+        call for line in written.splitlines() for call in json.loads(line)["message"]["tool_calls"]
+    ]
+    assert [one["function"] for one in found] == [
+        {"index": place, "name": "weather", "arguments": {"city": "Rome"}} for place in (0, 1)
+    ]
 
 
 async def test_an_output_fits_the_format() -> None:
