@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 
 from edgespec.core.protocol.credential import ANYBODY
+from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.estimators import CalibratedChances
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -23,7 +24,7 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import server_model as od
 from edgespec.core.verifier.draft_inbox import DraftInbox
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.pass_tree import DraftSource, PassTree
+from edgespec.core.verifier.pass_tree import PassTree, PassVerdict, PassView
 from edgespec.core.verifier.run_ahead import MAX_HISTORIES, DraftHistories, DraftHistory
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from tests.core.scenes import chain
@@ -216,7 +217,7 @@ def test_a_record_offers_what_is_likely_enough() -> None:
         chances.by_confidence.add(0, -0.1, hit=True)
         chances.by_confidence.add(1, -3.0, hit=False)
         chances.by_confidence.add(1, -1.0, hit=True)
-    record = od.ChainRecord(chances)
+    record = od.ServerModel(chances, od.DraftTimes())
     assert record.begin_chain("s", (1, 2), (), [], 8) is not None
     guesses = (
         (Candidate(5, -0.1), Candidate(6, -1.0)),
@@ -228,7 +229,7 @@ def test_a_record_offers_what_is_likely_enough() -> None:
     assert dict(zip(tokens[2:], parents[2:], strict=True)) == {6: -1, 9: 0}
     assert reaches[0] > 0.9
     assert record.select_nodes(0.0, 1)[0] == [5, 6]
-    record.learn((6, 1))
+    record.judge((6, 1))
     assert record.select_nodes(0.0, 8) == ([], [], [])
 
 
@@ -336,7 +337,7 @@ def test_a_session_that_fails_before_a_round_ends_alone(monkeypatch: pytest.Monk
         raise RuntimeError("chosen to fail")
 
     with monkeypatch.context() as patched:
-        patched.setattr(od.ChainRecord, "begin_chain", fails)
+        patched.setattr(od.ServerModel, "begin_chain", fails)
         world.open(1)
         world.run()
         assert not world.engine.sessions
@@ -352,8 +353,8 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
     for path, lawful in (((7, 3), (7, 3, 5)), ((7, 8, 3), (7, 3, 5)), ((3, 3), ())):
         served = present(ServerDraftsFactory(text=False, model=True)(request, ANYBODY, (EOS,)))
         tree = PassTree(9)
-        tree.add_tree(path, (-1, 0, 1)[: len(path)], [0.99] * len(path), DraftSource.DEVICE)
-        start = present(served.begin_chain(tree, [1, 2, 5], 9, 0.0))
+        tree.add_tree(path, (-1, 0, 1)[: len(path)], [0.99] * len(path), SourceKind.DEVICE)
+        start = present(served.begin_chain(PassView(tree, (1, 2, 5), 9, 0.0, 0.0)))
         assert start.step.feed == (1, 2, 5, *lawful)
 
 
@@ -380,10 +381,10 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
     request = Open("s", "", "", (1, 2), sampling=sampling)
     served = present(ServerDraftsFactory()(request, ANYBODY, (EOS,)))
     tree, own = PassTree(9), len(path)
-    tree.add_tree(path, range(-1, own - 1), [0.5] * own, DraftSource.DEVICE)
-    served.add_nodes(tree, [1, 2, *text], depth, 0.0, least)
+    tree.add_tree(path, range(-1, own - 1), [0.5] * own, SourceKind.DEVICE)
+    served.add_nodes(PassView(tree, (1, 2, *text), depth, 0.0, least))
     assert tuple(tree.tokens) == found
-    assert tree.sources[own:] == [DraftSource.SERVER_LOOKUP] * (len(found) - own)
+    assert tree.sources[own:] == [SourceKind.SERVER_LOOKUP] * (len(found) - own)
 
 
 def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
@@ -557,7 +558,9 @@ def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
             draft = Draft(first_node_id, parents, tokens, base, prefix.hash_at(base))
             assert drafts.receive(draft, now) is None
             first_node_id += 10
-            drafts.commit((*tokens[:9], 99), now, True)
+            request = PassRequest("s", 0, (1,), tokens, tuple(range(-1, 9)))
+            committed = *tokens[:9], 99
+            drafts.learn(PassVerdict(request, (), (), range(9), committed, now))
     later = make_inbox(CommittedPrefix((1, 2)), history)
     later.arrivals.on_miss(now)
     assert later.arrivals.expected_at() == pytest.approx(now + 0.03)
@@ -621,7 +624,8 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
     queried."""
     dice = random.Random(3)
     for _ in range(200):
-        record, text, cache = od.ChainRecord(od.ChainChances()), [1, 2], list[int]()
+        record = od.ServerModel(od.ChainChances(), od.DraftTimes())
+        text, cache = [1, 2], list[int]()
         for _ in range(30):
             path = tuple(dice.randrange(3) for _ in range(dice.randrange(3)))
             start = record.begin_chain("s", text, path, [0.9] * len(path), 8)
@@ -643,20 +647,20 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
                     guesses = tuple([(Candidate(token, -0.1),) for token in drafted])
                     record.record_round(od.Chain("s", keep, tuple(fed), guesses))
             new = [*record.tokens[: dice.randrange(4)], dice.randrange(3)]
-            record.learn(new)
+            record.judge(new)
             text += new
 
 
 def test_a_pass_is_one_tree_of_all_sources() -> None:
     tree = PassTree(5)
-    tree.add_tree((7, 8), (-1, 0), (0.8, 0.6), DraftSource.DEVICE)
-    tree.add_tree((7, 9, 9), (-1, 0, 1), (0.8, 0.7, 0.5), DraftSource.SERVER_MODEL)
-    tree.add_tree((7, 6, 5), (-1, 0, -1), (0.3, 0.2, 0.1), DraftSource.SERVER_LOOKUP)
+    tree.add_tree((7, 8), (-1, 0), (0.8, 0.6), SourceKind.DEVICE)
+    tree.add_tree((7, 9, 9), (-1, 0, 1), (0.8, 0.7, 0.5), SourceKind.SERVER_MODEL)
+    tree.add_tree((7, 6, 5), (-1, 0, -1), (0.3, 0.2, 0.1), SourceKind.SERVER_LOOKUP)
     assert tree.tokens == [7, 8, 9, 9, 6]
     assert tree.parents == [-1, 0, 0, 2, 0]
     assert (tree.device_node_count, tree.room) == (2, 0)
     assert [tree.tokens[node] for node in tree.likeliest_path()] == [7, 9, 9]
     tree.cut_to_chain()
     assert tree.parents == [-1, 0, 1]
-    assert tree.sources == [DraftSource.DEVICE, DraftSource.SERVER_MODEL, DraftSource.SERVER_MODEL]
+    assert tree.sources == [SourceKind.DEVICE, SourceKind.SERVER_MODEL, SourceKind.SERVER_MODEL]
     assert tree.device_node_count == 1

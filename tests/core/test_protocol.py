@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core import link_model
+from edgespec.core.device.device_model import DraftCache
 from edgespec.core.device.memory import parse_budget
-from edgespec.core.device.session import DraftCache
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.acceptance import explain_rule_refusal, make_rule

@@ -337,7 +337,7 @@ def test_what_the_draft_denies_is_hardly_likely_any_more() -> None:
 def test_a_step_behind_a_dead_branch_changes_nothing() -> None:
     session, _ = open_session(*LOOP, 5, 6)
     session.handle(ev.StepDone((Candidate(40, -0.1),)), 0.01)  # begins one node after 40 or 7
-    step = present(session._step)
+    step = present(session._model._step)
     assert step.parent != ROOT
     session.handle(Commit(7, (50,)), 0.02)
     before = {node.id: (node.rank, node.chance) for node in session.tree.nodes.values()}
@@ -444,11 +444,8 @@ def test_what_is_added_is_worth_it_and_within_bounds(seed: int, room: int) -> No
     text = [dice.randrange(4) for _ in range(80)]
     tree, estimates = SpeculationTree(CommittedPrefix(text)), DraftEstimates()
     drafts = DeviceLookup(tree, tables(), estimates)
-    drafts.grow(view_of(tree, estimates, room))
-    assert not tree.nodes  # nothing is known of the text yet
-    drafts.learn()
     for _ in range(3):
-        drafts.grow(view_of(tree, estimates, room))
+        drafts.add_nodes(view_of(tree, estimates, room))
     reached = {ROOT: 1.0}
     for node in tree.nodes.values():
         reached[node.id] = reached[node.parent] * node.chance
@@ -474,7 +471,7 @@ def test_guesses_of_the_text_leave_room_for_the_drafts_own() -> None:
     alive = len(session.tree.nodes)
     assert alive <= limits.max_nodes_outstanding // 2
     session.handle(ev.StepDone((Candidate(99, -0.1), Candidate(30, -3.0))), 0.01)
-    assert session._step is not None  # and so on
+    assert session._model.is_running  # and so on
 
 
 def test_the_tables_are_bounded() -> None:
@@ -486,8 +483,7 @@ def test_the_tables_are_bounded() -> None:
         drafts = DeviceLookup(tree, said, estimates)
         for _ in range(12_000):
             tree.commit((dice.randrange(1 << 20),))
-            drafts.learn()
-            drafts.grow(view_of(tree, estimates))
+            drafts.add_nodes(view_of(tree, estimates))
         del drafts
         tree.prefix.tokens.clear()
         grown = tracemalloc.get_traced_memory()[0] - before

@@ -23,9 +23,9 @@ import pytest
 from edgespec.bench.arms import Arm
 from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
 from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.device_model import DraftCache
 from edgespec.core.device.goodput_policy import PolicyName, make_policy
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.device.session import DraftCache
 from edgespec.core.link_model import LinkModel
 from edgespec.core.protocol.acceptance import ExactRule, Walk
 from edgespec.core.protocol.messages import Commit, Open, RunAhead
@@ -38,9 +38,9 @@ from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import Containment
 from edgespec.core.verifier.draft_inbox import DraftInbox
-from edgespec.core.verifier.pass_tree import PassTree
-from edgespec.core.verifier.server_drafts import ServerDrafts, ServerLookup
-from edgespec.core.verifier.server_model import ChainRecord
+from edgespec.core.verifier.pass_tree import PassTree, PassVerdict
+from edgespec.core.verifier.server_drafts import ServerLookup
+from edgespec.core.verifier.server_model import ServerModel
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
@@ -316,12 +316,9 @@ def the_order_is_that_of_opening(find_order: Any, keeper: CacheKeeper) -> Any:
     return replace(order, line=line, place_of={key: at for at, key in enumerate(line)})
 
 
-@MUTANTS.of(ServerDrafts, "learn", seeds=60)
-def guesses_are_the_devices(
-    learn: Any, served: ServerDrafts, request: Any, targets: Any, accepted: Any, committed: Any
-) -> int:
-    learn(served, request, targets, accepted, committed)
-    return 0
+@MUTANTS.of(PassVerdict, "count_device_tokens", seeds=60)
+def guesses_are_the_devices(count: Any, verdict: PassVerdict) -> int:
+    return len(verdict.accepted)
 
 
 @MUTANTS.of(ServerLookup, "propose", seeds=60)
@@ -336,8 +333,8 @@ def nodes_beyond_the_room(init: Any, tree: PassTree, most: int) -> None:
     init(tree, most + 1)
 
 
-@MUTANTS.of(ChainRecord, "_plan_feed", seeds=60)
-def draft_cache_is_off_by_one(missing: Any, chain: ChainRecord, text: Any) -> Any:
+@MUTANTS.of(ServerModel, "_plan_feed", seeds=60)
+def draft_cache_is_off_by_one(missing: Any, chain: ServerModel, text: Any) -> Any:
     keep, feed = missing(chain, text)
     return (keep + 1, feed[1:]) if len(feed) > 1 else (keep, feed)
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
-from edgespec.core.device.estimates import DraftEstimates, Learned, VerifierEstimates
+from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
+from edgespec.core.device.policy import DeviceSource, JudgedPlace
 from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Received
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, UNRANKED, Node, SpeculationTree
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -101,18 +101,18 @@ class DraftOutbox:
 
 
 class CommitReader:
-    """Reads one session's commits: moves the root, and keeps the counters and estimates."""
+    """Reads one session's commits: moves the root, keeps the counters and estimates, and lets the
+    draft sources learn."""
 
     def __init__(
         self,
         tree: SpeculationTree,
         outbox: DraftOutbox,
-        verifier: VerifierEstimates,
-        learned: Learned,
-        sampling: SamplingParams,
+        estimates: DraftEstimates,
+        counters: DraftCounters,
+        sources: tuple[DeviceSource, ...],
     ) -> None:
-        self.estimates = DraftEstimates.of(verifier, learned, sampling)
-        self.counters = DraftCounters()
+        self.estimates, self.counters, self._sources = estimates, counters, sources
         self._acknowledge_every = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
         self._acknowledged = tree.prefix.length
@@ -171,12 +171,9 @@ class CommitReader:
             drafted += node.rank != UNRANKED
             if right is None and node.token == token:
                 right = node
-        if drafted:
-            rank = None if right is None or right.rank == UNRANKED else right.rank
-            self.estimates.evidence.add(hit=rank is not None)
-            self.estimates.acceptance.add(rank, drafted)
-            for node in offered:
-                self.estimates.guesses.add(node, hit=node is right)
+        verdict = JudgedPlace(offered, right, drafted)
+        for source in self._sources:
+            source.learn(verdict)
         return right
 
     def _commit_one(self, token: int, accepted: bool, replaced: bool) -> TokenKind:

@@ -4,7 +4,7 @@ tree.
 Theory of operation. The tree has two draft sources: the device model, which takes the time of a
 draft step for each position, and text lookup (``core/protocol/text_lookup.py``), which takes none.
 After every event lookup's candidates are added where they are worth a row, behind whatever is in
-the tree, the likeliest place first (``core/protocol/lookup_tree.py``). So a chain of them is in
+the tree, the likeliest place first (``core/protocol/text_lookup.py``). So a chain of them is in
 flight before the model has begun a step.
 
 Each source has the accuracy that was measured (``estimates.DraftChances``), whether its candidate
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.policy import DraftView
-from edgespec.core.protocol.lookup_tree import LookupTree
-from edgespec.core.protocol.text_lookup import TextCandidate, TextReader, TextTables
+from edgespec.core.device.policy import DraftView, JudgedPlace
+from edgespec.core.protocol.draft_source import SourceKind
+from edgespec.core.protocol.text_lookup import LookupTree, TextCandidate, TextReader, TextTables
 from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, SpeculationTree
 
 MIN_PATH_CHANCE: Final = 0.03
@@ -28,25 +28,36 @@ MAX_LOOKUP_NODES: Final = 64
 
 
 class DeviceLookup:
-    """Adds text lookup's candidates to one session's ``tree``. ``tables`` outlive the session and
-    belong to its user alone."""
+    """Adds text lookup's candidates to one session's ``tree``, as a ``DraftSource``. ``tables``
+    outlive the session and belong to its user alone."""
 
     def __init__(
         self, tree: SpeculationTree, tables: TextTables, estimates: DraftEstimates
     ) -> None:
+        self.kind = SourceKind.DEVICE_LOOKUP
         self._tree, self._chances = tree, estimates.guesses
         self._reader = TextReader(tables, self._chances.text)
 
-    def learn(self) -> None:
+    def learn(self, verdict: JudgedPlace) -> None:
+        """Count the candidates of a place at which the device model offered other tokens.
+
+        What candidates are worth elsewhere is counted when ``add_nodes`` reads the text."""
+        if verdict.model_nodes:
+            for node in verdict.offered:
+                if node.rank == UNRANKED:
+                    self._chances.add(node, hit=node is verdict.right)
+
+    def _read_text(self) -> None:
         """Judge candidates by the newly committed tokens, then index those."""
         lookup, prefix = self._reader.lookup, self._tree.prefix
         if lookup.indexed_length < prefix.prompt_length:
             lookup.load(prefix.tokens, prefix.prompt_length)
         self._reader.learn(prefix.tokens)
 
-    def grow(self, view: DraftView) -> None:
+    def add_nodes(self, view: DraftView) -> None:
         """Add the candidates that are worth a row in the present state of the tree and the
         verifier."""
+        self._read_text()
         tree, reader, tokens = self._tree, self._reader, self._tree.prefix.tokens
         end, settled, min_in_pass = len(tokens), view.settled_position, view.row_chance
         if end < 2 or reader.lookup.indexed_length < end:

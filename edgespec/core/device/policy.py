@@ -12,12 +12,15 @@ The default is ``goodput_policy.py``. The others exist for comparison (``compari
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.protocol.draft_source import DraftSource
 from edgespec.core.protocol.estimators import ASSUMED_PASS_S, ASSUMED_RTT_S, ASSUMED_STEP_SHARE
-from edgespec.core.protocol.tree import ROOT, UNRANKED, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, UNRANKED, Node, SpeculationTree
+from edgespec.core.statically_frozen import statically_frozen
 
 # Passes follow one another without a pause if commits come no further apart than this many pass
 # durations; the excess is for jitter.
@@ -153,6 +156,22 @@ class DraftView:
             first = children[0]
             at, position, children = first.id, first.position + 1, first.children
         return at if position < self.end else None
+
+
+@statically_frozen
+class JudgedPlace:
+    """A decided position at which candidates stood, for the sources to learn from."""
+
+    offered: Sequence[Node]
+    """The nodes at the position."""
+    right: Node | None
+    """The node with the target's token; None if no node had it."""
+    model_nodes: int
+    """Number of the nodes that the device model had offered."""
+
+
+DeviceSource = DraftSource[DraftView, JudgedPlace]
+"""A draft source on a device."""
 
 
 class DraftPolicy(Protocol):

@@ -16,24 +16,20 @@ it. ``deadline`` is when to send ``Tick``; there is one as long as the session r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.commit_reader import CommitBounds, CommitReader, DraftOutbox
 from edgespec.core.device.device_lookup import DeviceLookup
-from edgespec.core.device.estimates import Learned, VerifierEstimates
+from edgespec.core.device.device_model import DeviceModel
+from edgespec.core.device.estimates import DraftEstimates, Learned, VerifierEstimates
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
-from edgespec.core.device.policy import DraftPolicy, DraftView
+from edgespec.core.device.policy import DeviceSource, DraftPolicy, DraftView
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.text_lookup import TextTables
-from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
-from edgespec.core.protocol.work import Candidate
-from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.protocol.tree import CommittedPrefix, SpeculationTree
 
-# Interval, in steps, at which candidates that are hardly ever right are kept once.
-_KEEP_ALL_EVERY = 16
 # Assumed until ``Opened`` arrives. If the real limit is lower, the verifier drops the surplus
 # nodes, which is harmless.
 _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
@@ -49,9 +45,8 @@ class DraftSession:
 
     # A simulated city has thousands of sessions: without dictionaries an event touches less memory.
     __slots__ = (
-        *("_bounds", "_busy_since", "_cache", "_committed_at", "_draft_context_length", "_end"),
-        *("_opened_at", "_outbox", "_policy", "_reader", "_announced_no_draft", "_empty_step"),
-        *("_step", "_text"),
+        *("_bounds", "_busy_since", "_committed_at", "_draft_context_length", "_end", "_lookup"),
+        *("_model", "_opened_at", "_outbox", "_policy", "_reader", "_announced_no_draft"),
         *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
     )
 
@@ -80,21 +75,19 @@ class DraftSession:
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
         verifier, learned = verifier or VerifierEstimates(), learned or Learned()
+        self.estimates = DraftEstimates.of(verifier, learned, sampling)
+        self.counters = ev.DraftCounters()
+        self._model = DeviceModel(self.tree, self.estimates, self.counters)
+        self._lookup = None if text is None else DeviceLookup(self.tree, text, self.estimates)
+        sources: tuple[DeviceSource, ...] = (self._model,)
         self._reader = CommitReader(
             tree=self.tree,
             outbox=self._outbox,
-            verifier=verifier,
-            learned=learned,
-            sampling=sampling,
+            estimates=self.estimates,
+            counters=self.counters,
+            sources=sources if self._lookup is None else (*sources, self._lookup),
         )
-        self.counters, self.estimates = self._reader.counters, self._reader.estimates
-        self._text = None if text is None else DeviceLookup(self.tree, text, self.estimates)
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
-        self._cache = DraftCache()
-        self._step: _Step | None = None
-        """The draft step that runs."""
-        self._empty_step: tuple[int, int] | None = None
-        """Committed length and parent of the last step if it returned no candidate."""
         self._announced_no_draft = False
         """Whether a draft without nodes was sent since the verifier's last commit."""
         self._busy_since: float | None = None
@@ -129,7 +122,8 @@ class DraftSession:
             return ()  # a message of a stream that is closed
         match event:
             case ev.StepDone():
-                self._on_step_done(event, now)
+                if late := self._model.record_step(event, now):
+                    self._reader.judge(late, self.prefix.tokens[late[0].position])
                 actions = []
             case Commit():
                 actions = self._on_commit(event, now)
@@ -147,7 +141,8 @@ class DraftSession:
                 actions = self.link.on_tick(now)
             case ev.StepFailed(why):
                 self.counters.draft_failure = why
-                self._step, self.drafting, actions = None, False, []
+                self._model.drop_step()
+                self.drafting, actions = False, []
             case ev.Stop(reason):
                 actions = [ev.Transmit(Cancel())] if state is ev.STREAMING else []
                 actions += self.link.end(ev.Finish(reason))
@@ -186,7 +181,7 @@ class DraftSession:
         commit, wrong = self._bounds.cut_to_bounds(commit)
         self._announced_no_draft = False
         may_draft = self.drafting or (self.request.drafting and self.has_given_up)
-        rests = may_draft and self._step is None and not self._in_flight
+        rests = may_draft and not self._model.is_running and not self._in_flight
         delivered = self._reader.read(commit, now)
         self.counters.rested += len(delivered.tokens) if delivered and rests else 0
         if commit.verify_us:
@@ -220,24 +215,23 @@ class DraftSession:
         if state is ev.DONE:
             return
         self._stop_if_useless()
-        if self._text is not None and self.drafting:
-            self._text.learn()
-            self._text.grow(self._view(self._outbox.unsent_count, now))
         streaming, view = state is ev.STREAMING, None
-        unsent = self._outbox.unsent_count
+        if self._lookup is not None or self._model.has_candidates:
+            view = self._add_nodes(now)
+        unsent = self._outbox.unsent_count if view is None else view.unsent
         if streaming and unsent:
-            view = self._view(unsent, now)
+            view = view or self._view(unsent, now)
             if self._policy.should_send(view):
                 actions += self._send_drafts()
                 view.unsent = unsent = self._outbox.unsent_count
                 view.in_flight = len(self.tree.nodes) - unsent
-        if self._step is not None:
+        if self._model.is_running:
             return
         if self.drafting and not self.has_given_up:
             view = view or self._view(unsent, now)
             parent = self._policy.choose_parent(view)
-            if parent is not None and self._empty_step != (self.prefix.length, parent):
-                actions.append(self._start_step(parent, view, now))
+            if parent is not None and self._model.can_step(parent):
+                actions.append(self._model.begin_step(parent, view, self._policy, now))
                 return
         if streaming and unsent and self._policy.should_send(self._view(unsent, now, resting=True)):
             actions += self._send_drafts()
@@ -245,93 +239,30 @@ class DraftSession:
         if streaming and unsent == len(self.tree.nodes):
             actions += self._send_rest_or_announce_none()
 
+    def _add_nodes(self, now: float) -> DraftView | None:
+        """Let the sources add their nodes. Return the view that they had, brought up to date; None
+        if no source had anything to add."""
+        view = None
+        if self._model.has_candidates:
+            view = self._view(self._outbox.unsent_count, now)
+            self._model.add_nodes(view)
+            self._count_nodes(view)
+        if self._lookup is not None and self.drafting:
+            view = view or self._view(self._outbox.unsent_count, now)
+            self._lookup.add_nodes(view)
+            self._count_nodes(view)
+        return view
+
+    def _count_nodes(self, view: DraftView) -> None:
+        """Bring the numbers of nodes in ``view`` up to date."""
+        alive, unsent = len(self.tree.nodes), self._outbox.unsent_count
+        view.unsent, view.in_flight = unsent, alive - unsent
+        view.room = self._max_outstanding - alive
+
     def _stop_if_useless(self) -> None:
         """Stop drafting if the draft model was given up and text lookup is off."""
-        if self.drafting and self._text is None and self.has_given_up:
+        if self.drafting and self._lookup is None and self.has_given_up:
             self.drafting = False
-
-    def _start_step(self, parent: int, view: DraftView, now: float) -> ev.StartStep:
-        """Start a step behind ``parent`` with as many candidates as the policy asks for and the
-        price allows."""
-        width = view.affordable_width(parent, self._policy.width)
-        keep, feed = self._cache.feed(self.prefix, self.tree.path(parent))
-        least = self._policy.min_candidate_chance
-        self._step = _Step(
-            parent=parent,
-            width=width,
-            min_candidate_chance=least,
-            base_position=self.prefix.length,
-            started_at=now,
-            fed=len(feed),
-        )
-        return ev.StartStep(keep, feed, width)
-
-    def _on_step_done(self, event: ev.StepDone, now: float) -> None:
-        """Add the step's candidates to the tree, or rank the lookup nodes that they confirm.
-
-        If the root has moved meanwhile, the candidates become nodes behind the new root, or they
-        are judged against what was committed (which still measures the draft), or they are
-        dropped."""
-        assert self._step is not None
-        step, self._step = self._step, None
-        if not event.candidates:
-            self._empty_step = step.base_position, step.parent
-            return
-        self._empty_step = None
-        self.counters.steps += 1
-        self.estimates.note_step(step.fed, now - step.started_at)
-        tree, base, length = self.tree, step.base_position, self.prefix.length
-        position = tree.child_position(step.parent, base)
-        if position is None:
-            return  # the branch is dead
-        late = position < length
-        lookup_nodes = {} if late else {node.token: node for node in tree.children(step.parent)}
-        candidates, least = event.candidates[: step.width], step.min_candidate_chance
-        found = self._select_candidates(candidates, least, lookup_nodes)
-        for rank, (token, logprob, chance) in enumerate(found):
-            if (node := lookup_nodes.pop(token, None)) is not None:
-                node.rank, node.logprob, node.chance = rank, logprob, chance
-            else:
-                node_id = tree.last_id + 1
-                tree.grow(
-                    node_id, step.parent, token, base, rank=rank, logprob=logprob, chance=chance
-                )
-        for node in lookup_nodes.values():
-            node.chance = self.estimates.guesses.contradicted_chance(node.lookup_cell)
-        if late:
-            offered = [
-                Node(
-                    id=ROOT,
-                    parent=ROOT,
-                    token=token,
-                    position=position,
-                    rank=rank,
-                    children=[],
-                    logprob=logprob,
-                )
-                for rank, (token, logprob, _) in enumerate(found)
-            ]
-            self._reader.judge(offered, self.prefix.tokens[position])
-
-    def _select_candidates(
-        self, found: Sequence[Candidate], least: float, lookup_nodes: Mapping[int, Node]
-    ) -> list[tuple[int, float, float]]:
-        """Return the candidates to keep, as (token, log-probability, chance).
-
-        They end before the first one that is hardly ever right; none behind it is kept, so that
-        ranks have no gaps. Now and then all are kept, to measure their chances. ``lookup_nodes``
-        are text lookup's nodes for the place, by token."""
-        draft_chance, rate = self.estimates.guesses.draft_chance, self.estimates.acceptance.rate
-        least = least if self.counters.steps % _KEEP_ALL_EVERY else 0.0
-        kept = []
-        for rank, one in enumerate(found):
-            node = lookup_nodes.get(one.token)
-            lookup_chance = None if node is None else node.chance
-            chance = draft_chance(rank, one.logprob, rate(rank), lookup_chance)
-            if rank and chance < least:
-                break
-            kept.append((one.token, one.logprob, chance))
-        return kept
 
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take_unsent(self._max_outstanding)
@@ -377,64 +308,3 @@ class DraftSession:
             None if opened is None else max(0.0, now - opened),
             None if self._committed_at is None else now - self._committed_at,
         )
-
-
-@statically_frozen
-class _Step:
-    parent: int
-    width: int
-    min_candidate_chance: float
-    """Least chance of a kept candidate after the first one."""
-    base_position: int
-    started_at: float
-    fed: int
-
-
-class DraftCache:
-    """The tokens of a drafter's cached rows, and the cheapest way from there to the next step.
-
-    A drafter only truncates and appends: rolling back after a rejection costs one integer."""
-
-    __slots__ = ("_agreed", "_tokens")
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._agreed = 0
-        """Number of leading cached tokens that are known to equal the committed prefix."""
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
-
-    def feed(self, prefix: CommittedPrefix, path: list[int]) -> tuple[int, tuple[int, ...]]:
-        """Make the cache hold ``prefix`` and then ``path``. Returns (tokens to keep, tokens to
-        append).
-
-        At least one token is appended, because its row of logits is what the step is for."""
-        if self._agreed < prefix.length:
-            self._catch_up(prefix)
-        keep, length, cached = self._agreed, prefix.length, self._tokens
-        last = length + len(path) - 1
-        if keep == length:
-            drafted = cached[length : length + len(path)]
-            if drafted == path[: len(drafted)]:  # the usual case
-                keep += len(drafted)
-            else:
-                while cached[keep] == path[keep - length]:
-                    keep += 1
-        if keep > last:
-            keep = last
-        drafted = path[keep - length :] if keep > length else path
-        appended = (*prefix.tokens[keep:], *drafted)
-        cached[keep:] = appended
-        if keep < self._agreed:
-            self._agreed = keep
-        return keep, appended
-
-    def _catch_up(self, prefix: CommittedPrefix) -> None:
-        cached, tokens, start = self._tokens, prefix.tokens, self._agreed
-        for held, token in zip(cached[start:], tokens[start:], strict=False):
-            if held != token:
-                del cached[self._agreed :]
-                return
-            self._agreed += 1

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
 from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits
 from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, CommittedPrefix, SpeculationTree
-from edgespec.core.verifier.pass_tree import DraftSource, PassTree
+from edgespec.core.verifier.pass_tree import PassVerdict, PassView
 from edgespec.core.verifier.run_ahead import ArrivalEstimator, DraftHistory, RunAheadView
 
 # No acceptance rate is taken to be higher than this; it was counted over some fifty places.
@@ -23,7 +24,8 @@ _MIN_PLACE_S: Final = 1e-6
 
 
 class DraftInbox:
-    """The device's drafts of one session: the tree behind ``prefix``, and when drafts arrive.
+    """The device's drafts of one session: the tree behind ``prefix``, and when drafts arrive. They
+    are one of the session's draft sources.
 
     ``vocabulary_size`` is the target's; ``limits`` bounds the nodes that may be outstanding.
     """
@@ -36,6 +38,7 @@ class DraftInbox:
         history: DraftHistory | None = None,
     ) -> None:
         self._history = history = history or DraftHistory()
+        self.kind = SourceKind.DEVICE
         self.tree = SpeculationTree(prefix)
         self.arrivals = ArrivalEstimator(history)
         self.no_draft_coming = False
@@ -93,17 +96,16 @@ class DraftInbox:
                 self._stale += 1
         return places if useful else None
 
-    def pass_tree(self, room: int, end: int, least_chance: float = 0.0) -> PassTree:
-        """Return the device's nodes that the next pass should verify, oldest first, with room for
-        ``room`` nodes in all.
+    def add_nodes(self, view: PassView) -> None:
+        """Add the device's nodes to the empty tree of the next pass, oldest first.
 
-        A node can matter only if the target's token behind it lies before position ``end``. It is
-        worth its row only if the product of the acceptance rates of the ranks on its path is at
-        least ``least_chance``. A parent is older and likelier than its children, so a chosen node's
-        parent is always chosen too.
+        A node is worth its row only if the product of the acceptance rates of the ranks on its path
+        is at least ``view.least_chance``. A parent is older and likelier than its children, so a
+        chosen node's parent is always chosen too.
         """
-        tree, rates, places = PassTree(room), self._acceptance.rates, {ROOT: -1}
-        last = len(rates) - 1
+        tree, rates, places = view.tree, self._acceptance.rates, {ROOT: -1}
+        room, least_chance, last = tree.room, view.least_chance, len(rates) - 1
+        end = self._prefix.length + view.depth
         for node in self.tree.nodes.values():
             if len(places) > room:
                 break
@@ -112,11 +114,10 @@ class DraftInbox:
                 continue
             before = 1.0 if parent < 0 else tree.reach[parent]
             reach = before * rates[rank if rank < last else last]
-            if reach >= least_chance and node.position < end - 1:
-                place = tree.add(parent, node.token, reach, DraftSource.DEVICE)
+            if reach >= least_chance and node.position < end:
+                place = tree.add(parent, node.token, reach, SourceKind.DEVICE)
                 assert place is not None
                 places[node.id] = place
-        return tree
 
     @property
     def top_acceptance_rate(self) -> float:
@@ -196,31 +197,28 @@ class DraftInbox:
             server_draft_s=server_draft_s,
         )
 
-    def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:
-        """Advance by the tokens that a pass committed.
-
-        ``hit``: whether a device node was accepted; None if the pass had no device nodes.
-        """
-        if hit is not None:
-            self._hit_rate.add(hit)
-        siblings = self.tree.roots
+    def learn(self, verdict: PassVerdict) -> None:
+        """Advance by the tokens that a pass committed."""
+        if verdict.request.device_nodes:
+            self._hit_rate.add(verdict.count_device_tokens() > 0)
+        tokens, siblings = verdict.committed, self.tree.roots
         for token in tokens:
             if not siblings:
                 break
             for node in siblings:
                 if node.token == token:
-                    self._learn(node.rank, len(siblings))
+                    self._count_place(node.rank, len(siblings))
                     siblings = node.children
                     break
             else:
-                self._learn(None, len(siblings))
+                self._count_place(None, len(siblings))
                 break
         self.tree.commit(tokens)
         if not self.tree.nodes:
             self._waiting_since = None
-            self.arrivals.on_miss(now)
+            self.arrivals.on_miss(verdict.now)
 
-    def _learn(self, rank: int | None, offered: int) -> None:
+    def _count_place(self, rank: int | None, offered: int) -> None:
         """Count a place that was decided: by the sibling of this rank, or by none of them."""
         self._acceptance.add(rank, offered)
         self._history.acceptance.add(rank, offered)

@@ -91,7 +91,11 @@ class VerifyEngine:
             self.registry.credential_of,
         )
         self._scheduler = PassScheduler(
-            engine_limits, self.keeper, self.registry.offer_rows, self.registry.credential_of
+            limits=engine_limits,
+            keeper=self.keeper,
+            offer_rows=self.registry.offer_rows,
+            credential_of=self.registry.credential_of,
+            draft_times=self.registry.draft_sources.times,
         )
         self.keeper.is_over_rate = self._scheduler.fairness.is_over_rate
         self.draft_counts = self.registry.draft_sources.counts

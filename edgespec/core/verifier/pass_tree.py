@@ -1,17 +1,17 @@
-"""The tree of draft nodes that one pass verifies, whatever source each node came from."""
+"""The tree of draft nodes that one pass verifies, whatever source each node came from.
+
+Before the pass every draft source of the session adds its nodes (``PassView``), and after it every
+source learns from the verdict (``PassVerdict``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-
-class DraftSource(Enum):
-    DEVICE = "device"
-    SERVER_MODEL = "model"
-    """The verifier's own draft model, or the engine's own speculator."""
-    SERVER_LOOKUP = "text"
-    """Text lookup on the verifier, and tokens that a grammar forces."""
+from edgespec.core.protocol.draft_source import DraftSource, SourceKind
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.statically_frozen import statically_frozen
 
 
 class PassTree:
@@ -26,7 +26,7 @@ class PassTree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.reach: list[float] = []
-        self.sources: list[DraftSource] = []
+        self.sources: list[SourceKind] = []
         self.device_node_count = 0
         """Number of nodes that came from the device."""
         self._max_nodes = max_nodes
@@ -36,7 +36,7 @@ class PassTree:
     def room(self) -> int:
         return self._max_nodes - len(self.tokens)
 
-    def add(self, parent: int, token: int, reach: float, source: DraftSource) -> int | None:
+    def add(self, parent: int, token: int, reach: float, source: SourceKind) -> int | None:
         """Return the node with ``token`` behind ``parent``, adding it if needed; None if there is
         no room."""
         node = self._places.get((parent, token))
@@ -51,7 +51,7 @@ class PassTree:
         self.parents.append(parent)
         self.reach.append(reach)
         self.sources.append(source)
-        self.device_node_count += source is DraftSource.DEVICE
+        self.device_node_count += source is SourceKind.DEVICE
         return node
 
     def add_tree(
@@ -59,7 +59,7 @@ class PassTree:
         tokens: Sequence[int],
         parents: Sequence[int],
         reaches: Sequence[float],
-        source: DraftSource,
+        source: SourceKind,
     ) -> None:
         """Add nodes, given as in ``PassRequest``; nodes that do not fit are left out."""
         places: list[int | None] = []
@@ -88,4 +88,45 @@ class PassTree:
         self.reach = [self.reach[node] for node in path]
         self.sources = [self.sources[node] for node in path]
         self.parents = list(range(-1, len(path) - 1))
-        self.device_node_count = self.sources.count(DraftSource.DEVICE)
+        self.device_node_count = self.sources.count(SourceKind.DEVICE)
+
+
+@dataclass(slots=True)
+class PassView:
+    """State of a session's next pass, to which the sources add their nodes."""
+
+    tree: PassTree
+    """The nodes of the pass so far, and the room for more."""
+    text: Sequence[int]
+    """The committed tokens, behind which the tree stands."""
+    depth: int
+    """Greatest depth at which a node can matter."""
+    least_chance: float
+    """The price of a row: least probability of a node to be reached and accepted."""
+    least_lookup_chance: float
+    """The price of a row for nodes of server lookup."""
+
+
+@statically_frozen
+class PassVerdict:
+    """The outcome of a session's part of a pass."""
+
+    request: PassRequest
+    kinds: Sequence[SourceKind]
+    """Kind of the source of each node; empty if all came from the device."""
+    targets: Sequence[int]
+    """The target's tokens, as in ``PassResult``."""
+    accepted: Collection[int]
+    """Accepted nodes, as indices."""
+    committed: tuple[int, ...]
+    """The tokens that the output went on with."""
+    now: float
+
+    def count_device_tokens(self) -> int:
+        """Return how many of the accepted nodes came from the device."""
+        device_nodes = self.request.device_nodes
+        return sum([node < device_nodes for node in self.accepted])
+
+
+PassSource = DraftSource[PassView, PassVerdict]
+"""A draft source on a verifier."""

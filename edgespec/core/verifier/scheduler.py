@@ -282,7 +282,8 @@ OfferChain = Callable[[str, DraftOffer, float], ChainStart | None]
 class PassScheduler:
     """The queue of sessions that wait for a pass, and the pass that runs.
 
-    ``credential_of`` is the engine's own table of the sessions' credentials.
+    ``credential_of`` is the engine's own table of the sessions' credentials, ``draft_times`` are
+    the measured times of the server model or the engine speculator.
     """
 
     def __init__(
@@ -291,6 +292,7 @@ class PassScheduler:
         keeper: CacheKeeper,
         offer_rows: OfferRows,
         credential_of: Mapping[str, Credential] | None = None,
+        draft_times: DraftTimes | None = None,
     ) -> None:
         self.running: Batch | None = None
         self.passes = 0
@@ -305,7 +307,7 @@ class PassScheduler:
         """Sessions that declined an offer in order to wait for a draft."""
         self.price = RowPriceEstimator()
         self._prompts = PromptQueue(credential_of)
-        self.draft_times = DraftTimes()
+        self.draft_times = DraftTimes() if draft_times is None else draft_times
         self._passes_without_proposal = 0
         """Passes since the server model last proposed a token."""
         self._empty_rounds = self._drafts_at_pass = 0
@@ -397,7 +399,7 @@ class PassScheduler:
             else LONGEST_CHAIN,
         )
         is_alone = len(self._waiting) == 1 and not self._awaiting_draft
-        draft_offer = DraftOffer(offer, times.step_s, is_alone)
+        draft_offer = DraftOffer(offer, is_alone)
         starts: list[ChainStart] = []
         prompt_rows = times.prompt_rows
         for key in decoding:

@@ -1,6 +1,6 @@
 """Server-side drafts: the nodes that the verifier itself proposes for a session's next pass.
 
-Theory of operation. There are two kinds of source, and their candidates become nodes like a
+Theory of operation. Each source is a ``DraftSource``, and its candidates become nodes like a
 device's. A *chain* of the server model (``server_model.py``) stands behind the likeliest nodes that
 are there, or behind the end of the text. Candidates of *server lookup*
 (``core/protocol/text_lookup.py``) come from the text alone and need no model; they are used in a
@@ -10,7 +10,7 @@ one node are one node.
 **Forced tokens.** If a grammar leaves no choice about the next tokens, they become nodes of every
 pass, behind the likeliest path. They cost a row each and no draft step.
 
-**The lookup tree** (``core/protocol/lookup_tree.py``). The likeliest candidate of all places
+**The lookup tree** (``core/protocol/text_lookup.py``). The likeliest candidate of all places
 becomes the next node, and the tables are looked up behind it, until no candidate is worth its row.
 The probability of a node is the product along its path.
 
@@ -33,12 +33,19 @@ from typing import Final, NamedTuple
 
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.credential import Credential
-from edgespec.core.protocol.lookup_tree import LookupTree
+from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
-from edgespec.core.protocol.text_lookup import TextChances, TextReader, TextTables
-from edgespec.core.protocol.work import PassRequest
-from edgespec.core.verifier.pass_tree import DraftSource, PassTree
-from edgespec.core.verifier.server_model import Chain, ChainChances, ChainRecord, ChainStart
+from edgespec.core.protocol.text_lookup import LookupTree, TextChances, TextReader, TextTables
+from edgespec.core.verifier.pass_tree import PassSource, PassVerdict, PassView
+from edgespec.core.verifier.server_model import (
+    Chain,
+    ChainChances,
+    ChainSource,
+    ChainStart,
+    DraftTimes,
+    EngineSpeculator,
+    ServerModel,
+)
 
 MAX_OWNERS: Final = 32
 """Number of credentials whose tables are kept; the least recently used are dropped."""
@@ -67,8 +74,30 @@ class ServerLookup:
     """Server lookup for one session: proposes nodes from the text, and learns from verdicts."""
 
     def __init__(self, tables: TextTables, shared: TextChances | None = None) -> None:
+        self.kind = SourceKind.SERVER_LOOKUP
         self.chances = TextChances(shared)
         self._tables, self.reader = tables, TextReader(tables, self.chances)
+        self._proposal: Proposal | None = None
+        """The proposal for the next pass; None until it is computed."""
+
+    def add_nodes(self, view: PassView) -> None:
+        """Add the proposal for the next pass, unless the device had nodes when this pass was first
+        considered."""
+        if self._proposal is None:
+            if view.tree.device_node_count:
+                return
+            self._proposal = self.propose(
+                view.text, view.tree.room, view.depth, view.least_lookup_chance
+            )
+        view.tree.add_tree(*self._proposal, self.kind)
+
+    def learn(self, verdict: PassVerdict) -> None:
+        """Learn what the target had in place of rejected nodes. Candidates are judged by the text
+        when that is indexed."""
+        self._proposal = None
+        for node, kind in enumerate(verdict.kinds):
+            if kind is self.kind and node not in verdict.accepted:
+                self.note_rejected(verdict.request.tokens[node], verdict.targets[1 + node])
 
     def propose(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
         """Return nodes behind ``text``, the committed tokens: at most ``room``, none deeper than
@@ -127,6 +156,46 @@ class ServerLookup:
         return proposal
 
 
+class ForcedTokens:
+    """The tokens that a grammar forces on the output, which begins at ``prompt_length``."""
+
+    def __init__(self, grammar: ConstrainedText, prompt_length: int) -> None:
+        self.kind = SourceKind.SERVER_LOOKUP
+        self.path: list[int] = []
+        """Nodes of the likeliest path as of the last ``add_nodes``, up to the first token that the
+        grammar forbids."""
+        self._grammar, self._prompt_length = grammar, prompt_length
+
+    def add_nodes(self, view: PassView) -> None:
+        """Add the tokens that the grammar forces behind the likeliest path.
+
+        The path ends before the first token that the grammar forbids: no candidate follows a
+        forbidden token, and a draft model that is asked for one has to be fed its whole text again.
+        """
+        tree = view.tree
+        self.path = nodes = tree.likeliest_path()
+        output = view.text[self._prompt_length :]
+        path = [*output, *[tree.tokens[node] for node in nodes]]
+        try:
+            taken = self._grammar.follow(path)
+            del nodes[max(0, taken - len(output)) :]
+            reach = tree.reach[nodes[-1]] if nodes else 1.0
+            room = min(view.depth - len(nodes), tree.room)
+            if reach < view.least_lookup_chance:
+                room = 0
+            forced = self._grammar.forced(path[: len(output) + len(nodes)], room)
+        except ConstraintError:
+            nodes.clear()
+            return
+        for token in forced:
+            node = tree.add(nodes[-1] if nodes else -1, token, reach, self.kind)
+            assert node is not None
+            nodes.append(node)
+
+    def learn(self, verdict: PassVerdict) -> None:
+        """Do nothing: a forced token is accepted if the path before it is."""
+
+
 @dataclass(slots=True)
 class SourceCounts:
     """Nodes of one source in passes and their acceptances, over all sessions."""
@@ -150,6 +219,14 @@ class DraftCounts:
     seconds: float = 0.0
     failures: int = 0
 
+    def note_verdict(self, verdict: PassVerdict) -> None:
+        """Count the server-side nodes of a pass. The device's are counted by the engine."""
+        for node, kind in enumerate(verdict.kinds):
+            if kind is not SourceKind.DEVICE:
+                counts = self.text if kind is SourceKind.SERVER_LOOKUP else self.model
+                counts.nodes += 1
+                counts.accepted += node in verdict.accepted
+
     @property
     def server_tokens(self) -> int:
         """Committed tokens that the verifier itself had proposed."""
@@ -166,174 +243,100 @@ class DraftCounts:
 
 
 class ServerDrafts:
-    """The server-side draft sources of one session, each of which may be absent."""
+    """The server-side draft sources of one session. ``text``, ``chain`` and ``forced`` may each be
+    absent; ``key`` names the session to the server model."""
 
     def __init__(
         self,
         key: str,
         counts: DraftCounts,
         text: ServerLookup | None,
-        chain: ChainRecord | None,
-        grammar: ConstrainedText | None = None,
-        prompt_length: int = 0,
+        chain: ChainSource | None,
+        forced: ForcedTokens | None = None,
     ) -> None:
-        """``grammar`` is the constraint on the output, which begins at ``prompt_length``."""
         self.text, self.chain = text, chain
-        self._grammar, self._prompt_length = grammar, prompt_length
-        self._key, self._counts = key, counts
-        self._proposal: Proposal | None = None
-        """The proposal of server lookup for the next pass; None until it is computed."""
-        self._sources: tuple[DraftSource, ...] = ()
-        """Sources of the nodes in the pass that runs."""
+        self._key, self._counts, self._forced = key, counts, forced
+        no_model: tuple[PassSource | None, ...] = text, forced
+        self._before_model = tuple([one for one in no_model if one is not None])
+        """Sources whose nodes the server model's chain stands behind, in their order."""
+        model: tuple[PassSource, ...] = () if chain is None else (chain,)
+        self._sources = model + self._before_model
 
     @property
     def has_chain(self) -> bool:
         """True if a chain stands behind the text."""
         return self.chain is not None and bool(self.chain.tokens)
 
-    def begin_chain(
-        self,
-        tree: PassTree,
-        text: Sequence[int],
-        depth: int,
-        least_lookup_chance: float,
-        device_tokens: float = 0.0,
-    ) -> ChainStart | None:
-        """Return where a chain would begin behind ``text`` and what the draft model must be fed for
-        it.
+    def begin_chain(self, view: PassView, device_tokens: float = 0.0) -> ChainStart | None:
+        """Return where a chain would begin behind ``view.text`` and what the server model must be
+        fed for it.
 
-        ``text`` holds the committed tokens, ``tree`` the device's nodes. No node may be deeper than
-        ``depth``; ``device_tokens`` is as in ``ChainStart``. Returns None if there is no model, no
+        The tree holds the device's nodes; the nodes of the other sources are added.
+        ``device_tokens`` is as in ``ChainStart``. Returns None if there is no server model, no
         room, or a chain already.
         """
-        chain = self.chain
-        if chain is None or chain.tokens:
+        model, tree = self.chain, view.tree
+        if not isinstance(model, ServerModel) or model.tokens:
             return None
-        self._add_text(tree, text, depth, least_lookup_chance)
-        nodes = self._add_forced(tree, text, depth, least_lookup_chance)
+        for source in self._before_model:
+            source.add_nodes(view)
+        nodes = tree.likeliest_path() if self._forced is None else self._forced.path
         path = tuple([tree.tokens[node] for node in nodes])
         reaches = [tree.reach[node] for node in nodes]
-        room = min(depth, tree.room)
-        return chain.begin_chain(self._key, text, path, reaches, room, device_tokens)
+        room = min(view.depth, tree.room)
+        return model.begin_chain(self._key, view.text, path, reaches, room, device_tokens)
 
     def record_round(self, chain: Chain, *, wanted: bool) -> None:
         """Record the result of a round; the chain is dropped unless ``wanted``, since the output
         has ended."""
-        assert self.chain is not None
+        assert isinstance(self.chain, ServerModel)
         self.chain.record_round(chain)
         if not wanted:
-            self.chain.learn(())
+            self.chain.judge(())
 
     def set_proposal(self, guesses: tuple[int, ...]) -> None:
         """Set the tokens that an engine speculator proposes behind the text."""
-        if self.chain is not None:
+        if isinstance(self.chain, EngineSpeculator):
             self.chain.set_proposal(guesses)
 
-    def add_nodes(
-        self,
-        tree: PassTree,
-        text: Sequence[int],
-        depth: int,
-        least_chance: float,
-        least_lookup_chance: float,
-    ) -> None:
-        """Add the server-side nodes to the device's nodes in ``tree``, none deeper than ``depth``.
+    def note_no_proposal(self) -> None:
+        """Record that the engine speculator ran in the pass and proposed nothing here."""
+        if isinstance(self.chain, EngineSpeculator):
+            self.chain.note_no_proposal()
 
-        Nodes of the chain need a probability of ``least_chance``, nodes of server lookup
-        ``least_lookup_chance``.
-        """
-        if self.chain is not None and self.chain.tokens:
-            tree.add_tree(*self.chain.select_nodes(least_chance, depth), DraftSource.SERVER_MODEL)
-        self._add_text(tree, text, depth, least_lookup_chance)
-        self._add_forced(tree, text, depth, least_lookup_chance)
+    def add_nodes(self, view: PassView) -> None:
+        """Add the server-side nodes to the device's nodes in the tree."""
+        for source in self._sources:
+            source.add_nodes(view)
 
-    def note_sent(self, tree: PassTree) -> None:
-        """Remember the sources of the nodes that the pass has."""
-        self._sources = tuple(tree.sources)
-
-    def learn(
-        self,
-        request: PassRequest,
-        targets: Sequence[int],
-        accepted: Collection[int],
-        committed: Sequence[int],
-    ) -> int:
-        """Learn from a finished pass, and return how many accepted nodes were server-side.
-
-        ``accepted`` holds the accepted nodes, ``committed`` the committed tokens; ``targets`` are
-        as in ``PassResult``.
-        """
-        self._proposal, own = None, 0
-        for node, source in enumerate(self._sources):
-            if source is DraftSource.DEVICE:
-                continue
-            hit, counts = node in accepted, self._counts.model
-            if source is DraftSource.SERVER_LOOKUP:
-                counts = self._counts.text
-                if self.text is not None and not hit:
-                    self.text.note_rejected(request.tokens[node], targets[1 + node])
-            counts.nodes += 1
-            counts.accepted += hit
-            own += hit
-        if self.chain is not None:
-            self.chain.learn(committed)
-        return own
-
-    def _add_forced(
-        self, tree: PassTree, text: Sequence[int], depth: int, least_lookup_chance: float
-    ) -> list[int]:
-        """Add the tokens that the grammar forces behind the likeliest path; return the nodes of
-        that path.
-
-        The path ends before the first token that the grammar forbids: no candidate follows a
-        forbidden token, and a draft model that is asked for one has to be fed its whole text again.
-        """
-        nodes = tree.likeliest_path()
-        if self._grammar is None:
-            return nodes
-        output = text[self._prompt_length :]
-        path = [*output, *[tree.tokens[node] for node in nodes]]
-        try:
-            taken = self._grammar.follow(path)
-            del nodes[max(0, taken - len(output)) :]
-            reach = tree.reach[nodes[-1]] if nodes else 1.0
-            room = min(depth - len(nodes), tree.room) if reach >= least_lookup_chance else 0
-            forced = self._grammar.forced(path[: len(output) + len(nodes)], room)
-        except ConstraintError:
-            return []
-        for token in forced:
-            node = tree.add(nodes[-1] if nodes else -1, token, reach, DraftSource.SERVER_LOOKUP)
-            assert node is not None
-            nodes.append(node)
-        return nodes
-
-    def _add_text(
-        self, tree: PassTree, text: Sequence[int], depth: int, least_lookup_chance: float
-    ) -> None:
-        """Add nodes of server lookup, unless the device had nodes when this pass was first
-        considered."""
-        if self.text is None:
-            return
-        if self._proposal is None:
-            if tree.device_node_count:
-                return
-            self._proposal = self.text.propose(text, tree.room, depth, least_lookup_chance)
-        tree.add_tree(*self._proposal, DraftSource.SERVER_LOOKUP)
+    def learn(self, verdict: PassVerdict) -> None:
+        """Count the nodes of a finished pass, and let their sources learn from it."""
+        self._counts.note_verdict(verdict)
+        for source in self._sources:
+            source.learn(verdict)
 
 
 class ServerDraftsFactory:
     """Makes the server-side draft sources of the sessions.
 
     ``text`` enables server lookup, whose tables are shared within a credential. ``model`` enables
-    chains of the server model or the engine speculator.
+    chains of the server model, or else ``speculator`` chains of the engine speculator.
     """
 
     def __init__(
-        self, *, text: bool = True, model: bool = False, max_owners: int = MAX_OWNERS
+        self,
+        *,
+        text: bool = True,
+        model: bool = False,
+        speculator: bool = False,
+        max_owners: int = MAX_OWNERS,
     ) -> None:
-        self.counts = DraftCounts()
+        self.counts, self.times = DraftCounts(), DraftTimes()
         self.tables: OrderedDict[str, TextTables] = OrderedDict()
-        self._text, self._model, self._most_owners = text, model, max_owners
+        self._text, self._most_owners = text, max_owners
+        self._chain_class: type[ChainSource] | None = EngineSpeculator if speculator else None
+        if model:
+            self._chain_class = ServerModel
         self._chances = TextChances()
         self._greedy, self._sampled = ChainChances(), ChainChances()
 
@@ -342,24 +345,19 @@ class ServerDraftsFactory:
     ) -> ServerDrafts | None:
         """Return the sources of a session, or None if there are none or if the session waits for
         the device's drafts. ``end_tokens`` end an output of its model."""
-        if request.run_ahead is RunAhead.NEVER or not (self._text or self._model):
+        if request.run_ahead is RunAhead.NEVER or not (self._text or self._chain_class):
             return None
         text = ServerLookup(self.tables_of(credential), self._chances) if self._text else None
         chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy
-        chain = ChainRecord(chances) if self._model else None
-        grammar, constraint = None, request.sampling.constraint
+        chain = None if self._chain_class is None else self._chain_class(chances, self.times)
+        forced, constraint = None, request.sampling.constraint
         if constraint is not None:
             # A target that reads the grammar itself works without these nodes.
             with suppress(ConstraintError):
                 grammar = ConstrainedText(constraint, end_tokens)
-        prompt_length = len(request.prompt)
+                forced = ForcedTokens(grammar, len(request.prompt))
         return ServerDrafts(
-            key=request.session_id,
-            counts=self.counts,
-            text=text,
-            chain=chain,
-            grammar=grammar,
-            prompt_length=prompt_length,
+            key=request.session_id, counts=self.counts, text=text, chain=chain, forced=forced
         )
 
     def tables_of(self, credential: Credential) -> TextTables:

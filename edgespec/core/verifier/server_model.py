@@ -73,10 +73,12 @@ length beforehand, from the mean acceptance rate alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Final
 
+from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.estimators import (
     ASSUMED_STEP_SHARE,
     CalibratedChances,
@@ -86,6 +88,7 @@ from edgespec.core.protocol.estimators import (
 )
 from edgespec.core.protocol.work import Candidate, DraftStep
 from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.verifier.pass_tree import PassVerdict, PassView
 
 LONGEST_CHAIN: Final = 16
 MAX_STEPS_BEFORE_PROMPTS: Final = 4
@@ -135,15 +138,76 @@ class ChainChances:
         self.rate = DecayedRate(_MEMORY, _SHARED_WEIGHT)
 
 
-class ChainRecord:
-    """One session's chain: the text in the draft model's cache, the tokens proposed behind it, and
-    their acceptance rate."""
+class DraftTimes:
+    """Measured times of draft steps.
 
-    def __init__(self, chances: ChainChances) -> None:
+    The steps of a model that runs in rounds are timed by their rows. The steps of an engine
+    speculator are estimated from the durations of the passes in which it ran.
+    """
+
+    def __init__(self) -> None:
+        self._step_s = MovingAverage(0.1)
+        self._by_rows = SlopeEstimator()
+        self._by_steps = SlopeEstimator()
+
+    def note_step(self, rows: int, took_s: float) -> None:
+        self._step_s.add(took_s)
+        self._by_rows.add(rows, took_s)
+
+    def note_pass(self, draft_steps: int, took_s: float) -> None:
+        """Record the duration of a pass in which the engine speculator ran ``draft_steps``
+        steps."""
+        self._by_steps.add(draft_steps, took_s)
+
+    def step_s(self, pass_s: float) -> float:
+        """Return the seconds of a step of the server model, beside the time of its rows once that
+        is known; a share of ``pass_s`` is assumed until a step was timed."""
+        base_s = self._by_rows.value(0.0)
+        if base_s is None:
+            return self._step_s.get(ASSUMED_STEP_SHARE * pass_s)
+        return max(0.0, base_s)
+
+    def round_times(self, pass_s: float, pass_row_s: float) -> RoundTimes:
+        row_s, step_s = self._by_rows.get(), self.step_s(pass_s)
+        if row_s is None:
+            return RoundTimes(
+                pass_s=pass_s,
+                step_s=step_s,
+                step_row_s=0.0,
+                pass_row_s=pass_row_s,
+                prompt_rows=FIRST_PROMPT_ROWS,
+            )
+        row_s = max(0.0, row_s)
+        rows = MAX_PROMPT_ROWS
+        if row_s * rows > PROMPT_SHARE * pass_s:
+            rows = max(FIRST_PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
+        return RoundTimes(
+            pass_s=pass_s,
+            step_s=step_s,
+            step_row_s=row_s,
+            pass_row_s=pass_row_s,
+            prompt_rows=rows,
+        )
+
+    @property
+    def speculator_step_s(self) -> float | None:
+        """Seconds per step of the engine speculator; None until it is known."""
+        return self._by_steps.get()
+
+
+class ChainSource(ABC):
+    """One session's chain, a ``SteppedSource``: the tokens proposed behind the text, and their
+    acceptance rate.
+
+    ``chances`` and ``times`` are shared by the sessions of a verifier."""
+
+    kind: SourceKind
+
+    def __init__(self, chances: ChainChances, times: DraftTimes) -> None:
         self.tokens: tuple[int, ...] = ()
         """The proposed tokens behind the text: the path from other sources, then the model's own
         chain."""
-        self._shared = chances
+        self._shared, self._times = chances, times
         self._rate = DecayedRate(_MEMORY, _SESSION_WEIGHT)
         self._path: tuple[int, ...] = ()
         self._reaches: list[float] = []
@@ -151,16 +215,110 @@ class ChainRecord:
         chain."""
         self._guesses: tuple[tuple[Candidate, ...], ...] = ()
         """The candidates of the chain as in ``Chain``, if the model reports its confidence."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Probability that a token of the chain is accepted, before the token is proposed."""
+        return min(MAX_RATE, self._rate.rate(self._shared.rate.rate(INITIAL_RATE)))
+
+    @abstractmethod
+    def step_s(self, pass_s: float) -> float:
+        """Return the seconds of one more step, as ``SteppedSource`` states."""
+
+    def add_nodes(self, view: PassView) -> None:
+        """Add the chain and the candidates beside it that are worth their rows."""
+        if self.tokens:
+            view.tree.add_tree(*self.select_nodes(view.least_chance, view.depth), self.kind)
+
+    def learn(self, verdict: PassVerdict) -> None:
+        self.judge(verdict.committed)
+
+    def select_nodes(
+        self, least_chance: float, depth: int
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Return the nodes with a probability of at least ``least_chance``, none deeper than
+        ``depth``.
+
+        The result holds their tokens, their parents as in ``PassRequest``, and their probabilities.
+        The chain comes first, then the candidates beside it.
+        """
+        reaches = self._reaches[:depth]
+        count = next((at for at, one in enumerate(reaches) if one < least_chance), len(reaches))
+        tokens, parents = list(self.tokens[:count]), list(range(-1, count - 1))
+        chances, chance = reaches[:count], self._shared.by_confidence.chance
+        least = max(least_chance, MIN_SIBLING_CHANCE)
+        for place, choices in enumerate(self._guesses, len(self._path)):
+            if place > count or place >= depth:
+                break
+            before = reaches[place - 1] if place else 1.0
+            for rank, one in enumerate(choices[1:], 1):
+                sibling_chance = before * chance(rank, one.logprob, INITIAL_SIBLING_RATE)
+                if sibling_chance >= least:
+                    tokens.append(one.token)
+                    parents.append(place - 1)
+                    chances.append(sibling_chance)
+        return tokens, parents, chances
+
+    def judge(self, committed: Sequence[int]) -> None:
+        """Learn from the tokens that the output went on with which proposed tokens were right; then
+        drop the chain."""
+        start = len(self._path)
+        for at, (guess, token) in enumerate(zip(self.tokens, committed, strict=False)):
+            hit = guess == token
+            if at >= start:
+                self._rate.add(hit)
+                self._shared.rate.add(hit)
+                for rank, one in enumerate(self._guesses[at - start] if self._guesses else ()):
+                    right = one.token == token
+                    self._shared.by_confidence.add(rank, one.logprob, hit=right)
+            if not hit:
+                break
+        self.tokens = self._path = self._guesses = ()
+        self._reaches = []
+
+    def _set_chain(self, tokens: tuple[int, ...], chances: Sequence[float]) -> None:
+        self.tokens = self._path + tokens
+        reach = self._reaches[-1] if self._reaches else 1.0
+        for chance in chances:
+            reach *= chance
+            self._reaches.append(reach)
+
+
+class EngineSpeculator(ChainSource):
+    """The chain that an engine speculator proposes behind each pass of one session."""
+
+    kind = SourceKind.ENGINE_SPECULATOR
+
+    def step_s(self, pass_s: float) -> float:
+        step_s = self._times.speculator_step_s
+        return ASSUMED_STEP_SHARE * pass_s if step_s is None else max(0.0, step_s)
+
+    def set_proposal(self, tokens: tuple[int, ...]) -> None:
+        """Set the tokens that the speculator proposes behind the text, without their
+        confidence."""
+        self._set_chain(tokens, [self.acceptance_rate] * len(tokens))
+
+    def note_no_proposal(self) -> None:
+        """Record that the speculator ran and proposed nothing for this session."""
+        self._rate.add(False)
+        self._shared.rate.add(False)
+
+
+class ServerModel(ChainSource):
+    """The chain of the server's draft model for one session, and the text in its cache."""
+
+    kind = SourceKind.SERVER_MODEL
+
+    def __init__(self, chances: ChainChances, times: DraftTimes) -> None:
+        super().__init__(chances, times)
         self._cached: list[int] = []
         self._checked = 0
         """Leading cached tokens that are known to equal the text."""
         self._empty_rounds = self._rests = 0
         """Rounds in a row that proposed no token here, and passes for which there is no chain."""
 
-    @property
-    def rate(self) -> float:
-        """Probability that a token of the chain is accepted, before the token is proposed."""
-        return min(MAX_RATE, self._rate.rate(self._shared.rate.rate(INITIAL_RATE)))
+    def step_s(self, pass_s: float) -> float:
+        return self._times.step_s(pass_s)
 
     def begin_chain(
         self,
@@ -182,7 +340,7 @@ class ChainRecord:
         """
         if self._rests:
             return None
-        rate, at, most = self.rate, 0, 0.0
+        rate, at, most = self.acceptance_rate, 0, 0.0
         for place, reach in enumerate((1.0, *reaches)):
             brings = reach * rate - (reaches[place] if place < len(path) else 0.0)
             if brings > most:
@@ -233,72 +391,14 @@ class ChainRecord:
             self._rests = min(MAX_REST, FIRST_REST << self._empty_rounds)
             self._empty_rounds = min(self._empty_rounds + 1, 16)
         if chain.guesses:
-            rate, chance = self.rate, self._shared.by_confidence.chance
+            rate, chance = self.acceptance_rate, self._shared.by_confidence.chance
             self._guesses, firsts = chain.guesses, [one[0] for one in chain.guesses]
             tokens = tuple([one.token for one in firsts])
             self._set_chain(tokens, [chance(0, one.logprob, rate) for one in firsts])
 
-    def set_proposal(self, tokens: tuple[int, ...]) -> None:
-        """Set the tokens that an engine speculator proposes behind the text, without their
-        confidence."""
-        self._path, self._reaches, self._guesses = (), [], ()
-        self._set_chain(tokens, [self.rate] * len(tokens))
-
-    def _set_chain(self, tokens: tuple[int, ...], chances: Sequence[float]) -> None:
-        self.tokens = self._path + tokens
-        reach = self._reaches[-1] if self._reaches else 1.0
-        for chance in chances:
-            reach *= chance
-            self._reaches.append(reach)
-
-    def select_nodes(
-        self, least_chance: float, depth: int
-    ) -> tuple[list[int], list[int], list[float]]:
-        """Return the nodes with a probability of at least ``least_chance``, none deeper than
-        ``depth``.
-
-        The result holds their tokens, their parents as in ``PassRequest``, and their probabilities.
-        The chain comes first, then the candidates beside it.
-        """
-        reaches = self._reaches[:depth]
-        count = next((at for at, one in enumerate(reaches) if one < least_chance), len(reaches))
-        tokens, parents = list(self.tokens[:count]), list(range(-1, count - 1))
-        chances, chance = reaches[:count], self._shared.by_confidence.chance
-        least = max(least_chance, MIN_SIBLING_CHANCE)
-        for place, choices in enumerate(self._guesses, len(self._path)):
-            if place > count or place >= depth:
-                break
-            before = reaches[place - 1] if place else 1.0
-            for rank, one in enumerate(choices[1:], 1):
-                sibling_chance = before * chance(rank, one.logprob, INITIAL_SIBLING_RATE)
-                if sibling_chance >= least:
-                    tokens.append(one.token)
-                    parents.append(place - 1)
-                    chances.append(sibling_chance)
-        return tokens, parents, chances
-
-    def note_no_proposal(self) -> None:
-        """Record that the engine speculator ran and proposed nothing for this session."""
-        self._rate.add(False)
-        self._shared.rate.add(False)
-
-    def learn(self, committed: Sequence[int]) -> None:
-        """Learn from the tokens that the output went on with which proposed tokens were right; then
-        drop the chain."""
+    def judge(self, committed: Sequence[int]) -> None:
         self._rests = max(0, self._rests - 1)
-        start = len(self._path)
-        for at, (guess, token) in enumerate(zip(self.tokens, committed, strict=False)):
-            hit = guess == token
-            if at >= start:
-                self._rate.add(hit)
-                self._shared.rate.add(hit)
-                for rank, one in enumerate(self._guesses[at - start] if self._guesses else ()):
-                    right = one.token == token
-                    self._shared.by_confidence.add(rank, one.logprob, hit=right)
-            if not hit:
-                break
-        self.tokens = self._path = self._guesses = ()
-        self._reaches = []
+        super().judge(committed)
 
 
 @statically_frozen
@@ -490,56 +590,6 @@ def _least_gain(cost: float, row: float) -> float:
     """Return the least mean gain at which a step pays, in tokens. ``cost`` is a session's part of
     the step, ``row`` the part of it that its row costs."""
     return cost * (1.0 + max(row, cost / 4))
-
-
-class DraftTimes:
-    """Measured times of draft steps.
-
-    The steps of a model that runs in rounds are timed by their rows. The steps of an engine
-    speculator are estimated from the durations of the passes in which it ran.
-    """
-
-    def __init__(self) -> None:
-        self._step_s = MovingAverage(0.1)
-        self._by_rows = SlopeEstimator()
-        self._by_steps = SlopeEstimator()
-
-    def note_step(self, rows: int, took_s: float) -> None:
-        self._step_s.add(took_s)
-        self._by_rows.add(rows, took_s)
-
-    def note_pass(self, draft_steps: int, took_s: float) -> None:
-        """Record the duration of a pass in which the engine speculator ran ``draft_steps``
-        steps."""
-        self._by_steps.add(draft_steps, took_s)
-
-    def round_times(self, pass_s: float, pass_row_s: float) -> RoundTimes:
-        row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
-        if row_s is None or base_s is None:
-            step_s = self._step_s.get(ASSUMED_STEP_SHARE * pass_s)
-            return RoundTimes(
-                pass_s=pass_s,
-                step_s=step_s,
-                step_row_s=0.0,
-                pass_row_s=pass_row_s,
-                prompt_rows=FIRST_PROMPT_ROWS,
-            )
-        row_s = max(0.0, row_s)
-        rows = MAX_PROMPT_ROWS
-        if row_s * rows > PROMPT_SHARE * pass_s:
-            rows = max(FIRST_PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
-        return RoundTimes(
-            pass_s=pass_s,
-            step_s=max(0.0, base_s),
-            step_row_s=row_s,
-            pass_row_s=pass_row_s,
-            prompt_rows=rows,
-        )
-
-    @property
-    def speculator_step_s(self) -> float | None:
-        """Seconds per step of the engine speculator; None until it is known."""
-        return self._by_steps.get()
 
 
 def chain_length(

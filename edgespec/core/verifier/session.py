@@ -29,6 +29,7 @@ from typing import Final, assert_never
 
 from edgespec.core.protocol.acceptance import AcceptanceRule, Walk
 from edgespec.core.protocol.checks import transition
+from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.messages import (
     EXACT_RULE,
     MAX_COMMIT_TOKENS,
@@ -48,7 +49,7 @@ from edgespec.core.protocol.tree import CommittedPrefix, EndCondition
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.draft_inbox import DraftInbox
-from edgespec.core.verifier.pass_tree import PassTree
+from edgespec.core.verifier.pass_tree import PassTree, PassVerdict, PassView
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.run_ahead import DraftHistory, RunAheadPolicy
 from edgespec.core.verifier.server_drafts import ServerDrafts
@@ -221,6 +222,8 @@ class VerifySession:
         self._drafts_at = math.inf
         """Time until which the session rather waits for its device than for the server model."""
         self._pass: ev.RunningPass | None = None
+        self._node_kinds: Sequence[SourceKind] = ()
+        """Kinds of the sources of the nodes in the pass that runs."""
         self._replaced_positions: list[int] = []
         """Positions of committed tokens that are not the target's own."""
 
@@ -244,13 +247,13 @@ class VerifySession:
         """Acceptance rate of the server model or engine speculator in this session; None without
         one."""
         chain = None if self._server_drafts is None else self._server_drafts.chain
-        return None if chain is None else chain.rate
+        return None if chain is None else chain.acceptance_rate
 
     def note_no_proposal(self) -> None:
         """Record that the engine speculator ran in the pass and proposed nothing for this
         session."""
-        if self._server_drafts is not None and self._server_drafts.chain is not None:
-            self._server_drafts.chain.note_no_proposal()
+        if self._server_drafts is not None:
+            self._server_drafts.note_no_proposal()
 
     def can_be_removed(self, now: float) -> bool:
         """Return whether the session can be removed: everything is acknowledged, or the lease has
@@ -432,23 +435,20 @@ class VerifySession:
 
         In company the wait is compared with a single step: the round runs for the others anyway.
         """
-        server_drafts, offer, rate = self._server_drafts, event.offer, self.chain_rate
-        if server_drafts is None or not self.rows_to_feed or not self._may_draft:
+        server_drafts, offer = self._server_drafts, event.offer
+        model = None if server_drafts is None else server_drafts.chain
+        if server_drafts is None or model is None or not self.rows_to_feed or not self._may_draft:
             return ()
-        server_draft_s = event.step_s
-        if event.is_alone and rate is not None:
+        server_draft_s = model.step_s(offer.pass_s)
+        if event.is_alone:
+            rate = model.acceptance_rate
             server_draft_s *= self.inbox.count_matching_steps(rate, LONGEST_CHAIN)
         start_at = self._earliest_start(offer, now, server_draft_s)
         if start_at > now:
             self._drafts_at = start_at
             return ()
-        start = server_drafts.begin_chain(
-            self._device_tree(offer, 1),
-            self.prefix.tokens,
-            self._max_depth,
-            self._least_lookup_chance(offer),
-            self.inbox.tokens_per_pass(offer.pass_s, now),
-        )
+        device_tokens = self.inbox.tokens_per_pass(offer.pass_s, now)
+        start = server_drafts.begin_chain(self._view_device_nodes(offer, 1), device_tokens)
         return () if start is None else (ev.WantChain(start),)
 
     def _on_pass_done(self, event: ev.PassDone, now: float) -> tuple[ev.VerifyAction, ...]:
@@ -468,14 +468,16 @@ class VerifySession:
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
         committed_nodes = walk.nodes[: len(tokens)]  # without those behind the end
-        accepted = len(committed_nodes)
-        if self._server_drafts is not None:  # The device's count excludes server-side nodes.
-            accepted -= self._server_drafts.learn(
-                done.request, event.targets, committed_nodes, tokens
-            )
+        # This takes 0.3 us by position and 0.5 us with names, for each session of a pass.
+        verdict = PassVerdict(
+            done.request, self._node_kinds, event.targets, committed_nodes, tokens, now
+        )
+        accepted = verdict.count_device_tokens()
+        if self._server_drafts is not None:
+            self._server_drafts.learn(verdict)
         if event.scores:
             self._scores.store(self.prefix.length, event, walk, len(tokens))
-        self.inbox.commit(tokens, now, bool(accepted) if done.request.device_nodes else None)
+        self.inbox.learn(verdict)
         if self._server_drafts is not None and event.guesses and self.finish is None:
             self._server_drafts.set_proposal(event.guesses)
         position = self.prefix.length - len(tokens)
@@ -508,21 +510,16 @@ class VerifySession:
         feed = tuple(self.prefix.tokens[first : first + offer.max_rows])
         if first + len(feed) < last:
             return PassRequest(key, first, feed, sample=False)
+        self._node_kinds = ()
         if self._server_drafts is None and not self.inbox.tree.nodes:
             return PassRequest(key, first, feed, logprobs=logprobs)
-        tree = self._device_tree(offer, len(feed))
+        view = self._view_device_nodes(offer, len(feed))
+        tree = view.tree
         if self._server_drafts is not None:
-            least_chance, least_lookup_chance = (
-                self._least_chance(offer),
-                self._least_lookup_chance(offer),
-            )
-            self._server_drafts.add_nodes(
-                tree, self.prefix.tokens, self._max_depth, least_chance, least_lookup_chance
-            )
+            self._server_drafts.add_nodes(view)
         if not self._trees:
             tree.cut_to_chain()
-        if self._server_drafts is not None:
-            self._server_drafts.note_sent(tree)
+        self._node_kinds = tree.sources
         server_nodes = len(tree.tokens) - tree.device_node_count
         tokens, parents = tuple(tree.tokens), tuple(tree.parents)
         judged = tree.device_node_count > 0 and self.request.rule != EXACT_RULE
@@ -537,25 +534,19 @@ class VerifySession:
             node_scores=judged,
         )
 
-    @property
-    def _max_depth(self) -> int:
-        """Greatest depth at which a node can matter: it must lie before the last token."""
-        return self._ending.end - 1 - self.prefix.length
-
-    def _least_chance(self, offer: ev.Offer) -> float:
-        return min(1.0, offer.least_chance) * self._price_share.value
-
-    @staticmethod
-    def _least_lookup_chance(offer: ev.Offer) -> float:
-        return (
-            offer.least_chance if offer.least_lookup_chance is None else offer.least_lookup_chance
+    def _view_device_nodes(self, offer: ev.Offer, fed: int) -> PassView:
+        """Return a view of a pass that feeds ``fed`` tokens, with the device's nodes that are worth
+        their row in its tree."""
+        lookup_chance = offer.least_lookup_chance
+        view = PassView(
+            tree=PassTree(min(offer.max_rows - fed, self._limits.max_nodes_per_pass)),
+            text=self.prefix.tokens,
+            depth=self._ending.end - 1 - self.prefix.length,  # It must lie before the last token.
+            least_chance=min(1.0, offer.least_chance) * self._price_share.value,
+            least_lookup_chance=offer.least_chance if lookup_chance is None else lookup_chance,
         )
-
-    def _device_tree(self, offer: ev.Offer, fed: int) -> PassTree:
-        """Return the device's nodes that are worth their row in a pass that feeds ``fed``
-        tokens."""
-        room = min(offer.max_rows - fed, self._limits.max_nodes_per_pass)
-        return self.inbox.pass_tree(room, self._ending.end, self._least_chance(offer))
+        self.inbox.add_nodes(view)
+        return view
 
     def _build_commit(
         self,

@@ -44,8 +44,6 @@ class DraftOffer:
     """An offer to let the server model draft for the session before it has this ``Offer``."""
 
     offer: Offer
-    step_s: float = 0.0
-    """Duration of a step of the server model."""
     is_alone: bool = False
     """True if no other session would have a part in the round or waits for its end."""
 

@@ -60,9 +60,10 @@ class SessionRegistry:
         self._trees, self._offered = engine_limits.trees, engine_limits.rules
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
-        model_drafts = engine_limits.drafter or engine_limits.speculator_tokens > 0
         self.draft_sources = ServerDraftsFactory(
-            text=engine_limits.server_drafts, model=model_drafts
+            text=engine_limits.server_drafts,
+            model=engine_limits.drafter,
+            speculator=engine_limits.speculator_tokens > 0,
         )
         self._histories = DraftHistories()
         self._cached: set[str] = set()
