@@ -26,7 +26,7 @@ help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(READY)  ## Run device, verifier and a slow link on this machine, and compare.
-	$(BIN)/edgespec demo
+	$(BIN)/edgespec demo --yes
 
 # Side by side: the check of types has one core, and nothing else to do on the others.
 test:  ## Run every check: style, types, tests but the slow ones.

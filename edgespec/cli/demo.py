@@ -1,17 +1,21 @@
 """``edgespec demo``: the same outputs with and without drafts, over an emulated slow link.
 
-A verifier runs in a process of its own, the device in this one. The bundled target alone would be
-too fast to show an effect, so each pass takes the time of a large model's. Every statement about
-speed says "emulated".
+A verifier runs in a process of its own, the device in this one. If a real pair can be had, its
+passes and draft steps take the time that they take, and only the link is emulated. The bundled toy
+pair alone would be too fast to show an effect, so its passes and steps take the time of larger
+models. Every statement about speed names what is real and what is emulated.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from typing import Annotated
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,13 +23,25 @@ from rich.table import Table
 from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import Measurement, Row, row_of
 from edgespec.cli.device import TextView, choose_verifier, legend, should_use_color, stream
+from edgespec.cli.models import fetch_pair, in_mb, list_missing
 from edgespec.cli.options import option
 from edgespec.cli.running import reporting_errors, run, say, set_up_logging
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, LinkSection
 from edgespec.config.common import SetupError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.build import NONE, build_agent, load_tokenizer, tokenizer_reference, with_port
+from edgespec.device.build import (
+    NONE,
+    PromptTokenizer,
+    build_agent,
+    load_tokenizer,
+    tokenizer_reference,
+    with_port,
+)
+from edgespec.models.catalogue import find_pair
+from edgespec.models.folders import BUNDLED
+from edgespec.models.tokenizer import prompt_encoder
+from edgespec.models.toy import TOY
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
 # A small model under greedy decoding soon repeats itself.
@@ -36,93 +52,217 @@ PROMPTS = (
     "# git commit\n\n> Commit files to the repository.\n",
     "It was a cold morning in November, and the old man",
 )
+QUESTIONS = (
+    "Explain in a few sentences why the sky is blue.",
+    "What is the capital of France, and what is it known for?",
+    "Give me three tips for learning a new language.",
+)
+REAL_PAIR = "smollm2-135m"
+_PULL_PATIENCE_S = 10.0
+# Two verifiers run at once, and the usual cache of a real target takes gigabytes.
+_CACHED_TOKENS = 4096
+_LONGEST_REASON = 300
 
 
 _PROMPT = option("Prompt to continue instead of the built-in ones; may be repeated", "--prompt")
 _RTT_MS = option("Milliseconds of round trip of the emulated link", "--rtt-ms", panel="Emulation")
 _MODEL = option(
-    "Target model: a folder, a Hub id or bundled",
+    "Target model: a folder, a Hub id, a name of `edgespec models` or bundled; by default"
+    f" {REAL_PAIR} if it can be had, else bundled",
     "--model",
     metavar="MODEL",
     envvar="EDGESPEC_MODEL",
+    show_default=False,
 )
 _DRAFT = option(
-    "Draft model: a folder, a Hub id, bundled or lookup",
+    "Draft model: a folder, a Hub id, a name of `edgespec models`, bundled or lookup; by default"
+    " that of the target's pair, else bundled",
     "--draft",
     metavar="MODEL",
     envvar="EDGESPEC_DRAFT",
+    show_default=False,
 )
+_YES = option(f"Pull {REAL_PAIR} without a question if it is not in the cache", "--yes", "-y")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The models of a demonstration, and whether their times are emulated."""
+
+    model: str
+    draft: str
+    is_emulated: bool
+    """Passes and draft steps take emulated times, because the models are toys."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        penalty = REPETITION_PENALTY if self.is_emulated else 1.0
+        return SamplingParams(repetition_penalty=penalty, max_tokens=MAX_TOKENS)
+
+    @property
+    def prompts(self) -> Sequence[str]:
+        return PROMPTS if self.is_emulated else QUESTIONS
+
+    @property
+    def verifier_options(self) -> list[str]:
+        """Options of the verifiers. A real target leaves one core to the device."""
+        pace = ["--pass-ms", str(PASS_MS)] if self.is_emulated else [f"--set=threads={_threads()}"]
+        return ["--model", self.model, *pace, f"--set=limits.max_cached_tokens={_CACHED_TOKENS}"]
+
+    def describe(self, rtt_ms: float) -> str:
+        """Return one line about what is real and what is emulated."""
+        if self.is_emulated:
+            return (
+                f"emulated: round trip {rtt_ms:g} ms · target pass {PASS_MS:g} ms ·"
+                f" draft step {DRAFT_MS:g} ms"
+            )
+        threads = _threads()
+        return (
+            f"real: passes of {self.model} ({threads} thread{'s' * (threads > 1)}), draft steps of"
+            f" {self.draft} (1 thread) · emulated: round trip {rtt_ms:g} ms"
+        )
+
+    @property
+    def basis(self) -> str:
+        """Description of the conditions that both columns of the table share."""
+        times = "emulated pass time" if self.is_emulated else "real passes and draft steps"
+        return f"same prompts, same link, {times}"
+
+
+def _threads() -> int:
+    """Return the threads of a target's pass: one for each core but that of the device."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cores - 1)
 
 
 def demo(
     prompt: Annotated[list[str] | None, _PROMPT] = None,
     rtt_ms: Annotated[float, _RTT_MS] = RTT_MS,
-    model: Annotated[str, _MODEL] = "bundled",
-    draft: Annotated[str, _DRAFT] = "bundled",
+    model: Annotated[str, _MODEL] = "",
+    draft: Annotated[str, _DRAFT] = "",
+    yes: Annotated[bool, _YES] = False,
 ) -> None:
     """Show the same outputs with and without drafts, all on this machine.
 
-    Starts a verifier and a device with a slow link between them. Takes under a minute and needs no
-    download. The durations of passes and draft steps are emulated, so that this machine behaves
-    like a device with a large model behind a link; the tokens are real.
+    Starts verifiers and a device with a slow link between them. With a real pair (SmolLM2 135M, a
+    download of 93 MB that you are asked about) the passes and draft steps are real, and only the
+    link is emulated. Without it, the bundled toy pair is shown at the emulated speed of larger
+    models. Takes about a minute.
 
     [dim]edgespec demo --rtt-ms 150[/]
+
+    [dim]edgespec demo --model bundled[/]
     """
     with reporting_errors():
         set_up_logging("error")
+        setting = _choose_setting(model, draft, is_agreed=yes)
         config = AgentConfig(
-            draft=DraftSection(model=draft, draft_ms=DRAFT_MS),
+            draft=DraftSection(
+                model=setting.draft,
+                draft_ms=DRAFT_MS if setting.is_emulated else 0.0,
+                threads=0 if setting.is_emulated else 1,
+            ),
             link=LinkSection(rtt_ms=rtt_ms),
-            sampling=SamplingParams(repetition_penalty=REPETITION_PENALTY, max_tokens=MAX_TOKENS),
+            sampling=setting.sampling,
         )
         styled = should_use_color()
         console = Console(force_terminal=styled or None, no_color=not styled, highlight=False)
-        run(_demo(config, model, prompt or PROMPTS, console, styled))
+        run(_demo(config, setting, prompt or setting.prompts, console, styled))
+
+
+def _choose_setting(model: str, draft: str, *, is_agreed: bool) -> Setting:
+    if not model and not draft and _is_real_pair_here(is_agreed):
+        model = REAL_PAIR
+    model = model or BUNDLED
+    own_draft = model if model == TOY or find_pair(model) is not None else BUNDLED
+    return Setting(model, draft or own_draft, is_emulated=model in (BUNDLED, TOY))
+
+
+def _is_real_pair_here(is_agreed: bool) -> bool:
+    """Return whether the real pair is in the cache, after pulling it if the user agrees. A failure
+    is one line, since the bundled pair can be shown instead."""
+    pair = find_pair(REAL_PAIR)
+    assert pair is not None
+    try:
+        if missing := list_missing(REAL_PAIR):
+            size = in_mb(sum(part.size_bytes for part in map(pair.part, missing)))
+            what = f"{REAL_PAIR} ({size}, licence {pair.licence}, {pair.licence_url})"
+            if not is_agreed and not (sys.stdin.isatty() and sys.stderr.isatty()):
+                say(f"showing the bundled toy pair; for a real one: edgespec pull {REAL_PAIR}")
+                return False
+            if not is_agreed and not typer.confirm(f"Pull {what}?", default=True, err=True):
+                return False
+            if is_agreed:
+                say(f"pulling {what}; --model bundled shows a toy without a download")
+        fetch_pair(REAL_PAIR, patience_s=_PULL_PATIENCE_S)
+    except (SetupError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]} ..."
+        say(f"showing the bundled toy pair, since the real one cannot be had: {reason}")
+        return False
+    return True
 
 
 async def _demo(
-    config: AgentConfig, model: str, prompts: Sequence[str], console: Console, color: bool
+    config: AgentConfig, setting: Setting, prompts: Sequence[str], console: Console, color: bool
 ) -> None:
-    load_tokenizer(tokenizer_reference(config))  # a missing model is reported before the start
-    console.print(
-        f"emulated: round trip {config.link.rtt_ms:g} ms · target pass {PASS_MS:g} ms ·"
-        f" draft step {DRAFT_MS:g} ms",
-        soft_wrap=True,
-    )
+    # A missing model is reported before the start.
+    load_tokenizer(tokenizer_reference(config))
+    console.print(setting.describe(config.link.rtt_ms), soft_wrap=True)
     if color:
         console.print(legend())
-    console.print("starting a verifier ...", style="dim")
-    arguments = ["--model", model, "--pass-ms", str(PASS_MS), PLAIN_STREAMING]
-    async with verifier_process(arguments) as (address, serves):
-        console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
-        config = replace(config, verifier=address)
-        config, _ = await choose_verifier(config)
-        plain, drafted = list[Measurement](), list[Measurement]()
-        plain_config = replace(
-            config, draft=DraftSection(model=NONE), tokenizer=tokenizer_reference(config)
+    options = setting.verifier_options
+    plain, drafted = list[Measurement](), list[Measurement]()
+    async with AsyncExitStack() as stack:
+        console.print("starting a verifier ...", style="dim")
+        address, serves = await stack.enter_async_context(
+            verifier_process([*options, PLAIN_STREAMING])
         )
-        async with build_agent(plain_config) as streaming, build_agent(config, say=say) as drafting:
-            for text in prompts:
-                arms = ((ARMS[0], streaming, plain), (ARMS[1], drafting, drafted))
-                for name, agent, done in arms:
-                    console.rule(f"[bold]{name}[/]", align="left", style="dim")
-                    console.print(text, end="", style="dim", soft_wrap=True, markup=False)
-                    sys.stdout.flush()
-                    generation = agent.generate(text, config.sampling)
-                    progress = await stream(generation, TextView(color))
-                    assert agent.stats is not None
-                    times_s, counters = tuple(progress.times_s), agent.stats.counters
-                    done.append(Measurement(tuple(progress.tokens), times_s, counters))
-    print_report(console, plain, drafted)
+        console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
+        plain_config, _ = await choose_verifier(replace(config, verifier=address))
+        config = plain_config
+        if not setting.is_emulated:
+            # This one has the defaults, so it also drafts from the text.
+            console.print("starting another one, which may draft too ...", style="dim")
+            address, _ = await stack.enter_async_context(verifier_process(options))
+            config, _ = await choose_verifier(replace(config, verifier=address))
+        reference = tokenizer_reference(config)
+        plain_config = replace(plain_config, draft=DraftSection(model=NONE), tokenizer=reference)
+        encode = _encoder(load_tokenizer(reference), setting)
+        streaming = await stack.enter_async_context(build_agent(plain_config))
+        drafting = await stack.enter_async_context(build_agent(config, say=say))
+        for text in prompts:
+            arms = ((ARMS[0], streaming, plain), (ARMS[1], drafting, drafted))
+            for name, agent, done in arms:
+                console.rule(f"[bold]{name}[/]", align="left", style="dim")
+                end = "" if setting.is_emulated else "\n"
+                console.print(text, end=end, style="dim", soft_wrap=True, markup=False)
+                sys.stdout.flush()
+                generation = agent.generate(encode(text), config.sampling)
+                progress = await stream(generation, TextView(color))
+                assert agent.stats is not None
+                times_s, counters = tuple(progress.times_s), agent.stats.counters
+                done.append(Measurement(tuple(progress.tokens), times_s, counters))
+    print_report(console, plain, drafted, setting.basis)
+
+
+def _encoder(tokenizer: PromptTokenizer, setting: Setting) -> Callable[[str], list[int]]:
+    """Return a function from a prompt to its tokens. A real model with a chat template gets the
+    prompt as a user's message."""
+    is_chat = not setting.is_emulated and tokenizer.chat_template() is not None
+    return prompt_encoder(tokenizer, chat=is_chat)
 
 
 def print_report(
-    console: Console, plain: Sequence[Measurement], drafted: Sequence[Measurement]
+    console: Console, plain: Sequence[Measurement], drafted: Sequence[Measurement], basis: str
 ) -> None:
     """Print the numbers, with one column per arm so that 40 columns suffice, and whether the tokens
-    are the same. Raises ``SetupError`` if they are not."""
+    are the same. ``basis`` describes the conditions of both columns. Raises ``SetupError`` if
+    the tokens differ."""
     console.rule(style="dim")
-    console.print("same prompts, same link, emulated pass time", style="italic")
+    console.print(basis, style="italic")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column("")
     for name in ARMS:

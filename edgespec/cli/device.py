@@ -259,6 +259,8 @@ async def choose_verifier(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 async def _with_texts(config: AgentConfig, info: ModelInfo, address: str) -> AgentConfig:
     """Return ``config`` with the tokenizer and chat template of the target ``info``. Raises
     ``SetupError`` if the draft does not fit them."""
+    with stopping_at_once():
+        config = build.with_pulled_draft(config, info, say)
     config = await with_tokenizer(config, info, say, address)
     with stopping_at_once():
         build.check_draft(config, info)

@@ -39,6 +39,8 @@ COMMANDS = {
     "generate": "edgespec.cli.generate:generate",
     "chat": "edgespec.cli.chat:chat",
     "serve": "edgespec.cli.serve:serve",
+    "pull": "edgespec.cli.models:pull",
+    "models": "edgespec.cli.models:models",
     "doctor": "edgespec.cli.doctor:doctor",
     "export": "edgespec.cli.export:export",
     "distill": "edgespec.cli.distill:distill",
@@ -171,7 +173,8 @@ def _imported(name: str, where: str) -> Any:
     if isinstance(found, typer.Typer):
         for below in found.registered_commands:
             _add_metavars(below.callback)
-        group.add_typer(found, name=name, no_args_is_help=True, context_settings=_HELP)
+        runs_alone = found.info.invoke_without_command is True
+        group.add_typer(found, name=name, no_args_is_help=not runs_alone, context_settings=_HELP)
     else:
         _add_metavars(found)
         group.command(name)(found)

@@ -206,7 +206,9 @@ async def _with_target_texts(config: AgentConfig) -> tuple[AgentConfig, ModelInf
         if model is None:
             continue
         try:
-            found = await with_tokenizer(config, model, running.say, address)
+            with running.stopping_at_once():
+                found = build.with_pulled_draft(config, model, running.say)
+            found = await with_tokenizer(found, model, running.say, address)
             with running.stopping_at_once():
                 build.check_draft(found, model)
         except SetupError as error:

@@ -34,6 +34,7 @@ from edgespec.config.common import SetupError, join_host_port, local_host_of, ne
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.models.catalogue import find_pair
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
 from edgespec.telemetry import verifier_counts
@@ -264,7 +265,7 @@ def next_command(config: VerifierConfig, port: int) -> str:
     options = "" if where == DEFAULT_ADDRESS else f" --verifier {where}"
     if config.tls.used:
         options += " --ca ca.pem"
-    if config.model != BUNDLED:  # lookup needs no draft model
+    if config.model != BUNDLED and find_pair(config.model) is None:  # lookup needs no draft model
         options += f" --draft {TOY if config.model == TOY else 'lookup'}"
     return f'edgespec generate "def fibonacci(n):"{options}'
 
@@ -398,8 +399,9 @@ class MetricsServer:
 
 # --- a verifier in a process of its own ----------------------------------------------------------
 
-READY_WITHIN_S = 60.0
-"""Longest start of a child verifier. A slow machine needs a while to load torch and a model."""
+READY_WITHIN_S = 180.0
+"""Longest start of a child verifier. A slow or busy machine needs a while to load torch and a real
+model."""
 PLAIN_STREAMING = "--set=server_drafts=false"
 """Option of a verifier with which plain streaming is measured: a pass without a device's draft
 commits one token."""

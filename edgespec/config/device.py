@@ -131,10 +131,11 @@ class DraftSection:
     """Draft sources of the device: its draft model, lookup and texts."""
 
     model: str = "bundled"
-    """Draft model of this device: a folder, an .onnx or .gguf file, a Hub id, bundled, lookup
-    (draft from earlier text, without a model) or none (stream only). A checkpoint or GGUF file is
-    exported once, into the cache; an ``.onnx`` file is used as it is. ``toy`` and ``random`` are
-    for tests."""
+    """Draft model of this device: a folder, an .onnx or .gguf file, a Hub id, a name that `edgespec
+    pull` fetched, bundled, lookup (draft from earlier text, without a model) or none (stream only).
+    A checkpoint or GGUF file is exported once, into the cache; an ``.onnx`` file is used as it is.
+    In place of ``bundled`` the draft of the catalogue is used if the verifier serves the target of
+    its pair. ``toy`` and ``random`` are for tests."""
     variant: str = advanced("auto")
     """Name of the ONNX graph to use where there are several, such as ``q4`` or ``fp16``. ``auto``
     takes the first of q4, q4f16, int8, ... that works."""

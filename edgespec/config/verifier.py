@@ -96,8 +96,8 @@ class VerifierConfig:
     """Configuration of a verifier, the server of one target model."""
 
     model: str = "bundled"
-    """Target model: a folder, a .gguf file, a Hub id, ollama:NAME, hf.co/USER/REPO:QUANT, bundled
-    or toy (for tests)."""
+    """Target model: a folder, a .gguf file, a Hub id, a name that `edgespec pull` fetched,
+    ollama:NAME, hf.co/USER/REPO:QUANT, bundled or toy (for tests)."""
     draft: str = ""
     """Small model with which the verifier drafts as well: a folder, a Hub id, bundled or toy; use
     it for devices that draft badly or not at all. It needs the target's tokenizer, and shares the

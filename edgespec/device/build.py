@@ -30,6 +30,7 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.models import model_source
+from edgespec.models.catalogue import Side, find_pair, find_pulled
 from edgespec.models.grammar import device_grammar_reader
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.shared_ids import SharedIds, find_differing_ids
@@ -188,6 +189,29 @@ def with_shared_ids(
     if options.vocabulary and info.vocabulary != options.vocabulary:
         shared = replace(shared, differing=_find_ids_apart(config, target))
     return replace(options, vocabulary_size=size, shared_ids=shared)
+
+
+def with_pulled_draft(config: AgentConfig, target: ModelInfo, say: Say) -> AgentConfig:
+    """Return ``config`` with the catalogue's draft for ``target``, if the user chose no draft and
+    the verifier serves the target of a pair. ``say`` is called with a line about it.
+
+    Raises ``SetupError`` if that draft was not pulled."""
+    pair = find_pair(target.name)
+    if config.draft.model != BUNDLED or pair is None:
+        return config
+    name = target.name
+    if find_pulled(name, pair.side_of_weights(Side.DRAFT)) is None:
+        if vocabulary_of(BUNDLED) == target.vocabulary:  # a verifier with a name of its own
+            return config
+        raise SetupError(
+            f"the verifier serves {name!r}, whose draft is not on this device\n"
+            f"  fetch it:             edgespec pull {name} --only draft\n"
+            "  or draft from text:   --draft lookup"
+        )
+    if vocabulary_of(name) != target.vocabulary:
+        return config
+    say(f"drafting with {name}, which was pulled (--draft chooses another)")
+    return replace(config, draft=replace(config.draft, model=name))
 
 
 def check_draft(config: AgentConfig, target: ModelInfo) -> None:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -428,6 +429,32 @@ def list_hub_files(reference: str) -> list[str]:
     from huggingface_hub import HfApi
 
     return list(_call_hub(reference, HfApi().list_repo_files))
+
+
+def describe_hub(
+    reference: str, patterns: Sequence[str], timeout_s: float
+) -> tuple[str, dict[str, int], dict[str, str]]:
+    """Return the commit of a repository ``owner/name[@revision]``, and of its files that match
+    ``patterns`` the sizes in bytes, and the SHA-256 where the Hub has one, by path. Raises
+    ``ModelFolderError``, also if the Hub does not answer in ``timeout_s``."""
+    from huggingface_hub import HfApi
+
+    ask = partial(HfApi().model_info, files_metadata=True, timeout=timeout_s)
+    answer = _call_hub(reference, ask)
+    sizes, sums = dict[str, int](), dict[str, str]()
+    for one in answer.siblings or ():
+        if any(fnmatch(one.rfilename, pattern) for pattern in patterns):
+            sizes[one.rfilename] = int(one.size or 0)
+            if one.lfs is not None:
+                sums[one.rfilename] = str(one.lfs.sha256)
+    return str(answer.sha), sizes, sums
+
+
+def hub_cache_folder() -> Path:
+    """Return the folder in which the Hub's library keeps what it fetched."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
 
 
 def find_cached_snapshot(reference: str, error: ModelFolderError) -> Path:

@@ -53,7 +53,7 @@ def folder_of_gguf(
     with needs("gguf", "gguf"):
         import gguf  # noqa: F401
     file = GgufFile.read(path)
-    folder = cache / "gguf" / _digest(file) / _stem(name or path.name)
+    folder = converted_folder(file, cache, name)
     if (folder / "config.json").is_file():
         return folder
     from edgespec.models.gguf_architecture import config_of, described_types
@@ -78,6 +78,12 @@ def folder_of_gguf(
                 raise
     _LOG.info("%s was converted in %.1f s", path, time.monotonic() - started_s)
     return folder
+
+
+def converted_folder(file: GgufFile, cache: Path, name: str = "") -> Path:
+    """Return the place of the checkpoint's folder for ``file`` below ``cache``, which need not
+    exist. ``name`` is the model's; empty: that of the file. Raises ``OSError``."""
+    return cache / "gguf" / _digest(file) / _stem(name or file.path.name)
 
 
 def _stem(name: str) -> str:

@@ -2,7 +2,8 @@
 
 A reference is ``toy``; ``bundled`` (the small pair inside this package), ``bundled:target`` or
 ``bundled:draft``; a folder; a Hub id ``owner/name[@revision]``; a GGUF file, a folder with one,
-``ollama:NAME[:TAG]`` or ``hf.co/USER/REPO:QUANT``; or, for a draft, an ``.onnx`` file.
+``ollama:NAME[:TAG]`` or ``hf.co/USER/REPO:QUANT``; the name of a pair that ``edgespec pull`` has
+fetched (``catalogue.py``); or, for a draft, an ``.onnx`` file.
 ``resolve_source`` turns it into a ``ModelSource``, which knows the kind of the model, its files,
 its configuration, its vocabulary and its fingerprint. No other code decides what a reference means.
 (The device's choice of a drafter also has the words ``none``, ``lookup`` and ``random``, which name
@@ -36,6 +37,7 @@ from weakref import WeakValueDictionary
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import folders
+from edgespec.models.catalogue import Side, find_pair, find_pulled, locate_pulled
 from edgespec.models.gguf_file import GgufError
 from edgespec.models.gguf_folder import folder_of_gguf, is_gguf, only_gguf_in
 from edgespec.models.gguf_references import OLLAMA, hub_file, hub_name, ollama_file
@@ -220,6 +222,8 @@ def resolve_source(reference: str, purpose: Purpose, variant: str = AUTO) -> Mod
     if reference == TOY:
         return ModelSource(kind=SourceKind.TOY, reference=reference, name=TOY, location=None)
     path = Path(os.path.expanduser(reference))
+    if find_pair(reference) is not None and not path.exists():
+        return _resolve_pulled(reference, purpose, variant)
     if purpose in (Purpose.DRAFT, Purpose.TEXTS) and reference.endswith(".onnx"):
         return _resolve_graph(reference, path)
     if purpose is Purpose.DRAFT:
@@ -232,6 +236,27 @@ def resolve_source(reference: str, purpose: Purpose, variant: str = AUTO) -> Mod
     return ModelSource(
         kind=_kind_of(folder), reference=reference, name=folder.resolve().name, location=folder
     )
+
+
+def _resolve_pulled(reference: str, purpose: Purpose, variant: str) -> ModelSource:
+    """Return the source of a pair's target or draft, which ``edgespec pull`` has fetched. Both have
+    one vocabulary, so texts are read from the side that is there. Raises ``ModelFolderError``."""
+    side = Side.TARGET if purpose is Purpose.TARGET else Side.DRAFT
+    if purpose is Purpose.TEXTS and find_pulled(reference, side) is None:
+        side = Side.TARGET
+    path = locate_pulled(reference, side)
+    folder = _convert_gguf(path, reference) if is_gguf(path) else path
+    if purpose is Purpose.DRAFT:
+        return _choose_draft(reference, folder, _list_files(folder), variant, reference)
+    return ModelSource(kind=_kind_of(folder), reference=reference, name=reference, location=folder)
+
+
+def _convert_gguf(path: Path, name: str) -> Path:
+    """Return the checkpoint's folder of a GGUF file. Raises ``ModelFolderError``."""
+    try:
+        return folder_of_gguf(path, folders.cache_folder(), name=name)
+    except (GgufError, OSError) as error:
+        raise folders.ModelFolderError(str(error)) from error
 
 
 def _find_folder(reference: str, purpose: Purpose, patterns: Sequence[str]) -> Path:
@@ -252,11 +277,8 @@ def _find_folder(reference: str, purpose: Purpose, patterns: Sequence[str]) -> P
             )
         return folder
     if (gguf := _find_gguf(reference)) is not None:
-        try:
-            name = reference.removeprefix(OLLAMA) if reference.startswith(OLLAMA) else ""
-            return folder_of_gguf(gguf, folders.cache_folder(), name=name)
-        except (GgufError, OSError) as error:
-            raise folders.ModelFolderError(str(error)) from error
+        name = reference.removeprefix(OLLAMA) if reference.startswith(OLLAMA) else ""
+        return _convert_gguf(gguf, name)
     path = Path(os.path.expanduser(reference))
     if reference and path.is_dir():
         return path

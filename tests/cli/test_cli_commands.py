@@ -374,7 +374,7 @@ def test_a_full_context_is_said_beside_the_text(
 def test_another_text_is_an_error() -> None:
     plain, other = (Measurement((1, token), (0.1, 0.2), DraftCounters()) for token in (2, 3))
     with pytest.raises(SetupError, match="drafts changed the output"):
-        print_report(Console(file=io.StringIO()), [plain], [other])
+        print_report(Console(file=io.StringIO()), [plain], [other], "same prompts")
 
 
 def served(name: str) -> ModelInfo:
