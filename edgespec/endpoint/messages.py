@@ -110,11 +110,11 @@ def _convert_tool_choice(conversion: ChatConversion, fields: Fields) -> None:
     if fields.raw("tool_choice") is None:
         return
     choice = fields.section("tool_choice")
-    kind = choice.raw("type")
+    kind = choice.text("type")
     if kind == "tool":
         name = choice.text("name")
         conversion.chat["tool_choice"] = {"type": "function", "function": {"name": name}}
-    elif kind in _TOOL_CHOICES:
+    elif kind is not None and kind in _TOOL_CHOICES:
         conversion.chat["tool_choice"] = _TOOL_CHOICES[kind]
     else:
         raise choice.wrong_value("type", kind, "'auto', 'any', 'tool' or 'none'")
@@ -126,8 +126,8 @@ def _convert_thinking(conversion: ChatConversion, fields: Fields) -> None:
     if fields.raw("thinking") is None:
         return
     thinking = fields.section("thinking")
-    kind = thinking.raw("type")
-    if kind not in _THOUGHTS_WANTED:
+    kind = thinking.text("type")
+    if kind is None or kind not in _THOUGHTS_WANTED:
         known = ", ".join(map(repr, _THOUGHTS_WANTED))
         raise thinking.wrong_value("type", kind, f"one of {known}")
     if (is_wanted := _THOUGHTS_WANTED[kind]) is not None:
