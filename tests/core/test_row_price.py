@@ -6,6 +6,7 @@ Oracle: chances and formulas by hand, and the rows of the passes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -347,6 +348,18 @@ def test_auto_waits_for_no_draft_that_the_server_model_can_match(
     soon = replace(VIEW, idle_since=10.0, expected_at=10.04, hit_rate=0.75)
     view = replace(soon, server_draft_s=server_draft_s)
     assert auto_run_ahead(view, unsure=0.5, sure=1.0) == pytest.approx(start_at)
+
+
+@pytest.mark.parametrize(
+    ("server_draft_s", "start_at"), [(math.inf, 10.03), (0.03, 10.03), (0.02, 10.015)]
+)
+def test_auto_waits_for_no_overdue_draft_that_the_server_model_can_match(
+    server_draft_s: float, start_at: float
+) -> None:
+    """The draft after a miss is expected after 5 ms and usually takes 25; a pass takes 100."""
+    view = replace(VIEW, idle_since=10.0, expected_at=10.005, hit_rate=0.75, response_s=0.025)
+    found = auto_run_ahead(replace(view, server_draft_s=server_draft_s), unsure=0.5, sure=1.0)
+    assert found == pytest.approx(start_at)
 
 
 @pytest.mark.parametrize("expected_at", [8.0, 9.0, 9.99, 10.0, 10.01, 10.03, 10.1, 11.0])

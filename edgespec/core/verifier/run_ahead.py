@@ -150,7 +150,7 @@ OVERDUE_SHARE: Final = 0.1
 """How overdue an expected draft may be, in passes, before the session stops waiting for it.
 
 After a miss a draft may instead be overdue by the usual response time, since chains differ in
-length.
+length. It may not where the server model would match it in less than that time.
 """
 
 
@@ -213,7 +213,8 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
     node costs nothing at a rate above 0.92, and 5 % of the speed at 0.8 (virtual time,
     docs/measurements.md).
 
-    No wait begins for a draft that the server model can match before it arrives.
+    No wait begins for a draft that the server model can match before it arrives, and none goes on
+    for an overdue draft that the server model can match in less than the usual response time.
 
     If others have a pass now, the session takes part at once: waiting would cost that whole pass,
     and what the device drafts meanwhile can still be used in the next pass.
@@ -226,7 +227,8 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
     latest = view.idle_since + share * pass_s
     if view.expected_at > min(latest, view.now + view.server_draft_s):
         return view.now
-    return min(latest, view.expected_at + max(OVERDUE_SHARE * pass_s, view.response_s))
+    response_s = view.response_s if view.response_s <= view.server_draft_s else 0.0
+    return min(latest, view.expected_at + max(OVERDUE_SHARE * pass_s, response_s))
 
 
 RUN_AHEAD: Final[Mapping[RunAhead, RunAheadPolicy]] = {
