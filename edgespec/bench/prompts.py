@@ -41,8 +41,12 @@ def _built_in(name: str) -> tuple[BenchPrompt, ...]:
 # kind. The long ones have 400 to 500 tokens of the bundled tokenizer, which is more than the
 # bundled draft was trained on.
 DEFAULT_PROMPTS = _built_in("short")
-BUILT_IN = {"short": DEFAULT_PROMPTS, "long": _built_in("long")}
-"""Sets of prompts by their names for ``edgespec bench --prompts``."""
+BUILT_IN = {
+    "short": DEFAULT_PROMPTS,
+    **{name: _built_in(name) for name in ("long", "chat", "code", "maths")},
+}
+"""Sets of prompts by their names for ``edgespec bench --prompts``. Chat, code and maths are nine
+requests of a user each, for a model with a chat template (``--chat``)."""
 
 
 def whole_text(path: Path) -> str:

@@ -46,7 +46,10 @@ _ARM_NAMES = ", ".join(arm.value for arm in Arm)
 _RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
 # The wire's default limit of a prompt, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768
-_BUILT_IN_NAMES = {"short": "built-in", "long": "built-in, long"}
+_BUILT_IN_NAMES = {
+    "short": "built-in",
+    **{name: f"built-in, {name}" for name in BUILT_IN if name != "short"},
+}
 _WHAT, _TEXT, _TIMES = "Comparison", "Models and prompts", "Emulation"
 
 
@@ -96,8 +99,9 @@ _SERVER_DRAFT = _option(
 )
 _PROMPTS = _option(
     _TEXT,
-    "Built-in prompts of about 30 tokens (short) or 400 to 500 (long), or a file of your own",
-    metavar="short|long|FILE.jsonl",
+    "Built-in texts to continue, of about 30 tokens (short) or 400 to 500 (long), requests of a"
+    " user (chat, code, maths; with --chat), or a file of your own",
+    metavar="short|long|chat|code|maths|FILE.jsonl",
 )
 _LIMIT = _option(_TEXT, "Number of prompts to use, from the first", default=DEFAULTS.prompt_limit)
 _CHAT = _option(_TEXT, "Wrap each prompt in the model's chat template", "--chat")
