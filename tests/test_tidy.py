@@ -308,8 +308,10 @@ def race(prompt: str) -> dict[str, Any]:
     fast = {"at_ms": [0, 100, 100], "kinds": "dac"}
     return {
         "finished_at": "2026-11-22T15:00:35+00:00",
-        "machine": {"processor": f"Xeon {EVIL}", "cpu_count": 2, "load_average": 0.5},
-        "settings": {"rtt_ms": 50, "pass_ms": 25, "draft_ms": 8, "prompt_name": "python-1"},
+        "settings": {
+            **{"rtt_ms": 50, "pass_ms": 25, "draft_ms": 8, "server_draft_ms": 2.5},
+            **{"prompt_name": "python-1", "pair": f"Target and draft {EVIL}"},
+        },
         "prompt": prompt,
         "tokens": [" one", "\n two", " three"],
         "arms": {"plain streaming": plain, "edgespec": fast},

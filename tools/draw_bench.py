@@ -1,7 +1,8 @@
 """Draw a bench as SVG: ``python -m tools.draw_bench RESULT.json --out FILE.svg``.
 
 The picture shows time per token over the link's round-trip time, one curve per arm. Every number of
-the picture and its caption comes from the file that ``edgespec bench --json RESULT.json`` wrote.
+the picture and its caption comes from the file that ``edgespec bench --json RESULT.json`` or
+``python benchmarks/real_pair.py speed --record RESULT.json`` wrote.
 ``--keep FILE`` writes the part of it that is committed beside the picture: one row per arm and
 round-trip time.
 """
@@ -158,7 +159,7 @@ def _rounded(value: object) -> object:
 def _caption(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the caption: what is drawn, the models, the place and date, and the
     command."""
-    settings, machine = content["settings"], content["machine"]
+    settings = content["settings"]
     repeats, prompts = int(settings["repeats"]), len(settings["prompt_names"])
     gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
     yield (
@@ -175,10 +176,15 @@ def _caption(content: Mapping[str, Any]) -> Iterator[str]:
         f" {settings['temperature']:g}; {settings['timing']}. Tokens that differ from the target's"
         f" own: {differ:,} of {tokens:,}."
     )
+    # A record of virtual time has no machine, since no figure depends on it.
+    where = ""
+    if "machine" in content:
+        machine = content["machine"]
+        load = f"load {machine['load_average']:.1f}"
+        where = f"{machine['processor']}, {machine['cpu_count']} CPUs, {load}; "
     yield (
-        f"{machine['processor']}, {machine['cpu_count']} CPUs, load"
-        f" {machine['load_average']:.1f}; edgespec {content['versions']['edgespec']};"
-        f" {content['finished_at'][:10]}; {content['command']}"
+        f"{where}edgespec {content['versions']['edgespec']}; {content['finished_at'][:10]};"
+        f" {content['command']}"
     )
     if content.get("interrupted"):
         yield "The bench was interrupted: only what all arms had finished is drawn."

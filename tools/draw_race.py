@@ -1,41 +1,23 @@
 """Draw one text with and without drafts as a moving SVG: ``python -m tools.draw_race RECORD``.
 
-``--record`` first makes the record. It runs a verifier without drafts of its own and one that
-drafts, one after the other, each with two devices, all on this machine and by a user's command
-line, and it stores the instant at which each token arrived. Nothing else goes into the picture. The
-first and the last arm are shown with their text, those between by their progress. If nothing moves
-(a printer, a reader who prefers less motion), the picture shows the end of the race.
+``python benchmarks/real_pair.py race`` writes the record: one text under several ways of decoding,
+and the instant at which each token arrived. Nothing else goes into the picture. The first and the
+last arm are shown with their text, those between by their progress. If nothing moves (a printer, a
+reader who prefers less motion), the picture shows the end of the race.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from edgespec.bench.prompts import DEFAULT_PROMPTS
-from edgespec.bench.report import machine
 from tools.svg import MONO, SANS, picture, text, write
 
-RTT_MS, PASS_MS, DRAFT_MS, SERVER_DRAFT_MS, TOKENS = 50, 25, 8, 2.5, 64
-# The one of the bench's nine texts whose speed lies nearest to their mean.
-PROMPT: Final = "python-1"
-# The drafters on the server and on the device: none or a model.
-ARMS: Final = {
-    "plain streaming": ("", "none"),
-    "edgespec, device alone": ("", "bundled"),
-    "the server alone": ("bundled", "none"),
-    "edgespec, both": ("bundled", "bundled"),
-}
 COLUMNS, PAUSE_S = 57, 3.0
 _CELL, _ROW, _MARGIN, _PANE, _TOP, _STRIP = 6.65, 18, 16, 412, 96, 26
 _WIDE: Final = 3 * _MARGIN + 2 * _PANE
@@ -77,76 +59,6 @@ class Piece:
     at_s: float
 
 
-def record() -> str:
-    """Run the race; return the record as JSON."""
-    prompt = next(one.text for one in DEFAULT_PROMPTS if one.name == PROMPT)
-    arms: dict[str, list[Token]] = {}
-    for on_server, some in groupby(ARMS.items(), key=lambda arm: arm[1][0]):
-        arms |= _run(on_server, {name: draft for name, (_, draft) in some}, prompt)
-    texts = {tuple(token.text for token in tokens) for tokens in arms.values()}
-    assert len(texts) == 1, "drafts changed the text; that must never happen in canonical mode"
-    times = {"pass_ms": PASS_MS, "draft_ms": DRAFT_MS, "server_draft_ms": SERVER_DRAFT_MS}
-    settings = {"rtt_ms": RTT_MS, **times, "prompt_name": PROMPT}
-    about = {"finished_at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
-    content = {
-        **{**about, "settings": settings, "prompt": prompt, "tokens": texts.pop()},
-        "arms": {name: _instants(tokens) for name, tokens in arms.items()},
-    }
-    return json.dumps(content, separators=(",", ":")) + "\n"
-
-
-def _instants(tokens: Sequence[Token]) -> dict[str, object]:
-    """Return an arm's own data: milliseconds, and the first letter of each kind."""
-    at_ms = [round(token.at_s * 1e3) for token in tokens]
-    return {"at_ms": at_ms, "kinds": "".join(token.kind[0] for token in tokens)}
-
-
-def _run(on_server: str, drafts: Mapping[str, str], prompt: str) -> dict[str, list[Token]]:
-    """Run the devices with these drafts, by name, at one verifier that drafts with ``on_server``
-    (empty: no drafts); return their tokens."""
-    command = [sys.executable, "-m", "edgespec"]
-    pacing = {"pass_ms": PASS_MS, "draft_ms": SERVER_DRAFT_MS}
-    with TemporaryDirectory() as folder:
-        serving, asking = Path(folder) / "verifier.yaml", Path(folder) / "device.yaml"
-        own = {"draft": on_server, "server_drafts": False}
-        serving.write_text(json.dumps({"port": 0, "pacing": pacing, **own}))  # JSON is YAML
-        served = [*command, "verifier", "--config", str(serving)]
-        verifier = subprocess.Popen(served, stdout=subprocess.PIPE, text=True)
-        try:
-            assert verifier.stdout is not None
-            ready = next((line for line in verifier.stdout if " ready on " in line), "")
-            assert ready, f"{' '.join(served)} ended before it was ready"
-            device = {
-                "verifier": ready.split(" ready on ")[1].split(": ")[0],
-                "link": {"rtt_ms": RTT_MS},
-                "draft": {"draft_ms": DRAFT_MS},
-                # Greedy as in the bench: an explicit choice, so that the bundled pair adds no
-                # penalty.
-                "sampling": {"temperature": 0.0, "top_k": 1, "max_tokens": TOKENS},
-            }
-            asking.write_text(json.dumps(device))
-            asked = [*command, "generate", prompt, "--json", "--config", str(asking), "--draft"]
-            _tokens([*asked, "none"])  # a fresh verifier is slow at first: not counted
-            return {name: _tokens([*asked, draft]) for name, draft in drafts.items()}
-        finally:
-            verifier.terminate()
-            verifier.wait()
-
-
-def _tokens(arguments: Sequence[str]) -> list[Token]:
-    device = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    assert device.stdout is not None
-    began_s: float | None = None
-    tokens = []
-    for line in device.stdout:
-        now_s = time.monotonic()
-        for piece in json.loads(line)["pieces"]:
-            began_s = now_s if began_s is None else began_s
-            tokens.append(Token(now_s - began_s, piece["text"], piece["kind"]))
-    assert device.wait() == 0, f"{' '.join(arguments)} failed"
-    return tokens
-
-
 def draw(path: Path) -> str:
     """Return the picture of the record at ``path``."""
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +82,7 @@ def _each_ms(tokens: Sequence[Token]) -> float:
 
 
 def _caption(content: Mapping[str, Any], tokens: int, each_ms: Sequence[float]) -> Iterator[str]:
-    settings, machine = content["settings"], content["machine"]
+    settings = content["settings"]
     yield (
         "green: guessed by the device, and right · red: its guess was wrong, this is the target's"
         " token · plain: the server"
@@ -180,14 +92,10 @@ def _caption(content: Mapping[str, Any], tokens: int, each_ms: Sequence[float]) 
         f" from its first token; round trip {settings['rtt_ms']:g} ms."
         f" {each_ms[0] / each_ms[1]:.2f} times as fast."
     )
-    on_server = settings.get("server_draft_ms")
     yield (
-        f"Bundled pair; a pass is made to take {settings['pass_ms']:g} ms and a draft step"
-        f" {settings['draft_ms']:g} ms" + (f", on the server {on_server:g} ms" if on_server else "")
-    )
-    yield (
-        f"{machine['processor']}, {machine['cpu_count']} CPUs, load"
-        f" {machine['load_average']:.1f}; {content['finished_at'][:10]}"
+        f"{settings['pair']}: a pass takes {settings['pass_ms']:g} ms, a draft step"
+        f" {settings['draft_ms']:g} ms, and on the server {settings['server_draft_ms']:g} ms;"
+        f" {content['finished_at'][:10]}"
     )
 
 
@@ -331,13 +239,10 @@ def _animate_width(widths: Mapping[float, float], length_s: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw a race of two devices as a moving SVG.")
-    parser.add_argument("record", type=Path, help="what --record wrote")
-    parser.add_argument("--record", dest="run", action="store_true", help="run the race first")
+    parser.add_argument("record", type=Path, help="what `real_pair.py race` wrote")
     parser.add_argument("--out", type=Path, help="default: beside the record, with .svg")
     arguments = parser.parse_args()
     path: Path = arguments.record
-    if arguments.run:
-        write(record(), path)
     write(draw(path), arguments.out or path.with_suffix(".svg"))
 
 
