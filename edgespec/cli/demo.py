@@ -8,6 +8,7 @@ models. Every statement about speed names what is real and what is emulated.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -216,18 +217,20 @@ async def _demo(
     options = setting.verifier_options
     plain, drafted = list[Measurement](), list[Measurement]()
     async with AsyncExitStack() as stack:
-        console.print("starting a verifier ...", style="dim")
-        address, serves = await stack.enter_async_context(
-            verifier_process([*options, PLAIN_STREAMING])
-        )
-        console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
+        wanted = [[*options, PLAIN_STREAMING]]
+        if setting.is_emulated:
+            console.print("starting a verifier ...", style="dim")
+        else:
+            # The second one has the defaults, so it also drafts from the text.
+            console.print(
+                "starting two verifiers, without and with their own drafts ...", style="dim"
+            )
+            wanted.append(options)
+        started = await _start_verifiers(stack, wanted)
+        address, serves = started[0]
+        console.print(f"verifier on {with_port(address)}: {serves}", style="dim", soft_wrap=True)
         plain_config, _ = await choose_verifier(replace(config, verifier=address))
-        config = plain_config
-        if not setting.is_emulated:
-            # This one has the defaults, so it also drafts from the text.
-            console.print("starting another one, which may draft too ...", style="dim")
-            address, _ = await stack.enter_async_context(verifier_process(options))
-            config, _ = await choose_verifier(replace(config, verifier=address))
+        config, _ = await choose_verifier(replace(config, verifier=started[-1][0]))
         reference = tokenizer_reference(config)
         plain_config = replace(plain_config, draft=DraftSection(model=NONE), tokenizer=reference)
         encode = _encoder(load_tokenizer(reference), setting)
@@ -246,6 +249,24 @@ async def _demo(
                 times_s, counters = tuple(progress.times_s), agent.stats.counters
                 done.append(Measurement(tuple(progress.tokens), times_s, counters))
     print_report(console, plain, drafted, setting.basis)
+
+
+async def _start_verifiers(
+    stack: AsyncExitStack, wanted: Sequence[Sequence[str]]
+) -> list[tuple[str, str]]:
+    """Start verifiers with these options at the same time, and return their addresses and
+    descriptions. They end with ``stack``. Raises ``SetupError``."""
+    failures, tasks = list[Exception](), list[asyncio.Task[tuple[str, str]]]()
+    try:
+        async with asyncio.TaskGroup() as starting:
+            for options in wanted:
+                started = stack.enter_async_context(verifier_process(options))
+                tasks.append(starting.create_task(started))
+    except* SetupError as group:
+        failures += group.exceptions
+    if failures:
+        raise failures[0]
+    return [task.result() for task in tasks]
 
 
 def _encoder(tokenizer: PromptTokenizer, setting: Setting) -> Callable[[str], list[int]]:
