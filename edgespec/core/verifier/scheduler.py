@@ -457,10 +457,10 @@ class PassScheduler:
     def choose_speculator_steps(self) -> int:
         """Return how many tokens the engine speculator should propose behind the pass that was just
         formed."""
-        most = self._limits.speculator_tokens
-        batch, pass_s, step_s = self.running, self.price.pass_s, self.draft_times.speculator_step_s
+        most, batch = self._limits.speculator_tokens, self.running
         if not most or batch is None:
             return 0
+        pass_s, step_s = self.price.pass_s, self.draft_times.speculator_step_s
         if pass_s is None or step_s is None:  # must vary to be timed
             return most if self.passes % 2 else most // 2
         rates = [
