@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from edgespec.bench.arms import Arm
 from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.estimates import (
     DraftEstimates,
@@ -23,11 +24,12 @@ from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.run_ahead import ArrivalEstimator
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.adversarial import AdversarialDrafter
 from tests.sim.one_session import alone
-from tests.sim.policy_grid import LIMIT, Cell, play_grid, play_world
+from tests.sim.policy_grid import LIMIT, Cell, World, play_grid, play_world
 
 CELLS = (
     Cell(0.0, False, rtt_ms=2.0, step_ms=2.0, pass_ms=8.0, acceptance=0.8),
@@ -48,6 +50,33 @@ def test_the_default_is_as_fast_as_the_best_fixed_policy(cell: Cell) -> None:
     (verdict,) = play_grid([cell], lambda worlds: map(play_world, worlds))
     assert verdict.is_decided
     assert verdict.ratio <= LIMIT, verdict
+
+
+@pytest.mark.parametrize(("rtt_ms", "acceptance"), [(5.0, 0.8), (30.0, 0.95)])
+def test_no_response_is_shorter_than_a_round_trip(
+    rtt_ms: float, acceptance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that was in flight when the tree became empty is no response. Oracle: the link."""
+    samples, note = list[float](), ArrivalEstimator.on_useful_draft
+
+    def record(
+        arrivals: ArrivalEstimator,
+        now: float,
+        depth: int = 1,
+        places: int = 1,
+        *,
+        responds: bool = True,
+    ) -> None:
+        if responds and arrivals._missed_at is not None:
+            samples.append(1e3 * (now - arrivals._missed_at))
+        note(arrivals, now, depth, places, responds=responds)
+
+    monkeypatch.setattr(ArrivalEstimator, "on_useful_draft", record)
+    cell = Cell(0.0, False, rtt_ms=rtt_ms, step_ms=3.0, pass_ms=40.0, acceptance=acceptance)
+    for seed in range(1, 7):
+        play_world(World(cell, seed, (Arm.EDGESPEC,)))
+    assert len(samples) > 50
+    assert min(samples) >= rtt_ms
 
 
 MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)

@@ -49,6 +49,8 @@ class DraftInbox:
         self._acceptance = AcceptanceEstimator(prior=tuple(rates[:-1]))
         self._stale = 0
         self._waiting_since: float | None = None
+        self._missed_length = 0
+        """Committed tokens when the tree lost its last node; 0 while it has nodes."""
 
     def reset(self, drafting: bool) -> None:
         """Drop the tree when a device opens a stream; ``drafting`` is whether it will draft."""
@@ -72,7 +74,10 @@ class DraftInbox:
         places = self._grow(draft)
         if places is not None:
             deepest = max(node.position for node in self.tree.nodes.values())
-            self.arrivals.on_useful_draft(now, deepest - self._prefix.length + 1, places)
+            depth = deepest - self._prefix.length + 1
+            responds = ROOT in draft.parents and draft.base_position >= self._missed_length
+            self.arrivals.on_useful_draft(now, depth, places, responds=responds)
+            self._missed_length = 0
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
         return None
 
@@ -217,6 +222,7 @@ class DraftInbox:
         if not self.tree.nodes:
             self._waiting_since = None
             self.arrivals.on_miss(verdict.now)
+            self._missed_length = self._missed_length or self._prefix.length
 
     def _count_place(self, rank: int | None, offered: int) -> None:
         """Count a place that was decided: by the sibling of this rank, or by none of them."""

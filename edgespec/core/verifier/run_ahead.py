@@ -73,6 +73,10 @@ class ArrivalEstimator:
     *response*. Otherwise drafts come at the device's own rhythm; the delay between two of them is
     the *gap*. The estimate is the time of the last event plus the moving average of the response or
     the gap.
+
+    A distant device has drafts in flight when a commit leaves the tree empty. Such a draft is still
+    useful if it fits the output. It was not made in response to that commit, so it ends the miss as
+    a gap, and no response counts as shorter than a round trip.
     """
 
     def __init__(self, history: DraftHistory | None = None) -> None:
@@ -117,10 +121,15 @@ class ArrivalEstimator:
         if self._missed_at is None:
             self._missed_at = now
 
-    def on_useful_draft(self, now: float, depth: int = 1, places: int = 1) -> None:
+    def on_useful_draft(
+        self, now: float, depth: int = 1, places: int = 1, *, responds: bool = True
+    ) -> None:
         """Note that a draft with a usable node arrived, after which the tree is ``depth`` nodes
-        deep. The draft has candidates for ``places`` places."""
+        deep. The draft has candidates for ``places`` places. ``responds`` is whether the device had
+        received the commit of the miss, if there was a miss, when it made the draft."""
         history = self._history
+        if not responds:
+            self._missed_at = None
         since = self._arrived_at if self._missed_at is None else self._missed_at
         if since is not None:
             for average in (self._interval_s, history.interval_s):
