@@ -48,7 +48,7 @@ COMMON: Final = frozenset(
 )
 CHAT: Final = COMMON | frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
-    " chat_template_kwargs reasoning_effort verbosity"
+    " chat_template_kwargs reasoning_effort verbosity thinking_token_budget"
     # Not OpenAI's: continuation of the last message.
     " continue_final_message add_generation_prompt".split()
 )
@@ -61,7 +61,7 @@ IGNORED: Final = frozenset(
 request. The output is the same, so they are not reported as ignored."""
 _UNSUPPORTED_BY_NEUTRAL_VALUE: Final[tuple[tuple[tuple[Any, ...], str], ...]] = (
     ((), "audio chat_template truncate_prompt_tokens web_search_options allowed_token_ids"),
-    ((), "guided_whitespace_pattern structural_tag thinking_token_budget negative_prompt"),
+    ((), "guided_whitespace_pattern structural_tag negative_prompt"),
     ((True,), "skip_special_tokens spaces_between_special_tokens do_sample"),
     ((False,), "include_stop_str_in_output use_beam_search echo ban_eos_token"),
     ((0,), "mirostat dry_multiplier xtc_probability dynatemp_range top_a smoothing_factor"),
@@ -215,6 +215,9 @@ _OTHER_SERVERS: Final[Mapping[str, tuple[str, Callable[[str, Any], Any] | None]]
     "guided_regex": ("regex", None),
     "guided_grammar": ("grammar", None),
     "guided_choice": ("regex", _choice_regex),
+    "thinking_budget_tokens": ("thinking_token_budget", None),
+    "thinking_budget": ("thinking_token_budget", None),
+    "reasoning_budget": ("thinking_token_budget", None),
     "guided_json": ("response_format", _schema_format),
     "guided_json_object": ("response_format", _object_format),
     "json_schema": ("response_format", _schema_format),
@@ -303,6 +306,8 @@ class GenerationRequest:
     """Names of fields as the client sent them, by our names, for errors."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables for the chat template."""
+    thinking_budget: int | None = None
+    """Limit on the tokens of the thought before the answer; None: there is none."""
     adds_special_tokens: bool = True
     """Whether the tokenizer adds the tokens that begin a text. A chat template writes them
     itself."""
@@ -383,6 +388,7 @@ def _chat_request(
         single_call=_names_function(fields) or not allows_parallel_calls,
         forces_call=is_forced,
         variables=variables,
+        thinking_budget=_read_thinking_budget(fields),
         adds_special_tokens=fields.boolean("add_special_tokens"),
         continues_last_message=continues,
         has_generation_prompt=generation_prompt,
@@ -502,6 +508,12 @@ def _read_length(fields: Fields, name: str) -> int | None:
     if length == 0:
         raise fields.error(name, "is 0, but a text has at least 1 token (-1: as many as fit)")
     return None if length is None else MAX_TOKENS if length < 0 else min(length, MAX_TOKENS)
+
+
+def _read_thinking_budget(fields: Fields) -> int | None:
+    """Return the limit on the tokens of a thought. As in llama.cpp, -1 means that there is none."""
+    budget = fields.integer("thinking_token_budget", -1, MAX_TOKENS)
+    return None if budget == -1 else budget
 
 
 _LENGTH_FIELDS: Final = ("max_completion_tokens", "max_tokens")

@@ -33,6 +33,7 @@ from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.admission import RETRY_AFTER_S, Admission, current_client
+from edgespec.endpoint.answer_grammar import BUDGET, constrain_answer
 from edgespec.endpoint.bodies import BodyRoom
 from edgespec.endpoint.chat_prompt import (
     call_format,
@@ -79,6 +80,7 @@ from edgespec.endpoint.requests import (
     completion_request,
 )
 from edgespec.endpoint.responses import convert_to_chat
+from edgespec.endpoint.thoughts import thought_format
 from edgespec.endpoint.tool_calls import (
     call_or_json_grammar,
     forced_call_grammar,
@@ -659,6 +661,7 @@ class Endpoint:
                 )
             if request.tools:
                 request = await self.run_reader(self._constrain_to_calls, request, prompt)
+            request = await self.run_reader(self._constrain_answer, request, prompt)
             request = await self._with_compiled_constraint(request)
             return self._with_choices(
                 envelope, request, chosen, [prompt.tokens], prompt.is_thinking
@@ -908,7 +911,12 @@ class Endpoint:
         elif constraint is None and strict:
             try:
                 constraint = free_call_grammar(
-                    form, tools, strict, names, is_thinking=prompt.is_thinking
+                    form,
+                    tools,
+                    strict,
+                    names,
+                    is_thinking=prompt.is_thinking,
+                    has_thoughts=request.thinking_budget is None,
                 )
                 is_optional = True
             except ApiError:
@@ -921,6 +929,44 @@ class Endpoint:
             constraint_param=param,
             is_constraint_optional=is_optional,
             ignored_fields=(*request.ignored_fields, *left_out),
+        )
+
+    def _constrain_answer(self, request: GenerationRequest, prompt: _Prompt) -> GenerationRequest:
+        """Return the request with a constraint that begins behind the model's thought, and with the
+        limit on the thought. Without a known format of thoughts the limit has no effect."""
+        template = self.tokenizer.chat_template(tools=bool(request.tools))
+        form = None if template is None else thought_format(template.source)
+        budget = request.thinking_budget
+        if request.is_constraint_optional and budget is None:
+            return request  # the grammar of free text with calls has the thought
+        if form is None:
+            if budget is None:
+                return request
+            return replace(request, ignored_fields=(*request.ignored_fields, BUDGET))
+        try:
+            constraint = constrain_answer(
+                request.sampling.constraint,
+                form,
+                self.tokenizer,
+                is_thinking=prompt.is_thinking,
+                budget=budget,
+            )
+        except ApiError:
+            if not request.is_constraint_optional or budget is not None:
+                raise
+            # The promise about strict tools is reported as lost.
+            sampling = replace(request.sampling, constraint=None)
+            ignored = (*request.ignored_fields, STRICT_TOOLS)
+            return replace(
+                request, sampling=sampling, is_constraint_optional=False, ignored_fields=ignored
+            )
+        return replace(
+            request,
+            sampling=replace(request.sampling, constraint=constraint),
+            is_constraint_optional=request.is_constraint_optional and budget is None,
+            constraint_param=_constraint_param(request)
+            if request.sampling.constraint is not None
+            else BUDGET,
         )
 
     def _output_form(self, request: GenerationRequest, is_thinking: bool) -> OutputForm:

@@ -567,13 +567,15 @@ def free_call_grammar(
     names: TokenNames,
     *,
     is_thinking: bool = False,
+    has_thoughts: bool = True,
 ) -> Constraint:
     """Return the grammar of an output that is any text with calls in it. Arguments of the
     ``strict`` tools must fit their schemas. Raises ``ApiError``.
 
     If the mark of a call is a token, any other token may stand outside of calls. If it is not, the
     text is UTF-8 that does not contain the mark. A thought whose marks are tokens may contain
-    anything. ``is_thinking``: the output begins inside one."""
+    anything. ``is_thinking``: the output begins inside one. Without ``has_thoughts`` the grammar is
+    the one of an answer behind the thought."""
     opening = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}.get(form, MISTRAL_MARK)
     mark = names.added.get(opening)
     rules = _call_rules(form, tools, strict, names)
@@ -597,6 +599,11 @@ def free_call_grammar(
             [*lines, *_call_rules(form, tools, strict, names, rule_name="behind")]
         )
     # The alternatives at each place are disjoint sets of tokens, since llguidance follows only one.
+    openings = {names.added[one] for one in _THOUGHTS if one in names.added}
+    if not has_thoughts:
+        kept_out = _token_set({mark, *openings})
+        lines = [f"start: free ({calls} free)*", f"free: <[^{kept_out}]>*"]
+        return _grammar_constraint([*lines, *rules])
     lines = [f"rest: free ({calls} free)*", f"free: <[^{mark}]>*"]
     begins, starts = set[int](), list[str]()
     for begin, end in _THOUGHTS.items():

@@ -446,7 +446,7 @@ def to_guidance_grammar(constraint: Constraint, added: Mapping[str, int] | None 
 
     match constraint.kind:
         case ConstraintKind.GRAMMAR:
-            lark = _bound_json_space(_translate_gbnf(constraint.text), added or {})
+            lark = _bound_json_space(translate_gbnf(constraint.text), added or {})
             return LLMatcher.grammar_from_lark(lark)
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
@@ -495,7 +495,7 @@ _MAX_GBNF_CHARACTERS = 8192
 twice the length four times as long."""
 
 
-def _translate_gbnf(text: str) -> str:
+def translate_gbnf(text: str) -> str:
     """Return a grammar in Lark's notation. One in llama.cpp's notation (GBNF), whose rules are
     written with ``::=``, is translated. Raises ``ConstraintError``."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark, is_lark_syntax

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from edgespec.core.device.events import TokenKind
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Piece
+from edgespec.endpoint.answer_grammar import constrain_answer
 from edgespec.endpoint.marks import MarkToken
 from edgespec.endpoint.output_parser import OutputForm, OutputParser, Part, join_parts
+from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.thoughts import (
+    HARMONY,
     THINK,
     Thought,
     ThoughtFormat,
@@ -26,8 +33,12 @@ from edgespec.endpoint.thoughts import (
     thought_format,
 )
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat
+from edgespec.models.grammar import GrammarReader
+from edgespec.models.tokenizer import TextTokenizer
 from tests.endpoint.live_endpoint import ScriptedAgent, ask, events_of, over_script
-from tests.kit.letters import LettersTokenizer
+from tests.kit.letters import LettersTokenizer, Untried
+from tests.kit.tiny_checkpoints import write_tokenizer
+from tests.present import present
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% set end = '</think>' %}"
@@ -203,3 +214,117 @@ async def test_a_template_without_thoughts_has_none() -> None:
     async with over_script(agent, LettersTokenizer("{{ messages[0].content }}")) as live:
         message = (await ask(live, CHAT, ASKED)).json["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "<think>a</think>c", "refusal": None}
+
+
+# --- constraints behind a thought, and its budget -------------------------------------------------
+
+
+SCHEMA = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}')
+REGEX = Constraint(ConstraintKind.REGEX, r"a/b|c\/d")
+GRAMMAR = Constraint(ConstraintKind.GRAMMAR, 'start: "yes" x\nx: "1" | "}"')
+GBNF = Constraint(ConstraintKind.GRAMMAR, 'root ::= "yes" "1"')
+SPECIAL = ["<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"]
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("spelled"), [])
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("special"), [*SPECIAL, "<|return|>"])
+
+
+def make_tokenizer(folder: Path, marks: Sequence[str]) -> TextTokenizer:
+    write_tokenizer(folder)
+    if marks:
+        library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        library.add_special_tokens([*marks])
+        library.save(str(folder / "tokenizer.json"))
+    return TextTokenizer(folder)
+
+
+def accepts(tokenizer: TextTokenizer, constraint: Constraint | None, text: str) -> tuple[bool, ...]:
+    """Return whether a grammar accepts the tokens of a text, and whether it may end there."""
+    assert constraint is not None
+    reader = GrammarReader(lambda: tokenizer.copy_tokenizer().to_str())
+    reader.trials = Untried()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    matcher = present(reader(constraint).matcher)()
+    count = matcher.consume(tokens)
+    return count == len(tokens), count == len(tokens) and matcher.can_end
+
+
+@pytest.mark.parametrize(
+    ("constraint", "right", "wrong"),
+    [(SCHEMA, "12", "x"), (REGEX, "a/b", "a-"), (GRAMMAR, "yes}", "no"), (GBNF, "yes1", "no")],
+)
+@pytest.mark.parametrize("is_thinking", [False, True])
+@pytest.mark.parametrize("kind", ["spelled", "special"])
+def test_a_constraint_begins_behind_the_thought(
+    request: pytest.FixtureRequest,
+    kind: str,
+    is_thinking: bool,
+    constraint: Constraint,
+    right: str,
+    wrong: str,
+) -> None:
+    tokenizer: TextTokenizer = request.getfixturevalue(kind)
+    found = constrain_answer(constraint, THINK, tokenizer, is_thinking=is_thinking)
+    thought = f"{'' if is_thinking else '<think>'}\nno {{\n</think>"
+    assert accepts(tokenizer, found, thought) == (True, False)
+    assert accepts(tokenizer, found, f"{thought}\n\n{right}") == (True, True)
+    assert accepts(tokenizer, found, f"{thought}{wrong}") == (False, False)
+    if not is_thinking:
+        assert accepts(tokenizer, found, right) == (True, True)
+        assert accepts(tokenizer, found, wrong) == (False, False)
+
+
+def test_a_constraint_holds_the_last_message_of_harmony(special: TextTokenizer) -> None:
+    found = constrain_answer(SCHEMA, HARMONY, special, is_thinking=False)
+    between = "<|end|><|start|>assistant"
+    assert accepts(special, found, f"{FINAL}12") == (True, True)
+    assert accepts(special, found, f"{ANALYSIS}no{between}{FINAL}12") == (True, True)
+    assert accepts(special, found, f"{ANALYSIS}no{between}{FINAL}x") == (False, False)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3, 900])
+@pytest.mark.parametrize("constraint", [None, SCHEMA])
+def test_a_thought_ends_where_its_budget_does(
+    special: TextTokenizer, budget: int, constraint: Constraint | None
+) -> None:
+    limited = partial(constrain_answer, constraint, names=special, budget=budget)
+    answer = "12" if constraint is not None else "Well 12."
+    close = "<|end|><|start|>assistant"
+    for form, is_thinking, opening, end in (
+        (THINK, True, "", "</think>"),
+        (THINK, False, "<think>", "</think>"),
+        (HARMONY, False, ANALYSIS, f"{close}{FINAL}"),
+    ):
+        found = limited(form=form, is_thinking=is_thinking)
+        within, beyond = "a" * budget, "a" * (budget + 1)
+        assert len(special.encode(within, add_special_tokens=False)) == budget
+        assert accepts(special, found, opening + within) == (True, False)
+        assert accepts(special, found, opening + beyond) == (False, False)
+        assert accepts(special, found, opening + within + end + answer) == (True, True)
+        assert accepts(special, found, opening + "a" * (budget // 2) + end + answer) == (True, True)
+
+
+def test_a_budget_needs_a_mark_that_is_a_token(spelled: TextTokenizer) -> None:
+    with pytest.raises(ApiError, match="'</think>', which ends a thought of this model"):
+        constrain_answer(None, THINK, spelled, is_thinking=True, budget=4)
+    assert constrain_answer(None, THINK, spelled, is_thinking=True) is None
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget_tokens"])
+async def test_a_budget_is_read_under_the_names_of_other_servers(name: str) -> None:
+    agent = ScriptedAgent(["c"])
+    async with over_script(agent, LettersTokenizer("{{ messages[0].content }}")) as live:
+        ignored = await ask(live, CHAT, {**ASKED, name: 4})
+        unlimited = await ask(live, CHAT, {**ASKED, name: -1})
+        wrong = await ask(live, CHAT, {**ASKED, name: -2})
+    assert ignored.headers["x-edgespec-ignored"] == "thinking_token_budget"
+    assert "x-edgespec-ignored" not in unlimited.headers
+    assert (wrong.status, wrong.error["param"]) == (400, name)
