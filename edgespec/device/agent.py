@@ -13,6 +13,7 @@ import logging
 import operator
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Protocol, assert_never
@@ -28,7 +29,12 @@ from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.checks import check_range, is_unicode
-from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError, ConstraintError
+from edgespec.core.protocol.constraint import (
+    Constraint,
+    ConstraintBusyError,
+    ConstraintError,
+    tokens_constraint,
+)
 from edgespec.core.protocol.errors import (
     ConnectError,
     InvalidRequest,
@@ -419,6 +425,40 @@ class Agent:
             finally:  # also where it is cancelled a second time
                 route.close()
             await self._record(tokens, committed)
+
+    async def score(
+        self,
+        prompt: Sequence[int],
+        logprobs: int,
+        *,
+        conversation: str = "",
+        model: str = "",
+    ) -> tuple[TokenScore, ...]:
+        """Return the scores of the tokens of a prompt behind its first one, each with the
+        ``logprobs`` likeliest tokens at its place.
+
+        The verifier generates the prompt from its first token under a constraint that allows
+        nothing else; since it drafts what a constraint forces, a pass computes many tokens. Scores
+        are of the target's raw distribution, so the constraint does not change them. Raises what
+        ``generate`` raises, ``ValueError`` for more than ``MAX_FORCED_TOKENS`` tokens, and
+        ``GenerationError`` if a broken link lost scores."""
+        if len(prompt) < 2:
+            return ()
+        constraint = tokens_constraint(prompt[1:])
+        sampling = SamplingParams(
+            max_tokens=len(prompt) - 1, ignore_eos=True, constraint=constraint
+        )
+        scores: list[TokenScore] = []
+        generation = self.generate(
+            prompt[:1], sampling, logprobs=logprobs, conversation=conversation, model=model
+        )
+        async with aclosing(generation) as chunks:
+            async for chunk in chunks:
+                scores += chunk.logprobs
+        if len(scores) != len(prompt) - 1:
+            found = f"{len(scores)} of the {len(prompt) - 1} scores arrived"
+            raise GenerationError(f"{found}: a link broke, try again")
+        return tuple(scores)
 
     async def _prepare(self) -> None:
         """Prepare the agent before each generation. Raises ``GenerationError`` if that fails."""

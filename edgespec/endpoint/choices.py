@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,10 +40,10 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A generated token with its score."""
+    """A token with its score; only the first token of a prompt has none."""
 
     token: int
-    score: TokenScore
+    score: TokenScore | None
     offset: int
     """Number of characters in the output before the token's own text. A token that only continues
     or only completes a character has the place of that character."""
@@ -87,6 +88,8 @@ class Choice:
     left_out: tuple[str, ...] = ()
     """Promises of the request that could not be kept, as words for a header."""
     scores: list[ScoredToken] = field(default_factory=list)
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
+    """Scores of the prompt, if it is repeated with scores."""
     tokens: int = 0
     reasoning_tokens: int = 0
     """Tokens of the thought, its marks included."""
@@ -142,6 +145,15 @@ class Choice:
         scores = self._score_tokens(chunk) if self.request.logprobs is not None else []
         self.scores += scores
         return Delta(new_items, scores)
+
+    def score_prompt(self, scores: Sequence[TokenScore]) -> None:
+        """Store the scores of the prompt's tokens behind the first one, with their places in
+        ``echo``. A token that the text does not show has the place of the next one."""
+        decode, place = getincrementaldecoder("utf-8")("replace").decode, 0
+        for token, score in zip(self.prompt, (None, *scores), strict=True):
+            self.prompt_scores.append(ScoredToken(token, score, min(place, len(self.echo))))
+            text = decode(self.token_bytes(token))
+            place += len(text) if self.echo.startswith(text, place) else 0
 
     def _score_tokens(self, chunk: Chunk) -> list[ScoredToken]:
         """Return the tokens of a chunk that have scores, with their places in the output."""
@@ -355,20 +367,32 @@ class CompletionEnvelope(ChoicesEnvelope):
 
     prefix = "cmpl-"
     whole_object = delta_object = "text_completion"
+    _echoed: set[int] = field(default_factory=set)
+    """Indices of the choices whose prompt was written."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        return self._chunks(*(self._part(one, one.echo, None) for one in choices if one.echo))
+        return b"".join(self._echo(one) for one in choices if not one.request.scores_prompt)
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
         text = "".join(part for part in delta.parts if isinstance(part, str))
-        return self._chunks(self._part(choice, text, delta.scores or None))
+        return self._echo(choice) + self._chunks(self._part(choice, text, delta.scores or None))
 
     def closing(self, choice: Choice) -> bytes:
-        return self._chunks(self._part(choice, "", None) | {"finish_reason": choice.finish})
+        last = self._part(choice, "", None) | {"finish_reason": choice.finish}
+        return self._echo(choice) + self._chunks(last)
+
+    def _echo(self, choice: Choice) -> bytes:
+        """Return the event with the prompt of a choice, once. A prompt with scores waits for
+        them."""
+        if choice.index in self._echoed or not choice.echo:
+            return b""
+        self._echoed.add(choice.index)
+        return self._chunks(self._part(choice, choice.echo, choice.prompt_scores or None))
 
     def _choice(self, choice: Choice) -> Json:
-        scores = None if choice.request.logprobs is None else choice.scores
-        return self._part(choice, choice.echo + choice.text, scores)
+        scores = [*choice.prompt_scores, *choice.scores]
+        has_scores = choice.request.logprobs is not None
+        return self._part(choice, choice.echo + choice.text, scores if has_scores else None)
 
     def _part(self, choice: Choice, text: str, scores: Scores | None) -> Json:
         score_object = None if scores is None else self._scores(choice, scores)
@@ -384,8 +408,11 @@ class CompletionEnvelope(ChoicesEnvelope):
 
     def _scores(self, choice: Choice, scores: Scores) -> Json:
         name = partial(choice.token_text, prefix="bytes:")
-        tops = []
+        tops: list[Json | None] = []
         for one in scores:
+            if one.score is None:
+                tops.append(None)
+                continue
             # Each token once, the generated one first with its own score.
             top = {name(one.token): one.score.logprob}
             for token, logprob in one.score.top[: choice.request.logprobs]:
@@ -393,7 +420,7 @@ class CompletionEnvelope(ChoicesEnvelope):
             tops.append(dict(sorted(top.items(), key=lambda item: -item[1])))
         return {
             "tokens": [name(one.token) for one in scores],
-            "token_logprobs": [one.score.logprob for one in scores],
+            "token_logprobs": [one.score and one.score.logprob for one in scores],
             "top_logprobs": tops,
             "text_offset": [one.offset for one in scores],
         }
@@ -615,6 +642,7 @@ def chat_scores(choice: Choice, scores: Scores) -> Json:
             "top_logprobs": [scored(*top) for top in one.score.top[: choice.request.logprobs]],
         }
         for one in scores
+        if one.score is not None
     ]
     return {"content": content, "refusal": None}
 

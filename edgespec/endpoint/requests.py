@@ -283,7 +283,7 @@ class GenerationRequest:
     prompts: tuple[Prompt, ...] = ()
     """Texts to continue."""
     echo: bool = False
-    """Whether each output begins with its prompt."""
+    """Whether each output begins with its prompt. With ``logprobs`` the prompt has scores too."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Conversation whose next message is generated. Empty: ``prompts`` are continued."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -315,6 +315,16 @@ class GenerationRequest:
     """Whether the output continues the last message."""
     has_generation_prompt: bool = True
     """Whether the prompt of a chat ends with the beginning of an assistant's message."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the tokens of each prompt have scores."""
+        return self.echo and self.logprobs is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is generated."""
+        return self.max_tokens == 0
 
 
 @dataclass(slots=True)
@@ -429,9 +439,6 @@ def completion_request(
 def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
     fields, request = _read_common(data, COMPLETION, defaults)
     logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.boolean("echo")
-    if echo and logprobs is not None:
-        why = "and logprobs are both given, but prompts are not scored here"
-        raise fields.error("echo", why, "unsupported_parameter")
     request = replace(
         request,
         prompts=_read_prompts(fields, request.n),
@@ -466,7 +473,7 @@ def _read_common(
     return fields, GenerationRequest(
         model=fields.text("model") or "",
         sampling=_read_sampling(fields, defaults),
-        max_tokens=_read_length(fields, "max_tokens"),
+        max_tokens=_read_length(fields, "max_tokens", 0 if known is COMPLETION else 1),
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
         stream=stream,
         include_usage=options.boolean("include_usage"),
@@ -501,11 +508,12 @@ def _read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
         raise invalid(fields_at_fault[0] if fields_at_fault else "sampling", str(error)) from None
 
 
-def _read_length(fields: Fields, name: str) -> int | None:
+def _read_length(fields: Fields, name: str, least: int = 1) -> int | None:
     """Return the limit on generated tokens, or None if it is left open. As in llama.cpp, -1 means
-    as many as the context has room for; so does a number above any context length."""
+    as many as the context has room for; so does a number above any context length. Only
+    completions may generate nothing (``least`` 0)."""
     length = fields.integer(name, -1, _LARGEST_INTEGER)
-    if length == 0:
+    if length is not None and 0 <= length < least:
         raise fields.error(name, "is 0, but a text has at least 1 token (-1: as many as fit)")
     return None if length is None else MAX_TOKENS if length < 0 else min(length, MAX_TOKENS)
 

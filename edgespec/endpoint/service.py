@@ -25,10 +25,12 @@ from typing import Any, Final, Self, TypeVar
 from edgespec.config.device import EndpointSection
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import (
+    MAX_FORCED_TOKENS,
     ConstraintBusyError,
     ConstraintError,
     ConstraintKind,
 )
+from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.prober import VerifierMonitor
@@ -251,6 +253,19 @@ class RequestRun:
         """Run one generation. Return its error, and whether any chunk of it was produced."""
         has_begun, error = False, None
         try:
+            if choice.request.scores_prompt and not choice.prompt_scores:
+                choice.score_prompt(
+                    await self._agent.score(
+                        choice.prompt,
+                        choice.logprobs,
+                        conversation=choice.request.conversation,
+                        model=choice.model,
+                    )
+                )
+            if choice.request.is_empty:
+                last = Chunk(len(choice.prompt), (), (), FinishReason.LENGTH)
+                await self._unread.put((choice.index, last))
+                return None, True
             generation = self._agent.generate(
                 choice.prompt,
                 choice.sampling,
@@ -694,6 +709,9 @@ class Endpoint:
             ]
             for choice in prepared.choices:
                 choice.echo = texts[choice.index // request.n]
+                if request.scores_prompt and len(choice.prompt) - 1 > MAX_FORCED_TOKENS:
+                    why = f"at most {MAX_FORCED_TOKENS + 1} can be scored"
+                    raise invalid("prompt", f"a prompt has {len(choice.prompt)} tokens, but {why}")
         return prepared
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
@@ -988,6 +1006,11 @@ class Endpoint:
         if request.messages:
             param, default = "messages", default or context_length
         min_tokens = request.sampling.min_tokens
+        if request.is_empty:
+            if context_length is not None and len(tokens) > context_length:
+                why = f"the prompt has {len(tokens)} tokens"
+                raise _context_exceeded(why, context_length, param)
+            return request.sampling
         max_tokens = request.max_tokens or max(default or self.sampling.max_tokens, min_tokens)
         if context_length is not None:
             room = context_length - len(tokens)

@@ -450,6 +450,8 @@ def to_guidance_grammar(constraint: Constraint, added: Mapping[str, int] | None 
             return LLMatcher.grammar_from_lark(lark)
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.TOKENS:
+            raise ConstraintError("a list of tokens is no grammar")
         case ConstraintKind.JSON_SCHEMA:
             with as_constraint_errors(constraint.kind):
                 try:

@@ -17,7 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from edgespec.core.protocol import messages as m
-from edgespec.core.protocol.constraint import ConstrainedText, ConstraintBusyError, ConstraintError
+from edgespec.core.protocol.constraint import (
+    ConstrainedText,
+    ConstraintBusyError,
+    ConstraintError,
+    ConstraintKind,
+    with_tokens_matcher,
+)
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.models.grammar import GrammarReader, ReadConstraint
 
@@ -67,8 +73,11 @@ class ConstraintReader:
     async def read_constraint(
         self, request: m.Open, peer: str, credential: Credential = ANYBODY
     ) -> m.Open | m.Fault:
-        if request.sampling.constraint is None or self._read is None:
+        constraint = request.sampling.constraint
+        if constraint is None or self._read is None:
             return request
+        is_list = constraint.kind is ConstraintKind.TOKENS
+        read = with_tokens_matcher if is_list else self._read
         # The address comes first, so each address has one place in the queue of its API key.
         key = credential.name
         queues = [self._queues.setdefault((key, peer), _ReadQueue(peer, _MAX_PER_ADDRESS))]
@@ -86,7 +95,7 @@ class ConstraintReader:
                     why = f"{limit} grammars of {queue.owner} wait to be read, limit {limit}"
                     raise ConstraintBusyError(why)
             async with asyncio.timeout(GRAMMAR_WITHIN_S):
-                return await self._read_in_turn(request, self._read, queues)
+                return await self._read_in_turn(request, read, queues)
         except ConstraintBusyError as error:
             why = str(error)
         except ConstraintError as error:

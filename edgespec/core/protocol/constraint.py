@@ -1,9 +1,9 @@
-"""Constraints on an output: a JSON schema, a grammar or a regular expression.
+"""Constraints on an output: a JSON schema, a grammar, a regular expression, or a list of tokens.
 
 A constraint is one of the sampling parameters, so it is a part of the law: a token that it forbids
 at a position cannot be chosen there (``sampling.choose``), whatever the draft was. Only its kind
 and its text cross the wire; each end that has a grammar library parses the text for itself
-(``matcher``).
+(``matcher``). A list of tokens needs no library.
 
 A mask is ``bytes``: token t may come next if bit ``t % 8`` of byte ``t // 8`` is set. Ids beyond
 its end, such as those that only pad a model's vocabulary, are forbidden.
@@ -11,9 +11,11 @@ its end, such as those that only pad a model's vocabulary, are forbidden.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Final, Protocol
 
 from edgespec.core.protocol.checks import check_range
@@ -42,6 +44,9 @@ class ConstraintKind(Enum):
     """Lark's notation, as llguidance accepts it."""
     REGEX = "regex"
     """The whole output must match, in the notation of Rust's ``regex``."""
+    TOKENS = "tokens"
+    """The output is exactly these tokens (``tokens_constraint``), end tokens included. With scores
+    such an output shows how likely a text is."""
 
 
 class Matcher(Protocol):
@@ -85,6 +90,63 @@ class Constraint:
         check_range(f"bytes of the {self.kind.value} constraint", size, 1, MAX_CONSTRAINT_BYTES)
 
 
+_BYTES_PER_TOKEN: Final = 3
+MAX_FORCED_TOKENS: Final = MAX_CONSTRAINT_BYTES // 4
+"""Limit on the tokens of one constraint. Each takes four characters."""
+
+
+def tokens_constraint(tokens: Sequence[int]) -> Constraint:
+    """Return the constraint of an output that is exactly ``tokens``, with its matcher. Its text is
+    the base64 of three bytes for each token. Raises ``ValueError`` for too many tokens, for none,
+    and for an id above 24 bits."""
+    check_range("number of forced tokens", len(tokens), 1, MAX_FORCED_TOKENS)
+    for token in tokens:
+        check_range("forced token", token, 0, (1 << 8 * _BYTES_PER_TOKEN) - 1)
+    packed = b"".join(token.to_bytes(_BYTES_PER_TOKEN, "big") for token in tokens)
+    text = base64.b64encode(packed).decode()
+    return with_tokens_matcher(Constraint(ConstraintKind.TOKENS, text))
+
+
+def with_tokens_matcher(constraint: Constraint) -> Constraint:
+    """Return a constraint of kind TOKENS with its matcher. Raises ``ConstraintError``."""
+    try:
+        packed = base64.b64decode(constraint.text, validate=True)
+    except ValueError as error:
+        raise ConstraintError(f"the text of a tokens constraint is no base64: {error}") from None
+    if len(packed) % _BYTES_PER_TOKEN:
+        raise ConstraintError(f"a tokens constraint has {len(packed)} bytes, no multiple of 3")
+    tokens = tuple(
+        int.from_bytes(packed[place : place + _BYTES_PER_TOKEN], "big")
+        for place in range(0, len(packed), _BYTES_PER_TOKEN)
+    )
+    return replace(constraint, matcher=partial(TokensMatcher, tokens))
+
+
+class TokensMatcher:
+    """A ``Matcher`` that allows one list of tokens."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens, self._count = tokens, 0
+
+    @property
+    def can_end(self) -> bool:
+        return self._count == len(self._tokens)
+
+    def mask(self) -> bytes:
+        return b"" if self.can_end else pack_mask(self._tokens[self._count : self._count + 1])
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        before = self._count
+        for token in tokens:
+            if self.can_end or token != self._tokens[self._count]:
+                break
+            self._count += 1
+        return self._count - before
+
+    def rollback(self, count: int) -> None:
+        self._count -= count
+
+
 def allows(mask: bytes, token: int) -> bool:
     place = token >> 3
     return place < len(mask) and bool(mask[place] >> (token & 7) & 1)
@@ -113,8 +175,10 @@ class ConstrainedText:
         if constraint.matcher is None:
             kind = constraint.kind.value
             raise ConstraintError(f"no grammar library is installed here to parse a {kind}")
-        self._end_tokens = frozenset(end_tokens)
-        if not self._end_tokens:
+        # A list of tokens may have end tokens in it, which do not end the output.
+        is_list = constraint.kind is ConstraintKind.TOKENS
+        self._end_tokens = frozenset() if is_list else frozenset(end_tokens)
+        if not self._end_tokens and not is_list:
             raise ConstraintError("a constraint needs a model with an end token")
         self._ends = pack_mask(self._end_tokens)
         self._matcher: Matcher = constraint.matcher()

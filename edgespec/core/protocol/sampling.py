@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from edgespec.core.protocol.checks import check_limits, check_range, limited
-from edgespec.core.protocol.constraint import Constraint, allows
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind, allows
 
 # Shared noise: Gumbel(seed, position, token id) as a pure function. argmax(logits + Gumbel noise)
 # samples from softmax(logits), and a device that adds the same noise to its own logits often picks
@@ -165,7 +165,10 @@ class SamplingParams:
             raise ValueError(f"{more}: the minimum must not exceed the maximum")
         for token, bias in self.logit_bias.items():
             check_range(f"logit_bias[{token}]", bias, -1e4, 1e4)
-        if self.constraint is not None and self.ignore_eos:
+        is_grammar = (
+            self.constraint is not None and self.constraint.kind is not ConstraintKind.TOKENS
+        )
+        if is_grammar and self.ignore_eos:
             raise ValueError("ignore_eos is true, but must be false with a constraint")
 
     def end_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:

@@ -13,6 +13,7 @@ class ConstraintKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CONSTRAINT_KIND_JSON_SCHEMA: _ClassVar[ConstraintKind]
     CONSTRAINT_KIND_GRAMMAR: _ClassVar[ConstraintKind]
     CONSTRAINT_KIND_REGEX: _ClassVar[ConstraintKind]
+    CONSTRAINT_KIND_TOKENS: _ClassVar[ConstraintKind]
 
 class RunAhead(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ CONSTRAINT_KIND_UNSPECIFIED: ConstraintKind
 CONSTRAINT_KIND_JSON_SCHEMA: ConstraintKind
 CONSTRAINT_KIND_GRAMMAR: ConstraintKind
 CONSTRAINT_KIND_REGEX: ConstraintKind
+CONSTRAINT_KIND_TOKENS: ConstraintKind
 RUN_AHEAD_UNSPECIFIED: RunAhead
 RUN_AHEAD_AUTO: RunAhead
 RUN_AHEAD_ALWAYS: RunAhead
