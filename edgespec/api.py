@@ -33,6 +33,7 @@ from edgespec.local_verifier import LocalVerifier, run_verifier
 
 if TYPE_CHECKING:
     from edgespec.device.build import PromptTokenizer
+    from edgespec.endpoint.chat_prompt import ChatPrompt as RenderedPrompt
     from edgespec.endpoint.output_parser import Part
     from edgespec.endpoint.tool_calls import ToolCall
 
@@ -494,8 +495,8 @@ class _ChatPrompt:
     """The prompt of a conversation, and what reading the answer takes."""
 
     tokens: tuple[int, ...]
-    is_thinking: bool
-    """The answer begins inside a thought that the template opened."""
+    written: RenderedPrompt
+    """The prompt as text."""
     tokenizer: PromptTokenizer
 
 
@@ -517,7 +518,7 @@ def _write_prompt(
     if template is None:
         raise ValueError("this model has no chat template: use complete() or stream()")
     written = write_chat_prompt(template, messages, tools)
-    return _ChatPrompt(tuple(tokenizer.encode(written.text)), written.is_thinking, tokenizer)
+    return _ChatPrompt(tuple(tokenizer.encode(written.text)), written, tokenizer)
 
 
 async def _read_parts(
@@ -531,9 +532,7 @@ async def _read_parts(
 
     template = prompt.tokenizer.chat_template(tools=bool(tools))
     assert template is not None
-    names = [tool["function"]["name"] for tool in tools]
-    form = output_form(template, names, is_thinking=prompt.is_thinking)
-    parser = form.make_parser(prompt.tokenizer)
+    parser = output_form(template, tools, prompt.written).make_parser(prompt.tokenizer)
     if parser is None:
         return await stream.read()
     found: list[Part] = []

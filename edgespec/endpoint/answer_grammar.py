@@ -30,6 +30,7 @@ def constrain_answer(
     *,
     is_thinking: bool,
     budget: int | None = None,
+    is_call: bool = False,
 ) -> Constraint | None:
     """Return the constraint of an output that may begin with a thought.
 
@@ -39,6 +40,8 @@ def constrain_answer(
         names: The tokens of the vocabulary.
         is_thinking: Whether the output begins inside a thought.
         budget: Limit on the tokens of the thought; None: there is none.
+        is_call: Whether the constraint is one of calls. In harmony it then has the header of its
+            message.
 
     Returns None if nothing is constrained. Raises ``ApiError``, for instance for a budget where the
     closing mark is no token.
@@ -47,7 +50,7 @@ def constrain_answer(
         return None
     end = names.added.get(form.end)
     if form.is_harmony:
-        lines = _harmony_lines(form, names, constraint, budget)
+        lines = _harmony_lines(form, names, constraint, budget, is_call=is_call)
     elif end is not None:
         lines = _token_lines(form, names, end, constraint, budget, is_thinking=is_thinking)
     elif constraint is None or budget is not None:
@@ -98,7 +101,12 @@ def _free_thought(ends: Collection[int], end: int, budget: int | None) -> list[s
 
 
 def _harmony_lines(
-    form: ThoughtFormat, names: TokenNames, constraint: Constraint | None, budget: int | None
+    form: ThoughtFormat,
+    names: TokenNames,
+    constraint: Constraint | None,
+    budget: int | None,
+    *,
+    is_call: bool,
 ) -> list[str]:
     """Return the rules of an output that is messages in channels."""
     ids = {mark: names.added.get(mark) for mark in (form.begin, form.end, *_HARMONY)}
@@ -112,8 +120,9 @@ def _harmony_lines(
     ends = (end, tokens["<|call|>"], tokens["<|return|>"])
     opening = f'<[{channel}]> "analysis" <[{message}]>'
     if constraint is not None:
+        header = "" if is_call else f'<[{channel}]> "final" <[{message}]>'
         return [
-            f'start: analysis? <[{channel}]> "final" <[{message}]> answer',
+            f"start: analysis? {header} answer",
             f'analysis: {opening} {_any_but(ends, budget)} <[{end}]> <[{begin}]> "assistant"',
         ]
     others = f'<[{channel}]> ("final" | "commentary") rest | <[^{channel}]> rest | ""'

@@ -13,10 +13,11 @@ message.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from edgespec.endpoint.harmony import START_OF_ANSWER
 from edgespec.endpoint.output_parser import OutputForm
 from edgespec.endpoint.request_json import compact_json
 from edgespec.endpoint.thoughts import ends_in_thought, thought_format
@@ -30,6 +31,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 _SEPARATOR: Final = "\n\n"
 """Separator between texts that are joined into one message."""
+_MAX_BEGINNING: Final = 4096
+"""Characters of a message to continue that are read for its header."""
 _SHORT_ID_LENGTH: Final = 9
 """Length of a call id that the templates of Mistral accept."""
 _PREAMBLE: Final = f"""\
@@ -63,16 +66,15 @@ def call_format(template: ChatTemplate) -> ToolFormat:
     return _template_format(template) or ToolFormat.HERMES
 
 
-def output_form(
-    template: ChatTemplate, tool_names: Collection[str], *, is_thinking: bool
-) -> OutputForm:
-    """Return the way in which a model with this template writes an output. Without
-    ``tool_names`` no call is read."""
+def output_form(template: ChatTemplate, tools: Tools, prompt: ChatPrompt) -> OutputForm:
+    """Return the way in which a model with this template writes the output for ``prompt``. Without
+    ``tools`` no call is read."""
     return OutputForm(
         thoughts=thought_format(template.source),
-        calls=call_format(template) if tool_names else None,
-        tool_names=tool_names,
-        is_thinking=is_thinking,
+        calls=call_format(template) if tools else None,
+        schemas={one["function"]["name"]: one["function"].get("parameters") or {} for one in tools},
+        is_thinking=prompt.is_thinking,
+        beginning=prompt.text.rpartition(START_OF_ANSWER)[2][-_MAX_BEGINNING:],
     )
 
 

@@ -96,6 +96,13 @@ def stand_ins(tokens: Mapping[int, MarkToken]) -> dict[str, str]:
     return {mark: mark for mark in _ALL_MARKS} | {one.text: one.sign for one in tokens.values()}
 
 
+def write_signs(tokens: Mapping[int, MarkToken], text: str) -> str:
+    """Return ``text`` with signs for the marks in it that are tokens."""
+    for one in tokens.values():
+        text = text.replace(one.text, one.sign)
+    return text
+
+
 def replace_signs(texts: Mapping[str, str], text: str) -> str:
     """Return ``text`` with signs replaced by their texts."""
     for sign, written in texts.items():

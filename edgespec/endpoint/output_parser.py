@@ -6,11 +6,21 @@ their order, and writes them in its own form.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from edgespec.device.agent import Piece
-from edgespec.endpoint.marks import MarkedText, MarkToken, TokenNames, mark_tokens, replace_signs
+from edgespec.endpoint.harmony import HarmonyReader
+from edgespec.endpoint.marks import (
+    HARMONY_MARKS,
+    MarkedText,
+    MarkToken,
+    TokenNames,
+    mark_tokens,
+    replace_signs,
+    write_signs,
+)
 from edgespec.endpoint.thoughts import Thought, ThoughtFormat, ThoughtReader
 from edgespec.endpoint.tool_calls import (
     CallArguments,
@@ -34,14 +44,23 @@ class OutputForm:
     """None: it writes no thoughts, or in an unknown format."""
     calls: ToolFormat | None = None
     """None: no calls are expected."""
-    tool_names: Collection[str] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Schemas of the parameters of the tools, by their names."""
     is_thinking: bool = False
     """Whether the output begins inside a thought."""
+    beginning: str = ""
+    """In harmony, the part of the output's first message that the prompt holds."""
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.thoughts is not None and self.thoughts.is_harmony
 
     def make_parser(self, names: TokenNames) -> OutputParser | None:
         """Return a parser of one output for a vocabulary, or None if the output is plain text."""
         if self.thoughts is None and self.calls is None:
             return None
+        if self.is_harmony:
+            return OutputParser(self, mark_tokens(names, HARMONY_MARKS))
         marks = set[str]()
         if self.thoughts is not None:
             marks |= {self.thoughts.begin, self.thoughts.end}
@@ -64,15 +83,21 @@ class OutputParser:
         self._texts = {token.sign: token.written for token in tokens.values()}
         self._thoughts: ThoughtReader | None = None
         self._calls: ToolReader | None = None
+        self._harmony: HarmonyReader | None = None
+        if form.is_harmony:
+            self._harmony = HarmonyReader(form.schemas, tokens)
+            self._harmony.push(write_signs(tokens, form.beginning))
+            return
         if form.thoughts is not None:
             self._thoughts = ThoughtReader(form.thoughts, tokens, is_thinking=form.is_thinking)
         if form.calls is not None:
-            self._calls = ToolReader(form.calls, form.tool_names, tokens)
+            self._calls = ToolReader(form.calls, form.schemas, tokens)
 
     @property
     def is_thinking(self) -> bool:
         """Whether the output read so far ends inside a thought."""
-        return self._thoughts is not None and self._thoughts.is_thinking
+        reader = self._harmony or self._thoughts
+        return reader is not None and reader.is_thinking
 
     def push(self, token: int | None, piece: Piece) -> list[Part]:
         """Add the text of one token, or with ``token`` None text that belongs to no token."""
@@ -83,6 +108,9 @@ class OutputParser:
         return self._read(self._marks.flush(), is_last=True)
 
     def _read(self, text: str, *, is_last: bool = False) -> list[Part]:
+        if self._harmony is not None:
+            messages = self._harmony.push(text)
+            return messages + self._harmony.flush() if is_last else messages
         answer: list[str | Thought] = [text] if text else []
         if self._thoughts is not None:
             answer = self._thoughts.push(text)

@@ -82,7 +82,6 @@ from edgespec.endpoint.requests import (
     completion_request,
 )
 from edgespec.endpoint.responses import convert_to_chat
-from edgespec.endpoint.thoughts import thought_format
 from edgespec.endpoint.tool_calls import (
     call_or_json_grammar,
     forced_call_grammar,
@@ -457,8 +456,8 @@ class _Prompt:
     """The prompt of a chat in tokens."""
 
     tokens: list[int]
-    is_thinking: bool
-    """Whether the output begins inside a thought."""
+    form: OutputForm
+    """The way in which the model writes the output."""
     lacks_tools: bool = False
     """Whether the description of the tools was left out."""
 
@@ -678,9 +677,7 @@ class Endpoint:
                 request = await self.run_reader(self._constrain_to_calls, request, prompt)
             request = await self.run_reader(self._constrain_answer, request, prompt)
             request = await self._with_compiled_constraint(request)
-            return self._with_choices(
-                envelope, request, chosen, [prompt.tokens], prompt.is_thinking
-            )
+            return self._with_choices(envelope, request, chosen, [prompt.tokens], prompt.form)
 
     async def prepare_completion(self, data: Mapping[str, Any]) -> PreparedRequest:
         request = await self.run_reader(completion_request, data, self.sampling)
@@ -807,13 +804,14 @@ class Endpoint:
                     rendered.text, context_length, "messages", request.adds_special_tokens
                 )
                 if not may_omit_tools or context_length is None or len(tokens) < context_length:
-                    return _Prompt(tokens, rendered.is_thinking)
+                    form = output_form(template, request.tools, rendered)
+                    return _Prompt(tokens, form)
             except (ApiError, TokenizerError):
                 if not may_omit_tools:
                     raise
             rendered = await self._run_template(write, ())
             tokens = await encode(rendered.text)
-            return _Prompt(tokens, rendered.is_thinking, lacks_tools=True)
+            return _Prompt(tokens, output_form(template, (), rendered), lacks_tools=True)
         except TokenizerError as error:
             raise invalid("messages", str(error)) from None
 
@@ -933,7 +931,7 @@ class Endpoint:
                     tools,
                     strict,
                     names,
-                    is_thinking=prompt.is_thinking,
+                    is_thinking=prompt.form.is_thinking,
                     has_thoughts=request.thinking_budget is None,
                 )
                 is_optional = True
@@ -952,8 +950,7 @@ class Endpoint:
     def _constrain_answer(self, request: GenerationRequest, prompt: _Prompt) -> GenerationRequest:
         """Return the request with a constraint that begins behind the model's thought, and with the
         limit on the thought. Without a known format of thoughts the limit has no effect."""
-        template = self.tokenizer.chat_template(tools=bool(request.tools))
-        form = None if template is None else thought_format(template.source)
+        form = prompt.form.thoughts
         budget = request.thinking_budget
         if request.is_constraint_optional and budget is None:
             return request  # the grammar of free text with calls has the thought
@@ -966,8 +963,9 @@ class Endpoint:
                 request.sampling.constraint,
                 form,
                 self.tokenizer,
-                is_thinking=prompt.is_thinking,
+                is_thinking=prompt.form.is_thinking,
                 budget=budget,
+                is_call=bool(request.tools) and request.sampling.constraint is not None,
             )
         except ApiError:
             if not request.is_constraint_optional or budget is not None:
@@ -986,14 +984,6 @@ class Endpoint:
             if request.sampling.constraint is not None
             else BUDGET,
         )
-
-    def _output_form(self, request: GenerationRequest, is_thinking: bool) -> OutputForm:
-        """Return the way in which the model writes its output for a request."""
-        template = self.tokenizer.chat_template(tools=bool(request.tools))
-        if template is None or not request.messages:
-            return OutputForm()
-        names = [tool["function"]["name"] for tool in request.tools]
-        return output_form(template, names, is_thinking=is_thinking)
 
     def _limit_length(
         self, request: GenerationRequest, tokens: Sequence[int], context_length: int | None
@@ -1046,7 +1036,7 @@ class Endpoint:
         request: GenerationRequest,
         chosen: ModelChoice,
         prompts: Sequence[TokenIds],
-        is_thinking: bool = False,
+        form: OutputForm | None = None,
     ) -> PreparedRequest:
         """Return the request with its choices: n generations for each prompt, in the order of the
         prompts. Generation k (from 0) of a prompt has the seed ``seed_of(seed, k)``."""
@@ -1057,7 +1047,7 @@ class Endpoint:
             request, prompts=(), messages=[], tools=[], variables={}, sent_names=names
         )
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
-        form = self._output_form(request, is_thinking)
+        form = form or OutputForm()
         self._check_ids(request, chosen)
         for prompt in prompts:
             tokens = array("I", prompt)  # 4 bytes each while they wait for a slot

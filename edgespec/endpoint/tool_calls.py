@@ -4,6 +4,14 @@ output to them.
     Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, repeated
     Mistral        [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...}
     Llama 3        {"name": "f", "parameters": {...}} as the whole output, several with ; between
+    Llama 4        [f(key=value), ...] as the whole output, or the format of Llama 3
+    Granite        <|tool_call|>[{"name": "f", "arguments": {...}}, ...]
+    Phi-4-mini     <|tool_call|>[...]<|/tool_call|>, or functools[...]
+    DeepSeek       marks of its own around each name and its JSON, in two forms
+    Qwen3-Coder    <tool_call><function=f><parameter=key>value</parameter></function></tool_call>
+    GLM            <tool_call>f<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+    Gemma          <start_function_call>call:f{key:<escape>value<escape>}<end_function_call>
+    gpt-oss        messages in channels (``harmony.py``)
 
 A mark such as ``<tool_call>`` opens a call only if a whole call follows it. A mark in prose, in a
 code fence or inside ``<think>`` is text, and a mark inside an argument belongs to the argument. If
@@ -20,17 +28,27 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.endpoint.call_notations import (
+    PythonEndFinder,
+    parse_gemma_call,
+    parse_glm_call,
+    parse_python_calls,
+    parse_xml_call,
+)
 from edgespec.endpoint.marks import (
     CALL_MARKS,
+    HARMONY_MARKS,
     MarkToken,
     TokenNames,
+    deepseek_mark,
     partial_mark_length,
     replace_signs,
     stand_ins,
@@ -43,6 +61,8 @@ OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 _ARGUMENTS: Final = "[ARGS]"
 _CALL_ID: Final = "[CALL_ID]"
+_LIST_MARK, _LIST_CLOSE = "<|tool_call|>", "<|/tool_call|>"
+_PYTHON_BEGIN, _PYTHON_END = "<|python_start|>", "<|python_end|>"
 _THOUGHTS: Final[Mapping[str, str]] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 """Marks that open a thought, with the marks that close it."""
 _MOST_CALLS: Final = 8
@@ -56,6 +76,141 @@ class ToolFormat(Enum):
     MISTRAL_NAMED = "mistral_named"
     """For each call a mark, a name and the arguments."""
     LLAMA = "llama"
+    PYTHONIC = "pythonic"
+    GRANITE = "granite"
+    PHI = "phi"
+    DEEPSEEK = "deepseek"
+    """The JSON of a call stands in a code fence, as in V3 and R1."""
+    DEEPSEEK_V31 = "deepseek_v31"
+    QWEN_XML = "qwen_xml"
+    GLM = "glm"
+    GEMMA_FUNCTION = "gemma_function"
+    GEMMA4 = "gemma4"
+    HARMONY = "harmony"
+
+
+_HARMONY_ANSWER: Final = "<|channel|>final<|message|>"
+_BEGIN_CALLS, _BEGIN_CALL = deepseek_mark("tool calls begin"), deepseek_mark("tool call begin")
+_SEPARATOR: Final = deepseek_mark("tool sep")
+_END_CALL, _END_CALLS = deepseek_mark("tool call end"), deepseek_mark("tool calls end")
+
+
+@dataclass(frozen=True, slots=True)
+class _Syntax:
+    """One format as data: its marks, and the text around calls for grammars.
+
+    A run of calls is ``before``, calls with ``between`` in between, and ``after``. A call is
+    ``head``, its arguments and ``tail``; in these, NAME is the tool's name and JSON_NAME its JSON.
+    """
+
+    openings: tuple[str, ...]
+    """Marks of which each opens a call or a run of calls."""
+    close: str = ""
+    """Mark that may close it."""
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    head: str = ""
+    tail: str = ""
+    quote: str = ""
+    """Mark on both sides of a text, in Gemma's notation."""
+    at_start: str = ""
+    """Characters that open a call without a mark at the beginning of an output."""
+
+
+_JSON_CALL: Final = '{"name": JSON_NAME, "arguments": '
+_SYNTAX: Final[Mapping[ToolFormat, _Syntax]] = {
+    ToolFormat.HERMES: _Syntax(
+        (OPEN,), CLOSE, between="\n", head=f"{OPEN}\n{_JSON_CALL}", tail=f"}}\n{CLOSE}"
+    ),
+    ToolFormat.MISTRAL: _Syntax(
+        (MISTRAL_MARK,),
+        before=f"{MISTRAL_MARK}[",
+        between=", ",
+        after="]",
+        head=_JSON_CALL,
+        tail="}",
+    ),
+    ToolFormat.MISTRAL_NAMED: _Syntax((MISTRAL_MARK,), head=f"{MISTRAL_MARK}NAME{_ARGUMENTS}"),
+    ToolFormat.LLAMA: _Syntax(
+        (LLAMA_MARK,),
+        between="; ",
+        head='{"name": JSON_NAME, "parameters": ',
+        tail="}",
+        at_start="{",
+    ),
+    ToolFormat.PYTHONIC: _Syntax(
+        (_PYTHON_BEGIN, LLAMA_MARK),
+        _PYTHON_END,
+        before="[",
+        between=", ",
+        after="]",
+        head="NAME(",
+        tail=")",
+        at_start="[{",
+    ),
+    ToolFormat.GRANITE: _Syntax(
+        (_LIST_MARK, OPEN),
+        before=f"{_LIST_MARK}[",
+        between=", ",
+        after="]",
+        head=_JSON_CALL,
+        tail="}",
+    ),
+    ToolFormat.PHI: _Syntax(
+        (_LIST_MARK, "functools"),
+        _LIST_CLOSE,
+        before=f"{_LIST_MARK}[",
+        between=", ",
+        after=f"]{_LIST_CLOSE}",
+        head=_JSON_CALL,
+        tail="}",
+    ),
+    ToolFormat.DEEPSEEK: _Syntax(
+        (_BEGIN_CALLS,),
+        _END_CALLS,
+        before=_BEGIN_CALLS,
+        between="\n",
+        after=_END_CALLS,
+        head=f"{_BEGIN_CALL}function{_SEPARATOR}NAME\n```json\n",
+        tail=f"\n```{_END_CALL}",
+    ),
+    ToolFormat.DEEPSEEK_V31: _Syntax(
+        (_BEGIN_CALLS,),
+        _END_CALLS,
+        before=_BEGIN_CALLS,
+        after=_END_CALLS,
+        head=f"{_BEGIN_CALL}NAME{_SEPARATOR}",
+        tail=_END_CALL,
+    ),
+    ToolFormat.QWEN_XML: _Syntax(
+        (OPEN, "<function="),
+        CLOSE,
+        between="\n",
+        head=f"{OPEN}\n<function=NAME>\n",
+        tail=f"</function>\n{CLOSE}",
+    ),
+    ToolFormat.GLM: _Syntax((OPEN,), CLOSE, between="\n", head=f"{OPEN}NAME\n", tail=CLOSE),
+    ToolFormat.GEMMA_FUNCTION: _Syntax(
+        ("<start_function_call>",),
+        "<end_function_call>",
+        head="<start_function_call>call:NAME",
+        tail="<end_function_call>",
+        quote="<escape>",
+    ),
+    ToolFormat.GEMMA4: _Syntax(
+        ("<|tool_call>",),
+        "<tool_call|>",
+        head="<|tool_call>call:NAME",
+        tail="<tool_call|>",
+        quote='<|"|>',
+    ),
+    ToolFormat.HARMONY: _Syntax(
+        ("<|channel|>",),
+        head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        tail="<|call|>",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +237,41 @@ CallPart = str | ToolCall | CallArguments
 
 def marks_of_calls(form: ToolFormat) -> Collection[str]:
     """Return the marks that matter to a reader of calls in this format."""
-    return (*CALL_MARKS, *_THOUGHTS, *_THOUGHTS.values())
+    syntax = _SYNTAX[form]
+    written = "".join((syntax.before, syntax.head, syntax.tail, syntax.after, _CALL_ID))
+    marks = {*syntax.openings, syntax.close, syntax.quote}
+    marks |= {mark for mark in CALL_MARKS if mark in written}
+    return (marks & {*CALL_MARKS}) | {*_THOUGHTS, *_THOUGHTS.values()}
+
+
+_TEMPLATE_SIGNS: Final[Sequence[tuple[ToolFormat, tuple[str, ...]]]] = (
+    (ToolFormat.HARMONY, ("<|channel|>", "<|message|>")),
+    (ToolFormat.GEMMA4, ("<|tool_call>",)),
+    (ToolFormat.GEMMA_FUNCTION, ("<start_function_call>",)),
+    (ToolFormat.GLM, (OPEN, "<arg_key>")),
+    (ToolFormat.QWEN_XML, ("<function=", "<parameter=")),
+    (ToolFormat.HERMES, (OPEN,)),
+    (ToolFormat.DEEPSEEK, (_BEGIN_CALLS, "```json")),
+    (ToolFormat.DEEPSEEK_V31, (_BEGIN_CALLS,)),
+    (ToolFormat.MISTRAL_NAMED, (MISTRAL_MARK, _ARGUMENTS)),
+    (ToolFormat.MISTRAL, (MISTRAL_MARK,)),
+    (ToolFormat.PHI, (_LIST_CLOSE,)),
+    (ToolFormat.PHI, ("functools",)),
+    (ToolFormat.GRANITE, (_LIST_MARK,)),
+    (ToolFormat.PYTHONIC, (_PYTHON_BEGIN,)),
+    (ToolFormat.PYTHONIC, ("func_name1(",)),
+    (ToolFormat.LLAMA, ("python_tag",)),
+    (ToolFormat.LLAMA, ("ipython", "parameters")),
+)
+"""Texts by which a template's format is known. The first line of which all texts occur counts."""
 
 
 def tool_format(template: str) -> ToolFormat | None:
     """Return the call format that a chat template's source teaches, or None if it teaches none that
     is known."""
-    if OPEN in template:
-        return ToolFormat.HERMES
-    if MISTRAL_MARK in template:
-        return ToolFormat.MISTRAL_NAMED if _ARGUMENTS in template else ToolFormat.MISTRAL
-    if "python_tag" in template or ("ipython" in template and "parameters" in template):
-        return ToolFormat.LLAMA
-    return None
+    return next(
+        (form for form, signs in _TEMPLATE_SIGNS if all(one in template for one in signs)), None
+    )
 
 
 def _new_id(form: ToolFormat) -> str:
@@ -108,6 +285,7 @@ def _new_id(form: ToolFormat) -> str:
 
 
 _SPACE: Final = " \t\r\n"
+_FENCE_END: Final = re.compile(r"\s*(?:```)?\s*")
 _NAME: Final = re.compile(r"[\w./:-]+")
 _PLAIN_JSON: Final = re.compile(r"[\s,:0-9eE+.\-truefalsn]*")
 _PLAIN_STRING: Final = re.compile(r'[^"\\]*')
@@ -198,6 +376,9 @@ class _Candidate:
     at: int = 0
     """Index in the body up to which it was read."""
     scan: _JsonEndFinder | None = None
+    python: PythonEndFinder | None = None
+    is_behind_arguments: bool = False
+    """Whether the marks that end one of several calls are still to be read."""
     calls: list[ToolCall] = field(default_factory=list)
 
 
@@ -212,7 +393,7 @@ class ToolReader:
 
     Args:
         form: The format in which the model writes calls.
-        names: Names of the tools.
+        names: Names of the tools, or the schemas of their parameters by name.
         tokens: Marks that are tokens, by id. The text has signs for them (``MarkedText``).
         is_thinking: Whether the output begins inside a thought.
     """
@@ -220,21 +401,26 @@ class ToolReader:
     def __init__(
         self,
         form: ToolFormat,
-        names: Collection[str],
+        names: Collection[str] | Mapping[str, Mapping[str, Any]],
         tokens: Mapping[int, MarkToken] | None = None,
         *,
         is_thinking: bool = False,
     ) -> None:
         self._form, self._names = form, frozenset(names)
+        self._schemas = names if isinstance(names, Mapping) else {}
+        syntax = _SYNTAX[form]
         self._shown_texts = {token.sign: token.written for token in (tokens or {}).values()}
         self._argument_texts = {token.sign: token.text for token in (tokens or {}).values()}
         stands = stand_ins(tokens or {})
-        self._close_mark, self._id_mark = stands[CLOSE], stands[_CALL_ID]
-        self._arguments_mark = stands[_ARGUMENTS]
-        opens = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}
-        self._open_mark = stands[opens.get(form, MISTRAL_MARK)]
+        self._open_mark = stands.get(syntax.openings[0], syntax.openings[0])
+        self._close_mark = stands.get(syntax.close, syntax.close)
+        self._at_start = syntax.at_start
+        self._quote = syntax.quote
+        self._id_mark, self._arguments_mark = stands[_CALL_ID], stands[_ARGUMENTS]
+        self._deepseek = {one: stands[one] for one in (_BEGIN_CALL, _SEPARATOR, _END_CALL)}
         self._thoughts = {stands[begin]: stands[end] for begin, end in _THOUGHTS.items()}
-        self._opening_marks = (self._open_mark, *self._thoughts)
+        openings = tuple(stands.get(one, one) for one in syntax.openings)
+        self._opening_marks = (*openings, *self._thoughts)
         self._opening_pattern = re.compile("|".join(map(re.escape, self._opening_marks)))
         self._thought_ends = tuple(self._thoughts.values()) if is_thinking else ()
         """Marks that end the current thought; empty outside of thoughts."""
@@ -276,7 +462,7 @@ class ToolReader:
 
     def _read_text(self, items: list[CallPart], is_last: bool) -> bool:
         start = self._buffer.lstrip(_SPACE)
-        if self._form is ToolFormat.LLAMA and self._is_start and start.startswith("{"):
+        if self._at_start and self._is_start and start[:1] and start[0] in self._at_start:
             self._emit_text(items, self._buffer[: len(self._buffer) - len(start)])
             self._buffer, self._candidate = start, _Candidate("")
             return True
@@ -316,8 +502,7 @@ class ToolReader:
         return taken
 
     def _read_candidate(self, candidate: _Candidate, items: list[CallPart], is_last: bool) -> bool:
-        read = {ToolFormat.HERMES: self._read_hermes, ToolFormat.LLAMA: self._read_llama}
-        end = read.get(self._form, self._read_mistral)(candidate, self._buffer, is_last)
+        end = self._read_form(candidate, self._buffer, is_last)
         if end == _NEEDS_MORE and not is_last:
             return False
         self._candidate = None
@@ -329,6 +514,25 @@ class ToolReader:
         self._buffer, self._pending_space = self._buffer[end:], ""
         self._is_after_call, self._is_start = True, False
         return True
+
+    def _read_form(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        match self._form:
+            case ToolFormat.HERMES:
+                return self._read_hermes(candidate, body, is_last)
+            case ToolFormat.LLAMA:
+                return self._read_llama(candidate, body, is_last)
+            case ToolFormat.PYTHONIC:
+                return self._read_pythonic(candidate, body, is_last)
+            case ToolFormat.GRANITE | ToolFormat.PHI:
+                return self._read_list(candidate, body, is_last)
+            case ToolFormat.DEEPSEEK | ToolFormat.DEEPSEEK_V31:
+                return self._read_deepseek(candidate, body, is_last)
+            case ToolFormat.QWEN_XML:
+                return self._read_xml(candidate, body, is_last)
+            case ToolFormat.GLM | ToolFormat.GEMMA4 | ToolFormat.GEMMA_FUNCTION:
+                return self._read_block(candidate, body, is_last)
+            case _:
+                return self._read_mistral(candidate, body, is_last)
 
     # Each method below returns the length of the part of ``body`` that is calls, ``_NEEDS_MORE`` or
     # ``_NO_CALL``.
@@ -420,6 +624,138 @@ class ToolReader:
                 return _NO_CALL
             candidate.scan = None
 
+    def _read_list(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        """Read a list of calls, and the mark that may close it."""
+        if not candidate.calls:
+            if candidate.scan is None:
+                start = _skip_characters(body, 0)
+                if start == len(body):
+                    return _NEEDS_MORE
+                if body[start] != "[":
+                    return _NO_CALL
+                candidate.scan = _JsonEndFinder(start)
+            if (status := self._read_value(candidate, candidate.scan, body)) < 0:
+                return status
+        return self._skip_close(body, candidate.at, is_last)
+
+    def _skip_close(self, body: str, at: int, is_last: bool) -> int:
+        """Return the index behind the mark that may close a call at ``at``."""
+        if not self._close_mark:
+            return at
+        after = _skip_characters(body, at)
+        if body.startswith(self._close_mark, after):
+            return after + len(self._close_mark)
+        rest = body[after:]
+        if not is_last and partial_mark_length(rest, (self._close_mark,)) == len(rest):
+            return _NEEDS_MORE
+        return at
+
+    def _read_deepseek(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        begin, separator, end = self._deepseek.values()
+        while True:
+            if candidate.is_behind_arguments:
+                match = _FENCE_END.match(body, candidate.at)
+                assert match is not None  # the pattern matches an empty text
+                rest = body[match.end() :]
+                if rest.startswith(end):
+                    candidate.at = match.end() + len(end)
+                elif not is_last and (
+                    "```".startswith(rest) or partial_mark_length(rest, (end,)) == len(rest)
+                ):
+                    return _NEEDS_MORE
+                candidate.is_behind_arguments = False
+            if candidate.scan is None:
+                at = _skip_characters(body, candidate.at)
+                rest = body[at:]
+                if partial_mark_length(rest, (begin, self._close_mark)) == len(rest):
+                    return len(body) if is_last and candidate.calls and not rest else _NEEDS_MORE
+                if candidate.calls and rest.startswith(self._close_mark):
+                    return at + len(self._close_mark)
+                if not rest.startswith(begin):
+                    return candidate.at if candidate.calls else _NO_CALL
+                at += len(begin)
+                brace = body.find("{", at)
+                head = body[at:] if brace < 0 else body[at:brace]
+                if len(head) > _MAX_HEAD:
+                    return _NO_CALL
+                if brace < 0:
+                    return _NEEDS_MORE
+                name, found, behind = head.partition(separator)
+                if behind.strip():  # the first text is "function", and the name ends its line
+                    name = behind.strip().partition("\n")[0]
+                if not found or not name.strip():
+                    return _NO_CALL
+                candidate.name, candidate.scan = name.strip(), _JsonEndFinder(brace)
+            if (status := self._read_value(candidate, candidate.scan, body)) < 0:
+                return status
+            candidate.scan, candidate.is_behind_arguments = None, True
+
+    def _read_pythonic(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        start = _skip_characters(body, 0)
+        if start == len(body):
+            return _NEEDS_MORE
+        if body[start] == "{":
+            return self._read_llama(candidate, body, is_last)
+        if body[start] != "[":
+            return _NO_CALL
+        if not candidate.calls:
+            if candidate.python is None:
+                candidate.python = PythonEndFinder(start)
+            end = candidate.python.find(body)
+            if end is None or end < 0:
+                return _NEEDS_MORE if end is None else _NO_CALL
+            calls = parse_python_calls(replace_signs(self._argument_texts, body[start:end]))
+            if not calls or any(name not in self._names for name, _ in calls):
+                return _NO_CALL
+            candidate.at = end
+            candidate.calls = [self._made_call(*one) for one in calls]
+        return self._skip_close(body, candidate.at, is_last)
+
+    def _read_xml(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        """Read a function element; models may leave out the mark around it."""
+        text = candidate.mark + body if candidate.mark == "<function=" else body
+        shift = len(text) - len(body)
+        start = _skip_characters(text, 0)
+        if not candidate.calls:
+            opening = "<function="
+            if opening.startswith(text[start : start + len(opening)]):
+                if len(text) - start < len(opening):
+                    return _NEEDS_MORE
+            else:
+                return _NO_CALL
+            place = text.find("</function>", max(0, candidate.at + shift - len("</function>")))
+            if place < 0:
+                candidate.at = len(body)
+                return _NEEDS_MORE
+            end = place + len("</function>")
+            written = replace_signs(self._argument_texts, text[:end])
+            if (call := parse_xml_call(written, self._schemas)) is None:
+                return _NO_CALL
+            candidate.calls, candidate.at = [self._made_call(*call)], end - shift
+        return self._skip_close(body, candidate.at, is_last)
+
+    def _read_block(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        """Read the text up to the closing mark, or at the end of the output without it."""
+        place = body.find(self._close_mark, max(0, candidate.at - len(self._close_mark)))
+        if place < 0 and not is_last:
+            candidate.at = len(body)
+            return _NEEDS_MORE
+        end = len(body) if place < 0 else place + len(self._close_mark)
+        text = replace_signs(self._argument_texts, body if place < 0 else body[:place])
+        if self._form is ToolFormat.GLM:
+            call = parse_glm_call(text, self._schemas)
+            if place < 0 and not text.rstrip().endswith("</arg_value>"):
+                return _NO_CALL
+        else:
+            call = parse_gemma_call(text, self._quote)
+        if call is None:
+            return _NO_CALL
+        candidate.calls = [self._made_call(*call)]
+        return end
+
+    def _made_call(self, name: str, arguments: Mapping[str, Any]) -> ToolCall:
+        return ToolCall(_new_id(self._form), name, json.dumps(arguments, ensure_ascii=False))
+
     def _read_value(self, candidate: _Candidate, scan: _JsonEndFinder, body: str) -> int:
         """Read one JSON value: a call, a list of calls, or the arguments of a call whose name was
         read before."""
@@ -498,6 +834,15 @@ def _parse_json(text: str) -> Any:
         return None
 
 
+def make_call(name: str, arguments: str) -> ToolCall | None:
+    """Return a call whose arguments are JSON in a text, or None if they are no JSON object."""
+    text = arguments.strip() or "{}"
+    if not isinstance(_parse_json(text), dict):
+        return None
+    written = json.dumps(_parse_json(text), ensure_ascii=False)
+    return ToolCall(_new_id(ToolFormat.HARMONY), name, written)
+
+
 # --- grammars of calls ----------------------------------------------------------------------------
 
 
@@ -529,7 +874,8 @@ def call_or_json_grammar(
 ) -> Constraint:
     """Return the grammar of an output that is calls, or JSON that fits ``schema``. Arguments of the
     ``strict`` tools must fit their schemas. Raises ``ApiError``."""
-    start = f"start: {_calls_expression(form, names, single=single)} | answer"
+    final = _written(names, _HARMONY_ANSWER) if form is ToolFormat.HARMONY else ""
+    start = f"start: {_calls_expression(form, names, single=single)} | {final} answer"
     rules = _call_rules(form, tools, strict, names)
     if form is ToolFormat.LLAMA:
         # The whole call is one JSON rule here, because llguidance cannot separate a text from an
@@ -560,6 +906,14 @@ def _call_schema(function: Mapping[str, Any], strict: Collection[str]) -> dict[s
     }
 
 
+_NEVER_FREE: Final = (ToolFormat.PYTHONIC, ToolFormat.HARMONY)
+_FREE_WITHOUT_TOKENS: Final = (
+    *(ToolFormat.HERMES, ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED, ToolFormat.LLAMA),
+    *(ToolFormat.GRANITE, ToolFormat.PHI),
+)
+"""Formats whose calls can be ensured in free text also where their marks are no tokens."""
+
+
 def free_call_grammar(
     form: ToolFormat,
     tools: Tools,
@@ -576,8 +930,10 @@ def free_call_grammar(
     text is UTF-8 that does not contain the mark. A thought whose marks are tokens may contain
     anything. ``is_thinking``: the output begins inside one. Without ``has_thoughts`` the grammar is
     the one of an answer behind the thought."""
-    opening = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}.get(form, MISTRAL_MARK)
+    opening = _SYNTAX[form].openings[0]
     mark = names.added.get(opening)
+    if form in _NEVER_FREE or (mark is None and form not in _FREE_WITHOUT_TOKENS):
+        raise invalid("tools", f"strict tools cannot be ensured in the format {form.value}")
     rules = _call_rules(form, tools, strict, names)
     calls = _calls_expression(form, names, single=False)
     others = set(names.added.values()) - {mark}
@@ -625,23 +981,26 @@ def _grammar_constraint(lines: Sequence[str]) -> Constraint:
         raise invalid("tools", str(error)) from None
 
 
-def _mark_expression(names: TokenNames, text: str) -> str:
-    """Return a mark in the notation of a grammar: as a token if it has one, else as text."""
-    token = names.added.get(text)
-    return json.dumps(text) if token is None else f"<[{token}]>"
+def _written(names: TokenNames, text: str) -> str:
+    """Return a text in the notation of a grammar: marks that are tokens as tokens, the rest as
+    text."""
+    marks = [one for one in (*CALL_MARKS, *HARMONY_MARKS) if one in names.added]
+    if not marks:
+        return json.dumps(text) if text else ""
+    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
+    return " ".join(
+        f"<[{names.added[one]}]>" if one in marks else json.dumps(one) for one in parts if one
+    )
 
 
 def _calls_expression(form: ToolFormat, names: TokenNames, *, single: bool) -> str:
     """Return the grammar expression of one call, or of one to eight unless ``single``."""
-    before, between, after = "", '"; "', ""
-    if form is ToolFormat.HERMES:
-        between = '"\\n"'
-    elif form is ToolFormat.MISTRAL_NAMED:
-        between = ""
-    elif form is ToolFormat.MISTRAL:
-        before, between, after = f'{_mark_expression(names, MISTRAL_MARK)} "["', '", "', '"]"'
-    more = "" if single else f"({between} call){{0,{_MOST_CALLS - 1}}}"
-    return " ".join(part for part in (before, "call", more, after) if part)
+    syntax = _SYNTAX[form]
+    most = 1 if form is ToolFormat.HARMONY else _MOST_CALLS  # the mark of a call ends the output
+    between = _written(names, syntax.between)
+    more = "" if single or most == 1 else f"({between} call){{0,{most - 1}}}"
+    parts = _written(names, syntax.before), "call", more, _written(names, syntax.after)
+    return " ".join(part for part in parts if part)
 
 
 def _call_rules(
@@ -653,31 +1012,164 @@ def _call_rules(
     rule_name: str = "",
 ) -> list[str]:
     """Return the grammar rules of ``call``. With ``rule_name``, a rule of that name has what
-    follows the opening mark. Arguments of tools that are not ``strict`` are any JSON object."""
-    key = "parameters" if form is ToolFormat.LLAMA else "arguments"
-    lines, opening = [], ""
-    if form is ToolFormat.HERMES:
-        opening = _mark_expression(names, OPEN)
-    elif form is ToolFormat.MISTRAL_NAMED:
-        opening = _mark_expression(names, MISTRAL_MARK)
+    follows the opening mark. Arguments of tools that are not ``strict`` are any object."""
+    syntax, lines = _SYNTAX[form], list[str]()
+    opening = syntax.openings[0]
     for place, tool in enumerate(tools):
-        function = tool["function"]
-        name = function["name"]
-        own = (function.get("parameters") or {}) if name in strict else {}
-        head, tail = json.dumps(f'{{"name": {compact_json(name)}, "{key}": '), '"}"'
-        if form is ToolFormat.MISTRAL_NAMED:
-            head, tail = f"{json.dumps(name)} {_mark_expression(names, _ARGUMENTS)}", ""
-        elif form is ToolFormat.HERMES:
-            head, tail = f'"\\n" {head}', f'"}}\\n" {_mark_expression(names, CLOSE)}'
-        lines.append(f"call_{place}: {head} arguments_{place} {tail}")
-        lines.append(f"arguments_{place}: %json {compact_json({'type': 'object', **own})}")
+        name = tool["function"]["name"]
+        own = (tool["function"].get("parameters") or {}) if name in strict else {}
+        # The mark stands in front of the choice among tools, and not in each alternative.
+        head = syntax.head.removeprefix(opening)
+        head = head.replace("JSON_NAME", compact_json(name)).replace("NAME", name)
+        rule = f"arguments_{place}"
+        parts = _written(names, head), rule, _written(names, syntax.tail)
+        lines.append(f"call_{place}: {' '.join(part for part in parts if part)}")
+        if form in _NOTATIONS:
+            lines += _NOTATIONS[form](rule, own, names)
+        else:
+            lines.append(f"{rule}: %json {compact_json({'type': 'object', **own})}")
     choices = " | ".join(f"call_{place}" for place in range(len(tools)))
-    if rule_name and form is ToolFormat.MISTRAL:
-        more = f'(", " call){{0,{_MOST_CALLS - 1}}}'
-        return [f'{rule_name}: "[" call {more} "]"', f"call: {choices}", *lines]
+    if rule_name and syntax.before:
+        more = f"({_written(names, syntax.between)} call){{0,{_MOST_CALLS - 1}}}"
+        before = _written(names, syntax.before.removeprefix(opening))
+        run = f"{before} call {more} {_written(names, syntax.after)}"
+        return [f"{rule_name}: {run}", f"call: {choices}", *lines]
     if rule_name:
         return [f"{rule_name}: {choices}", *lines]
-    return [f"call: {opening} ({choices})", *lines]
+    mark = _written(names, opening) if syntax.head.startswith(opening) else ""
+    return [f"call: {mark} ({choices})", *lines]
+
+
+# Rules for arguments that are not JSON. Parameters come in the order of the schema, and those that
+# are not required may be left out.
+
+
+def _parameter_rules(
+    rule: str, schema: Mapping[str, Any], separator: str
+) -> tuple[list[str], dict[str, Mapping[str, Any]]]:
+    """Return the rules of a list of parameters, and the schemas for their rules by name."""
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    required = schema.get("required") or ()
+    count = len(properties)
+    lines = [f"{rule}: {rule}_first_0" if count else f'{rule}: ""']
+    for place, name in enumerate(properties):
+        own, following = f"{rule}_{place}", f"{rule}_rest_{place + 1}"
+        skipped = "" if name in required else f" | {rule}_first_{place + 1}"
+        lines.append(f"{rule}_first_{place}: {own} {following}{skipped}")
+        also = f"{separator} {own}"
+        rest = also if name in required else f"({also})?"
+        if place:
+            lines.append(f"{rule}_rest_{place}: {rest} {following}")
+    if count:
+        lines += [f'{rule}_first_{count}: ""', f'{rule}_rest_{count}: ""']
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    schemas = {
+        name: {**definitions, **(one if isinstance(one, dict) else {})}
+        for name, one in properties.items()
+    }
+    return lines, schemas
+
+
+def _python_rules(rule: str, schema: Mapping[str, Any], names: TokenNames) -> list[str]:
+    if not schema.get("properties"):
+        one = f'{rule}_name "=" {rule}_value'
+        return [
+            f'{rule}: ({one} (", " {one})*)?',
+            rf"{rule}_name: /[A-Za-z_]\w*/",
+            f"{rule}_value: %json {{}}",
+        ]
+    lines, schemas = _parameter_rules(rule, schema, '", "')
+    for place, (name, own) in enumerate(schemas.items()):
+        lines += [
+            f"{rule}_{place}: {json.dumps(name + '=')} {rule}_{place}_value",
+            f"{rule}_{place}_value: %json {compact_json(own)}",
+        ]
+    return lines
+
+
+def _element_rules(
+    rule: str, schema: Mapping[str, Any], names: TokenNames, *, begin: str, middle: str, end: str
+) -> list[str]:
+    """Return the rules of parameters that are elements: ``begin``, a name, ``middle``, a value and
+    ``end``."""
+    closing, any_text = json.dumps(end), rf"{rule}_any: /(.|\n)*/"
+    if not schema.get("properties"):
+        one = f"{json.dumps(begin)} {rule}_name {json.dumps(middle)} {rule}_text"
+        return [
+            f"{rule}: ({one})*",
+            rf"{rule}_name: /[^<>\n]+/",
+            f"{rule}_text[lazy]: {rule.upper()}_ANY {closing}",
+            any_text.replace(f"{rule}_any", f"{rule.upper()}_ANY"),
+        ]
+    lines, schemas = _parameter_rules(rule, schema, '""')
+    for place, (name, own) in enumerate(schemas.items()):
+        opening, value = json.dumps(f"{begin}{name}{middle}"), f"{rule}_{place}_value"
+        lines.append(f"{rule}_{place}: {opening} {value}")
+        if own.get("type") == "string" and isinstance(own.get("enum"), list):
+            texts = " | ".join(json.dumps(str(one)) for one in own["enum"])
+            lines.append(f"{value}: ({texts}) {closing}")
+        elif own.get("type") in ("string", None):
+            lines.append(f"{value}[lazy]: {rule.upper()}_ANY {closing}")
+        else:
+            lines += [
+                f"{value}: {value}_json {closing}",
+                f"{value}_json: %json {compact_json(own)}",
+            ]
+    return [*lines, rf"{rule.upper()}_ANY: /(.|\n)*/"]
+
+
+def _gemma_rules(
+    rule: str, schema: Mapping[str, Any], names: TokenNames, *, quote: str
+) -> list[str]:
+    mark, token = _written(names, quote), names.added.get(quote)
+    rest = f"<[^{token}]>* {mark}" if token is not None else f"{rule}_rest"
+    lines = [
+        f"{rule}_text: {mark} {rest}",
+        f'{rule}_value: {rule}_text | {rule}_scalar | "[" ({rule}_value ("," {rule}_value)*)? "]"'
+        f' | "{{" ({rule}_pair ("," {rule}_pair)*)? "}}"',
+        f'{rule}_pair: {rule}_name ":" {rule}_value',
+        rf"{rule}_name: /[A-Za-z_]\w*/",
+        rf"{rule}_scalar: /-?[0-9]+(\.[0-9]+)?|true|false|null/",
+    ]
+    if token is None:
+        lines += [
+            f"{rule}_rest[lazy]: {rule.upper()}_ANY {json.dumps(quote)}",
+            rf"{rule.upper()}_ANY: /(.|\n)*/",
+        ]
+    if not schema.get("properties"):
+        return [f'{rule}: "{{" ({rule}_pair ("," {rule}_pair)*)? "}}"', *lines]
+    listed, schemas = _parameter_rules(f"{rule}_list", schema, '","')
+    lines += [f'{rule}: "{{" {rule}_list "}}"', *listed]
+    for place, (name, own) in enumerate(schemas.items()):
+        kind, value = own.get("type"), f"{rule}_value"
+        if kind == "string":
+            value = f"{rule}_text"
+            if isinstance(own.get("enum"), list):
+                texts = " | ".join(json.dumps(str(one)) for one in own["enum"])
+                value = f"{mark} ({texts}) {mark}"
+        elif kind in ("integer", "number", "boolean", "null"):
+            value = f"{rule}_list_{place}_value"
+            lines.append(f"{value}: %json {compact_json(own)}")
+        lines.append(f"{rule}_list_{place}: {json.dumps(name + ':')} {value}")
+    return lines
+
+
+_NOTATIONS: Final[Mapping[ToolFormat, Callable[..., list[str]]]] = {
+    ToolFormat.PYTHONIC: _python_rules,
+    ToolFormat.QWEN_XML: partial(
+        _element_rules, begin="<parameter=", middle=">\n", end="\n</parameter>\n"
+    ),
+    ToolFormat.GLM: partial(
+        _element_rules,
+        begin="<arg_key>",
+        middle="</arg_key>\n<arg_value>",
+        end="</arg_value>\n",
+    ),
+    ToolFormat.GEMMA_FUNCTION: partial(_gemma_rules, quote="<escape>"),
+    ToolFormat.GEMMA4: partial(_gemma_rules, quote='<|"|>'),
+}
+"""Makers of the rules for arguments that are not JSON."""
 
 
 def _token_set(tokens: Collection[int]) -> str:

@@ -131,7 +131,7 @@ def test_a_mark_that_is_a_token_is_the_only_mark(form: ThoughtFormat, is_shown: 
 
 
 def test_calls_are_read_behind_the_thought_and_not_in_it() -> None:
-    form = OutputForm(THINK, ToolFormat.HERMES, ["time"], is_thinking=True)
+    form = OutputForm(THINK, ToolFormat.HERMES, {"time": {}}, is_thinking=True)
     for pieces in ([f"a {CALL} b</think>c\n{CALL}"], [*f"a {CALL} b</think>c\n{CALL}"]):
         assert read(form, pieces, {}) == [Thought(f"a {CALL} b"), "c", ("time", "{}")]
 
