@@ -83,6 +83,16 @@ _KNOWN_PATHS: Final = (
     "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat"
     " and /api/generate"
 )
+_OTHER_TASKS: Final[Mapping[str, str]] = {
+    "/embeddings": "embeddings",
+    "/rerank": "reranking",
+    "/score": "scoring of pairs",
+    "/moderations": "moderation",
+    "/images/generations": "images",
+    "/audio/speech": "speech",
+    "/audio/transcriptions": "transcription",
+}
+"""Tasks of other models, by the paths under which clients ask for them."""
 _STREAM_HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise a proxy such as nginx buffers the stream
@@ -112,6 +122,9 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
         ("/chat/completions", _GenerationRoute(endpoint, endpoint.prepare_chat), post_only),
         ("/completions", _GenerationRoute(endpoint, endpoint.prepare_completion), post_only),
         ("/responses", _GenerationRoute(endpoint, endpoint.prepare_response), post_only),
+        ("/responses/{name}", handlers.stored_response, ["GET", "DELETE"]),
+        ("/responses/{name}/input_items", handlers.stored_input, None),
+        *((path, handlers.refuse_task, ["GET", "POST"]) for path in _OTHER_TASKS),
         ("/messages", _GenerationRoute(endpoint, endpoint.prepare_message), post_only),
         ("/messages/count_tokens", handlers.count_message_tokens, post_only),
         ("/models", handlers.models, None),
@@ -194,7 +207,7 @@ def _with_cors(app: ASGIApp, settings: EndpointSection) -> ASGIApp:
     return _Cors(
         app,
         allow_origin_regex=origin_pattern(settings),
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         allow_private_network=True,
         expose_headers=("Retry-After", REQUEST_ID, IGNORED),
@@ -561,6 +574,26 @@ class _Handlers:
     async def count_message_tokens(self, request: Request) -> Response:
         count = await self._with_body(request, self._endpoint.count_message_tokens)
         return JSONResponse({"input_tokens": count})
+
+    async def stored_response(self, request: Request) -> Response:
+        """Return a stored response, or delete it."""
+        identity, store = request.path_params["name"], self._endpoint.responses
+        if request.method == "DELETE":
+            store.delete(identity)
+            deleted = {"id": identity, "object": "response.deleted", "deleted": True}
+            return JSONResponse(deleted)
+        return Response(store.find(identity).body, media_type="application/json")
+
+    async def stored_input(self, request: Request) -> Response:
+        """Return the input of a stored response, the newest item first."""
+        stored = self._endpoint.responses.find(request.path_params["name"])
+        items = stored.conversation[: stored.input_count][::-1]
+        return JSONResponse({"object": "list", "data": items, "has_more": False})
+
+    async def refuse_task(self, request: Request) -> Response:
+        path = request.url.path.removeprefix("/v1")
+        why = f"this endpoint generates text and has no {_OTHER_TASKS[path]}; use another server"
+        raise ApiError(404, why, code="unsupported_endpoint")
 
     async def models(self, request: Request) -> Response:
         data = [self._model(one) for one in self._listed]

@@ -433,6 +433,8 @@ class ResponseEnvelope(Envelope):
     prefix = "resp_"
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the response repeats."""
+    keep: Callable[[Json], None] | None = None
+    """Stores the finished response; None: it is not stored."""
     _number: int = 0
     """Sequence number of the next event."""
     _items: list[Json] = field(default_factory=list)
@@ -455,7 +457,7 @@ class ResponseEnvelope(Envelope):
         return events + self._end_item(_status(choice))
 
     def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
-        whole = self._response(choices, self._items, usage)
+        whole = self._finished(choices, self._items, usage)
         return self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, error: ApiError) -> bytes:
@@ -472,7 +474,13 @@ class ResponseEnvelope(Envelope):
             _item(one, _status(choice) if place == last else "completed")
             for place, one in enumerate(parts)
         ]
-        return self._response(choices, items, usage)
+        return self._finished(choices, items, usage)
+
+    def _finished(self, choices: Sequence[Choice], items: list[Json], usage: Json) -> Json:
+        response = self._response(choices, items, usage)
+        if self.keep is not None:
+            self.keep(response)
+        return response
 
     def _part(self, part: Part) -> bytes:
         if isinstance(part, str):
@@ -569,7 +577,7 @@ class ResponseEnvelope(Envelope):
             "model": self.model,
             "output": items,
             "usage": usage and _usage(usage),
-            "store": False,
+            "store": self.keep is not None,
             **self.echo,
         }
 

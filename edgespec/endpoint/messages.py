@@ -135,7 +135,8 @@ def _convert_thinking(conversion: ChatConversion, fields: Fields) -> None:
         variables = fields.section("chat_template_kwargs").data
         conversion.chat["chat_template_kwargs"] = {**variables, "enable_thinking": is_wanted}
     if thinking.raw("budget_tokens") is not None:
-        conversion.left_out.append("thinking.budget_tokens")
+        conversion.names["thinking_token_budget"] = "thinking.budget_tokens"
+        conversion.chat["thinking_token_budget"] = thinking.raw("budget_tokens")
 
 
 def _convert_output(conversion: ChatConversion, fields: Fields) -> None:

@@ -52,7 +52,7 @@ CHAT: Final = COMMON | frozenset(
     # Not OpenAI's: continuation of the last message.
     " continue_final_message add_generation_prompt".split()
 )
-COMPLETION: Final = COMMON | {"prompt", "echo"}
+COMPLETION: Final = COMMON | {"prompt", "echo", "suffix"}
 IGNORED: Final = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_retention"
     " prediction cache_prompt request_id priority".split()
@@ -74,7 +74,6 @@ _UNSUPPORTED_BY_NEUTRAL_VALUE: Final[tuple[tuple[tuple[Any, ...], str], ...]] = 
     (([], ""), "custom_token_bans"),
     ((["text"],), "modalities"),
     (("none", "auto"), "function_call"),
-    (("",), "suffix"),
 )
 UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     name: values for values, names in _UNSUPPORTED_BY_NEUTRAL_VALUE for name in names.split()
@@ -284,6 +283,8 @@ class GenerationRequest:
     """Texts to continue."""
     echo: bool = False
     """Whether each output begins with its prompt. With ``logprobs`` the prompt has scores too."""
+    suffix: str = ""
+    """Text that follows the output. Empty: none is known."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Conversation whose next message is generated. Empty: ``prompts`` are continued."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -439,9 +440,13 @@ def completion_request(
 def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
     fields, request = _read_common(data, COMPLETION, defaults)
     logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.boolean("echo")
+    suffix, prompts = fields.text("suffix") or "", _read_prompts(fields, request.n)
+    if suffix and not all(isinstance(one, str) for one in prompts):
+        raise fields.error("suffix", "is given, but prompt holds token ids instead of text")
     request = replace(
         request,
-        prompts=_read_prompts(fields, request.n),
+        prompts=prompts,
+        suffix=suffix,
         echo=echo,
         logprobs=logprobs,
         adds_special_tokens=fields.boolean("add_special_tokens", absent=True),

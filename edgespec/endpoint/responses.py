@@ -1,7 +1,7 @@
-"""Conversion of a ``/v1/responses`` request into a chat request, as far as that needs no stored
-state.
+"""Conversion of a ``/v1/responses`` request into a chat request.
 
-Fields that refer to stored state are refused with an error that names them. Tools and items that
+An earlier response that the request continues was put in front of its input before. Fields that
+refer to other stored state are refused with an error that names them. Tools and items that
 only the service of another provider can run are left out and reported. The functions of a namespace
 become functions whose names begin with the namespace; a call is reported to the client with both
 names.
@@ -9,7 +9,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from edgespec.endpoint.request_json import Fields, shown_value
@@ -21,16 +21,17 @@ from edgespec.endpoint.requests import (
     ClientTool,
 )
 
-_NEEDS_STATE: Final = ("previous_response_id", "conversation", "background", "prompt")
+_NEEDS_STATE: Final = ("conversation", "background", "prompt")
 _CONVERTED: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _UNUSED: Final = frozenset(
-    "include reasoning truncation top_logprobs stream_options client_metadata".split()
+    "include reasoning truncation top_logprobs stream_options client_metadata"
+    " previous_response_id".split()
 )
 """Parameters that do not change the output here, or that are read elsewhere."""
 _ECHOED: Final = (
     *("instructions", "max_output_tokens", "metadata", "reasoning", "temperature", "text"),
-    *("top_p", "truncation", "user"),
+    *("top_p", "truncation", "user", "previous_response_id"),
 )
 """Parameters of the request that the response repeats if they were given."""
 
@@ -168,8 +169,13 @@ def _add_item(conversion: ChatConversion, item: Fields) -> None:
     place = f"messages[{len(messages)}]"
     match item.raw("type"):
         case None | "message":
+            content = _convert_parts(item, "content")
+            if item.raw("role") == "assistant" and _is_thought(messages[-1:]):
+                conversion.names[f"messages[{len(messages) - 1}]"] = sent_place
+                messages[-1]["content"] = content
+                return
             conversion.names[place] = sent_place
-            messages.append({"role": item.raw("role"), "content": _convert_parts(item, "content")})
+            messages.append({"role": item.raw("role"), "content": content})
         case "function_call" | "custom_tool_call" as kind:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
@@ -197,7 +203,10 @@ def _add_item(conversion: ChatConversion, item: Fields) -> None:
             }
             messages.append({"role": "tool", **output})
         case "reasoning":
-            return
+            parts = [*item.sections("content"), *item.sections("summary")]
+            thought = "".join(part.text("text") or "" for part in parts[:MAX_FUNCTIONS])
+            if thought:
+                messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
         case "item_reference":
             why = "is 'item_reference', but nothing is kept here: send the item itself"
             raise item.error("type", why, "unsupported_parameter")
@@ -205,6 +214,14 @@ def _add_item(conversion: ChatConversion, item: Fields) -> None:
             conversion.left_out.append(f"input.{kind}")
         case kind:
             raise item.error("type", f"is {shown_value(kind)}, but must be text")
+
+
+def _is_thought(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the last message has nothing but a thought."""
+    return any(
+        one.get("reasoning_content") and not one["content"] and "tool_calls" not in one
+        for one in messages
+    )
 
 
 def _convert_parts(item: Fields, name: str) -> Any:

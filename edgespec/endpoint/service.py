@@ -51,6 +51,7 @@ from edgespec.endpoint.choices import (
     ResponseEnvelope,
     usage_of,
 )
+from edgespec.endpoint.infilling import infilling_prompt
 from edgespec.endpoint.messages import MessageEnvelope, convert_message_request
 from edgespec.endpoint.ollama import (
     OllamaChatEnvelope,
@@ -81,6 +82,7 @@ from edgespec.endpoint.requests import (
     choice_seed,
     completion_request,
 )
+from edgespec.endpoint.response_store import ResponseStore, as_items
 from edgespec.endpoint.responses import convert_to_chat
 from edgespec.endpoint.tool_calls import (
     call_or_json_grammar,
@@ -513,6 +515,8 @@ class Endpoint:
         self._long_text_lock = asyncio.Lock()
         """Held while a long text is tokenized, which bounds the memory that all requests take for
         it."""
+        self.responses = ResponseStore()
+        """Responses that may be continued."""
         self.counts = EndpointCounts()
         self.created_at_s = int(time.time())
         self.is_stopping = False
@@ -592,8 +596,27 @@ class Endpoint:
         return await self._prepare_chat(request, ChatEnvelope)
 
     async def prepare_response(self, data: Mapping[str, Any]) -> PreparedRequest:
+        data = await self.run_reader(self._with_earlier_response, data)
         conversion, request = await self._convert(convert_to_chat, data)
-        return await self._prepare_chat(request, partial(ResponseEnvelope, echo=conversion.echo))
+        keep = partial(self.responses.add, input_items=as_items(data.get("input")))
+        envelope = partial(
+            ResponseEnvelope,
+            echo=conversion.echo,
+            keep=keep if Fields(data).boolean("store", absent=True) else None,
+        )
+        return await self._prepare_chat(request, envelope)
+
+    def _with_earlier_response(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a request for a response with the conversation of the response that it continues
+        in front of its input. Raises ``ApiError``."""
+        name = "previous_response_id"
+        if not (identity := Fields(data).text(name)):
+            return data
+        earlier = self.responses.find(identity, name).conversation
+        added = as_items(data.get("input")) or []
+        if not isinstance(added, list):
+            raise Fields(data).wrong_value("input", added, "text or a list of items")
+        return {**data, "input": [*earlier, *added]}
 
     async def prepare_message(self, data: Mapping[str, Any]) -> PreparedRequest:
         _, request = await self._convert(convert_message_request, data)
@@ -690,10 +713,7 @@ class Endpoint:
         chosen = await self.choose_model(request.model)
         context_length = chosen.context_length
         prompts: list[TokenIds] = [
-            await self._encode(one, context_length, "prompt", request.adds_special_tokens)
-            if isinstance(one, str)
-            else one
-            for one in request.prompts
+            await self._encode_prompt(one, request, context_length) for one in request.prompts
         ]
         request = await self._with_compiled_constraint(request)
         prepared = self._with_choices(envelope, request, chosen, prompts)
@@ -710,6 +730,20 @@ class Endpoint:
                     why = f"at most {MAX_FORCED_TOKENS + 1} can be scored"
                     raise invalid("prompt", f"a prompt has {len(choice.prompt)} tokens, but {why}")
         return prepared
+
+    async def _encode_prompt(
+        self, prompt: str | TokenIds, request: GenerationRequest, context_length: int | None
+    ) -> TokenIds:
+        if not isinstance(prompt, str):
+            return prompt
+        if not request.suffix:
+            return await self._encode(prompt, context_length, "prompt", request.adds_special_tokens)
+        for name, text in (("prompt", prompt), ("suffix", request.suffix)):
+            await self._run_tokenizer(self._check_length, text, context_length, name)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return await self._run_tokenizer(
+            infilling_prompt, self.tokenizer, encode, prompt, request.suffix
+        )
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
         """Return the tokens of a text or of a conversation, and the context length."""
@@ -957,7 +991,8 @@ class Endpoint:
         if form is None:
             if budget is None:
                 return request
-            return replace(request, ignored_fields=(*request.ignored_fields, BUDGET))
+            name = sent_name(BUDGET, request.sent_names)
+            return replace(request, ignored_fields=(*request.ignored_fields, name))
         try:
             constraint = constrain_answer(
                 request.sampling.constraint,

@@ -1064,7 +1064,7 @@ def _parameter_rules(
     if count:
         lines += [f'{rule}_first_{count}: ""', f'{rule}_rest_{count}: ""']
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    schemas = {
+    schemas: dict[str, Mapping[str, Any]] = {
         name: {**definitions, **(one if isinstance(one, dict) else {})}
         for name, one in properties.items()
     }

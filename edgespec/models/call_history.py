@@ -84,6 +84,49 @@ def _render_form(
     return ""
 
 
+THOUGHT: Final = "reasoning_content"
+"""The field of a message in which clients send an earlier thought."""
+_THOUGHT_FIELDS: Final = (THOUGHT, "thinking", "reasoning")
+_THOUGHT_PROBE: Final = "probe thought"
+
+
+def find_thought_field(render: Callable[[Messages, Messages], str], form: CallForm) -> str:
+    """Return the field from which a template reads the thought of an earlier message; empty if it
+    shows none. Most templates show only thoughts behind the last message of a user. ``render`` is
+    as for ``find_call_form``."""
+    call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+    user = {"role": "user", "content": "-"}
+    result = {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "-"}
+    for name in _THOUGHT_FIELDS:
+        answer = {"role": "assistant", "content": "-", name: _THOUGHT_PROBE}
+        calling = {"role": "assistant", "content": "", name: _THOUGHT_PROBE, "tool_calls": [call]}
+        for messages in ([user, answer], [user, *fit_calls([calling], form), result]):
+            try:
+                if _THOUGHT_PROBE in render(messages, ()):
+                    return name
+            except TextWorkerError:
+                raise
+            except Exception:  # a template is a program that can raise anything
+                continue
+    return ""
+
+
+def fit_thoughts(messages: Messages, name: str) -> list[dict[str, Any]]:
+    """Return copies of ``messages`` whose thoughts stand in the field ``name``. A template that
+    reads ``thinking`` takes no content beside a thought and calls, so content becomes a message of
+    its own there."""
+    fitted = list[dict[str, Any]]()
+    for message in messages:
+        copied = dict(message)
+        if THOUGHT in copied and name not in ("", THOUGHT):
+            copied[name] = copied.pop(THOUGHT)
+            if name == "thinking" and copied.get("tool_calls") and copied.get("content"):
+                fitted.append({"role": copied["role"], "content": copied["content"]})
+                copied["content"] = ""
+        fitted.append(copied)
+    return fitted
+
+
 def fit_calls(messages: Messages, form: CallForm) -> list[dict[str, Any]]:
     """Return copies of ``messages`` whose tool calls have the form that a template reads. If
     content beside calls must be None, existing content becomes a message of its own."""

@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.models import added_tokens
-from edgespec.models.call_history import CallForm, find_call_form, fit_calls
+from edgespec.models.call_history import (
+    THOUGHT,
+    CallForm,
+    find_call_form,
+    find_thought_field,
+    fit_calls,
+    fit_thoughts,
+)
 from edgespec.models.folders import read_token_files
 from edgespec.models.text_worker import TextRefusedError, TextWorker, TextWorkerError
 
@@ -100,7 +107,7 @@ class ChatTemplate:
         values = {
             **self.tokens,
             **(variables or {}),
-            "messages": fit_calls(sent, self._call_form_for(sent)),
+            "messages": fit_calls(self._fit_thoughts(sent), self._call_form_for(sent)),
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "add_generation_prompt": add_generation_prompt,
         }
@@ -125,14 +132,28 @@ class ChatTemplate:
         """The form in which the template reads the tool calls of earlier messages. Raises
         ``ChatTemplateError`` if finding it exceeds the limits on time or memory."""
 
-        def render(messages: Sequence[Message], tools: Sequence[Message]) -> str:
-            values = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
-            return str(self._compiled.render({**self.tokens, **values}))
-
         try:
-            return find_call_form(render)
+            return find_call_form(self._render_probe)
         except TextWorkerError as error:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+    def _render_probe(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        values = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+        return str(self._compiled.render({**self.tokens, **values}))
+
+    @cached_property
+    def thought_field(self) -> str:
+        """The field from which the template reads the thought of an earlier message; empty if it
+        shows none. Raises ``ChatTemplateError``."""
+        try:
+            return find_thought_field(self._render_probe, self.call_form)
+        except TextWorkerError as error:
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+    def _fit_thoughts(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if any(THOUGHT in message for message in messages):
+            return fit_thoughts(messages, self.thought_field)
+        return messages
 
     def _call_form_for(self, messages: Sequence[Message]) -> CallForm:
         """Return the form of calls. It is only determined for messages with calls, since that takes

@@ -174,7 +174,7 @@ def test_every_format_has_a_style() -> None:
 def written(form: ToolFormat, *calls: tuple[str, Any]) -> str:
     """Return the text of calls, as the template of a format writes it in the history."""
     functions = [{"name": name, "arguments": json.dumps(one)} for name, one in calls]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},
         {
             "role": "assistant",
@@ -234,7 +234,8 @@ def tokens_of(text: str, marks: Sequence[str]) -> list[str]:
 def test_calls_are_read_as_their_template_writes_them(form: ToolFormat, kind: str) -> None:
     style = STYLES[form]
     names = Names([] if kind == "spelled" else style.marks, is_shown=kind == "shown")
-    for calls in ([KOELN], [ROME, KOELN], [("stop", {})]):
+    several: list[list[Any]] = [[KOELN], [ROME, KOELN], [("stop", {})]]
+    for calls in several:
         text = written(form, *calls)
         assert read(form_of(form), tokens_of(text, [*names.added]), names) == calls
         if kind != "hidden":

@@ -350,7 +350,7 @@ async def test_a_thought_is_a_block_of_its_own() -> None:
 @pytest.mark.parametrize("cut", range(1, len(CALL)))
 def test_arguments_are_the_same_wherever_a_call_is_cut(cut: int) -> None:
     """Events are written for a call that comes in two pieces, with another one behind it."""
-    form = OutputForm(calls=ToolFormat.HERMES, tool_names=["weather"])
+    form = OutputForm(calls=ToolFormat.HERMES, schemas={"weather": {}})
     parser, envelope, choice = OutputParser(form), MessageEnvelope("toy"), Choice.__new__(Choice)
     written = b""
     for text in (CALL[:cut], CALL[cut:], "\n" + CALL):

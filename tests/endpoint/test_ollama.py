@@ -227,7 +227,7 @@ async def test_a_thought_stands_beside_the_text() -> None:
 
 @pytest.mark.parametrize("cut", range(1, len(CALL)))
 def test_a_call_is_whole_wherever_it_is_cut(cut: int) -> None:
-    form = OutputForm(calls=ToolFormat.HERMES, tool_names=["weather"])
+    form = OutputForm(calls=ToolFormat.HERMES, schemas={"weather": {}})
     parser, envelope, choice = OutputParser(form), OllamaChatEnvelope("toy"), Choice.__new__(Choice)
     written = b""
     for text in (CALL[:cut], CALL[cut:], "\n" + CALL):

@@ -99,7 +99,7 @@ async def test_a_stream_has_the_same_scores() -> None:
 
 async def test_end_tokens_in_a_prompt_end_nothing() -> None:
     """The toy's end token stands in the middle of the prompt."""
-    end = TOY_MODEL.eos_token
+    end = present(TOY_MODEL.eos_token)
     tokens = [5, end, 7, end, 9]
     async with over_toy() as live:
         found = (await score(live, prompt=tokens))["choices"][0]["logprobs"]
