@@ -144,7 +144,7 @@ def _text_lines(form: ThoughtFormat, *, is_thinking: bool) -> list[str]:
 
 
 def _any_but(ends: Collection[int], limit: int | None) -> str:
-    """Return the expression of tokens other than ``ends``, at most ``limit`` of them."""
+    """Return the expression of at most ``limit`` tokens other than ``ends``."""
     if limit == 0:
         return ""
     tokens = f"<[^{','.join(map(str, sorted(ends)))}]>"

@@ -40,8 +40,8 @@ class HarmonyReader:
 
     Args:
         tokens: Marks that are tokens, by id. The text has signs for them (``MarkedText``).
-        tool_names: Names of the tools. Only calls of these are read; other messages to a recipient
-            are thoughts, since they belong to the model's own work.
+        tool_names: Names of the tools. Messages to another recipient are thoughts, since they
+            belong to the model's own work.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class HarmonyReader:
         self._buffer = ""
         self._is_in_header = True
         self._kind = "text"
-        """What the message is: text, thought or call."""
+        """Kind of the message: text, thought or call."""
         self._recipient = ""
         self._has_message = False
         """Whether a message was read, behind which only a header can follow."""

@@ -1040,7 +1040,7 @@ def _call_rules(
     return [f"call: {mark} ({choices})", *lines]
 
 
-# Rules for arguments that are not JSON. Parameters come in the order of the schema, and those that
+# Rules for arguments that are not JSON. Parameters come in the order of the schema, and any that
 # are not required may be left out.
 
 
