@@ -183,11 +183,11 @@ class _GemmaReader:
         self.skip_space()
         if depth > _MAX_DEPTH:
             raise ValueError(f"the value is nested deeper than {_MAX_DEPTH}")
-        if self._take("{"):
+        if self._skip("{"):
             return dict(self._read_members("}", depth, has_keys=True))
-        if self._take("["):
+        if self._skip("["):
             return [value for _, value in self._read_members("]", depth, has_keys=False)]
-        if self._take(self._quote):
+        if self._skip(self._quote):
             return self._read_until(self._quote)
         match = self._SCALAR.match(self._text, self.at)
         assert match is not None  # the pattern matches an empty text
@@ -198,21 +198,21 @@ class _GemmaReader:
     def _read_members(self, end: str, depth: int, *, has_keys: bool) -> list[tuple[str, Any]]:
         members = list[tuple[str, Any]]()
         self.skip_space()
-        while not self._take(end):
-            if members and not self._take(","):
+        while not self._skip(end):
+            if members and not self._skip(","):
                 self._fail("a comma is missing")
             self.skip_space()
             key = ""
             if has_keys:
-                is_quoted = self._take(self._quote)
+                is_quoted = self._skip(self._quote)
                 key = self._read_until(self._quote if is_quoted else ":").strip()
-                if is_quoted and not self._take(":"):
+                if is_quoted and not self._skip(":"):
                     self._fail("a colon is missing")
             members.append((key, self.read_value(depth + 1)))
             self.skip_space()
         return members
 
-    def _take(self, text: str) -> bool:
+    def _skip(self, text: str) -> bool:
         is_there = self._text.startswith(text, self.at)
         self.at += len(text) if is_there else 0
         return is_there
