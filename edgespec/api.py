@@ -55,9 +55,11 @@ __all__ = [
     "TLS",
     "Agent",
     "AgentConfig",
+    "CallOptions",
     "Chunk",
     "Completion",
     "ConnectError",
+    "ConnectOptions",
     "Constraint",
     "ConstraintError",
     "ConstraintKind",
@@ -65,6 +67,7 @@ __all__ = [
     "EdgespecError",
     "FaultCode",
     "FinishReason",
+    "GenerateOptions",
     "GenerationError",
     "GenerationStats",
     "GenerationStream",
@@ -118,6 +121,36 @@ class SamplingFields(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     constraint: Constraint | None
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of one generation beside its sampling. ``Agent.generate`` says what they do."""
+
+    logprobs: int
+    conversation: str
+    model: str
+    rule: str
+
+
+class CallOptions(SamplingFields, GenerateOptions, total=False):
+    """Keywords of ``Agent.stream``, which ``complete`` and ``chat`` take too."""
+
+    timeout_s: float | None
+    sampling: SamplingParams | None
+
+
+class ConnectOptions(TypedDict, total=False):
+    """Keywords of ``connect``, which ``SyncAgent`` takes too."""
+
+    draft: str | Draft
+    tokenizer: str
+    model: str
+    rule: str
+    policy: str | Policy
+    link: Link | None
+    tls: bool | TLS
+    api_key_file: str
+    insecure: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,39 +360,20 @@ class Agent:
         ``GenerationTimeout``.
         """
         wanted = replace(sampling or SamplingParams(), **fields)
-        options = _Options(
-            logprobs=logprobs,
-            conversation=conversation,
-            model=model,
-            rule=rule,
-            timeout_s=timeout_s,
+        options: GenerateOptions = {
+            "logprobs": logprobs,
+            "conversation": conversation,
+            "model": model,
+            "rule": rule,
+        }
+        return GenerationStream(
+            lambda started: self._chunks(prompt, wanted, timeout_s, options, started)
         )
-        return GenerationStream(lambda started: self._chunks(prompt, wanted, options, started))
 
-    async def complete(
-        self,
-        prompt: Prompt,
-        *,
-        timeout_s: float | None = None,
-        sampling: SamplingParams | None = None,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-        rule: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Completion:
-        """Return the whole output. Equivalent to ``await agent.stream(...).read()``."""
-        stream = self.stream(
-            prompt,
-            timeout_s=timeout_s,
-            sampling=sampling,
-            logprobs=logprobs,
-            conversation=conversation,
-            model=model,
-            rule=rule,
-            **fields,
-        )
-        async with stream:
+    async def complete(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Completion:
+        """Return the whole output. Equivalent to ``await agent.stream(...).read()``, with the same
+        ``options``."""
+        async with self.stream(prompt, **options) as stream:
             return await stream.read()
 
     async def chat(
@@ -367,36 +381,20 @@ class Agent:
         messages: Sequence[Message],
         *,
         tools: Sequence[Tool] = (),
-        timeout_s: float | None = None,
-        sampling: SamplingParams | None = None,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-        rule: str = "",
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[CallOptions],
     ) -> Completion:
         """Answer a conversation by the chat template of the target.
 
         ``messages`` and ``tools`` are as in OpenAI's chat API. The calls that the answer holds are
         in ``Completion.tool_calls``, the model's thought in ``thought``, and the rest in ``text``.
-        The other arguments are those of ``stream``.
+        ``options`` are the keywords of ``stream``.
 
         Raises:
             ValueError: The model has no chat template, or the template refuses the messages.
             GenerationError: As ``generate`` does.
         """
         prompt = await self._chat_prompt(messages, tools)
-        stream = self.stream(
-            prompt.tokens,
-            timeout_s=timeout_s,
-            sampling=sampling,
-            logprobs=logprobs,
-            conversation=conversation,
-            model=model,
-            rule=rule,
-            **fields,
-        )
-        async with stream:
+        async with self.stream(prompt.tokens, **options) as stream:
             return await _read_parts(stream, prompt, tools)
 
     async def chat_prompt(
@@ -436,21 +434,14 @@ class Agent:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        options: _Options,
+        timeout_s: float | None,
+        options: GenerateOptions,
         started: Callable[[GenerationStats], None],
     ) -> AsyncGenerator[Chunk, None]:
         device = await self._loaded()
         loop = asyncio.get_running_loop()
-        until = None if options.timeout_s is None else loop.time() + options.timeout_s
-        chunks = device.generate(
-            prompt,
-            sampling,
-            logprobs=options.logprobs,
-            conversation=options.conversation,
-            model=options.model,
-            rule=options.rule,
-            started=started,
-        )
+        until = None if timeout_s is None else loop.time() + timeout_s
+        chunks = device.generate(prompt, sampling, started=started, **options)
         try:
             while True:
                 try:
@@ -460,7 +451,7 @@ class Agent:
                 except TimeoutError as error:
                     if isinstance(error, GenerationError):
                         raise
-                    late = f"the generation took longer than timeout_s, {options.timeout_s:g} s"
+                    late = f"the generation took longer than timeout_s, {timeout_s:g} s"
                     raise GenerationTimeout(late) from None
                 if chunk is None:
                     return
@@ -477,17 +468,6 @@ class Agent:
             await device.take_texts()
             reference = device.reference
         return await asyncio.to_thread(_write_prompt, reference, messages, tools)
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Arguments of ``stream`` except the prompt and the sampling."""
-
-    logprobs: int
-    conversation: str
-    model: str
-    rule: str
-    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,31 +656,11 @@ class SyncAgent:
     def __init__(
         self,
         address: str | Sequence[str] = DEFAULT_ADDRESS,
-        *,
-        draft: str | Draft = _DEFAULT_DRAFT,
-        tokenizer: str = "",
-        model: str = "",
-        rule: str = EXACT_RULE,
-        policy: str | Policy = DEFAULT_POLICY.value,
-        link: Link | None = None,
-        tls: bool | TLS = False,
-        api_key_file: str = "",
-        insecure: bool = False,
+        **options: Unpack[ConnectOptions],
     ) -> None:
-        """Make the agent, and load its draft model. It takes the arguments of ``connect``. Raises
-        what ``Agent.load`` raises."""
-        self._agent = connect(
-            address,
-            draft=draft,
-            tokenizer=tokenizer,
-            model=model,
-            rule=rule,
-            policy=policy,
-            link=link,
-            tls=tls,
-            api_key_file=api_key_file,
-            insecure=insecure,
-        )
+        """Make the agent, and load its draft model. ``options`` are the keywords of ``connect``.
+        Raises what ``Agent.load`` raises."""
+        self._agent = connect(address, **options)
         self._call = _Call()
         try:
             self._call(self._agent.load())
@@ -712,103 +672,30 @@ class SyncAgent:
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
-        *,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-        rule: str = "",
+        **options: Unpack[GenerateOptions],
     ) -> Generator[Chunk, None, None]:
         """Stream the target's output, as ``Agent.generate``. Leaving the loop early cancels the
         generation."""
-        stream = self.stream(
-            prompt,
-            sampling=sampling,
-            logprobs=logprobs,
-            conversation=conversation,
-            model=model,
-            rule=rule,
-        )
-        with stream:
+        with self.stream(prompt, sampling=sampling, **options) as stream:
             yield from stream
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        timeout_s: float | None = None,
-        sampling: SamplingParams | None = None,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-        rule: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> SyncGenerationStream:
+    def stream(self, prompt: Prompt, **options: Unpack[CallOptions]) -> SyncGenerationStream:
         """Return the stream of a generation, as ``Agent.stream``."""
-        stream = self._agent.stream(
-            prompt,
-            timeout_s=timeout_s,
-            sampling=sampling,
-            logprobs=logprobs,
-            conversation=conversation,
-            model=model,
-            rule=rule,
-            **fields,
-        )
-        return SyncGenerationStream(self._call, stream)
+        return SyncGenerationStream(self._call, self._agent.stream(prompt, **options))
 
-    def complete(
-        self,
-        prompt: Prompt,
-        *,
-        timeout_s: float | None = None,
-        sampling: SamplingParams | None = None,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-        rule: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Completion:
+    def complete(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Completion:
         """Return the whole output, as ``Agent.complete``."""
-        return self._call(
-            self._agent.complete(
-                prompt,
-                timeout_s=timeout_s,
-                sampling=sampling,
-                logprobs=logprobs,
-                conversation=conversation,
-                model=model,
-                rule=rule,
-                **fields,
-            )
-        )
+        return self._call(self._agent.complete(prompt, **options))
 
     def chat(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[Tool] = (),
-        timeout_s: float | None = None,
-        sampling: SamplingParams | None = None,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-        rule: str = "",
-        **fields: Unpack[SamplingFields],
+        **options: Unpack[CallOptions],
     ) -> Completion:
         """Answer a conversation, as ``Agent.chat``."""
-        return self._call(
-            self._agent.chat(
-                messages,
-                tools=tools,
-                timeout_s=timeout_s,
-                sampling=sampling,
-                logprobs=logprobs,
-                conversation=conversation,
-                model=model,
-                rule=rule,
-                **fields,
-            )
-        )
+        return self._call(self._agent.chat(messages, tools=tools, **options))
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return what the verifiers serve now, as ``Agent.models``."""

@@ -10,8 +10,9 @@ import asyncio
 import inspect
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -65,17 +66,32 @@ def test_every_field_of_the_sampling_parameters_is_a_keyword() -> None:
     assert keywords == {field.name: theirs[field.name] for field in fields(edgespec.SamplingParams)}
 
 
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of ``function`` with their types, its unpacked keywords among them."""
+    found = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
+    for name, hint in list(found.items()):
+        if get_origin(hint) is Unpack:
+            del found[name]
+            (keywords,) = get_args(hint)
+            found |= get_type_hints(keywords)
+    return found
+
+
 def test_the_synchronous_agent_has_the_same_calls() -> None:
     for name, function in inspect.getmembers(edgespec.Agent, inspect.isfunction):
         if name.startswith("_") or name in ("load", "chat_prompt"):
             continue
-        theirs, own = (
-            inspect.signature(one).parameters
-            for one in (function, getattr(edgespec.SyncAgent, name))
-        )
-        assert own.keys() == theirs.keys() - {"started"}, name
-    connect = inspect.signature(edgespec.connect).parameters
-    assert list(inspect.signature(edgespec.SyncAgent).parameters) == list(connect)
+        theirs = parameters_of(function)
+        theirs.pop("started", None)
+        assert parameters_of(getattr(edgespec.SyncAgent, name)) == theirs, name
+    assert parameters_of(edgespec.SyncAgent.__init__) == parameters_of(edgespec.connect)
+
+
+@pytest.mark.parametrize("name", ["complete", "chat"])
+def test_every_option_of_a_stream_is_one_of_a_whole_output(name: str) -> None:
+    theirs, own = (parameters_of(getattr(edgespec.Agent, one)) for one in ("stream", name))
+    del theirs["prompt"]
+    assert own.items() >= theirs.items()
 
 
 async def test_a_stream_has_its_own_statistics() -> None:
