@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 
 WARM_STEPS = 4
 Figures = dict[str, float]
@@ -206,7 +206,8 @@ def main() -> int:
     if args.only:
         print(json.dumps(arms(args)[args.only](args, counts[0])))
         return 0
-    print(f"command: {shlex.join(sys.argv)}\nmachine: {machine()}\nversions: {versions()}")
+    print(f"command: {shlex.join(sys.argv)}")
+    print(f"machine: {describe_machine()}\nversions: {list_versions()}")
     print(f"{args.threads} threads, prompts of {args.prompt} tokens, {args.rounds} rounds")
     samples: dict[tuple[str, int], list[Figures]] = {}
     for _ in range(args.rounds):

@@ -30,7 +30,7 @@ from unittest import mock
 from edgespec.config import AgentConfig, DraftSection, PolicyName, VerifierConfig
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.goodput_policy import make_policy
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import (
     MAX_CACHES,
     Cancelled,
@@ -64,8 +64,8 @@ from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.packed_drafter import DraftModel, PackedDrafter
 from tests.adversarial import WrappedDrafter
 from tests.api.test_end_to_end import PROMPTS
-from tests.kit.live_verifier import until
-from tests.present import present
+from tests.kit.live_verifier import wait_until
+from tests.present import require
 
 AT_ONCE = 40
 SERVED = VerifierConfig(
@@ -274,7 +274,7 @@ async def play(
     texts = await asyncio.gather(*found)
     for agent in agents:
         await agent.close()
-    await until(lambda: not (verifier.engine.sessions or verifier.engine.running))
+    await wait_until(lambda: not (verifier.engine.sessions or verifier.engine.running))
     await verifier.stop()
     if drafter is not None:
         drafter.close_all()
@@ -285,7 +285,7 @@ def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agen
     """Make a device's agent; without a ``kind`` it only streams."""
     drafter = None
     if kind:
-        inner = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
+        inner = require(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
         drafter = MoodyDrafter(inner, Mood(kind, dice))
     name = dice.choice((PolicyName.FIXED, PolicyName.WINDOWED))
     options = AgentOptions(

@@ -38,7 +38,7 @@ from typing import Any
 
 from watched_verifier import Verifier, answer, kill, line_of, start, tell
 
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import LimitsSection, PacingSection, VerifierConfig
 from edgespec.core.device.commit_reader import RECEIVED_EVERY
 from edgespec.core.protocol.messages import Draft, Open, Received, RunAhead
@@ -531,8 +531,8 @@ def main() -> int:
     head = {
         "command": shlex.join(sys.argv),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": machine(),
-        "versions": versions(),
+        "machine": describe_machine(),
+        "versions": list_versions(),
     }
     points = asyncio.run(run(options))
     for name, value in head.items():

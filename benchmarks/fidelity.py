@@ -28,7 +28,7 @@ from typing import Any
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import LentDrafter, Measurement, mean_interval, measure
 from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload, read_prompts
-from edgespec.bench.report import machine, tape_about, versions
+from edgespec.bench.report import describe_machine, list_versions, tape_about
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
@@ -328,7 +328,7 @@ def main() -> int:
     within = sum(bool(row["within"]) for row in rows)
     print(f"{within} of {len(rows)} set-ups within {TPOT_WITHIN:.0%} and {TOKENS_WITHIN:.0%}")
     if args.json:
-        content = {"machine": machine(), "versions": versions(), "rows": rows}
+        content = {"machine": describe_machine(), "versions": list_versions(), "rows": rows}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"took {time.monotonic() - started_s:.0f} s")
     return 0 if within == len(rows) else 1

@@ -34,7 +34,7 @@ import grpc.aio
 import honest_devices
 from watched_verifier import Verifier, kill
 
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.core.protocol.messages import (
     Cancel,
@@ -459,7 +459,9 @@ def main() -> int:
     parser.add_argument("--model", default="toy", choices=("toy", "bundled"))
     parser.add_argument("--cached-tokens", type=int, default=65_536, help="size of the KV pool")
     options = parser.parse_args()
-    print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}")
+    print(
+        f"machine: {describe_machine()}\nversions: {list_versions()}\ncommand: {' '.join(sys.argv)}"
+    )
     tally, honest = Tally(*fuzz_codec(options.messages, options.seed)), honest_devices.Tally()
     memory = asyncio.run(fuzz_verifier(options, tally, honest)) if options.streams else ""
     for name, count in sorted(tally.ends.items()):

@@ -27,7 +27,7 @@ from typing import Any
 from watched_verifier import line_of, start, tell
 
 from edgespec.config import AgentConfig, DraftSection
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent

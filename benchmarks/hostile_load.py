@@ -54,7 +54,7 @@ from honest_devices import (
 from hostile_clients import CONTROL, KINDS, Hostile, kinds
 from watched_verifier import Verifier, kill, make_keys
 
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import LimitsSection, PacingSection, VerifierConfig
 
 VICTIMS, FLOODER = 4, "flooder"
@@ -294,7 +294,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}")
+    print(
+        f"machine: {describe_machine()}\nversions: {list_versions()}\ncommand: {' '.join(sys.argv)}"
+    )
     print("victims' waits for tokens (ms) and rates a second: calm, then hostile")
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -302,8 +304,8 @@ def main() -> int:
     took_s = time.perf_counter() - started_s
     if options.json is not None:
         found = {
-            "machine": machine(),
-            "versions": versions(),
+            "machine": describe_machine(),
+            "versions": list_versions(),
             "command": " ".join(sys.argv),
             "took_s": round(took_s, 1),
             "texts": load.texts,

@@ -42,12 +42,12 @@ from typing import Any, Final
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import mean_interval, ratio_interval
 from edgespec.bench.prompts import DEFAULT_PROMPTS, read_prompts
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import VerifierConfig
-from edgespec.core.device.estimates import Learned
+from edgespec.core.device.estimates import KeptEstimates
 from edgespec.core.device.events import Deliver, Finish
 from edgespec.core.device.goodput_policy import PolicyName, make_policy
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter, TargetModel
@@ -62,7 +62,7 @@ from edgespec.device.drafters.toy import SilentDrafter
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier.build import load_target
-from edgespec_sim.cost_profile import constant
+from edgespec_sim.cost_profile import constant_law
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import HopPath
 from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
@@ -171,7 +171,7 @@ class Stage:
     """The target; None: a tape of the text, since the exact rule needs no other."""
     rule: str = EXACT_RULE
     run_ahead: RunAhead = RunAhead.AUTO
-    learned: Learned = field(default_factory=Learned)
+    learned: KeptEstimates = field(default_factory=KeptEstimates)
 
 
 def taped(text: Text) -> TargetModel:
@@ -184,7 +184,7 @@ def play(text: Text, stage: Stage) -> Played:
     engine = VerifyEngine(
         target.info, Limits(context_length=1 << 20), EngineLimits(rules=(stage.rule,))
     )
-    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(PASS_S), ""))
+    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant_law(PASS_S), ""))
     asked = Open(
         "text",
         "",
@@ -341,7 +341,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := {*options.sources.split(",")} - {MODEL, TEXT, BOTH}:
         parser.error(f"sources: {sorted(unknown)} are unknown; there are {MODEL}, {TEXT}, {BOTH}")
-    print(json.dumps({"machine": machine(), "versions": versions()}))
+    print(json.dumps({"machine": describe_machine(), "versions": list_versions()}))
     if options.rules:
         compare_rules(options)
         return 0

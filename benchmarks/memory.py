@@ -566,7 +566,7 @@ PYTHON = (sys.executable, str(Path(__file__).resolve()))
 def main() -> None:
     if sys.argv[1:2] == [DEVICE]:
         return be_device(json.loads(sys.argv[2]))
-    from edgespec.bench.report import machine, versions
+    from edgespec.bench.report import describe_machine, list_versions
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -576,7 +576,7 @@ def main() -> None:
     parser.add_argument("--shape", default="", choices=("", *SHAPES), help="of step's draft")
     parser.add_argument("--rounds", type=int, default=400, help="of steps")
     options = parser.parse_args()
-    print(machine(), versions(), sep="\n")
+    print(describe_machine(), list_versions(), sep="\n")
     if options.what == "step":
         return step(options.shape, options.rounds)
     with tempfile.TemporaryDirectory() as name:

@@ -47,7 +47,7 @@ from honest_devices import PATIENT, Request, make_requests, toy_answers
 from hostile_clients import WRONG_KEYS, Hostile
 from watched_verifier import START_WITHIN_S, Verifier, kill, make_keys
 
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import (
     AgentConfig,
     DeviceTlsSection,
@@ -419,11 +419,13 @@ def main() -> int:
         drills = asyncio.run(measure(options, Path(folder)))
     for finding in drills.findings:
         print(f"finding: {finding}")
-    print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}")
+    print(
+        f"machine: {describe_machine()}\nversions: {list_versions()}\ncommand: {' '.join(sys.argv)}"
+    )
     print(f"{len(drills.findings)} findings; {options.devices} devices, emulated pass time")
     if options.json is not None:
         rows = [vars(one) for one in drills.outcomes]
-        report = {"drills": rows, "findings": drills.findings, "machine": machine()}
+        report = {"drills": rows, "findings": drills.findings, "machine": describe_machine()}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 1 if drills.findings else 0
 

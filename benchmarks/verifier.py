@@ -36,7 +36,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import torch_target
@@ -319,8 +319,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     about = {
         "command": shlex.join(sys.argv),
-        "machine": machine(),
-        "versions": versions(),
+        "machine": describe_machine(),
+        "versions": list_versions(),
         "threads": args.threads,
     }
     torch.set_num_threads(args.threads)

@@ -219,7 +219,7 @@ def watch(report: Path) -> None:
         def write() -> None:
             nonlocal asked
             asked += 1
-            ledger = verifier.engine.keeper.ledger
+            ledger = verifier.engine.cache_scheduler.ledger
             found = {
                 "asked": asked,
                 "tasks": len(asyncio.all_tasks()),
@@ -229,7 +229,7 @@ def watch(report: Path) -> None:
                 "passes": verifier.engine.passes,
                 "fed": rows["fed"],
                 "drafted": rows["drafted"],
-                "evictions": verifier.engine.keeper.evictions,
+                "evictions": verifier.engine.cache_scheduler.evictions,
                 "messages": dict(meter.counts),
                 "loop_cpu_s": time.thread_time(),
                 "target_cpu_s": sum(map(cpu_s, verifier._worker._thread._threads)),

@@ -100,7 +100,7 @@ async def play_output(
         raise AssertionError(f"the device resumes with {opening.committed}, which is no beginning")
     position = len(opening.prompt) + held
     await stream.send(Opened(Limits(), "scripted", position))
-    for part in _parts(tokens[held:], commit_sizes):
+    for part in _cut_parts(tokens[held:], commit_sizes):
         await stream.send(Commit(position, tuple(part)))
         position += len(part)
     await stream.send(Commit(position, (), finish=finish))
@@ -109,7 +109,7 @@ async def play_output(
             await stream.receive()
 
 
-def _parts(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+def _cut_parts(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
     start = 0
     for size in itertools.cycle(sizes):
         if start >= len(tokens):

@@ -104,18 +104,18 @@ def data_dir() -> Path:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Serve the toy model by the real daemon; yield its address."""
-    from tests.kit.live_verifier import daemon
+    from tests.kit.live_verifier import start_daemon
 
-    with daemon() as (where, _):
+    with start_daemon() as (where, _):
         yield where
 
 
 @pytest.fixture(scope="module")
 def dead() -> Iterator[str]:
     """Yield an address of this machine where no server listens."""
-    from tests.kit.live_verifier import nobody
+    from tests.kit.live_verifier import occupy_address
 
-    with nobody() as where:
+    with occupy_address() as where:
         yield where
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def present(value: T | None) -> T:
+def require(value: T | None) -> T:
     """Return ``value``, which must not be None."""
     assert value is not None
     return value

@@ -70,7 +70,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 @cache
-def modules() -> tuple[Module, ...]:
+def parse_modules() -> tuple[Module, ...]:
     """Return every Python file written by hand."""
     return tuple(
         parse(path, (ROOT / path).read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ class Import:
     line: int
 
 
-def imports(module: Module) -> Iterator[Import]:
+def list_imports(module: Module) -> Iterator[Import]:
     """Yield all names that a file imports, anywhere in it and in every spelling.
 
     ``from a.b import c`` yields both ``a.b`` and ``a.b.c``, since either may be the module.
@@ -103,6 +103,6 @@ def imports(module: Module) -> Iterator[Import]:
                     yield Import(name, node.lineno)
 
 
-def within(name: str, package: str) -> bool:
+def is_within(name: str, package: str) -> bool:
     """Return whether ``name`` is that package or is inside it."""
     return name == package or name.startswith(package + ".")

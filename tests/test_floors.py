@@ -19,9 +19,9 @@ import yaml
 
 from edgespec.cli import main
 from edgespec_sim.commands import main as simulator
-from tests.kit.live_verifier import python
-from tests.present import present
-from tests.sources import PACKAGES, ROOT, Module, imports, modules, within
+from tests.kit.live_verifier import run_python
+from tests.present import require
+from tests.sources import PACKAGES, ROOT, Module, is_within, list_imports, parse_modules
 
 TABLE = yaml.safe_load((ROOT / "tests/floors.yaml").read_text(encoding="utf-8"))
 
@@ -37,7 +37,7 @@ class Floor:
 
     def violations(self, module: Module) -> Iterator[str]:
         said: set[tuple[str, int]] = set()
-        for found in imports(module):
+        for found in list_imports(module):
             top = found.name.partition(".")[0]
             reason = self._refuses(found.name)
             if reason and (top, found.line) not in said:
@@ -55,7 +55,7 @@ class Floor:
             allowed = (*own, *self.ours)
             # `from edgespec.core import tree` also yields `edgespec.core`, and the bare `edgespec`
             # of `from edgespec import ports` means nothing by itself.
-            fine = name == "edgespec" or any(within(name, ours) for ours in allowed)
+            fine = name == "edgespec" or any(is_within(name, ours) for ours in allowed)
             return None if fine else "it lies on another floor"
         if top in self.never:
             return "the library belongs to another floor"
@@ -87,7 +87,7 @@ FLOORS = [_floor(**row) for row in TABLE["floors"]]
 
 
 def floor_of(module: Module) -> Floor | None:
-    return next((floor for floor in FLOORS if within(module.name, floor.package)), None)
+    return next((floor for floor in FLOORS if is_within(module.name, floor.package)), None)
 
 
 def violations(module: Module) -> list[str]:
@@ -96,23 +96,23 @@ def violations(module: Module) -> list[str]:
 
 
 def test_every_import_stays_on_its_floor() -> None:
-    found = [violation for module in modules() for violation in violations(module)]
+    found = [violation for module in parse_modules() for violation in violations(module)]
     assert not found, f"{len(found)} violations:\n" + "\n".join(found)
 
 
 def test_every_product_module_has_a_floor_and_every_floor_a_module() -> None:
-    floors = {present(floor).package for module in modules() if (floor := floor_of(module))}
+    floors = {require(floor).package for module in parse_modules() if (floor := floor_of(module))}
     assert floors == {floor.package for floor in FLOORS}
-    for module in modules():
-        if any(within(module.name, package) for package in PACKAGES):
-            floor = present(floor_of(module))
+    for module in parse_modules():
+        if any(is_within(module.name, package) for package in PACKAGES):
+            floor = require(floor_of(module))
             assert floor.package != "edgespec" or module.name == "edgespec", module.path
 
 
 def dependencies(module: Module, known: Collection[str]) -> set[str]:
     """Return the modules in ``known`` that a module imports. ``from a import b`` is an import of
     ``a.b`` if that is a module, else of ``a``."""
-    found = list(imports(module))
+    found = list(list_imports(module))
     modules_found = set()
     for one in found:
         # ``from a import b`` is reported as ``a`` and as ``a.b``; the longer name is exact.
@@ -137,7 +137,9 @@ def import_circle(some: Collection[Module]) -> list[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    product = [m for m in modules() if any(within(m.name, package) for package in PACKAGES)]
+    product = [
+        m for m in parse_modules() if any(is_within(m.name, package) for package in PACKAGES)
+    ]
     assert len(product) > 100
     assert import_circle(product) == [], "move what both need into a file of its own"
 
@@ -164,14 +166,18 @@ def test_the_heavy_libraries_are_never_loaded(package: str) -> None:
     """The check is transitive, for every module of the package: the table above only covers one
     step."""
     outside = "edgespec_sim.commands"  # it runs worlds in processes
-    names = [m.name for m in modules() if within(m.name, package) and not within(m.name, outside)]
+    names = [
+        m.name
+        for m in parse_modules()
+        if is_within(m.name, package) and not is_within(m.name, outside)
+    ]
     assert names, f"{package} holds no module"
     assert _loaded_by(*names) & (HEAVY | {"asyncio"}) == set()
 
 
 def test_only_training_loads_torch() -> None:
-    every = [module.name for module in modules() if within(module.name, "edgespec_uara")]
-    names = [name for name in every if not within(name, "edgespec_uara.masac")]
+    every = [module.name for module in parse_modules() if is_within(module.name, "edgespec_uara")]
+    names = [name for name in every if not is_within(name, "edgespec_uara.masac")]
     assert names != every
     assert _loaded_by(*names) & HEAVY == set()
 
@@ -186,6 +192,6 @@ def _loaded_by(*names: str) -> set[str]:
 
 def _printed(code: str) -> list[str]:
     """Return the lines that a fresh interpreter prints."""
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -19,7 +19,7 @@ from functools import cache
 import pytest
 import yaml
 
-from tests.sources import ROOT, Module, modules
+from tests.sources import ROOT, Module, parse_modules
 from tools.check_subjects import violations
 
 BUDGETS = yaml.safe_load((ROOT / "tests/prose.yaml").read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def prose_of(package: str) -> list[tuple[str, str]]:
     """Return all prose below a folder, each piece with its place."""
     return [
         (f"{module.path}:{line}", text)
-        for module in modules()
+        for module in parse_modules()
         if module.path.startswith(f"{package}/") and not module.path.endswith("test_prose.py")
         for line, text in pieces(module)
     ]
@@ -82,7 +82,9 @@ def test_dialect_is_rare(package: str) -> None:
 
 def test_every_package_has_a_budget() -> None:
     """A new package begins with a budget of nothing."""
-    folders = {"/".join(module.path.split("/")[:2]) for module in modules() if "/" in module.path}
+    folders = {
+        "/".join(module.path.split("/")[:2]) for module in parse_modules() if "/" in module.path
+    }
     budgets = set(BUDGETS)
     missing = {
         folder
@@ -98,7 +100,7 @@ def test_no_function_has_a_name_that_means_six_things() -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         f"{module.path}:{node.lineno}: {node.name}"
-        for module in modules()
+        for module in parse_modules()
         for node in ast.walk(module.tree)
         if isinstance(node, functions) and node.name.lstrip("_") in NO_NAMES
     ]

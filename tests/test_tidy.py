@@ -20,7 +20,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.sources import PACKAGES, ROOT, Module, imports, modules, project_files, within
+from tests.sources import (
+    PACKAGES,
+    ROOT,
+    Module,
+    is_within,
+    list_imports,
+    parse_modules,
+    project_files,
+)
 from tools import draw_bench, draw_race, write_settings
 from tools.draw_states import PAGE, page
 from tools.svg import text
@@ -77,11 +85,11 @@ def public_classes_say_what_they_are(module: Module) -> Iterator[str]:
         if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
             continue
         is_enum = any(ast.unparse(base).endswith(("Enum", "Flag")) for base in node.bases)
-        if not is_enum and not _explained(node):
+        if not is_enum and not _is_explained(node):
             yield f"{module.path}:{node.lineno}: public class {node.name} has no docstring"
 
 
-def _explained(node: ast.ClassDef) -> bool:
+def _is_explained(node: ast.ClassDef) -> bool:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     return ast.get_docstring(node) is not None or any(
         (isinstance(member, functions) and ast.get_docstring(member) is not None)
@@ -91,7 +99,7 @@ def _explained(node: ast.ClassDef) -> bool:
 
 
 def _is_product(module: Module) -> bool:
-    return any(within(module.name, package) for package in PACKAGES)
+    return any(is_within(module.name, package) for package in PACKAGES)
 
 
 RULES: tuple[Rule, ...] = (
@@ -105,7 +113,7 @@ RULES: tuple[Rule, ...] = (
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_project_keeps(rule: Rule) -> None:
-    _none_of(violation for module in modules() for violation in rule(module))
+    _none_of(violation for module in parse_modules() for violation in rule(module))
 
 
 def test_nothing_is_marked_unfinished() -> None:
@@ -135,7 +143,7 @@ def dead_modules(every: Iterable[Module], entry_points: Iterable[str]) -> list[s
     every = tuple(every)
     used = set(entry_points)
     for module in every:
-        names = {found.name for found in imports(module)} | _module_strings(module)
+        names = {found.name for found in list_imports(module)} | _module_strings(module)
         used |= names - {module.name}
     return [
         module.path
@@ -160,7 +168,7 @@ def _module_strings(module: Module) -> set[str]:
 def test_no_dead_files() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     entry_points = [target.partition(":")[0] for target in project["scripts"].values()]
-    _none_of(dead_modules(modules(), entry_points))
+    _none_of(dead_modules(parse_modules(), entry_points))
 
 
 def test_no_large_files() -> None:
@@ -302,7 +310,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 EVIL = "</text><script>&\"'"
 
 
-def race(prompt: str) -> dict[str, Any]:
+def record_race(prompt: str) -> dict[str, Any]:
     """Return a record of two generations of four tokens, the second twice as fast."""
     plain = {"at_ms": [0, 100, 200], "kinds": "ddd"}
     fast = {"at_ms": [0, 100, 100], "kinds": "dac"}
@@ -318,7 +326,7 @@ def race(prompt: str) -> dict[str, Any]:
     }
 
 
-def drawn(svg: str) -> list[str]:
+def texts_in_picture(svg: str) -> list[str]:
     """Return the texts of a picture; check that it is XML and would fetch nothing."""
     root = ElementTree.fromstring(svg)
     assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
@@ -332,8 +340,8 @@ def drawn(svg: str) -> list[str]:
 
 def test_whatever_a_model_wrote_is_only_text(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(race(EVIL)), encoding="utf-8")
-    assert EVIL + " one" in drawn(draw_race.draw(path))
+    path.write_text(json.dumps(record_race(EVIL)), encoding="utf-8")
+    assert EVIL + " one" in texts_in_picture(draw_race.draw(path))
     assert text("\x00\x1b\x07") == "\N{REPLACEMENT CHARACTER}" * 3
 
 
@@ -348,6 +356,6 @@ def test_the_readme_shows_what_the_records_say(
     svg = draw(record)
     assert picture.read_text(encoding="utf-8") == svg, f"run: python -m tools.draw_{name}"
     assert len(svg.encode()) < limit
-    assert drawn(svg)
+    assert texts_in_picture(svg)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"docs/pictures/{name}.svg" in readme

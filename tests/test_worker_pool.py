@@ -16,7 +16,7 @@ from contextvars import ContextVar
 import pytest
 
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
-from tests.kit.live_verifier import until
+from tests.kit.live_verifier import wait_until
 from tests.sources import ROOT
 
 
@@ -55,7 +55,7 @@ async def works(
         for task in found.tasks.values():
             task.cancel()
         await asyncio.gather(*found.tasks.values(), return_exceptions=True)
-        await until(lambda: pool.busy == 0)
+        await wait_until(lambda: pool.busy == 0)
 
 
 @pytest.mark.parametrize("package", ["device", "endpoint", "models", "wire"])
@@ -73,7 +73,7 @@ def test_no_work_runs_in_the_executor_that_all_of_asyncio_shares(package: str) -
 async def test_clients_take_turns() -> None:
     async with works() as found:
         await found.start("a1")
-        await until(lambda: found.begun == ["a1"])
+        await wait_until(lambda: found.begun == ["a1"])
         await found.start("a2", "a3", "b1", "b2", "c1")
         for _ in range(6):
             found.go_on.release()
@@ -84,7 +84,7 @@ async def test_clients_take_turns() -> None:
 async def test_a_full_queue_and_a_full_share_are_refused() -> None:
     async with works(threads=2, max_waiting=4) as found:
         await found.start("a1", "a2")
-        await until(lambda: len(found.begun) == 2)
+        await wait_until(lambda: len(found.begun) == 2)
         await found.start("a3", "a4", "a5", "a6")
         with pytest.raises(PoolBusyError, match=r"3 wait already \(3 of this client's, limit 3\)"):
             await found.tasks["a6"]
@@ -97,7 +97,7 @@ async def test_a_full_queue_and_a_full_share_are_refused() -> None:
 async def test_a_cancelled_work_leaves_the_queue_and_is_never_run() -> None:
     async with works(max_waiting=1) as found:
         await found.start("a1")
-        await until(lambda: len(found.begun) == 1)
+        await wait_until(lambda: len(found.begun) == 1)
         await found.start("b1")
         found.tasks["b1"].cancel()
         await asyncio.gather(found.tasks["b1"], return_exceptions=True)
@@ -117,7 +117,7 @@ async def test_work_beyond_its_deadline_costs_its_own_pool_a_thread_until_it_end
         assert await found.pool.run(lambda: "the other thread") == "the other thread"
         assert await other.pool.run(lambda: "another pool") == "another pool"
         found.go_on.release()
-        await until(lambda: found.pool.busy == 0)
+        await wait_until(lambda: found.pool.busy == 0)
 
 
 async def test_what_work_raises_is_raised_and_a_panic_is_a_failure() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec.bench.report import counted
+from edgespec.bench.report import write_count
 from tools.svg import SANS, picture, text, write
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 62, 640, 74, 414
@@ -163,10 +163,10 @@ def _caption(content: Mapping[str, Any]) -> Iterator[str]:
     repeats, prompts = int(settings["repeats"]), len(settings["prompt_names"])
     gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
     yield (
-        f"Mean time per token after the first, over {counted(prompts, 'prompt')} of"
-        f" {settings['max_tokens']} tokens and {counted(repeats, 'repeat')}; bands: 95 % intervals"
-        " over the texts; ×: speed-up over target-only streaming at the same round-trip time."
-        + (f" Draft length of stop-and-wait: {gammas}." if gammas else "")
+        f"Mean time per token after the first, over {write_count(prompts, 'prompt')} of"
+        f" {settings['max_tokens']} tokens and {write_count(repeats, 'repeat')}; bands: 95 %"
+        " intervals over the texts; ×: speed-up over target-only streaming at the same round-trip"
+        " time." + (f" Draft length of stop-and-wait: {gammas}." if gammas else "")
     )
     tokens = sum(int(row["tokens"]) for row in content["results"])
     differ = sum(int(row["mismatches"]) for row in content["summary"])

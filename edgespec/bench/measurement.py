@@ -111,7 +111,7 @@ def row_of(
         "rtt_ms": rtt_ms,
         "repeat": repeat,
         "requests": len(done),
-        **_times(done),
+        **_measure_times(done),
         "tokens": sum(len(m.times_s) for m in done),
         "passes_per_token": _ratio(passes, committed),
         "tokens_per_pass": _ratio(committed, passes),
@@ -132,7 +132,7 @@ def row_of(
     }
 
 
-def _times(done: Sequence[Measurement]) -> Row:
+def _measure_times(done: Sequence[Measurement]) -> Row:
     tpots_ms = [1e3 * m.tpot_s for m in done if m.tpot_s is not None]
     flow_s = sum(m.times_s[-1] for m in done if m.times_s)
     # Gaps between neighbouring tokens, which are 0 within a commit.
@@ -153,11 +153,11 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     A row holds medians over the repeats, the sum of the mismatches, and ``spread`` (lowest and
     highest repeat). Over the prompts it holds ``tpot_ms_mean`` and ``speedup`` (target-only's mean
     over the arm's own), each with an ``interval`` of 95 %."""
-    groups = _grouped(rows)
+    groups = _group_rows(rows)
     texts = {key: _by_text(group) for key, group in groups.items()}
     summary = []
     for (arm, rtt_ms), group in groups.items():
-        row, interval, own = _summary(group), dict[str, Interval](), texts[arm, rtt_ms]
+        row, interval, own = _summarise_group(group), dict[str, Interval](), texts[arm, rtt_ms]
         row |= {"tpot_ms_mean": None, "speedup": None, "interval": interval}
         if values := list(own.values()):
             row["tpot_ms_mean"], interval["tpot_ms_mean"] = fmean(values), mean_interval(values)
@@ -167,10 +167,10 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     return summary
 
 
-def beside(rows: Sequence[Row]) -> list[Row]:
+def compare_both_ends(rows: Sequence[Row]) -> list[Row]:
     """Compare ``both`` with each end alone. Return one row per RTT and end, with the ratio of the
     mean times per token over the prompts and its ``interval`` of 95 %."""
-    texts = {key: _by_text(group) for key, group in _grouped(rows).items()}
+    texts = {key: _by_text(group) for key, group in _group_rows(rows).items()}
     found: list[Row] = []
     for (arm, rtt_ms), both in texts.items():
         for end in (Arm.SERVER_DRAFT, Arm.EDGESPEC) if arm == Arm.BOTH.value else ():
@@ -181,7 +181,7 @@ def beside(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _grouped(rows: Sequence[Row]) -> dict[tuple[object, object], list[Row]]:
+def _group_rows(rows: Sequence[Row]) -> dict[tuple[object, object], list[Row]]:
     """Return the rows by arm and RTT, in order of first appearance."""
     groups: dict[tuple[object, object], list[Row]] = {}
     for row in rows:
@@ -212,7 +212,7 @@ def _ratio_over(
     return fmean(above) / fmean(below), ratio_interval(above, below)
 
 
-def _summary(group: Sequence[Row]) -> Row:
+def _summarise_group(group: Sequence[Row]) -> Row:
     summary: Row = {"arm": group[0]["arm"], "rtt_ms": group[0]["rtt_ms"], "repeats": len(group)}
     kept = [name for name in group[0] if name not in (*_KEYS, "tpots_ms")]
     columns = {name: numbers(group, name) for name in kept}

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from edgespec import __version__
 from edgespec.bench.arms import Arm
-from edgespec.bench.measurement import Row, beside, numbers, summarise
+from edgespec.bench.measurement import Row, compare_both_ends, numbers, summarise
 from edgespec.bench.prompts import Workload
 from edgespec.bench.runner import BenchRunner, BenchSettings
 from edgespec.config.common import installed_version
@@ -51,7 +51,7 @@ class Subject:
     """Prompts were wrapped in the chat template."""
 
 
-def document(
+def make_document(
     argv: Sequence[str],
     settings: BenchSettings,
     subject: Subject,
@@ -67,8 +67,8 @@ def document(
     result: dict[str, Any] = {
         "command": shlex.join(argv),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": machine(),
-        "versions": versions(),
+        "machine": describe_machine(),
+        "versions": list_versions(),
         "settings": {
             **asdict(settings),
             "arms": [arm.value for arm in settings.arms],
@@ -83,7 +83,7 @@ def document(
         },
         "results": rows,
         "summary": summarise(rows),
-        "beside": beside(rows),
+        "beside": compare_both_ends(rows),
     }
     if interrupted:
         result["interrupted"] = True
@@ -119,27 +119,28 @@ def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
     return table
 
 
-def footer(content: Mapping[str, Any]) -> Iterator[str]:
+def write_footer(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the table: settings, machine, versions, command."""
     settings, machine, versions = content["settings"], content["machine"], content["versions"]
     if settings["vanilla_gamma"]:
         gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
         yield f"draft length of vanilla: {gammas}"
-    yield from _beside(content["beside"])
+    yield from _write_comparison(content["beside"])
     if own := content.get("server_drafts"):
         step_ms = own["model_us"] / 1e3 / max(1, own["model_steps"])
         right = f"{own['model_accepted']} of {own['model_nodes']}"
         yield f"the server's own drafts: {right} right, {step_ms:.2f} ms a step"
-    prompts = counted(len(settings["prompt_names"]), "prompt")
+    prompts = write_count(len(settings["prompt_names"]), "prompt")
     own = settings["server_draft"]
     on_server = f", on the server {own}" if own else ""
     yield (
         f"target {settings['target_name'] or settings['model']}, draft "
         f"{settings['draft_name'] or settings['draft']}{on_server}; {prompts},"
         f" {settings['max_tokens']} tokens, temperature {settings['temperature']:g},"
-        f" seed {settings['seed']}, {counted(settings['repeats'], 'repeat')}; {settings['timing']}"
+        f" seed {settings['seed']}, {write_count(settings['repeats'], 'repeat')};"
+        f" {settings['timing']}"
     )
-    if (late := _late(settings["pass_ms"], content["summary"])) is not None:
+    if (late := _warn_of_slow_plain(settings["pass_ms"], content["summary"])) is not None:
         yield late
     yield (
         f"machine: {machine['processor']}, {machine['cpu_count']} CPUs,"
@@ -150,19 +151,19 @@ def footer(content: Mapping[str, Any]) -> Iterator[str]:
     yield f"command: {content['command']}"
 
 
-def _beside(ratios: Sequence[Row]) -> Iterator[str]:
+def _write_comparison(ratios: Sequence[Row]) -> Iterator[str]:
     """Yield one line per end: the time per token of ``both`` over that of this end alone, at each
     RTT."""
     for end in dict.fromkeys(row["to"] for row in ratios):
         values = [
-            f"{_between(row, 'ratio', 2)} at {row['rtt_ms']:g} ms"
+            f"{_show_interval(row, 'ratio', 2)} at {row['rtt_ms']:g} ms"
             for row in sorted(ratios, key=lambda row: float(row["rtt_ms"]))
             if row["to"] == end
         ]
         yield f"time per token, both over {end}: {', '.join(values)}"
 
 
-def _late(pass_ms: float, summary: Sequence[Row]) -> str | None:
+def _warn_of_slow_plain(pass_ms: float, summary: Sequence[Row]) -> str | None:
     """Return a warning if plain streaming was slower than the emulated passes, else None. Then the
     machine's own time is in all rows, and hides a part of the time that drafts save."""
     plain = [row for row in summary if row["arm"] == Arm.TARGET_ONLY.value]
@@ -176,7 +177,7 @@ def _late(pass_ms: float, summary: Sequence[Row]) -> str | None:
     )
 
 
-def verdict(rows: Sequence[Row]) -> tuple[int, str]:
+def judge_mismatches(rows: Sequence[Row]) -> tuple[int, str]:
     """Return the number of mismatches, and a sentence about them."""
     count = int(sum(numbers(rows, "mismatches")))
     tokens = int(sum(numbers(rows, "tokens")))
@@ -185,61 +186,61 @@ def verdict(rows: Sequence[Row]) -> tuple[int, str]:
     return 0, f"all {tokens} tokens are those of target-only"
 
 
-def machine() -> dict[str, object]:
+def describe_machine() -> dict[str, object]:
     """Return a description of this machine. The load is that of the last minute, and includes other
     programs."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": _find_processor(),
         "cpu_count": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": psutil.getloadavg()[0],  # on every system, unlike that of os
     }
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     found = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     return {"edgespec": __version__, "python": platform.python_version(), **found}
 
 
-def counted(number: int, name: str) -> str:
+def write_count(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
 
 
-def _between(row: Row, name: str, digits: int) -> str:
+def _show_interval(row: Row, name: str, digits: int) -> str:
     interval = row["interval"]
     if isinstance(interval, dict):
         if name not in interval:
             return "-"
         interval = interval[name]
     low, high = interval
-    return f"{_number(row[name], digits)} ({low:.{digits}f}-{high:.{digits}f})"
+    return f"{_show_number(row[name], digits)} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def _number(value: object, digits: int) -> str:
+def _show_number(value: object, digits: int) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
 
 
-def _drafted(row: Row, name: str, digits: int) -> str:
-    return _number(row[name], digits) if row["drafted_nodes"] else "-"
+def _show_if_drafted(row: Row, name: str, digits: int) -> str:
+    return _show_number(row[name], digits) if row["drafted_nodes"] else "-"
 
 
 _COLUMNS: Mapping[str, Callable[[Row], str]] = {
-    "TPOT ms": lambda row: _between(row, "tpot_ms_mean", 1),
-    "p95": lambda row: _number(row["tpot_ms_p95"], 1),
-    "TTFT ms": lambda row: _number(row["ttft_ms_p50"], 0),
-    "speed": lambda row: _between(row, "speedup", 2),
-    "tok/pass": lambda row: _number(row["tokens_per_pass"], 2),
-    "server ms": lambda row: _number(row["server_ms_per_token"], 1),
-    "accept": lambda row: _drafted(row, "acceptance", 2),
-    "wasted": lambda row: _number(row["wasted_nodes_per_token"], 2),
-    "B up": lambda row: _drafted(row, "up_bytes_per_token", 1),
-    "B down": lambda row: _number(row["down_bytes_per_token"], 1),
+    "TPOT ms": lambda row: _show_interval(row, "tpot_ms_mean", 1),
+    "p95": lambda row: _show_number(row["tpot_ms_p95"], 1),
+    "TTFT ms": lambda row: _show_number(row["ttft_ms_p50"], 0),
+    "speed": lambda row: _show_interval(row, "speedup", 2),
+    "tok/pass": lambda row: _show_number(row["tokens_per_pass"], 2),
+    "server ms": lambda row: _show_number(row["server_ms_per_token"], 1),
+    "accept": lambda row: _show_if_drafted(row, "acceptance", 2),
+    "wasted": lambda row: _show_number(row["wasted_nodes_per_token"], 2),
+    "B up": lambda row: _show_if_drafted(row, "up_bytes_per_token", 1),
+    "B down": lambda row: _show_number(row["down_bytes_per_token"], 1),
     "differ": lambda row: str(row["mismatches"]),
 }
 
 
-def _processor() -> str:
+def _find_processor() -> str:
     """Return the name of the processor. On Linux it is read from /proc, because
     ``platform.processor`` is empty or names only the architecture there."""
     try:
@@ -251,13 +252,13 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def origin() -> dict[str, str]:
+def describe_origin() -> dict[str, str]:
     """Return the machine, versions, command and date, with which a file for the simulator shows
     where its numbers come from."""
-    found = machine()
+    found = describe_machine()
     return {
         "machine": f"{found['processor']}, {found['cpu_count']} cores",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in list_versions().items()),
         "command": shlex.join(("edgespec", *sys.argv[1:])),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
@@ -270,5 +271,5 @@ def tape_about(sampling: SamplingParams, prompts: str) -> dict[str, str]:
             f" at most {sampling.max_tokens} tokens"
         ),
         "prompts": prompts,
-        **origin(),
+        **describe_origin(),
     }

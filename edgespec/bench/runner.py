@@ -19,7 +19,7 @@ from edgespec.bench import measurement as measured
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.prompts import Workload
 from edgespec.config.common import MINUTE_MS
-from edgespec.core.protocol.checks import Section, limited
+from edgespec.core.protocol.checks import Section, range_field
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.wire.shaped import TrafficMeter
@@ -33,18 +33,18 @@ class BenchSettings(Section):
     """Settings of a benchmark. ``ValueError`` names the setting, the value and the limit."""
 
     arms: tuple[Arm, ...] = tuple(Arm)
-    rtts_ms: tuple[float, ...] = limited((2.0, 20.0, 50.0, 100.0, 200.0), 0.0, 10_000.0)
-    repeats: int = limited(1, 1, 1000)
-    prompt_limit: int = limited(9, 1, 100_000)
+    rtts_ms: tuple[float, ...] = range_field((2.0, 20.0, 50.0, 100.0, 200.0), 0.0, 10_000.0)
+    repeats: int = range_field(1, 1, 1000)
+    prompt_limit: int = range_field(9, 1, 100_000)
     """Number of prompts to use, the first ones that fit into the models' context."""
-    max_tokens: int = limited(96, 2, 1 << 20)
+    max_tokens: int = range_field(96, 2, 1 << 20)
     temperature: float = 0.0
     seed: int = 0
-    pass_ms: float = limited(25.0, 0.0, MINUTE_MS)
+    pass_ms: float = range_field(25.0, 0.0, MINUTE_MS)
     """Emulated duration of a target pass. 0 runs at the machine's own speed."""
-    draft_ms: float = limited(8.0, 0.0, MINUTE_MS)
+    draft_ms: float = range_field(8.0, 0.0, MINUTE_MS)
     """Emulated duration of a draft step on the device. 0 runs at the machine's own speed."""
-    server_draft_ms: float = limited(2.5, 0.0, MINUTE_MS)
+    server_draft_ms: float = range_field(2.5, 0.0, MINUTE_MS)
     """Emulated duration of a step of the verifier's draft model. 0 runs at the machine's speed."""
 
     @property
@@ -73,7 +73,9 @@ class BenchSettings(Section):
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"
 
 
-def parsed(what: str, text: str, kind: Callable[[str], _Parsed], known: str) -> tuple[_Parsed, ...]:
+def parse_list(
+    what: str, text: str, kind: Callable[[str], _Parsed], known: str
+) -> tuple[_Parsed, ...]:
     """Return the values of a comma-separated list.
 
     ``what`` is the list's name, ``kind`` parses one value, and ``known`` describes the values for

@@ -93,7 +93,7 @@ class Place(NamedTuple):
         return self.measured - self.expected
 
 
-def compared(p: Law, q: Law) -> Place:
+def compare_laws(p: Law, q: Law) -> Place:
     """Compare the target's law p with the draft's law q, [V] each.
 
     With tokens ordered by p / q, the largest first, max(p_y / p_x, q_y / q_x) is its first term for
@@ -102,13 +102,13 @@ def compared(p: Law, q: Law) -> Place:
         ratios = np.where(p > 0.0, p / q, 0.0)
     order = np.argsort(-ratios, kind="stable")
     p, q = p[order], q[order]
-    within, rest = np.cumsum(p), _behind(q)
+    within, rest = np.cumsum(p), _sum_later(q)
     both = (p > 0.0) & (q > 0.0)
     sums = within[both] / p[both] + rest[both] / q[both]
     # Two without replacement miss the tokens up to x with the sum over the others, whose mass is
     # ``rest``, of q_y * (rest - q_y) / (1 - q_y).
     odds = q / np.maximum(1.0 - q, _LEAST_REST)
-    missed = np.clip(rest * _behind(odds) - _behind(q * odds), 0.0, rest)
+    missed = np.clip(rest * _sum_later(odds) - _sum_later(q * odds), 0.0, rest)
     return Place(
         0.5 * float(np.abs(p - q).sum()),
         float((1.0 / sums).sum()),
@@ -117,7 +117,7 @@ def compared(p: Law, q: Law) -> Place:
     )
 
 
-def _behind(values: Law) -> Law:
+def _sum_later(values: Law) -> Law:
     """Return, for each of ``values``, the sum of all later ones."""
     return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
 
@@ -167,7 +167,7 @@ class TheoryRecorder:
             laws = [probabilities(one, self._sampling) for one in (row, self._drafter.logits)]
             size = max(one.size for one in laws)
             p, q = (np.pad(one, (0, size - one.size)) for one in laws)
-            yield compared(p, q)
+            yield compare_laws(p, q)
 
     def _target_rows(self, prompt: Sequence[int], tokens: Sequence[int]) -> Row:
         """Return the logits after ``prompt`` and after each of ``tokens`` but the last, from one
@@ -234,7 +234,7 @@ def beside_theory(texts: Sequence[ComparedText]) -> dict[str, Any]:
             }
             for gamma in GAMMAS
         ],
-        "impossible": list(_impossible(texts)),
+        "impossible": list(_find_impossible(texts)),
     }
 
 
@@ -264,7 +264,7 @@ def _by_variation(texts: Sequence[ComparedText]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
+def _find_impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
     """Yield a sentence about each measured value that theory rules out."""
     for what, more, than, less in (
         ("the first guess is right", "measured", "1 - TV", "ideal"),
@@ -288,12 +288,12 @@ def theory_table(found: Mapping[str, Any]) -> Table:
     for name in ("TV", "places", "at least", "expected", "measured", "at most"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found["by_variation"]:
-        measured = _shown({"mean": row["measured"], "interval": row["interval"]})
+        measured = _show_estimate({"mean": row["measured"], "interval": row["interval"]})
         cells = [measured if one == "measured" else f"{row[one]:.3f}" for one in _IN_TABLE]
         table.add_row(f"{row['from']:g}-{row['to']:g}", str(row["places"]), *cells)
     means, places = found["means"], sum(row["places"] for row in found["by_variation"])
     table.add_section()
-    every = [_shown(means[name]) for name in _IN_TABLE]
+    every = [_show_estimate(means[name]) for name in _IN_TABLE]
     table.add_row(f"{means['variation']['mean']:.3f}", str(places), *every)
     return table
 
@@ -301,11 +301,11 @@ def theory_table(found: Mapping[str, Any]) -> Table:
 def theory_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the table. Sentences about impossible values come last."""
     means = found["means"]
-    yield f"measured less expected of the shared noise: {_shown(means['luck'])}"
+    yield f"measured less expected of the shared noise: {_show_estimate(means['luck'])}"
     more = means["pair_measured"]["mean"] - means["measured"]["mean"]
     yield (
-        f"one of two siblings is right: {_shown(means['pair_measured'])}, {more:.3f} more than one;"
-        f" at most {means['pair_ideal']['mean']:.3f} drawn without replacement,"
+        f"one of two siblings is right: {_show_estimate(means['pair_measured'])}, {more:.3f} more"
+        f" than one; at most {means['pair_ideal']['mean']:.3f} drawn without replacement,"
         f" {means['independent_ideal']['mean']:.3f} independently"
     )
     wrong, right = found["right_behind_wrong"], found["right_behind_right"]
@@ -315,12 +315,12 @@ def theory_lines(found: Mapping[str, Any]) -> Iterator[str]:
     )
     for row in found["chains"]:
         yield (
-            f"chains of {row['gamma']}: {_shown(row['measured'])} tokens a pass; by the formula"
-            f" {row['correlated']:.3f}, without correlation {row['independent']:.3f}"
+            f"chains of {row['gamma']}: {_show_estimate(row['measured'])} tokens a pass; by the"
+            f" formula {row['correlated']:.3f}, without correlation {row['independent']:.3f}"
         )
     yield from found["impossible"]
 
 
-def _shown(estimate: Mapping[str, Any]) -> str:
+def _show_estimate(estimate: Mapping[str, Any]) -> str:
     low, high = estimate["interval"]
     return f"{estimate['mean']:.3f} ({low:.3f} to {high:.3f})"

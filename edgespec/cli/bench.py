@@ -21,7 +21,7 @@ from edgespec.bench import report
 from edgespec.bench.arms import DEVICE_ARMS, Arm
 from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.prompts import BUILT_IN, BenchPrompt, Workload, choose_workload, read_prompts
-from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Station, parsed
+from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Station, parse_list
 from edgespec.bench.theory import TheoryRecorder, beside_theory, theory_lines, theory_table
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
@@ -158,14 +158,14 @@ def bench(
     with reporting_errors():
         try:
             given: dict[str, Any] = {
-                "rtts_ms": rtt_ms and parsed("rtt-ms", rtt_ms, float, "milliseconds"),
+                "rtts_ms": rtt_ms and parse_list("rtt-ms", rtt_ms, float, "milliseconds"),
                 "repeats": repeats,
                 "prompt_limit": limit,
                 "max_tokens": max_tokens,
             }
             settings = replace(
                 QUICK if quick else DEFAULTS,
-                arms=_arms(arms, server_draft),
+                arms=_choose_arms(arms, server_draft),
                 temperature=temperature,
                 seed=seed,
                 pass_ms=pass_ms,
@@ -193,12 +193,12 @@ def bench(
             raise typer.Exit(status)
 
 
-def _arms(asked: str | None, server_draft: str) -> tuple[Arm, ...]:
+def _choose_arms(asked: str | None, server_draft: str) -> tuple[Arm, ...]:
     """Return the arms that were asked for. Raises ``ValueError`` for an unknown one, and for one in
     which the verifier drafts if it has no draft model."""
     if asked is None:
         return tuple(Arm) if server_draft else DEVICE_ARMS
-    arms = parsed("arms", asked, Arm, _ARM_NAMES)
+    arms = parse_list("arms", asked, Arm, _ARM_NAMES)
     if not server_draft and (there := [arm.value for arm in arms if arm.on_server]):
         raise ValueError(f"arms names {', '.join(there)}, which needs --server-draft MODEL")
     return arms
@@ -320,7 +320,7 @@ class _Bench:
         """Print and write the results so far, and return the number of mismatches."""
         runner = self.runner
         rows = runner.rows if runner else []
-        content = report.document(
+        content = report.make_document(
             ("edgespec", *sys.argv[1:]),
             self.settings,
             self.subject,
@@ -343,9 +343,9 @@ class _Bench:
             stdout.print(theory_table(compared))
             for line in theory_lines(compared):
                 stdout.print(line, markup=False, highlight=False, soft_wrap=True)
-        for line in report.footer(content):
+        for line in report.write_footer(content):
             stdout.print(line, markup=False, highlight=False, soft_wrap=True)
-        mismatches, sentence = report.verdict(rows)
+        mismatches, sentence = report.judge_mismatches(rows)
         stdout.print(sentence, style="red" if mismatches else "green", highlight=False)
         if failure is not None:
             self._say(f"error: {failure}")

@@ -30,7 +30,7 @@ from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
 from edgespec.config.files import read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.checks import is_unicode, make_printable, one_line
+from edgespec.core.protocol.checks import is_unicode, make_one_line, make_printable
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import takes_target_texts
@@ -99,9 +99,9 @@ class Record:
         """One line for a user who continues this conversation."""
         count = len(self.messages)
         about = f"continuing a conversation of {count} message{'' if count == 1 else 's'}"
-        about += f", begun {one_line(self.begun)}" if self.begun else ""
+        about += f", begun {make_one_line(self.begun)}" if self.begun else ""
         if self.messages:
-            last = one_line(self.messages[-1]["content"])
+            last = make_one_line(self.messages[-1]["content"])
             cut = "…" if len(last) > _QUOTED_CHARS else ""
             about += f"; the last one: {last[:_QUOTED_CHARS]}{cut}"
         return about
@@ -468,7 +468,7 @@ def chat(
         if record.messages:
             say(record.description)
             if record.model and record.model != info.name:
-                say(f"(its earlier replies are by {one_line(record.model)})")
+                say(f"(its earlier replies are by {make_one_line(record.model)})")
         with stopping_at_once():
             agent = build.build_agent(settings, tracer=tracer, say=say, target=info)
         try:

@@ -16,7 +16,7 @@ import typer
 from edgespec.cli.options import read_settings
 from edgespec.cli.running import reporting_errors, say
 from edgespec.config import ConfigError, load_config
-from edgespec.config.common import needs
+from edgespec.config.common import require_library
 from edgespec.wire.access import KeyEntry, KeyFile, make_key, save_keys
 
 File = Annotated[
@@ -48,7 +48,7 @@ def add(name: Name, file: File, limits: Annotated[list[str] | None, _LIMITS] = N
 
     [dim]edgespec keys add workshop --set max_sessions=8 --file keys.yaml[/]
     """
-    with reporting_errors(), _alone(file):
+    with reporting_errors(), _lock_file(file):
         known = load_config(KeyFile, file) if file.exists() else KeyFile({})
         key, sha256 = make_key()
         try:
@@ -73,7 +73,7 @@ def show(file: File) -> None:
         known = load_config(KeyFile, file).keys
         for name, entry in sorted(known.items()):
             limits = [
-                f"{one.name} {_shown(getattr(entry, one.name))}"
+                f"{one.name} {_show_value(getattr(entry, one.name))}"
                 for one in fields(entry)
                 if one.name != "sha256" and getattr(entry, one.name)
             ]
@@ -85,7 +85,7 @@ def show(file: File) -> None:
 @keys.command()
 def revoke(name: Name, file: File) -> None:
     """Revoke a key. A running verifier ends the key's streams at SIGHUP."""
-    with reporting_errors(), _alone(file):
+    with reporting_errors(), _lock_file(file):
         known = load_config(KeyFile, file)
         if name not in known.keys:
             listed = ", ".join(sorted(known.keys)) or "none"
@@ -96,7 +96,7 @@ def revoke(name: Name, file: File) -> None:
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
+def _lock_file(file: Path) -> Iterator[None]:
     """Let one command at a time change ``file``. Otherwise a key that another command adds
     meanwhile would be lost, and could not be shown again. An error of the folder is ignored here;
     it is reported when the file is written."""
@@ -112,7 +112,7 @@ def _alone(file: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     return "/".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
@@ -137,7 +137,7 @@ certs = typer.Typer(
 
 @contextlib.contextmanager
 def _certificate_module() -> Iterator[ModuleType]:
-    with reporting_errors(), needs("cryptography", "edgespec[certs]"):
+    with reporting_errors(), require_library("cryptography", "edgespec[certs]"):
         from edgespec.wire import certificates
 
         yield certificates

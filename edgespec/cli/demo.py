@@ -23,7 +23,7 @@ from rich.table import Table
 
 from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import Measurement, Row, row_of
-from edgespec.cli.device import TextView, choose_verifier, legend, should_use_color, stream
+from edgespec.cli.device import TextView, choose_verifier, make_legend, should_use_color, stream
 from edgespec.cli.models import fetch_pair, in_mb, list_missing
 from edgespec.cli.options import option
 from edgespec.cli.running import reporting_errors, run, say, set_up_logging
@@ -169,7 +169,7 @@ def demo(
         )
         styled = should_use_color()
         console = Console(force_terminal=styled or None, no_color=not styled, highlight=False)
-        run(_demo(config, setting, prompt or setting.prompts, console, styled))
+        run(_run_demo(config, setting, prompt or setting.prompts, console, styled))
 
 
 def _choose_setting(model: str, draft: str, *, is_agreed: bool) -> Setting:
@@ -206,14 +206,14 @@ def _is_real_pair_here(is_agreed: bool) -> bool:
     return True
 
 
-async def _demo(
+async def _run_demo(
     config: AgentConfig, setting: Setting, prompts: Sequence[str], console: Console, color: bool
 ) -> None:
     # A missing model is reported before the start.
     load_tokenizer(tokenizer_reference(config))
     console.print(setting.describe(config.link.rtt_ms), soft_wrap=True)
     if color:
-        console.print(legend())
+        console.print(make_legend())
     options = setting.verifier_options
     plain, drafted = list[Measurement](), list[Measurement]()
     async with AsyncExitStack() as stack:
@@ -292,7 +292,7 @@ def print_report(
     arms = (Arm.TARGET_ONLY, plain), (Arm.EDGESPEC, drafted)
     base, row = (row_of(arm, 0.0, 0, done, texts, {}) for arm, done in arms)
     names = ("tokens", "ms/token", "speed-up", "passes/token", "acceptance")
-    for name, *values in zip(names, _column(base, base), _column(row, base), strict=True):
+    for name, *values in zip(names, _make_column(base, base), _make_column(row, base), strict=True):
         table.add_row(name, *values)
     console.print(table)
     count, are_same = sum(len(one.tokens) for one in drafted), not row["mismatches"]
@@ -304,7 +304,7 @@ def print_report(
         )
 
 
-def _column(row: Row, base: Row) -> tuple[str, ...]:
+def _make_column(row: Row, base: Row) -> tuple[str, ...]:
     ms, base_ms = row["tpot_ms_p50"] or 0.0, base["tpot_ms_p50"] or 0.0
     return (
         str(row["tokens"]),

@@ -156,7 +156,7 @@ def should_use_color() -> bool:
     return wanted and not os.environ.get("NO_COLOR")
 
 
-def legend(lossy: bool = False) -> Text:
+def make_legend(lossy: bool = False) -> Text:
     """Return one line that explains the styles of tokens. ``lossy`` includes replaced tokens."""
     kinds = [kind for kind in TokenKind if lossy or kind is not TokenKind.REPLACED]
     parts = [Text(f"{kind.value}: {_KINDS[kind][1]}", _KINDS[kind][0]) for kind in kinds]
@@ -194,7 +194,7 @@ def report_drafting(
     console = Console(stderr=True, highlight=False)
     console.print(" · ".join(parts), style="dim" if color else "", soft_wrap=True)
     if explain:
-        console.print(legend(stats.is_lossy), soft_wrap=True)
+        console.print(make_legend(stats.is_lossy), soft_wrap=True)
 
 
 def describe_generation(received: ReceivedTokens, stats: GenerationStats | None) -> str:
@@ -280,7 +280,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     left_out = {address: why for address, why in whys.items() if why is not None}
     policy, found = config.association, config
     while True:
-        order, info, rtt_s = _ranked(config, answers, left_out)
+        order, info, rtt_s = _rank_addresses(config, answers, left_out)
         model = info.find_model(config.model) or info.model
         try:
             found = await _with_texts(config, model, order[0])
@@ -309,7 +309,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     return replace(found, association=Association.LISTED), model
 
 
-def _ranked(
+def _rank_addresses(
     config: AgentConfig, answers: Mapping[str, ProbeResult], left_out: Mapping[str, str]
 ) -> tuple[list[str], VerifierInfo, float]:
     """Return the addresses that are not left out, best first, and the description and round trip in

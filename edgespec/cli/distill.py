@@ -28,7 +28,7 @@ from edgespec.cli.running import (
     signals_handled_by,
 )
 from edgespec.config import ConfigError
-from edgespec.config.common import needs
+from edgespec.config.common import require_library
 from edgespec.core.device.memory import AUTO, MachineMemory, MemoryBudget, parse_budget
 from edgespec.models import folders
 from edgespec.models.model_source import Purpose, resolve_source
@@ -170,11 +170,11 @@ def distill(
             memory=memory,
             began_s=began_s,
         )
-        with needs("torch and transformers", "edgespec[server]"):
+        with require_library("torch and transformers", "edgespec[server]"):
             job.run(budget)
 
 
-def _before(out: Path) -> Path:
+def _find_former_draft(out: Path) -> Path:
     """Return the folder in which the former draft of ``out`` is kept."""
     return out.with_name(f"{out.name}.before")
 
@@ -182,7 +182,7 @@ def _before(out: Path) -> Path:
 def _in_use(out: Path, draft: str) -> str:
     """Return the name of the draft to begin with: the one in ``out``, if there is one, else
     ``draft``."""
-    if (before := _before(out)).exists():
+    if (before := _find_former_draft(out)).exists():
         folders.check_checkpoint(before)  # it will be removed
         if not out.exists():  # a run was killed between two renames
             before.rename(out)
@@ -294,7 +294,7 @@ class _Job:
             training.save_state(self._kept, content)
 
         count = len(parts.choosing) + len(parts.judging)
-        with signals_handled_by(stopping.request), _shown() as shown:
+        with signals_handled_by(stopping.request), _show_progress() as shown:
             say(f"{len(parts.training)} texts to learn from; {count} are held back and prepared")
             try:
                 enough_s = (1.0 - _HELD_BACK_SHARE) * 60.0 * budget.minutes
@@ -372,7 +372,7 @@ class _Job:
     ) -> None:
         from edgespec.training.distill import write_checkpoint
 
-        typer.echo(_table(verdict))
+        typer.echo(_write_table(verdict))
         sure = improved and verdict.gain.interval[0] > 0
         if self.online and not (self.force or sure):
             self._kept.unlink(missing_ok=True)
@@ -387,7 +387,7 @@ class _Job:
             )
         if verdict.gain.interval[0] <= 0:
             say("warning: not better beyond its interval; give more texts or minutes to be sure")
-        with output_folder(self.out, _before(self.out) if self.online else None) as work:
+        with output_folder(self.out, _find_former_draft(self.out) if self.online else None) as work:
             write_checkpoint(draft, self.draft, work, self.settings.length - 1)
         self._kept.unlink(missing_ok=True)
         if self.online:
@@ -399,7 +399,7 @@ class _Job:
         typer.echo(f"{self.out} is written; export it for devices:\n{shlex.join(words)}")
 
 
-def _table(verdict: Verdict) -> str:
+def _write_table(verdict: Verdict) -> str:
     def words(judged: Judged, sign: str = "") -> str:
         low, high = judged.interval
         return f"{judged.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
@@ -447,7 +447,7 @@ class _Shown:
 
 
 @contextmanager
-def _shown() -> Iterator[_Shown]:
+def _show_progress() -> Iterator[_Shown]:
     console = Console(stderr=True)
     with BenchProgress(console) as bar:
         yield _Shown(bar, is_terminal=console.is_terminal)

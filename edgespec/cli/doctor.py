@@ -18,7 +18,7 @@ from edgespec.cli.main import FAILED
 from edgespec.cli.options import VERIFIER_FLAGS, from_config, option
 from edgespec.cli.running import fail, run
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig, ConfigError
-from edgespec.config.common import installed_version, needs
+from edgespec.config.common import installed_version, require_library
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import probe_verifiers, with_port
@@ -182,7 +182,7 @@ def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
     """End the command with exit code 1 unless the verifier's health service answers SERVING."""
     if not 0.0 < within_s <= _MAX_PROBE_S:
         raise ConfigError(f"--probe is {within_s:g}, but must be in (0, {_MAX_PROBE_S:g}]")
-    with needs("grpc", "edgespec"):
+    with require_library("grpc", "edgespec"):
         from edgespec.wire.grpc_client import SERVING, check_health
     answer = asyncio.run(check_health(with_port(address), load_tls_access(settings.tls), within_s))
     typer.echo(answer)

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from edgespec.cli.options import option
 from edgespec.cli.running import fail, reporting_errors, run, say
 from edgespec.config import ConfigError
-from edgespec.config.common import SetupError, needs
+from edgespec.config.common import SetupError, require_library
 from edgespec.core.device.memory import KvType
 from edgespec.device.drafters.manifest import MODEL_FILE
 from edgespec.device.export.export import COPIED_FILES, export_draft, work_folder
@@ -82,7 +82,7 @@ def export(
 
 
 def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvType) -> None:
-    with needs("onnx", "edgespec[export]"):
+    with require_library("onnx", "edgespec[export]"):
         folder = resolve_source(source, Purpose.TARGET).folder
         folders.check_checkpoint(folder)
         layers = Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True))
@@ -122,7 +122,7 @@ def _inspect(reference: str) -> None:
             f" context {info.context_length}"
         )
     failed: ValueError | None = None
-    with needs("onnxruntime", "edgespec[cpu]"):
+    with require_library("onnxruntime", "edgespec[cpu]"):
         for name in source.graphs:
             try:
                 typer.echo(describe_graph(source, name))
@@ -178,14 +178,17 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
             f"{folder / 'config.json'}: has rope_parameters without rope_theta: transformers 4"
             " would rotate by base 10,000; add rope_theta and rope_scaling to the file"
         )
-    with needs("onnx and onnxruntime", "edgespec[export,cpu]"), output_folder(out) as work:
+    with (
+        require_library("onnx and onnxruntime", "edgespec[export,cpu]"),
+        output_folder(out) as work,
+    ):
         from edgespec.device.export.export_graph import BITS
         from edgespec.device.export.quantize import round_graph
         from edgespec.device.model_drafter import load_foreign_drafter
 
         if bits not in BITS:
             raise ValueError(f"bits is {bits}, but must be one of {BITS}")
-        run(_optimum(python, folder, work, *([] if bits == 32 else ["--no-post-process"])))
+        run(_run_optimum(python, folder, work, *([] if bits == 32 else ["--no-post-process"])))
         for name in COPIED_FILES:  # the tokenizer that Optimum saves may have additional tokens
             if (folder / name).is_file() and "token" in name:
                 shutil.copyfile(folder / name, work / name)
@@ -196,7 +199,7 @@ def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
     _say_written(out, "by Optimum", bits, tried.info.vocabulary)
 
 
-async def _optimum(python: Path, source: Path, target: Path, *options: str) -> None:
+async def _run_optimum(python: Path, source: Path, target: Path, *options: str) -> None:
     """Run Optimum, whose output goes to stderr. A cancellation (Ctrl-C, SIGTERM) ends it first,
     with all processes that it has started. Raises ``SetupError``."""
     arguments = ["-E", "-m", "optimum.exporters.onnx", "--task", "text-generation-with-past"]

@@ -76,7 +76,7 @@ def generate(
     view: device.View = device.TextView(device.should_use_color())
     if json_lines or logprobs:
         view = device.JsonView(settings.rule)
-    run(_generate(settings, _prompt(prompt), view, stats, logprobs))
+    run(_generate(settings, _read_prompt(prompt), view, stats, logprobs))
 
 
 def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
@@ -119,17 +119,17 @@ async def _generate(
                 device.report_drafting(progress, agent.stats, color=view.color, explain=view.color)
 
 
-def _prompt(prompt: str | None) -> str:
+def _read_prompt(prompt: str | None) -> str:
     """Return the prompt, read from stdin if it is "-". Raises ``ConfigError``."""
     if prompt is None:
         raise ConfigError("give a PROMPT, or - to read it from stdin")
-    text = _stdin() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
     if not text:
         raise ConfigError("the prompt is empty; it must hold at least one character")
     return text
 
 
-def _stdin() -> str:
+def _read_stdin() -> str:
     """Return the UTF-8 text on stdin, whatever encoding the locale has.
 
     Raises ``ConfigError`` if it is not UTF-8 or longer than ``MAX_PROMPT_BYTES``; a prompt is never

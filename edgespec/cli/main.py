@@ -146,7 +146,7 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             if cmd_name in commands:
-                return _imported(cmd_name, commands[cmd_name])
+                return _import_attribute(cmd_name, commands[cmd_name])
             # typer suggests one of these names for a mistyped one.
             names: Any = dict.fromkeys(commands)
             self.commands = names
@@ -165,7 +165,7 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
 
 
 @cache
-def _imported(name: str, where: str) -> Any:
+def _import_attribute(name: str, where: str) -> Any:
     module, _, attribute = where.partition(":")
     found = getattr(_import_uninterrupted(module), attribute)
     # Without a callback typer would treat a group of one command as that command.

@@ -164,14 +164,17 @@ def from_config(
 
         def called(**given: Any) -> None:
             with reporting_errors():
-                settings = _configured(kind, flags, given)
+                settings = _load_configuration(kind, flags, given)
                 set_up_logging(settings.log_level, settings.log_format)
                 command(settings, **{one.name: given[one.name] for one in own})
 
         added = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None)
         parameters = [
             *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
-            *(added(one.parameter, annotation=_annotation(one, keys[one.key])) for one in flags),
+            *(
+                added(one.parameter, annotation=_make_annotation(one, keys[one.key]))
+                for one in flags
+            ),
             added("config", annotation=Annotated[Path | None, _CONFIG_FILE]),
             added("set_keys", annotation=Annotated[list[str] | None, _SET_KEYS]),
             added("help_all", annotation=Annotated[bool, _HELP_ALL], default=False),
@@ -185,7 +188,7 @@ def from_config(
     return decorate
 
 
-def _annotation(flag: Flag, key: Key) -> Any:
+def _make_annotation(flag: Flag, key: Key) -> Any:
     """Return the annotation from which typer makes an option for ``key``. Its value is None if the
     option is left out."""
     kind = _option_type(key.hint)
@@ -206,7 +209,9 @@ def _option_type(hint: Any) -> Any:
     return list[str] if typing.get_origin(hint) in (tuple, Mapping) else hint
 
 
-def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str, Any]) -> _Config:
+def _load_configuration(
+    kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str, Any]
+) -> _Config:
     """Return the configuration that the file of ``--config``, the environment, ``--set`` and the
     options make, of which the later ones win. Raises ``ConfigError``."""
     keys = documented_keys(kind)
@@ -264,16 +269,16 @@ def read_value(key: Key | None, text: str, source: str) -> object:
 def documented_keys(kind: type[Any]) -> dict[str, Key]:
     """Return all keys of the dataclass ``kind`` and of its sections by dotted name, in the order of
     their declaration."""
-    return {key.name: key for key in _keys(kind, kind(), "", Group.STABLE)}
+    return {key.name: key for key in _list_keys(kind, kind(), "", Group.STABLE)}
 
 
-def _keys(kind: type[Any], defaults: object, place: str, section: Group) -> Iterator[Key]:
+def _list_keys(kind: type[Any], defaults: object, place: str, section: Group) -> Iterator[Key]:
     texts, hints = _field_texts(kind), typing.get_type_hints(kind)
     for field in fields(kind):
         name, default, hint = place + field.name, getattr(defaults, field.name), hints[field.name]
         group = group_of(field, section)
         if is_dataclass(hint):
-            yield from _keys(typing.cast("type[Any]", hint), default, f"{name}.", group)
+            yield from _list_keys(typing.cast("type[Any]", hint), default, f"{name}.", group)
         else:
             yield Key(
                 name=name,

@@ -126,10 +126,10 @@ def fail(error: Exception | str, code: int = FAILED) -> NoReturn:
 def run(work: Coroutine[Any, Any, _T]) -> _T:
     """Run ``work`` to its end and return its result. The first stopping signal cancels it, so that
     it can clean up; the second ends the process at once. Raises ``Interrupted``."""
-    return asyncio.run(_supervised(work))
+    return asyncio.run(_run_supervised(work))
 
 
-async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
+async def _run_supervised(work: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.ensure_future(work)
     stopping = StopRequest(task.cancel)
     before = {int(number): signal.getsignal(number) for number in _STOPPING_SIGNALS}

@@ -22,7 +22,13 @@ from edgespec.cli.device import explain_misfit, no_verifier_message
 from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.api_keys import load_api_key
-from edgespec.config.common import SetupError, is_loopback, join_host_port, local_host_of, needs
+from edgespec.config.common import (
+    SetupError,
+    is_loopback,
+    join_host_port,
+    local_host_of,
+    require_library,
+)
 from edgespec.core.device.memory import MIB
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.messages import RunAhead
@@ -52,7 +58,7 @@ _RETRY_S = 2.0
 async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     """Serve until a signal asks this process to stop. Raises ``ConfigError``, ``SetupError`` and
     ``OSError``."""
-    with needs("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
+    with require_library("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
         # The import comes before the memory plan, which measures what the process holds.
         import edgespec.endpoint.app  # noqa: F401
     key = load_api_key(config.endpoint.key_file, "EDGESPEC_ENDPOINT_KEY")

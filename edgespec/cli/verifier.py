@@ -30,9 +30,9 @@ from edgespec.cli import running
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import Flag, from_config
 from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
-from edgespec.config.common import SetupError, join_host_port, local_host_of, needs
+from edgespec.config.common import SetupError, join_host_port, local_host_of, require_library
 from edgespec.core.ports import TargetModel
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.catalogue import find_pair
 from edgespec.models.folders import BUNDLED
@@ -306,7 +306,7 @@ class ServiceManager:
 
         Nothing is sent after ``stopping``, because files may be read again during a drain."""
         if not self._is_stopping:
-            self._send("READY=1", f"STATUS={one_line(status)}")
+            self._send("READY=1", f"STATUS={make_one_line(status)}")
 
     def reloading(self) -> None:
         """Report that the process reads its configuration again. ``ready`` must follow."""
@@ -316,7 +316,7 @@ class ServiceManager:
     def stopping(self, status: str) -> None:
         """Report that the process has begun to end."""
         self._is_stopping = True
-        self._send("STOPPING=1", f"STATUS={one_line(status)}")
+        self._send("STOPPING=1", f"STATUS={make_one_line(status)}")
 
     async def keep_alive(self) -> None:
         """Report twice in each ``watchdog_s`` that the event loop runs, until cancelled. Return at
@@ -351,7 +351,7 @@ class MetricsServer:
     def __init__(self, config: VerifierConfig) -> None:
         self._metrics: Any = None
         if (port := config.metrics_port) is not None:
-            with needs("prometheus-client", "edgespec[server]"):
+            with require_library("prometheus-client", "edgespec[server]"):
                 from prometheus_client import CollectorRegistry, start_http_server
             host, self._registry = config.metrics_host, CollectorRegistry()
             try:

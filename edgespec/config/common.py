@@ -148,7 +148,7 @@ def installed_version(name: str) -> str | None:
 
 
 @contextmanager
-def needs(library: str, install: str) -> Iterator[None]:
+def require_library(library: str, install: str) -> Iterator[None]:
     """Turn a missing module in this block into ``SetupError`` with the line that installs it.
 
     ``library`` is what the message calls it, ``install`` the argument of ``pip install``."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from edgespec.config import common
-from edgespec.config.groups import advanced, emulation
+from edgespec.config.groups import advanced_field, emulation_field
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
 from edgespec.core.device.comparison_policies import MAX_GAMMA
@@ -16,12 +16,12 @@ from edgespec.core.device.goodput_policy import (
     POLICIES_WITH_WINDOW,
     PolicyName,
 )
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.ports import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.acceptance import parse_rule
-from edgespec.core.protocol.checks import Section, among, check_limits, limited
+from edgespec.core.protocol.checks import Section, check_limits, choice_field, range_field
 from edgespec.core.protocol.messages import EXACT_RULE, RunAhead
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 
@@ -41,7 +41,7 @@ class EndpointSection:
 
     host: str = common.DEFAULT_HOST
     """Address to listen at; 0.0.0.0 lets other machines connect, which requires a key."""
-    port: int = limited(7421, 0, 65_535)
+    port: int = range_field(7421, 0, 65_535)
     """Port to listen at; 0 takes any free one, which the ready line names."""
     key_file: str = ""
     """File with the API key that clients must send. ``EDGESPEC_ENDPOINT_KEY`` in the environment
@@ -56,41 +56,41 @@ class EndpointSection:
     allow_hosts: tuple[str, ...] = ()
     """Names that a ``Host`` header may carry besides ``localhost``. Give the public name of a
     reverse proxy in front of the endpoint."""
-    max_concurrent: int = limited(8, 1, 1024)
+    max_concurrent: int = range_field(8, 1, 1024)
     """Generations that run at the same time. A request for n choices counts n times."""
-    max_per_client: int | None = advanced(limited(None, 1, 1024))
+    max_per_client: int | None = advanced_field(range_field(None, 1, 1024))
     """Generations of one client that run at the same time. A client is an address; for IPv6 it is
     the first 64 bits. null means all of ``max_concurrent`` if only this machine can connect, else
     three quarters of it. Behind a proxy all clients have one address: set it to
     ``max_concurrent`` there."""
-    max_queue: int = limited(512, 0, 65_536)
+    max_queue: int = range_field(512, 0, 65_536)
     """Requests that may wait until another one is done. Further requests are answered with 429."""
-    max_queue_tokens: int = advanced(limited(4 << 20, 1, 1 << 30))
+    max_queue_tokens: int = advanced_field(range_field(4 << 20, 1, 1 << 30))
     """Prompt tokens, 4 bytes each, of all waiting requests together. A request beyond this limit is
     answered with 429."""
-    queue_within_s: float = advanced(limited(600.0, 0.1, 86_400.0))
+    queue_within_s: float = advanced_field(range_field(600.0, 0.1, 86_400.0))
     """Seconds that a request may wait before it runs. After that it is answered with 429."""
-    max_body_bytes: int = advanced(limited(4 << 20, 1024, 1 << 30))
+    max_body_bytes: int = advanced_field(range_field(4 << 20, 1024, 1 << 30))
     """Largest body of a request, in bytes. A larger one is answered with 413."""
-    max_bodies_bytes: int | None = advanced(limited(None, 2048, 1 << 34))
+    max_bodies_bytes: int | None = advanced_field(range_field(None, 2048, 1 << 34))
     """Bytes that the bodies of all requests may hold together until they are read. A request beyond
     this limit is answered with 503. null means 16 times ``max_body_bytes``, at most 64 MiB, or 16
     MiB with a memory budget. The limit is never below twice ``max_body_bytes``."""
-    default_max_tokens: int | None = limited(None, 1, MAX_TOKENS)
+    default_max_tokens: int | None = range_field(None, 1, MAX_TOKENS)
     """Longest output, in tokens, for a request that sets no limit. null lets a chat fill the
     context, and gives a completion ``sampling.max_tokens``."""
     model_sampling: bool = True
     """Take sampling parameters that neither a request nor ``sampling`` sets from the model's
     ``generation_config.json``. false makes them greedy."""
-    keep_alive_s: float = advanced(limited(10.0, 0.01, 3600.0))
+    keep_alive_s: float = advanced_field(range_field(10.0, 0.01, 3600.0))
     """Seconds between the comments that keep a stream alive while it has no token."""
-    body_within_s: float = advanced(limited(30.0, 0.1, 3600.0))
+    body_within_s: float = advanced_field(range_field(30.0, 0.1, 3600.0))
     """Seconds that a request may take to arrive."""
-    write_within_s: float = advanced(limited(60.0, 0.1, 3600.0))
+    write_within_s: float = advanced_field(range_field(60.0, 0.1, 3600.0))
     """Seconds without reading after which a client counts as gone."""
-    unread_within_s: float = advanced(limited(5.0, 0.01, 3600.0))
+    unread_within_s: float = advanced_field(range_field(5.0, 0.01, 3600.0))
     """Seconds without reading after which a client counts as gone while another request waits."""
-    drain_s: float = limited(5.0, 0.0, 3600.0)
+    drain_s: float = range_field(5.0, 0.0, 3600.0)
     """Seconds that running requests may continue after Ctrl-C or SIGTERM."""
 
     @property
@@ -136,30 +136,30 @@ class DraftSection:
     A checkpoint or GGUF file is exported once, into the cache; an ``.onnx`` file is used as it is.
     In place of ``bundled`` the draft of the catalogue is used if the verifier serves the target of
     its pair. ``toy`` and ``random`` are for tests."""
-    variant: str = advanced("auto")
+    variant: str = advanced_field("auto")
     """Name of the ONNX graph to use where there are several, such as ``q4`` or ``fp16``. ``auto``
     takes the first of q4, q4f16, int8, ... that works."""
-    threads: int = limited(0, 0, 64)
+    threads: int = range_field(0, 0, 64)
     """Threads of a draft step. 0 takes one for a small model, and two for a larger one if there are
     two cores."""
-    context_length: int = advanced(limited(0, 0, 1 << 20))
+    context_length: int = advanced_field(range_field(0, 0, 1 << 20))
     """Tokens of context that the draft model uses. 0 takes the model's own context length; fewer
     need less memory."""
-    draft_ms: float = emulation(limited(0.0, 0.0, common.MINUTE_MS))
+    draft_ms: float = emulation_field(range_field(0.0, 0.0, common.MINUTE_MS))
     """Milliseconds that each draft step takes at least, to emulate a slower device."""
-    bits: int = advanced(among(4, (4, 8, 32)))
+    bits: int = advanced_field(choice_field(4, (4, 8, 32)))
     """Bits of a weight when a checkpoint is exported: 4, 8 or 32."""
-    kv_type: KvType | None = advanced(None)
+    kv_type: KvType | None = advanced_field(None)
     """Type of the cached keys and values when a checkpoint is exported. null takes float32, or the
     type that the memory budget needs."""
-    window: int = advanced(limited(0, 0, 1 << 20))
+    window: int = advanced_field(range_field(0, 0, 1 << 20))
     """Tokens of a generation that the draft's KV cache keeps, the first ones and the latest; fewer
     need less memory. 0 takes as many as the draft was trained on, according to its
     ``edgespec.json``, else the whole context."""
     memory_budget: str = ""
     """Most memory that this process may hold, as 600MiB, 25% or auto. ``auto`` takes what is free
     on the machine. Empty sets no budget."""
-    caches: int = advanced(limited(DEFAULT_CACHES, 1, MAX_CACHES))
+    caches: int = advanced_field(range_field(DEFAULT_CACHES, 1, MAX_CACHES))
     """Generations that are drafted for at the same time; further ones are only streamed. A memory
     budget may allow fewer."""
     lookup: bool = False
@@ -170,7 +170,7 @@ class DraftSection:
     """Draft also from this file or folder, such as the code that is being edited; may be given more
     than once. Its candidates join those of lookup, with or without a model. An index is built in
     the cache once, and again when a file has changed."""
-    provider: str = advanced(among("cpu", PROVIDERS))
+    provider: str = advanced_field(choice_field("cpu", PROVIDERS))
     """Part of onnxruntime that runs the draft: cpu, cuda, tensorrt, dml, coreml or openvino. An
     accelerator may be slower than the CPU, because keys and values are copied at each step."""
 
@@ -199,15 +199,15 @@ class DraftSection:
 class LinkSection(Section):
     """Link that is emulated on top of the real one. All zeros leave the real link as it is."""
 
-    rtt_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
+    rtt_ms: float = range_field(0.0, 0.0, common.MINUTE_MS)
     """Milliseconds of round trip that the emulated link adds."""
-    jitter_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
+    jitter_ms: float = range_field(0.0, 0.0, common.MINUTE_MS)
     """Mean random delay, in milliseconds, that the emulated link adds in each direction."""
-    mbps: float = limited(0.0, 0.0, 1e6)
+    mbps: float = range_field(0.0, 0.0, 1e6)
     """Bandwidth of the emulated link in each direction, in Mbit/s. 0 sets no limit."""
-    loss: float = limited(0.0, 0.0, 0.99)
+    loss: float = range_field(0.0, 0.0, 0.99)
     """Share of packets that the emulated link loses. They are sent again, so they arrive late."""
-    seed: int = limited(0, 0, (1 << 64) - 1)
+    seed: int = range_field(0, 0, (1 << 64) - 1)
     """Seed of the emulated delays; the same seed gives the same delays."""
 
     @property
@@ -224,11 +224,11 @@ class PolicySection:
     they cost. The others exist for comparison only: ``windowed`` drafts the likeliest nodes within
     a window, ``pearl`` sends the first node early and the rest during its verification, ``fixed``
     drafts ``gamma`` nodes, sends them and waits."""
-    gamma: int | None = limited(None, 1, MAX_GAMMA)
+    gamma: int | None = range_field(None, 1, MAX_GAMMA)
     """Draft length of the policies ``fixed`` and ``pearl``, in nodes. null adapts it."""
-    width: int = limited(DEFAULT_WIDTH, 1, 16)
+    width: int = range_field(DEFAULT_WIDTH, 1, 16)
     """Candidates of a draft step that become draft nodes. 1 makes a chain, more make a tree."""
-    window: int | None = limited(None, 1, 256)
+    window: int | None = range_field(None, 1, 256)
     """Draft steps that ``goodput`` and ``windowed`` may have awaiting their verdict. null adapts
     it."""
     run_ahead: RunAhead = RunAhead.AUTO
@@ -262,11 +262,11 @@ class AgentConfig:
     """Folder or Hub id of the tokenizer for prompts. Empty takes the verifier's, or the draft's if
     the verifier sends none."""
     draft: DraftSection = field(default_factory=DraftSection)
-    link: LinkSection = emulation(field(default_factory=LinkSection))
-    policy: PolicySection = advanced(field(default_factory=PolicySection))
+    link: LinkSection = emulation_field(field(default_factory=LinkSection))
+    policy: PolicySection = advanced_field(field(default_factory=PolicySection))
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    reconnect: ReconnectPolicy = advanced(field(default_factory=ReconnectPolicy))
-    failover: FailoverPolicy = advanced(field(default_factory=FailoverPolicy))
+    reconnect: ReconnectPolicy = advanced_field(field(default_factory=ReconnectPolicy))
+    failover: FailoverPolicy = advanced_field(field(default_factory=FailoverPolicy))
     association: Association = Association.LOWEST_DELAY
     """Way to choose among several verifiers. ``lowest-delay`` takes the shortest round trip and
     pass together, ``listed`` the first one that answers, and ``rendezvous`` keeps each conversation
@@ -281,16 +281,16 @@ class AgentConfig:
     record: str = ""
     """Record outputs as token ids in this file, readable by you alone. ``--draft-corpus`` drafts
     from such a file, and ``edgespec distill --online`` learns from it."""
-    record_mib: int = limited(16, 1, MAX_RECORD_MIB)
+    record_mib: int = range_field(16, 1, MAX_RECORD_MIB)
     """Largest size of the recording, in MiB. The oldest outputs are dropped."""
     trace: str = ""
     """File to which every event of the session is written, as JSON lines, for analysis."""
-    trace_tokens: str = advanced(among(common.HASHED, common.TRACE_TOKENS))
+    trace_tokens: str = advanced_field(choice_field(common.HASHED, common.TRACE_TOKENS))
     """Form of tokens in a trace. ``hashed`` shows only which tokens are equal; ``plain`` shows the
     tokens themselves."""
-    log_level: str = among("warning", common.LOG_LEVELS)
+    log_level: str = choice_field("warning", common.LOG_LEVELS)
     """Least severe messages that are logged: debug, info, warning or error."""
-    log_format: str = among("text", common.LOG_FORMATS)
+    log_format: str = choice_field("text", common.LOG_FORMATS)
     """Format of the log: text, or json with one object per line."""
 
     def __post_init__(self) -> None:

@@ -180,7 +180,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
     Raises ``TooLargeError`` for more, and ``OSError``, also for a pipe that delivers nothing for
     ``PATIENCE_S``."""
-    handle = _opened(path)
+    handle = _open_at_once(path)
     try:
         data = bytearray()
         while len(data) <= most:
@@ -198,7 +198,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 def open_to_read(path: Path) -> TextIO:
     """Open ``path`` for reading UTF-8 text, with line ends as they are. Raises ``OSError``, also
     for a pipe that delivers nothing for ``PATIENCE_S``."""
-    handle = _opened(path)
+    handle = _open_at_once(path)
     try:
         _wait_for_data(handle, path)
         os.set_blocking(handle, True)
@@ -208,7 +208,7 @@ def open_to_read(path: Path) -> TextIO:
     return open(handle, encoding="utf-8", newline="")
 
 
-def _opened(path: Path) -> int:
+def _open_at_once(path: Path) -> int:
     """Open ``path`` without waiting for the other end of a pipe. Raises ``OSError``."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISDIR(os.fstat(handle).st_mode):

@@ -1,8 +1,8 @@
 """Groups of configuration keys: the stable ones, the advanced ones, and emulation.
 
-A key is stable unless its field is marked. ``advanced`` and ``emulation`` mark a field, and with it
-every key of the section that it holds. ``--help``, ``--help-all`` and ``docs/settings.md`` show the
-groups apart.
+A key is stable unless its field is marked. ``advanced_field`` and ``emulation_field`` mark a field,
+and with it every key of the section that it holds. ``--help``, ``--help-all`` and
+``docs/settings.md`` show the groups apart.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ HEADINGS: Final = {
 }
 
 
-def advanced(default: Any) -> Any:
+def advanced_field(default: Any) -> Any:
     """Mark a field of a configuration as advanced. ``default`` is the field's default value, or the
-    field itself, as ``limited``, ``among`` and ``dataclasses.field`` return it."""
-    return _marked(default, Group.ADVANCED)
+    field itself, as ``range_field``, ``choice_field`` and ``dataclasses.field`` return it."""
+    return _mark_field(default, Group.ADVANCED)
 
 
-def emulation(default: Any) -> Any:
-    """Mark a field of a configuration as emulation. ``default`` is as for ``advanced``."""
-    return _marked(default, Group.EMULATION)
+def emulation_field(default: Any) -> Any:
+    """Mark a field of a configuration as emulation. ``default`` is as for ``advanced_field``."""
+    return _mark_field(default, Group.EMULATION)
 
 
-def _marked(default: Any, group: Group) -> Any:
+def _mark_field(default: Any, group: Group) -> Any:
     found = default if isinstance(default, Field) else field(default=default)
     found.metadata = MappingProxyType({**found.metadata, _MARK: group})
     return found

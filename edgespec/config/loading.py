@@ -146,7 +146,7 @@ def build(kind: type[_Config], data: object, source: str, place: str = "") -> _C
         # Only a key whose default is infinite, which means no limit, may be infinite.
         if isinstance(converted, float) and not math.isfinite(converted):
             if converted != known[key].default:
-                raise _wrong(source, below, converted, "a finite number")
+                raise _make_error(source, below, converted, "a finite number")
     for name, field in known.items():
         has_default = field.default is not MISSING or field.default_factory is not MISSING
         if not (has_default or name in values):
@@ -175,11 +175,11 @@ def _convert(hint: Any, value: object, source: str, place: str) -> Any:
         return _convert(kinds[0], value, source, place)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise _wrong(source, place, value, "a list")
+            raise _make_error(source, place, value, "a list")
         return tuple(_convert(arguments[0], item, source, place) for item in value)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            raise _wrong(source, place, value, "keys and values")
+            raise _make_error(source, place, value, "keys and values")
         key_hint, item_hint = arguments
         return {
             _convert(key_hint, key, source, place): _convert(
@@ -196,7 +196,7 @@ def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
             return hint(value)
         except ValueError:
             known = ", ".join(member.value for member in hint)
-            raise _wrong(source, place, value, f"one of {known}") from None
+            raise _make_error(source, place, value, f"one of {known}") from None
     if hint in (bool, int) and type(value) is hint:
         return value
     if hint is float and not isinstance(value, bool):
@@ -204,13 +204,13 @@ def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
             return float(value)  # type: ignore[arg-type] # the error is suppressed
     if hint is str and isinstance(value, str):
         if not is_unicode(value):
-            raise _wrong(source, place, value, "text that UTF-8 can hold")
+            raise _make_error(source, place, value, "text that UTF-8 can hold")
         return value
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise _wrong(source, place, value, words.get(hint, "left out"))
+    raise _make_error(source, place, value, words.get(hint, "left out"))
 
 
-def _wrong(source: str, place: str, value: object, wanted: str) -> ConfigError:
+def _make_error(source: str, place: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"{source}: {place} is {_shortened.repr(value)}, but must be {wanted}")
 
 

@@ -54,7 +54,7 @@ def proxy_of(
     variable = next((one for one in variables if environment.get(one)), None)
     if variable is None or is_near(host):
         return None
-    if any(_names(environment.get(one, ""), host) for one in NO_PROXY):
+    if any(_matches_host(environment.get(one, ""), host) for one in NO_PROXY):
         return None
     given = environment[variable]
     parts = urlsplit(given if "://" in given else f"//{given}")
@@ -82,7 +82,7 @@ def is_near(host: str) -> bool:
     return "." not in name or name.endswith(_LOCAL_NAMES)
 
 
-def _names(no_proxy: str, host: str) -> bool:
+def _matches_host(no_proxy: str, host: str) -> bool:
     """Return whether an entry of ``no_proxy`` matches ``host``. An entry is a name, the end of a
     name, an address, a network, or ``*``."""
     name, address = host.lower().rstrip("."), _address_of(host)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgespec.config import common
-from edgespec.config.groups import advanced, emulation
+from edgespec.config.groups import advanced_field, emulation_field
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol.acceptance import check_offer
-from edgespec.core.protocol.checks import Section, among, check_limits, limited
+from edgespec.core.protocol.checks import Section, check_limits, choice_field, range_field
 from edgespec.core.verifier.block_ledger import SharePrefixes
 
 QUANTIZE_FORMATS = ("", "int8", "int4")
@@ -22,14 +22,14 @@ class PacingSection(Section):
     """Emulated durations. A pass of the target takes at least ``pass_ms`` plus ``row_ms`` for each
     of its rows, a step of the verifier's draft model likewise."""
 
-    pass_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
+    pass_ms: float = range_field(0.0, 0.0, common.MINUTE_MS)
     """Milliseconds that each pass takes at least, to emulate a larger target."""
-    row_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
+    row_ms: float = range_field(0.0, 0.0, common.MINUTE_MS)
     """Milliseconds that each row adds to an emulated pass."""
-    draft_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
+    draft_ms: float = range_field(0.0, 0.0, common.MINUTE_MS)
     """Milliseconds that each step of the verifier's draft model takes at least, to emulate a larger
     one."""
-    draft_row_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
+    draft_row_ms: float = range_field(0.0, 0.0, common.MINUTE_MS)
     """Milliseconds that each row adds to an emulated step of the verifier's draft model."""
 
 
@@ -37,46 +37,46 @@ class PacingSection(Section):
 class LimitsSection:
     """Limits that a verifier enforces (``Limits`` and ``EngineLimits``)."""
 
-    max_sessions: int = limited(64, 1, 1024)
+    max_sessions: int = range_field(64, 1, 1024)
     """Sessions at the same time; further ones are refused."""
-    peer_share: float = limited(0.75, 0.001, 1.0)
+    peer_share: float = range_field(0.75, 0.001, 1.0)
     """Share of all streams and sessions that one address may hold. Set it to 1 behind a proxy that
     hides the devices' addresses."""
-    max_cached_tokens: int = limited(65_536, 1, 1 << 30)
+    max_cached_tokens: int = range_field(65_536, 1, 1 << 30)
     """Positions of the KV cache, for all sessions together. Sessions wait while the cache is full,
     and no generation can be longer than the cache."""
     kv_budget: str = ""
     """Memory for the KV cache, as 4GiB, 25% or auto; it decides how many and how long generations
     can be. It replaces ``max_cached_tokens``. ``auto`` takes what is free."""
-    gpu_memory_utilization: float | None = limited(None, 0.01, 1.0)
+    gpu_memory_utilization: float | None = range_field(None, 0.01, 1.0)
     """Share of a GPU's memory for weights, passes and KV cache together. It is another way to size
     the cache, in place of ``kv_budget``."""
     share_prefixes: SharePrefixes = SharePrefixes.ALL
     """Sessions whose cached prompt beginnings another session may use: ``all``, those of the same
     ``credential``, or ``none``. With ``all``, the time to the first token reveals to a device that
     the same beginning was sent recently by another one."""
-    max_nodes_outstanding: int = advanced(limited(128, 1, 256))
+    max_nodes_outstanding: int = advanced_field(range_field(128, 1, 256))
     """Draft nodes of one session that may await their verdict."""
-    max_nodes_per_pass: int = advanced(limited(64, 1, 256))
+    max_nodes_per_pass: int = advanced_field(range_field(64, 1, 256))
     """Draft nodes of one session in one pass."""
-    max_unreceived: int = advanced(limited(256, 1, 4096))
+    max_unreceived: int = advanced_field(range_field(256, 1, 4096))
     """Committed tokens that a device may leave unacknowledged. Its session waits at this limit."""
-    max_rows_per_pass: int = advanced(limited(1024, 1, 1 << 16))
+    max_rows_per_pass: int = advanced_field(range_field(1024, 1, 1 << 16))
     """Rows of one pass, prompts included. More rows read prompts faster, and delay the tokens of
     other sessions."""
-    max_rows_per_session: int = advanced(limited(512, 1, 1 << 16))
+    max_rows_per_session: int = advanced_field(range_field(512, 1, 1 << 16))
     """Rows that one session may have in one pass."""
-    lease_s: float = advanced(limited(30.0, 0.0, 86_400.0))
+    lease_s: float = advanced_field(range_field(30.0, 0.0, 86_400.0))
     """Seconds that a disconnected session is kept, so that its device can resume it."""
-    stall_s: float = advanced(limited(20.0, 1.0, 3600.0))
+    stall_s: float = advanced_field(range_field(20.0, 1.0, 3600.0))
     """Seconds without an acknowledgement after which a device counts as gone."""
-    shared_message_rate: float = advanced(limited(500.0, 1.0, 1e6))
+    shared_message_rate: float = advanced_field(range_field(500.0, 1.0, 1e6))
     """Messages per second that all API keys together may send (all addresses together, if there are
     no keys). Four more are allowed for each commit with accepted drafts. When the rate is reached,
     senders above their fair share wait."""
-    least_message_rate: float = advanced(limited(100.0, 1.0, 1e6))
+    least_message_rate: float = advanced_field(range_field(100.0, 1.0, 1e6))
     """Messages per second that each API key may send, however many keys there are."""
-    address_message_rate: float = advanced(limited(1_000.0, 1.0, 1e6))
+    address_message_rate: float = advanced_field(range_field(1_000.0, 1.0, 1e6))
     """Messages per second that each address may send if there are no API keys. An address may be
     that of a whole site."""
 
@@ -104,30 +104,30 @@ class VerifierConfig:
     target's hardware and the memory of ``limits``. Empty uses no such model."""
     name: str = ""
     """Name by which devices can ask for the target. Empty derives it from ``model``."""
-    engine: str = among(NATIVE, (NATIVE, VLLM))
+    engine: str = choice_field(NATIVE, (NATIVE, VLLM))
     """Engine that runs the target: native for a CPU or one GPU, vllm for many users and several
     GPUs. Install ``edgespec[vllm]`` for the latter."""
     engine_flags: tuple[str, ...] = ()
     """Flags for vLLM, as on its own command line, after --."""
     host: str = common.DEFAULT_HOST
     """Address to listen at; 0.0.0.0 lets other machines connect, which requires TLS."""
-    port: int = limited(common.DEFAULT_PORT, 0, 65_535)
+    port: int = range_field(common.DEFAULT_PORT, 0, 65_535)
     """Port to listen at; 0 takes any free one, which the ready line names."""
-    dtype: str = among("auto", DTYPES)
+    dtype: str = choice_field("auto", DTYPES)
     """Number format of the weights: auto, float32, bfloat16 or float16. ``auto`` takes float32 on a
     CPU, and the checkpoint's format on a GPU."""
     device: str = "auto"
     """Hardware that runs the target: auto, cpu, cuda or cuda:N. ``auto`` takes a GPU if there is
     one."""
-    quantize: str = among("", QUANTIZE_FORMATS)
+    quantize: str = choice_field("", QUANTIZE_FORMATS)
     """Round the weights to int8 or int4, for faster passes on a CPU; this changes the target. Empty
     leaves the weights as they are."""
-    canonical: bool | None = advanced(None)
+    canonical: bool | None = advanced_field(None)
     """Compute rows whose bits do not depend on what else is in the pass. null does so where the
     start-up test shows that it holds."""
-    threads: int | None = limited(None, 1, 1024)
+    threads: int | None = range_field(None, 1, 1024)
     """Threads of a pass on a CPU. null takes one for each core."""
-    max_model_len: int | None = limited(None, 2, 1 << 20)
+    max_model_len: int | None = range_field(None, 2, 1 << 20)
     """Longest context, in tokens of prompt and output together; a shorter one needs less memory.
     null takes the model's own."""
     server_drafts: bool = True
@@ -136,7 +136,7 @@ class VerifierConfig:
     """LOSSY acceptance rule that devices may choose instead of exact; may be given more than once.
     It is typical, top-k, margin, dsd or bild, either alone, which allows every parameter, or with
     the parameter to allow, such as ``dsd:0.5``."""
-    pacing: PacingSection = emulation(field(default_factory=PacingSection))
+    pacing: PacingSection = emulation_field(field(default_factory=PacingSection))
     limits: LimitsSection = field(default_factory=LimitsSection)
     keys: str = ""
     """File of API keys (`edgespec keys`): only devices with one of them are admitted. Empty admits
@@ -144,18 +144,18 @@ class VerifierConfig:
     tls: common.ServerTlsSection = field(default_factory=common.ServerTlsSection)
     insecure: bool = False
     """Listen for other machines without TLS, where the network itself is trusted."""
-    drain_s: float = limited(30.0, 0.0, 86_400.0)
+    drain_s: float = range_field(30.0, 0.0, 86_400.0)
     """Seconds that running generations may continue after Ctrl-C or SIGTERM."""
     trace: str = ""
     """File to which every event of all sessions is written, as JSON lines, for analysis."""
-    trace_tokens: str = advanced(among(common.HASHED, common.TRACE_TOKENS))
+    trace_tokens: str = advanced_field(choice_field(common.HASHED, common.TRACE_TOKENS))
     """Form of tokens in a trace. ``hashed`` shows only which tokens are equal; ``plain`` shows the
     tokens themselves."""
-    log_level: str = among("warning", common.LOG_LEVELS)
+    log_level: str = choice_field("warning", common.LOG_LEVELS)
     """Least severe messages that are logged: debug, info, warning or error."""
-    log_format: str = among("text", common.LOG_FORMATS)
+    log_format: str = choice_field("text", common.LOG_FORMATS)
     """Format of the log: text, or json with one object per line."""
-    metrics_port: int | None = limited(None, 0, 65_535)
+    metrics_port: int | None = range_field(None, 0, 65_535)
     """Port at which Prometheus metrics are served; 0 takes any free one. null serves none."""
     metrics_host: str = common.DEFAULT_HOST
     """Address at which the metrics are served."""

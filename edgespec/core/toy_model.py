@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from edgespec.core.protocol.checks import check_limits, check_range, limited
-from edgespec.core.protocol.sampling import GOLDEN, MASK_32, gumbel, mix
+from edgespec.core.protocol.checks import check_limits, check_range, range_field
+from edgespec.core.protocol.sampling import GOLDEN, MASK_32, gumbel, mix_bits
 
 MAX_TOY_VOCABULARY = 4096
 MAX_TOY_ORDER = 16
@@ -33,15 +33,15 @@ class ToyModel:
 
     Raises ``ValueError`` naming the field, the value and the limit."""
 
-    vocabulary_size: int = limited(32, 2, MAX_TOY_VOCABULARY)
-    order: int = limited(2, 0, MAX_TOY_ORDER)
+    vocabulary_size: int = range_field(32, 2, MAX_TOY_VOCABULARY)
+    order: int = range_field(2, 0, MAX_TOY_ORDER)
     """Number of preceding tokens that the law depends on."""
     seed: int = 0
-    sharpness: float = limited(2.0, 0.0, 1e3)
+    sharpness: float = range_field(2.0, 0.0, 1e3)
     eos_token: int | None = None
-    eos_probability: float = limited(0.0, 0.0, 1.0)
+    eos_probability: float = range_field(0.0, 0.0, 1.0)
     """Share of contexts in which the end token follows."""
-    noise_strength: float = limited(0.0, 0.0, 1e3)
+    noise_strength: float = range_field(0.0, 0.0, 1e3)
     """Scale of the perturbation, in units of ``sharpness``."""
     noise_seed: int = 0
 
@@ -53,7 +53,7 @@ class ToyModel:
     def logits(self, context: Sequence[int]) -> list[float]:
         """Return the ``vocabulary_size`` logits of the token after ``context``, which may be
         empty."""
-        return list(_row(self, tuple(context[max(0, len(context) - self.order) :])))
+        return list(_compute_row(self, tuple(context[max(0, len(context) - self.order) :])))
 
     def perturbed(self, strength: float, seed: int = 1) -> ToyModel:
         """Return a variant that agrees with this model most of the time when ``strength`` is small.
@@ -65,26 +65,26 @@ class ToyModel:
 
 
 @lru_cache(maxsize=_CACHED_ROWS)
-def _row(model: ToyModel, tail: tuple[int, ...]) -> tuple[float, ...]:
+def _compute_row(model: ToyModel, tail: tuple[int, ...]) -> tuple[float, ...]:
     key = _context_key(model.seed, tail)
     size = model.vocabulary_size
-    row = [model.sharpness * _variate(key, token) for token in range(size)]
+    row = [model.sharpness * _draw_variate(key, token) for token in range(size)]
     if model.noise_strength:
         other = _context_key(model.noise_seed ^ GOLDEN, tail)
         scale = model.noise_strength * model.sharpness
-        row = [logit + scale * _variate(other, token) for token, logit in enumerate(row)]
+        row = [logit + scale * _draw_variate(other, token) for token, logit in enumerate(row)]
     if model.eos_token is not None:
-        ends = mix(key ^ GOLDEN) < model.eos_probability * (MASK_32 + 1)
+        ends = mix_bits(key ^ GOLDEN) < model.eos_probability * (MASK_32 + 1)
         row[model.eos_token] = max(row) + _FAR if ends else min(row) - _FAR
     return tuple(row)
 
 
 def _context_key(seed: int, tail: tuple[int, ...]) -> int:
-    key = mix(mix(seed & MASK_32) + (seed >> 32))
+    key = mix_bits(mix_bits(seed & MASK_32) + (seed >> 32))
     for token in tail:
-        key = mix((key ^ mix(token + 1)) + GOLDEN)
+        key = mix_bits((key ^ mix_bits(token + 1)) + GOLDEN)
     return key
 
 
-def _variate(key: int, token: int) -> float:
-    return gumbel(mix(mix(token * GOLDEN + key) ^ key))
+def _draw_variate(key: int, token: int) -> float:
+    return gumbel(mix_bits(mix_bits(token * GOLDEN + key) ^ key))

@@ -22,7 +22,7 @@ from typing import Final
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
 from edgespec.device.verifier_pool import VerifierRoute
 from edgespec.telemetry import agent_status as st
@@ -152,7 +152,7 @@ class Activity:
     def set_link_state(self, state: st.VerifierState, at_s: float, why: str = "") -> None:
         """Note a state of the link. An unchanged state keeps its time."""
         if self.link.state is not state:
-            self.link = LinkStatus(state, at_s, one_line(why)[:_MAX_WHY])
+            self.link = LinkStatus(state, at_s, make_one_line(why)[:_MAX_WHY])
 
 
 class GenerationNotes:

@@ -22,7 +22,7 @@ from edgespec.core.association.policies import hash_conversation_name, hash_prom
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
 from edgespec.core.device.goodput_policy import describe_useless_draft, explain_resting, make_policy
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
@@ -280,7 +280,7 @@ class AgentOptions:
     draft_caches: int = DEFAULT_CACHES
     """Generations that are drafted for at the same time. Further ones are streamed without
     drafts."""
-    learned: es.Learned = field(default_factory=es.Learned, compare=False)
+    learned: es.KeptEstimates = field(default_factory=es.KeptEstimates, compare=False)
     """Estimates that earlier agents on this machine measured with this draft."""
     text_tables: TextTables | None = field(default=None, compare=False)
     """N-gram tables of the user's earlier texts. None if lookup is off."""
@@ -339,7 +339,7 @@ class Agent:
         self._warned: set[str] = set()
         """Failures that were logged as warnings already."""
         self.verifier = es.VerifierEstimates()
-        self._learned = es.LearnedByModel(self.options.model, self.options.learned)
+        self._learned = es.KeptEstimatesByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Drivers of running generations, and of ended ones that still have tasks."""
 

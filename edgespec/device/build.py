@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
-from edgespec.config.common import SetupError, needs
+from edgespec.config.common import SetupError, require_library
 from edgespec.core.association.failover import Failover
 from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
@@ -124,7 +124,7 @@ def connect(
 
 def dial(address: str, access: DeviceAccess | None = None, server_name: str = "") -> GrpcTransport:
     """Return a transport like ``connect``, but without an emulated link."""
-    with needs("grpc", "edgespec"):
+    with require_library("grpc", "edgespec"):
         from edgespec.wire.grpc_client import GrpcTransport
     access = access or DeviceAccess()
     access = replace(access, server_name=access.server_name or server_name)

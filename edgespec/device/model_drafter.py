@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from edgespec.config import DraftSection, EndpointSection, PolicySection
-from edgespec.config.common import SetupError, needs
+from edgespec.config.common import SetupError, require_library
 from edgespec.core.device import memory
 from edgespec.core.guarded_drafter import CacheGroup, GuardedDrafter
 from edgespec.core.ports import Drafter
@@ -67,7 +67,7 @@ def load_model_drafter(
                 )
         if tokenizer:
             source = source.with_tokenizer_of(resolve_source(tokenizer, Purpose.TEXTS))
-        with needs("onnxruntime", "edgespec[cpu]"):
+        with require_library("onnxruntime", "edgespec[cpu]"):
             drafter = load_foreign_drafter(source, say, draft)
     elif draft.memory_budget:
         if draft.provider != CPU:
@@ -77,7 +77,7 @@ def load_model_drafter(
         return load_planned_drafter(draft, source, policy.width, say)
     else:
         folder = _prepare_draft_folder(source, draft, say)
-        with needs("onnxruntime", "edgespec[cpu]"):
+        with require_library("onnxruntime", "edgespec[cpu]"):
             from edgespec.device.drafters.decoder_graph import EXECUTION
             from edgespec.device.drafters.onnx_drafter import OnnxDrafter
         drafter = OnnxDrafter(
@@ -167,7 +167,7 @@ def _prepare_draft_folder(source: ModelSource, draft: DraftSection, say: Say) ->
     if source.kind is SourceKind.EXPORT:
         _ = source.info  # This raises if the folder's tokenizer has changed since the export.
         return source.folder
-    with needs("onnx", "edgespec[export]"):
+    with require_library("onnx", "edgespec[export]"):
         return export_to_cache(
             source.folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32
         )
@@ -195,7 +195,7 @@ def list_variants(draft: DraftSection, source: ModelSource) -> tuple[memory.Draf
         return (read_exported_variant(folder),)
     if (kv_type := draft.kv_type) is not None:
         return (predict_variant(folder, draft.bits, kv_type),)
-    with needs("onnxruntime", "edgespec[cpu]"):
+    with require_library("onnxruntime", "edgespec[cpu]"):
         from edgespec.models.onnx_runtime import ort
     version = tuple(map(int, ort.__version__.split(".")[:2]))
     types = [
@@ -265,10 +265,10 @@ def measure_memory_question(draft: DraftSection, max_width: int) -> memory.Memor
     """Return the input of a memory plan, measured now. Load the tokenizer before.
 
     Raises ``ValueError`` for a budget that cannot be read."""
-    with needs("onnxruntime", "edgespec[cpu]"):
+    with require_library("onnxruntime", "edgespec[cpu]"):
         # The memory of the libraries that these imports load has to be counted.
         import edgespec.device.drafters.onnx_drafter
-    with needs("grpc", "edgespec"):
+    with require_library("grpc", "edgespec"):
         import edgespec.wire.grpc_client  # noqa: F401
     gc.collect()
     trim_heap()
@@ -296,14 +296,14 @@ def load_planned_drafter(
     """Return a guarded drafter that fits in ``draft.memory_budget``.
 
     Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
-    with needs("onnxruntime", "edgespec[cpu]"):
+    with require_library("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
     variants = list_variants(draft, source)
     folder = source.folder
     question = measure_memory_question(draft, max_width)
     plan = memory.plan_memory(variants, question)
     if source.kind is not SourceKind.EXPORT:
-        with needs("onnx", "edgespec[export]"):
+        with require_library("onnx", "edgespec[export]"):
             folder = export_to_cache(folder, draft.bits, say, plan.variant.kv_type)
         plan = memory.plan_memory((read_exported_variant(folder),), question)
     say(summarise_plan(plan, memory.plan_without_limit(variants, question)))

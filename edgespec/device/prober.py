@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from edgespec.core.ports import LinkError, Transport
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.logs import log_failure
@@ -37,7 +37,7 @@ class ProbeResult:
 
     @property
     def why(self) -> str:
-        return "" if self.error is None else one_line(str(self.error))
+        return "" if self.error is None else make_one_line(str(self.error))
 
 
 async def probe(

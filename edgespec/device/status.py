@@ -18,7 +18,7 @@ from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import explain_resting
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.guarded_drafter import GuardedDrafter
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.device.activity import GenerationNotes
 from edgespec.device.prober import VerifierMonitor
 from edgespec.device.verifier_pool import VerifierPool
@@ -176,7 +176,7 @@ class StatusSource:
             sent=counters.sent,
             passes=counters.passes,
             reconnects=counters.reconnects,
-            model=one_line(notes.model),
+            model=make_one_line(notes.model),
             rule=session.request.rule,
         )
 
@@ -245,7 +245,7 @@ def assess_drafting(
     )
     if counters.draft_failure:
         why = f"the draft model failed: {counters.draft_failure}"
-        return replace(status, worth=False, why=one_line(why)[:_MAX_WHY])
+        return replace(status, worth=False, why=make_one_line(why)[:_MAX_WHY])
     if (rest_reason := explain_resting(policy, price, estimates)) is not None:
         return replace(status, worth=False, why=rest_reason)
     if not counters.tried:

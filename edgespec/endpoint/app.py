@@ -54,7 +54,7 @@ from edgespec.endpoint.request_json import (
     Fields,
     compact_json,
     nested_too_deep,
-    unavailable,
+    unavailable_error,
     unknown_model_error,
 )
 from edgespec.endpoint.server import (
@@ -71,7 +71,7 @@ from edgespec.endpoint.server import (
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.logs import log_failure, request_id
 from edgespec.telemetry.metric_table import Table, make_registry
-from edgespec.telemetry.trace import plain
+from edgespec.telemetry.trace import to_plain_data
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
 REQUEST_ID: Final = "X-Request-Id"
@@ -195,7 +195,7 @@ def waiting_app(key: str, settings: EndpointSection) -> ASGIApp:
 
     async def wait(request: Request, error: Exception) -> Response:
         why = "no verifier answers yet, and one has to lend its tokenizer first"
-        return error_response(unavailable(why), request.scope)
+        return error_response(unavailable_error(why), request.scope)
 
     app: ASGIApp = Starlette(
         routes=[Route(HEALTH, health)], exception_handlers={HTTPException: wait}
@@ -533,7 +533,7 @@ class _Handlers:
             reply |= {
                 "version": __version__,
                 "model": endpoint.models.name,
-                "verifiers": plain(endpoint.verifiers.statuses),
+                "verifiers": to_plain_data(endpoint.verifiers.statuses),
                 "texts_running": endpoint.admission.running,
                 "requests_waiting": endpoint.admission.waiting,
             }

@@ -286,7 +286,7 @@ class ChoicesEnvelope(Envelope):
     def failed(self, error: ApiError) -> bytes:
         """Return the last event of a stream that failed in the middle. Clients raise it as an
         exception."""
-        return _event(error.body)
+        return _encode_event(error.body)
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         choice_objects = [self._choice(one) | {"finish_reason": one.finish} for one in choices]
@@ -297,7 +297,7 @@ class ChoicesEnvelope(Envelope):
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         data = self._with_choices(self.delta_object, choices)
-        return _event(data | {"usage": usage} if self.with_usage else data)
+        return _encode_event(data | {"usage": usage} if self.with_usage else data)
 
     def _with_choices(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -454,7 +454,7 @@ class ResponseEnvelope(Envelope):
         has_answer = any(one["type"] != "reasoning" for one in self._items)
         is_cut = choice.finish == "length" and bool(self._items)
         events = b"" if has_answer or is_cut else self._text("")
-        return events + self._end_item(_status(choice))
+        return events + self._end_item(_find_status(choice))
 
     def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
         whole = self._finished(choices, self._items, usage)
@@ -471,7 +471,7 @@ class ResponseEnvelope(Envelope):
             parts += [] if parts and choice.finish == "length" else [""]
         last = len(parts) - 1
         items = [
-            _item(one, _status(choice) if place == last else "completed")
+            _item(one, _find_status(choice) if place == last else "completed")
             for place, one in enumerate(parts)
         ]
         return self._finished(choices, items, usage)
@@ -492,7 +492,7 @@ class ResponseEnvelope(Envelope):
         return self._call(part)
 
     def _text(self, text: str) -> bytes:
-        events = self._begin_item("message", _message("", "in_progress"))
+        events = self._begin_item("message", _write_message("", "in_progress"))
         if not text:
             return events
         item = self._items[-1]
@@ -561,7 +561,7 @@ class ResponseEnvelope(Envelope):
     def _event(self, kind: str, **data: Any) -> bytes:
         numbered = {"type": kind, "sequence_number": self._number, **data}
         self._number += 1
-        return f"event: {kind}\n".encode() + _event(numbered)
+        return f"event: {kind}\n".encode() + _encode_event(numbered)
 
     def _response(self, choices: Sequence[Choice], items: list[Json], usage: Json | None) -> Json:
         (choice,) = choices
@@ -611,7 +611,7 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
     }
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
+def _encode_event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + compact_json(data).encode() + b"\n\n"
 
 
@@ -655,7 +655,7 @@ def chat_scores(choice: Choice, scores: Scores) -> Json:
     return {"content": content, "refusal": None}
 
 
-def _usage(usage: Json) -> Json:
+def _write_usage(usage: Json) -> Json:
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},
@@ -674,7 +674,7 @@ def _thought_part(text: str) -> Json:
     return {"type": "reasoning_text", "text": text}
 
 
-def _message(text: str, status: str) -> Json:
+def _write_message(text: str, status: str) -> Json:
     kind = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
     return {**kind, "status": status, "content": [_text_part(text)]}
 
@@ -686,14 +686,14 @@ def _reasoning(text: str, status: str) -> Json:
 
 def _item(part: Part, status: str) -> Json:
     if isinstance(part, str):
-        return _message(part, status)
+        return _write_message(part, status)
     if isinstance(part, Thought):
         return _reasoning(part.text, status)
     assert isinstance(part, ToolCall)  # a choice has whole calls
     return _tool_call(part, status)
 
 
-def _status(choice: Choice) -> str:
+def _find_status(choice: Choice) -> str:
     """Return the status of the item that was written last."""
     return "incomplete" if choice.finish == "length" else "completed"
 

@@ -116,11 +116,11 @@ def _escape_surrogates(text: str) -> str:
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
-def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+def invalid_request(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str, code: str = "verifier_unavailable") -> ApiError:
+def unavailable_error(message: str, code: str = "verifier_unavailable") -> ApiError:
     return ApiError(503, message, code=code, retry_after_s=VERIFIER_RETRY_S)
 
 
@@ -136,7 +136,7 @@ def unknown_model_error(name: str, known: Sequence[str]) -> ApiError:
 def generation_error(error: GenerationError) -> ApiError:
     status, code = _ERRORS_BY_FAULT.get(error.code, (503, "verifier_unavailable"))
     if status == 503:
-        return unavailable(str(error), code)
+        return unavailable_error(str(error), code)
     param = "model" if error.code is FaultCode.UNKNOWN_MODEL else None
     return ApiError(status, str(error), param=param, code=code)
 
@@ -231,7 +231,7 @@ class Fields:
 
     def text(self, field: str) -> str | None:
         value = self._typed(field, str, "text")
-        return None if value is None else encodable(self.name(field), value)
+        return None if value is None else check_encodable(self.name(field), value)
 
     def boolean(self, field: str, absent: bool = False) -> bool:
         value = self._typed(field, bool, "true or false")
@@ -268,7 +268,7 @@ class Fields:
             raise self.error(field, f"holds {len(texts)} texts, but at most {most}")
         if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
             raise self.wrong_value(field, value, "text, or a list of texts")
-        return tuple(encodable(self.name(field), one) for one in texts)
+        return tuple(check_encodable(self.name(field), one) for one in texts)
 
     def token_ids(self, field: str, most: int) -> tuple[int, ...]:
         value = self.data.get(field)
@@ -298,7 +298,7 @@ class Fields:
     def error(self, field: str, why: str, code: str | None = None) -> ApiError:
         """Return an ``ApiError`` whose message is the field's name followed by ``why``."""
         name = self.name(field)
-        return invalid(name, f"{name} {why}", code)
+        return invalid_request(name, f"{name} {why}", code)
 
     def _section(self, field: str, value: object) -> Fields:
         if not isinstance(value, dict):
@@ -306,10 +306,10 @@ class Fields:
         return Fields(value, f"{self.place}{field}.")
 
 
-def encodable(name: str, text: str) -> str:
+def check_encodable(name: str, text: str) -> str:
     """Return ``text`` if UTF-8 can encode it. Raises ``ApiError`` for an unpaired surrogate."""
     if not is_unicode(text):
-        raise invalid(name, f"{name} holds half of a surrogate pair, which is no text")
+        raise invalid_request(name, f"{name} holds half of a surrogate pair, which is no text")
     return text
 
 

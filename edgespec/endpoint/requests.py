@@ -29,10 +29,10 @@ from edgespec.core.protocol.sampling import (
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.endpoint.request_json import (
     Fields,
+    check_encodable,
     compact_json,
-    encodable,
     errors_with_sent_names,
-    invalid,
+    invalid_request,
     shown_value,
 )
 from edgespec.models.folders import MAX_TOKEN_ID
@@ -98,7 +98,7 @@ def known_fields(
         elif name in UNSUPPORTED:
             if not _is_neutral_value(value, UNSUPPORTED[name]):
                 why = f"{name} is {shown_value(value)}, but {name} is not supported"
-                raise invalid(name, why, "unsupported_parameter")
+                raise invalid_request(name, why, "unsupported_parameter")
         elif not _add_renamed(name, value, sent):
             unknown.append(name)
     fields = Fields(sent.fields, spelling=sent.spelling)
@@ -126,7 +126,7 @@ def _check_penalty_window(fields: Fields, data: Mapping[str, Any]) -> None:
         if fields.raw(name) not in (None, getattr(usual, name)):
             sent = shown_value(window)
             why = f"{_PENALTY_WINDOW} is {sent}, but {name} looks at the whole text (-1)"
-            raise invalid(_PENALTY_WINDOW, why, "unsupported_parameter")
+            raise invalid_request(_PENALTY_WINDOW, why, "unsupported_parameter")
 
 
 class _SentFields:
@@ -144,7 +144,9 @@ class _SentFields:
             self.fields[name], self.spelling[name] = value, spelling
         elif not _is_default(name, value):
             first = self.spelling[name]
-            raise invalid(spelling, f"{first} and {spelling} are both given, and contradict")
+            raise invalid_request(
+                spelling, f"{first} and {spelling} are both given, and contradict"
+            )
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -164,7 +166,9 @@ def _add_renamed(name: str, value: Any, given: _SentFields) -> bool:
             if one is None or one is False:
                 continue
             if not _add_renamed(f"guided_{inner}", one, given):
-                raise invalid(name, f"{name}.{inner} is not supported", "unsupported_parameter")
+                raise invalid_request(
+                    name, f"{name}.{inner} is not supported", "unsupported_parameter"
+                )
     else:
         return False
     return True
@@ -189,7 +193,7 @@ def _schema_format(name: str, value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise invalid(
+            raise invalid_request(
                 name, f"{name} is {shown_value(value)}, but must be a JSON schema"
             ) from None
     return {"type": "json_schema", "json_schema": {"schema": value}}
@@ -202,7 +206,7 @@ def _object_format(name: str, value: Any) -> dict[str, Any] | None:
 def _choice_regex(name: str, value: Any) -> str:
     choices = Fields({name: value}).texts(name, MAX_CHOICE_TEXTS)
     if not any(choices):
-        raise invalid(
+        raise invalid_request(
             name, f"{name} is {shown_value(value)}, but must hold a text that is not empty"
         )
     return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in choices)
@@ -474,7 +478,7 @@ def _read_common(
     try:
         rule = full_rule_name(text) if (text := fields.text("rule")) else ""
     except ValueError as error:
-        raise invalid("rule", str(error)) from None
+        raise invalid_request("rule", str(error)) from None
     return fields, GenerationRequest(
         model=fields.text("model") or "",
         sampling=_read_sampling(fields, defaults),
@@ -510,7 +514,9 @@ def _read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
         return replace(defaults, **sent_values)
     except ValueError as error:  # the message contains the field's name
         fields_at_fault = [name for name in sent_values if name in str(error)]
-        raise invalid(fields_at_fault[0] if fields_at_fault else "sampling", str(error)) from None
+        raise invalid_request(
+            fields_at_fault[0] if fields_at_fault else "sampling", str(error)
+        ) from None
 
 
 def _read_length(fields: Fields, name: str, least: int = 1) -> int | None:
@@ -607,14 +613,16 @@ def _read_constraint(fields: Fields) -> Constraint | None:
     sent = [(name, kind, text) for name, (kind, text) in texts_of.items() if text is not None]
     if len(sent) > 1:
         first, second = fields.name(sent[0][0]), fields.name(sent[1][0])
-        raise invalid(second, f"{first} and {second} are both given, but a text is held to one")
+        raise invalid_request(
+            second, f"{first} and {second} are both given, but a text is held to one"
+        )
     for name, kind, text in sent:
         if not text.strip():
             raise fields.error(name, "is empty, but must say what the text is held to")
         try:
             return Constraint(kind, text)
         except ValueError as error:
-            raise invalid(fields.name(name), str(error)) from None
+            raise invalid_request(fields.name(name), str(error)) from None
     return None
 
 
@@ -650,7 +658,9 @@ def _read_schema(fields: Fields) -> str | None:
         return None if format_type == "text" else '{"type": "object"}'
     if not isinstance(schema, dict):
         name = f"response_format.{place}"
-        raise invalid("response_format", f"{name} is {shown_value(schema)}, but must be an object")
+        raise invalid_request(
+            "response_format", f"{name} is {shown_value(schema)}, but must be an object"
+        )
     return compact_json(schema)
 
 
@@ -662,7 +672,9 @@ def _read_prompts(fields: Fields, n: int) -> tuple[Prompt, ...]:
         return (_read_prompt(fields, "prompt"),)
     if (texts := len(value) * n) > MAX_GENERATIONS:
         asked = f"{len(value)} prompts with n {n} are {texts} texts"
-        raise invalid("prompt", f"{asked}, but a request may ask for at most {MAX_GENERATIONS}")
+        raise invalid_request(
+            "prompt", f"{asked}, but a request may ask for at most {MAX_GENERATIONS}"
+        )
     several = Fields({f"prompt[{place}]": one for place, one in enumerate(value)})
     return tuple([_read_prompt(several, name) for name in several.data])
 
@@ -673,7 +685,7 @@ def _read_prompt(fields: Fields, name: str) -> Prompt:
         raise fields.wrong_value(name, value, "text or token ids, and not empty")
     if isinstance(value, list):
         return fields.token_ids(name, MAX_TOKENS)
-    return encodable(fields.name(name), value)
+    return check_encodable(fields.name(name), value)
 
 
 def _read_message(fields: Fields) -> dict[str, Any]:
@@ -731,7 +743,7 @@ def _read_earlier_call(fields: Fields) -> dict[str, Any]:
             raise fields.error("function", "has no name")
         arguments = function.raw("arguments")
         if isinstance(arguments, str):
-            encodable(function.name("arguments"), arguments)
+            check_encodable(function.name("arguments"), arguments)
     call: dict[str, Any] = {
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},

@@ -67,10 +67,10 @@ from edgespec.endpoint.request_json import (
     check_members,
     errors_with_sent_names,
     generation_error,
-    invalid,
+    invalid_request,
     read_object,
     sent_name,
-    unavailable,
+    unavailable_error,
     unknown_model_error,
 )
 from edgespec.endpoint.requests import (
@@ -91,7 +91,7 @@ from edgespec.endpoint.tool_calls import (
 )
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import log_failure
-from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram, parse_metrics
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 # Chunks that were generated and not yet read by their request. At this number generations wait.
@@ -119,7 +119,7 @@ METRICS_PREFIX: Final = "edgespec_endpoint_"
 OTHER_MODEL: Final = "other"
 """Label for the names of models that no verifier serves any more, or of too many models."""
 MAX_MODEL_NAMES: Final = 256
-METRICS: Final = metrics("""
+METRICS: Final = parse_metrics("""
 counter requests_total{path,outcome} counts.requests Requests by path and outcome
 counter answers_total{model} counts.answers Requests that were generated for, completed or not
 counter prompt_tokens_total{model} counts.prompt_tokens Prompt tokens of generated requests
@@ -140,7 +140,7 @@ _log = logging.getLogger(__name__)
 
 
 def stopping_error() -> ApiError:
-    return unavailable("this endpoint is stopping", "shutting_down")
+    return unavailable_error("this endpoint is stopping", "shutting_down")
 
 
 class EndpointCounts:
@@ -293,7 +293,7 @@ class RequestRun:
             error = _constraint_error(choice.request, failure)
         except Exception as failure:
             if not has_begun and isinstance(failure, ValueError | TypeError):
-                error = invalid("prompt", str(failure))
+                error = invalid_request("prompt", str(failure))
             else:
                 log_failure(_log, "a generation failed", error=failure, may_quote_client=True)
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
@@ -309,12 +309,12 @@ def _constraint_param(request: GenerationRequest) -> str:
 def _constraint_error(request: GenerationRequest, failure: ConstraintError) -> ApiError:
     if isinstance(failure, ConstraintBusyError):
         return ApiError(503, str(failure), code="grammar_busy", retry_after_s=RETRY_AFTER_S)
-    return invalid(_constraint_param(request), str(failure))
+    return invalid_request(_constraint_param(request), str(failure))
 
 
 def _context_exceeded(why: str, context_length: int, param: str) -> ApiError:
     room = f"which leaves no room for output in the context of {context_length} tokens"
-    return invalid(param, f"{why}, {room}", "context_length_exceeded")
+    return invalid_request(param, f"{why}, {room}", "context_length_exceeded")
 
 
 # Models that the verifiers serve, by name.
@@ -814,7 +814,7 @@ class Endpoint:
         template = self.tokenizer.chat_template(tools=bool(request.tools))
         if template is None:
             why = "this model has no chat template; use /v1/completions"
-            raise invalid("messages", why, "no_chat_template")
+            raise invalid_request("messages", why, "no_chat_template")
         encode = partial(
             self._encode,
             context_length=context_length,
@@ -847,7 +847,7 @@ class Endpoint:
             tokens = await encode(rendered.text)
             return _Prompt(tokens, output_form(template, (), rendered), lacks_tools=True)
         except TokenizerError as error:
-            raise invalid("messages", str(error)) from None
+            raise invalid_request("messages", str(error)) from None
 
     async def _encode(
         self, text: str, context_length: int | None, param: str, special: bool = True
@@ -902,7 +902,7 @@ class Endpoint:
         try:
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
-            raise invalid("tokens", f"the token ids stand for no text: {error}") from None
+            raise invalid_request("tokens", f"the token ids stand for no text: {error}") from None
 
     def _with_unread_variables(self, request: GenerationRequest) -> GenerationRequest:
         """Add variables that the chat template does not read to the ignored parameters."""
@@ -922,7 +922,7 @@ class Endpoint:
         try:
             return self.tokenizer.decode(tokens)
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
-            raise invalid("prompt", f"the token ids stand for no text: {error}") from None
+            raise invalid_request("prompt", f"the token ids stand for no text: {error}") from None
 
     def _constrain_to_calls(self, request: GenerationRequest, prompt: _Prompt) -> GenerationRequest:
         """Return the request with the constraint that its tools require.
@@ -1026,7 +1026,7 @@ class Endpoint:
         """Return the sampling parameters with the ``max_tokens`` of the request or the default,
         limited to the room in the context. ``context_length`` None: not known yet."""
         if not tokens:
-            raise invalid("prompt", "the prompt is empty, but must hold at least one token")
+            raise invalid_request("prompt", "the prompt is empty, but must hold at least one token")
         param, default = "prompt", self.settings.default_max_tokens
         if request.messages:
             param, default = "messages", default or context_length
@@ -1063,7 +1063,7 @@ class Endpoint:
             outside = next((one for one in ids if one >= info.vocabulary_size), None)
             if outside is not None:
                 size = f"the vocabulary of {info.name!r} has {info.vocabulary_size} ids"
-                raise invalid(name, f"{name} holds the token id {outside}, but {size}")
+                raise invalid_request(name, f"{name} holds the token id {outside}, but {size}")
 
     def _with_choices(
         self,

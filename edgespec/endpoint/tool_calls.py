@@ -53,7 +53,7 @@ from edgespec.endpoint.marks import (
     replace_signs,
     stand_ins,
 )
-from edgespec.endpoint.request_json import compact_json, invalid
+from edgespec.endpoint.request_json import compact_json, invalid_request
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
 LLAMA_MARK: Final = "<|python_tag|>"
@@ -978,7 +978,7 @@ def _grammar_constraint(lines: Sequence[str]) -> Constraint:
     try:
         return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines))
     except ValueError as error:
-        raise invalid("tools", str(error)) from None
+        raise invalid_request("tools", str(error)) from None
 
 
 def _written(names: TokenNames, text: str) -> str:

@@ -46,11 +46,11 @@ def vocabulary_fingerprint(path: Path) -> str:
             versions.append((status.st_mtime_ns, status.st_size, status.st_ino))
         except OSError:  # a missing file that is required is reported when it is read
             versions.append(())
-    return _fingerprint(path, tuple(versions))
+    return _compute_fingerprint(path, tuple(versions))
 
 
 @lru_cache(maxsize=16)
-def _fingerprint(path: Path, versions: tuple[tuple[int, ...], ...]) -> str:
+def _compute_fingerprint(path: Path, versions: tuple[tuple[int, ...], ...]) -> str:
     token_texts = read_vocabulary(path)
     digest = hashlib.sha256()
     for token_id in sorted(token_texts):

@@ -78,32 +78,32 @@ class Architecture:
     """Returns the configuration that only this family has."""
 
 
-def _gemma(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_gemma(file: GgufFile, prefix: str) -> dict[str, Any]:
     return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _layer_types(layers: int, full_every: int) -> list[str]:
+def _list_layer_types(layers: int, full_every: int) -> list[str]:
     return [
         "sliding_attention" if (layer + 1) % full_every else "full_attention"
         for layer in range(layers)
     ]
 
 
-def _gemma2(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_gemma2(file: GgufFile, prefix: str) -> dict[str, Any]:
     layers = file.needed(f"{prefix}.block_count", int)
     # The 27B model scales by hidden size / heads, the others by the size of a head.
     scale = 144 if layers == 46 else file.needed(f"{prefix}.attention.key_length", int)
     return {
-        **_gemma(file, prefix),
+        **_read_gemma(file, prefix),
         "query_pre_attn_scalar": scale,
         "sliding_window": file.value(f"{prefix}.attention.sliding_window", int, 4096),
-        "layer_types": _layer_types(layers, 2),
+        "layer_types": _list_layer_types(layers, 2),
         "attn_logit_softcapping": file.value(f"{prefix}.attn_logit_softcapping", float, 50.0),
         "final_logit_softcapping": file.value(f"{prefix}.final_logit_softcapping", float, 30.0),
     }
 
 
-def _gemma3(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_gemma3(file: GgufFile, prefix: str) -> dict[str, Any]:
     layers = file.needed(f"{prefix}.block_count", int)
     theta = file.value(f"{prefix}.rope.freq_base", float, 1e6)
     whole: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
@@ -112,10 +112,10 @@ def _gemma3(file: GgufFile, prefix: str) -> dict[str, Any]:
     local = file.value(f"{prefix}.rope.freq_base_swa", float, 10_000.0)
     scale = 168 if layers == 62 else file.needed(f"{prefix}.attention.key_length", int)
     return {
-        **_gemma(file, prefix),
+        **_read_gemma(file, prefix),
         "query_pre_attn_scalar": scale,
         "sliding_window": file.needed(f"{prefix}.attention.sliding_window", int),
-        "layer_types": _layer_types(layers, 6),
+        "layer_types": _list_layer_types(layers, 6),
         "rope_parameters": {
             "full_attention": whole,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -123,7 +123,7 @@ def _gemma3(file: GgufFile, prefix: str) -> dict[str, Any]:
     }
 
 
-def _granite(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_granite(file: GgufFile, prefix: str) -> dict[str, Any]:
     return {
         "embedding_multiplier": file.value(f"{prefix}.embedding_scale", float, 1.0),
         "attention_multiplier": file.value(f"{prefix}.attention.scale", float, 1.0),
@@ -132,13 +132,13 @@ def _granite(file: GgufFile, prefix: str) -> dict[str, Any]:
     }
 
 
-def _phi3(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_phi3(file: GgufFile, prefix: str) -> dict[str, Any]:
     if "rope_factors_long.weight" in file.tensors:
         raise GgufError(f"{file.path}: the long-context variant of Phi-3 (longrope) is not served")
     return {"sliding_window": file.value(f"{prefix}.attention.sliding_window", int)}
 
 
-def _qwen3moe(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_qwen3moe(file: GgufFile, prefix: str) -> dict[str, Any]:
     return {
         "num_experts": file.needed(f"{prefix}.expert_count", int),
         "num_experts_per_tok": file.needed(f"{prefix}.expert_used_count", int),
@@ -149,7 +149,7 @@ def _qwen3moe(file: GgufFile, prefix: str) -> dict[str, Any]:
     }
 
 
-def _smollm3(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_smollm3(file: GgufFile, prefix: str) -> dict[str, Any]:
     layers = file.needed(f"{prefix}.block_count", int)
     return {
         "no_rope_layers": [int((one + 1) % _WITHOUT_ROPE_EVERY != 0) for one in range(layers)],
@@ -162,13 +162,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "mistral3": Architecture("mistral", is_interleaved=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", _EXPERTS, own=_qwen3moe),
-    "gemma": Architecture("gemma", has_one_added=True, own=_gemma),
-    "gemma2": Architecture("gemma2", _FOUR_NORMS, has_one_added=True, own=_gemma2),
-    "gemma3": Architecture("gemma3_text", _FOUR_NORMS, has_one_added=True, own=_gemma3),
-    "phi3": Architecture("phi3", _FUSED, own=_phi3),
-    "granite": Architecture("granite", is_interleaved=True, own=_granite),
-    "smollm3": Architecture("smollm3", is_interleaved=True, own=_smollm3),
+    "qwen3moe": Architecture("qwen3_moe", _EXPERTS, own=_read_qwen3moe),
+    "gemma": Architecture("gemma", has_one_added=True, own=_read_gemma),
+    "gemma2": Architecture("gemma2", _FOUR_NORMS, has_one_added=True, own=_read_gemma2),
+    "gemma3": Architecture("gemma3_text", _FOUR_NORMS, has_one_added=True, own=_read_gemma3),
+    "phi3": Architecture("phi3", _FUSED, own=_read_phi3),
+    "granite": Architecture("granite", is_interleaved=True, own=_read_granite),
+    "smollm3": Architecture("smollm3", is_interleaved=True, own=_read_smollm3),
 }
 """Families by the name that GGUF gives them (``general.architecture``)."""
 
@@ -209,18 +209,18 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": file.value(f"{prefix}.attention.layer_norm_rms_epsilon", float, 1e-5),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "rope_parameters": _rope(file, prefix),
+        "rope_parameters": _read_rope(file, prefix),
     }
     own = found.own(file, prefix)
     return config | {key: value for key, value in own.items() if value is not None}
 
 
-def _rope(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _read_rope(file: GgufFile, prefix: str) -> dict[str, Any]:
     """Return the rotary embedding's parameters."""
     theta = file.value(f"{prefix}.rope.freq_base", float, 10_000.0)
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if (factors := file.tensors.get(_ROPE_FACTORS)) is not None:
-        found |= _llama3(file, factors, theta)
+        found |= _read_llama3_scaling(file, factors, theta)
     kind = file.value(f"{prefix}.rope.scaling.type", str, "none")
     factor = file.value(f"{prefix}.rope.scaling.factor", float, 1.0)
     if kind == "linear" and factor != 1.0:
@@ -230,7 +230,7 @@ def _rope(file: GgufFile, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _llama3(file: GgufFile, tensor: GgufTensor, theta: float) -> dict[str, Any]:
+def _read_llama3_scaling(file: GgufFile, tensor: GgufTensor, theta: float) -> dict[str, Any]:
     """Return the numbers of Llama 3's scaling that make the factors in ``tensor``. Raises
     ``GgufError`` where none do."""
     given = np.asarray(values_of(tensor), np.float64).ravel()
@@ -259,7 +259,11 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str,
         if name == _ROPE_FACTORS:
             continue
         if (plain := _PLAIN.get(name)) is not None:
-            yield plain, tensor, _less_one if found.has_one_added and "norm" in name else _same
+            yield (
+                plain,
+                tensor,
+                _subtract_one if found.has_one_added and "norm" in name else _keep_values,
+            )
             continue
         match = _LAYER.fullmatch(name)
         part = None if match is None else match["part"]
@@ -270,30 +274,30 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str,
         if part in _EXPERT_PARTS:
             for expert in range(tensor.shape[0]):
                 own = f"{layer}.mlp.experts.{expert}.{_EXPERT_PARTS[part]}.weight"
-                yield own, tensor, _taking(expert)
+                yield own, tensor, _take_expert(expert)
             continue
-        change: Callable[[Array], Array] = _same
+        change: Callable[[Array], Array] = _keep_values
         if found.is_interleaved and part in ("attn_q", "attn_k"):
             key = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
-            change = _parted(int(config[key]))
+            change = _unpair_heads(int(config[key]))
         elif found.has_one_added and part.endswith("norm"):
-            change = _less_one
+            change = _subtract_one
         yield f"{layer}.{found.names[part]}.{match['kind']}", tensor, change
 
 
-def _same(values: Array) -> Array:
+def _keep_values(values: Array) -> Array:
     return values
 
 
-def _less_one(values: Array) -> Array:
+def _subtract_one(values: Array) -> Array:
     return np.asarray(values - 1, values.dtype)
 
 
-def _taking(expert: int) -> Callable[[Array], Array]:
+def _take_expert(expert: int) -> Callable[[Array], Array]:
     return lambda values: values[expert]
 
 
-def _parted(heads: int) -> Callable[[Array], Array]:
+def _unpair_heads(heads: int) -> Callable[[Array], Array]:
     """Return a function that puts rotary dimensions from pairs into halves, for each head."""
 
     def part(values: Array) -> Array:
@@ -304,7 +308,7 @@ def _parted(heads: int) -> Callable[[Array], Array]:
     return part
 
 
-def described_types(file: GgufFile) -> str:
+def list_matrix_types(file: GgufFile) -> str:
     """Return the types of the matrices in words, such as ``Q4_K, Q6_K``."""
     kinds = {type_name(tensor) for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return ", ".join(sorted(kinds))

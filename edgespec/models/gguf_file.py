@@ -73,7 +73,7 @@ class GgufFile:
         """Read the header of ``path``, and of the other files if the model is split.
 
         Raises ``GgufError``, and ``OSError``."""
-        paths = _parts(path)
+        paths = _list_parts(path)
         metadata: dict[str, Any] = {}
         tensors: dict[str, GgufTensor] = {}
         for number, part in enumerate(paths):
@@ -96,7 +96,9 @@ class GgufFile:
         if kind is float and isinstance(found, int) and not isinstance(found, bool):
             found = float(found)
         if found is not None and (not isinstance(found, kind) or (kind is int and found is True)):
-            raise GgufError(f"{self.path}: {key} is {_shown(found)}, but must be {kind.__name__}")
+            raise GgufError(
+                f"{self.path}: {key} is {_show_value(found)}, but must be {kind.__name__}"
+            )
         return found
 
     def needed(self, key: str, kind: type) -> Any:
@@ -106,7 +108,7 @@ class GgufFile:
         return found
 
 
-def _parts(path: Path) -> list[Path]:
+def _list_parts(path: Path) -> list[Path]:
     """Return the files of the model that ``path`` is, or is the first part of."""
     match = _PART.fullmatch(path.name)
     if match is None:
@@ -147,7 +149,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
         described = [reader.tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
-            raise GgufError(f"{path}: general.alignment is {_shown(alignment)}")
+            raise GgufError(f"{path}: general.alignment is {_show_value(alignment)}")
         start = -(-reader.position // alignment) * alignment
         tensors = [
             GgufTensor(name, shape, kind, path, start + offset)
@@ -229,7 +231,7 @@ def _check_places(path: Path, tensors: Sequence[GgufTensor], size: int) -> None:
 def byte_count(path: Path, tensor: GgufTensor) -> int:
     """Return the bytes of ``tensor`` in the file. Raises ``GgufError`` for a type that is not
     known, and for rows that are no whole number of blocks."""
-    block, block_bytes = _block(path, tensor)
+    block, block_bytes = _find_block(path, tensor)
     row = tensor.shape[-1]
     if row % block:
         raise GgufError(
@@ -239,7 +241,7 @@ def byte_count(path: Path, tensor: GgufTensor) -> int:
     return math.prod(tensor.shape) // block * block_bytes
 
 
-def _block(path: Path, tensor: GgufTensor) -> tuple[int, int]:
+def _find_block(path: Path, tensor: GgufTensor) -> tuple[int, int]:
     """Return how many values a block of this tensor's type has, and in how many bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -292,6 +294,6 @@ def tensor_types(file: GgufFile) -> Iterator[tuple[str, int]]:
     yield from sorted(counts.items(), key=lambda item: -item[1])
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

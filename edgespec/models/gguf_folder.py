@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from edgespec.config.common import needs
+from edgespec.config.common import require_library
 from edgespec.config.files import temporary_folder
 from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor, type_name
 
@@ -50,22 +50,22 @@ def folder_of_gguf(
 
     Raises ``GgufError`` naming the file and what is wrong with it, ``SetupError`` without the
     ``gguf`` library, and ``OSError``, also where the disk has no room."""
-    with needs("gguf", "gguf"):
+    with require_library("gguf", "gguf"):
         import gguf  # noqa: F401
     file = GgufFile.read(path)
     folder = converted_folder(file, cache, name)
     if (folder / "config.json").is_file():
         return folder
-    from edgespec.models.gguf_architecture import config_of, described_types
+    from edgespec.models.gguf_architecture import config_of, list_matrix_types
 
     started_s = time.monotonic()
     config = config_of(file)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder.parent, ".gguf-") as work:
-        dtype, size = _plan(file, config)
+        dtype, size = _plan_weights(file, config)
         _check_room(folder.parent, size, path)
         if say is not None:
-            say(f"converting {path.name} ({described_types(file)}) once: {size / 1e6:,.0f} MB")
+            say(f"converting {path.name} ({list_matrix_types(file)}) once: {size / 1e6:,.0f} MB")
         _write_texts(file, config, work)
         _write_weights(file, config, dtype, work / "model.safetensors")
         # The configuration comes last: a folder that has one is complete.
@@ -83,16 +83,16 @@ def folder_of_gguf(
 def converted_folder(file: GgufFile, cache: Path, name: str = "") -> Path:
     """Return the place of the checkpoint's folder for ``file`` below ``cache``, which need not
     exist. ``name`` is the model's; empty: that of the file. Raises ``OSError``."""
-    return cache / "gguf" / _digest(file) / _stem(name or file.path.name)
+    return cache / "gguf" / _compute_digest(file) / _make_folder_name(name or file.path.name)
 
 
-def _stem(name: str) -> str:
+def _make_folder_name(name: str) -> str:
     """Return the name of a model's folder, which is the model's name to users."""
     name = re.sub(r"-\d{5}-of-\d{5}$", "", name.removesuffix(".gguf"))
     return re.sub(r"[^\w.-]", "-", name)[:80].strip(".") or "model"
 
 
-def _digest(file: GgufFile) -> str:
+def _compute_digest(file: GgufFile) -> str:
     """Return a digest of the file's state, which changes when the file or the conversion does."""
     digest = hashlib.sha256(f"version {_VERSION} ".encode())
     for path in file.paths:
@@ -103,7 +103,7 @@ def _digest(file: GgufFile) -> str:
     return digest.hexdigest()[:_NAME_DIGITS]
 
 
-def _plan(file: GgufFile, config: dict[str, Any]) -> tuple[str, int]:
+def _plan_weights(file: GgufFile, config: dict[str, Any]) -> tuple[str, int]:
     """Return the type in which matrices are written, and the bytes of all weights."""
     values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
     kinds = {type_name(one) for one in file.tensors.values() if len(one.shape) > 1}
@@ -170,20 +170,20 @@ def _write_weights(file: GgufFile, config: dict[str, Any], dtype: str, path: Pat
         for tensor, change in order:
             if tensor is not before:  # the experts of a layer come from one tensor
                 values, before = values_of(tensor), tensor
-            for part in _parts(change(_as_float(values, tensor)), dtype):
+            for part in _encode_parts(change(_to_float(values, tensor)), dtype):
                 out.write(part)
         out.flush()
         os.fsync(out.fileno())
 
 
-def _as_float(values: Any, tensor: GgufTensor) -> Any:
+def _to_float(values: Any, tensor: GgufTensor) -> Any:
     """Return the values of a tensor as numbers. Values of bfloat16 are returned as bits."""
     if type_name(tensor) != "BF16":
         return values
     return (values.astype("<u4") << 16).view("<f4")
 
 
-def _parts(values: Any, dtype: str) -> Iterator[bytes]:
+def _encode_parts(values: Any, dtype: str) -> Iterator[bytes]:
     """Yield the bytes of ``values``, in parts, in the type that is written."""
     flat = np.ascontiguousarray(values).reshape(-1)
     for start in range(0, flat.size, 1 << 22):

@@ -35,7 +35,7 @@ def ollama_file(reference: str) -> Path:
     tag = tag or "latest"
     if not _NAME.fullmatch(name) or not _TAG.fullmatch(tag) or ".." in name.split("/"):
         raise GgufError(f"model {reference!r} must be like ollama:llama3.2:3b")
-    stores = _stores()
+    stores = _find_stores()
     for store in stores:
         manifests = store / "manifests"
         candidates = [
@@ -45,19 +45,19 @@ def ollama_file(reference: str) -> Path:
         ]
         for manifest in candidates:
             if manifest.is_file():
-                return _blob(store, manifest)
-    there = sorted(_listed(stores))
+                return _find_blob(store, manifest)
+    there = sorted(_list_models(stores))
     known = f"; there are {', '.join(there[:16])}" if there else "; there is none"
     raise GgufError(f"model {reference!r} is not in Ollama's store{known}. Run: ollama pull {name}")
 
 
-def _stores() -> list[Path]:
+def _find_stores() -> list[Path]:
     named = os.environ.get("OLLAMA_MODELS")
     places = [named] if named else list(_STORES)
     return [path for place in places if (path := Path(os.path.expanduser(place))).is_dir()]
 
 
-def _listed(stores: Sequence[Path]) -> set[str]:
+def _list_models(stores: Sequence[Path]) -> set[str]:
     found: set[str] = set()
     for store in stores:
         library = store / "manifests" / "registry.ollama.ai" / "library"
@@ -65,7 +65,7 @@ def _listed(stores: Sequence[Path]) -> set[str]:
     return found
 
 
-def _blob(store: Path, manifest: Path) -> Path:
+def _find_blob(store: Path, manifest: Path) -> Path:
     """Return the file of a manifest's model layer. Raises ``GgufError``."""
     if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
         raise GgufError(f"{manifest}: is larger than {_MAX_MANIFEST_BYTES} bytes")

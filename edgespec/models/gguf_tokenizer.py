@@ -68,13 +68,13 @@ llama.cpp ends at the others too."""
 def tokenizer_of(file: GgufFile) -> Tokenizer:
     """Return the tokenizer of a model. Raises ``GgufError``."""
     kind = file.needed("tokenizer.ggml.model", str)
-    tokens = _tokens(file)
+    tokens = _read_tokens(file)
     if len(set(tokens)) != len(tokens):
         raise GgufError(f"{file.path}: tokenizer.ggml.tokens has a token twice")
     if kind == "gpt2":
-        tokenizer = _byte_level(file, tokens)
+        tokenizer = _make_byte_level(file, tokens)
     elif kind == "llama":
-        tokenizer = _sentence_piece(file, tokens)
+        tokenizer = _make_sentence_piece(file, tokens)
     else:
         raise GgufError(f"{file.path}: tokenizer {kind!r} is not read; gpt2 and llama are")
     _add_tokens(file, tokenizer, tokens)
@@ -84,10 +84,10 @@ def tokenizer_of(file: GgufFile) -> Tokenizer:
 
 def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
     """Return the ``tokenizer_config.json`` of a model: its special tokens and chat templates."""
-    tokens = _tokens(file)
+    tokens = _read_tokens(file)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name in ("bos", "eos", "unknown", "padding"):
-        if (token := _id(file, f"tokenizer.ggml.{name}_token_id", len(tokens))) is not None:
+        if (token := _read_id(file, f"tokenizer.ggml.{name}_token_id", len(tokens))) is not None:
             key = {"unknown": "unk", "padding": "pad"}.get(name, name)
             config[f"{key}_token"] = tokens[token]
     if (template := file.value("tokenizer.chat_template", str)) is not None:
@@ -97,27 +97,29 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
 
 def end_tokens_of(file: GgufFile) -> list[int]:
     """Return the ids that end an output, the usual one first."""
-    tokens, types = _tokens(file), _types(file)
+    tokens, types = _read_tokens(file), _read_types(file)
     found = [
         token
         for key in ("eos", "eot", "eom")
-        if (token := _id(file, f"tokenizer.ggml.{key}_token_id", len(tokens))) is not None
+        if (token := _read_id(file, f"tokenizer.ggml.{key}_token_id", len(tokens))) is not None
     ]
     ids = {text: token for token, text in enumerate(tokens)}
     found += [ids[end] for end in _ENDS if end in ids and types[ids[end]] == _CONTROL]
     return list(dict.fromkeys(found))
 
 
-def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = file.value("tokenizer.ggml.pre", str, "default")
-    merges = [tuple(merge.split(" ", 1)) for merge in _texts(file, "tokenizer.ggml.merges", [])]
+    merges = [
+        tuple(merge.split(" ", 1)) for merge in _read_texts(file, "tokenizer.ggml.merges", [])
+    ]
     if any(len(merge) != 2 for merge in merges):
         raise GgufError(f"{file.path}: tokenizer.ggml.merges has an entry that is no pair")
     model = models.BPE(
         {text: token for token, text in enumerate(tokens)},
-        _known(merges, set(tokens), file),
+        _check_merges(merges, set(tokens), file),
         ignore_merges=_PATTERNS.get(name) in (_LLAMA3, _TEKKEN),
     )
     tokenizer = Tokenizer(model)
@@ -140,16 +142,16 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+def _make_sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     scores = file.needed("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
         raise GgufError(f"{file.path}: tokenizer.ggml.scores are not {len(tokens)} numbers")
-    unknown = _id(file, "tokenizer.ggml.unknown_token_id", len(tokens))
+    unknown = _read_id(file, "tokenizer.ggml.unknown_token_id", len(tokens))
     model = models.BPE(
         {text: token for token, text in enumerate(tokens)},
-        list(_merges(tokens, _ranks(file, scores))),
+        list(_derive_merges(tokens, _rank_tokens(file, scores))),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -167,7 +169,7 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _ranks(file: GgufFile, scores: Sequence[float]) -> list[float]:
+def _rank_tokens(file: GgufFile, scores: Sequence[float]) -> list[float]:
     """Return a number for each token; the merges of the token with the highest one come first.
 
     The numbers are the scores in the file, with two exceptions. What users have defined, such as
@@ -176,11 +178,11 @@ def _ranks(file: GgufFile, scores: Sequence[float]) -> list[float]:
     its tokenizer on the Hub is made in that way."""
     if file.value("general.architecture", str, "").startswith("gemma"):
         return [-float(token) for token in range(len(scores))]
-    pairs = zip(scores, _types(file), strict=True)
+    pairs = zip(scores, _read_types(file), strict=True)
     return [math.inf if kind == _USER_DEFINED else score for score, kind in pairs]
 
 
-def _merges(tokens: Sequence[str], ranks: Sequence[float]) -> Iterator[tuple[str, str]]:
+def _derive_merges(tokens: Sequence[str], ranks: Sequence[float]) -> Iterator[tuple[str, str]]:
     """Yield the merges of a vocabulary, in the order of their ranks: SentencePiece merges the pair
     whose result ranks highest."""
     ids = {text: token for token, text in enumerate(tokens)}
@@ -197,7 +199,7 @@ def _merges(tokens: Sequence[str], ranks: Sequence[float]) -> Iterator[tuple[str
     return ((left, right) for *_, left, right in found)
 
 
-def _known(
+def _check_merges(
     merges: Sequence[tuple[str, ...]], tokens: set[str], file: GgufFile
 ) -> list[tuple[str, str]]:
     """Return the merges, checked: the library ends the process's work on one with strangers."""
@@ -211,7 +213,7 @@ def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: Sequence[str]) -> 
     """Mark control tokens as special, and what users have defined as added tokens."""
     from tokenizers import AddedToken
 
-    kinds = _types(file)
+    kinds = _read_types(file)
     special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     # Runs of spaces need no mark in SentencePiece: their merges come first (``_ranks``).
     plain = [
@@ -232,8 +234,8 @@ def _add_begin(file: GgufFile, tokenizer: Tokenizer, tokens: Sequence[str], kind
 
     begins = file.value("tokenizer.ggml.add_bos_token", bool, kind == "llama")
     ends = file.value("tokenizer.ggml.add_eos_token", bool, False)
-    begin = _id(file, "tokenizer.ggml.bos_token_id", len(tokens)) if begins else None
-    end = _id(file, "tokenizer.ggml.eos_token_id", len(tokens)) if ends else None
+    begin = _read_id(file, "tokenizer.ggml.bos_token_id", len(tokens)) if begins else None
+    end = _read_id(file, "tokenizer.ggml.eos_token_id", len(tokens)) if ends else None
     added = [token for token in (begin, end) if token is not None]
     if not added:
         return
@@ -249,26 +251,26 @@ def _add_begin(file: GgufFile, tokenizer: Tokenizer, tokens: Sequence[str], kind
     )
 
 
-def _tokens(file: GgufFile) -> list[str]:
+def _read_tokens(file: GgufFile) -> list[str]:
     """Return the texts of all tokens. What users have defined has plain spaces in a file of
     SentencePiece, unlike everything else."""
-    tokens = _texts(file, "tokenizer.ggml.tokens")
+    tokens = _read_texts(file, "tokenizer.ggml.tokens")
     if file.value("tokenizer.ggml.model", str) != "llama":
         return tokens
     return [
         text.replace(" ", _SPACE) if kind == _USER_DEFINED else text
-        for text, kind in zip(tokens, _types(file), strict=True)
+        for text, kind in zip(tokens, _read_types(file), strict=True)
     ]
 
 
-def _texts(file: GgufFile, key: str, default: list[str] | None = None) -> list[str]:
+def _read_texts(file: GgufFile, key: str, default: list[str] | None = None) -> list[str]:
     found = file.needed(key, list) if default is None else file.value(key, list, default)
     if not all(isinstance(one, str) for one in found):
         raise GgufError(f"{file.path}: {key} are not texts")
     return list(found)
 
 
-def _types(file: GgufFile) -> list[int]:
+def _read_types(file: GgufFile) -> list[int]:
     tokens = file.needed("tokenizer.ggml.tokens", list)
     found = file.value("tokenizer.ggml.token_type", list, [1] * len(tokens))
     if len(found) != len(tokens):
@@ -276,7 +278,7 @@ def _types(file: GgufFile) -> list[int]:
     return list(found)
 
 
-def _id(file: GgufFile, key: str, count: int) -> int | None:
+def _read_id(file: GgufFile, key: str, count: int) -> int | None:
     found = file.value(key, int)
     if found is None:
         return None

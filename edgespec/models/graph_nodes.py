@@ -137,7 +137,7 @@ class GraphNodes:
         self, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto], threads: int
     ) -> Any:
         """Return an onnxruntime session of the graph, which computes with ``threads`` threads."""
-        external = [_outside(name, value) for name, value in self._large.items()]
+        external = [_describe_external(name, value) for name, value in self._large.items()]
         graph: GraphProto = helper.make_graph(
             self.nodes, "edgespec", list(inputs), list(outputs), [*self._small, *external]
         )
@@ -157,7 +157,7 @@ class GraphNodes:
         )
 
 
-def _outside(name: str, value: Array) -> TensorProto:
+def _describe_external(name: str, value: Array) -> TensorProto:
     """Return the description of a constant whose numbers the session gets by its name."""
     tensor = TensorProto(
         name=name,

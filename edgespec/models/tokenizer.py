@@ -297,7 +297,7 @@ def read_chat_templates(
 
 def compiled_template(source: str) -> TemplateProgram:
     """Return a template compiled for this process. Raises what jinja2 raises."""
-    program: TemplateProgram = _environment().from_string(source)
+    program: TemplateProgram = _make_environment().from_string(source)
     return program
 
 
@@ -305,11 +305,11 @@ def template_variables(source: str) -> frozenset[str]:
     """Return the names of the variables that a template reads. Raises what jinja2 raises."""
     from jinja2 import meta
 
-    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+    return frozenset(meta.find_undeclared_variables(_make_environment().parse(source)))
 
 
 @cache
-def _environment() -> Any:
+def _make_environment() -> Any:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

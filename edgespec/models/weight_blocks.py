@@ -54,7 +54,7 @@ def quantize_matrix(
         part = slice(start, start + _ROWS_AT_ONCE)
         values = weight[part].astype(np.float32).reshape(-1, blocks, BLOCK_SIZE)
         integers[part], scales[part] = _fit_blocks(values, bits)
-    return integers if bits == 8 else _packed(integers), scales
+    return integers if bits == 8 else _pack_nibbles(integers), scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class RoundedMatrix:
         rows, blocks = self.scales.shape
         integers, zero_points = self.integers, np.uint8(1 << (self.bits - 1))
         if self.bits == 4:
-            integers = _unpacked(integers).reshape(rows, blocks, -1)
+            integers = _unpack_nibbles(integers).reshape(rows, blocks, -1)
         found = integers.astype(np.float32)
         if self.zero_points is None:
             found -= zero_points
         else:
-            found -= _unpacked(self.zero_points)[:, :blocks, None]
+            found -= _unpack_nibbles(self.zero_points)[:, :blocks, None]
         found *= self.scales[..., None]
         whole: NDArray[np.float32] = found.reshape(rows, -1)[:, : self.columns]
         return whole
@@ -96,7 +96,7 @@ def round_matrix(weight: NDArray[np.float32], bits: int) -> RoundedMatrix:
     packed, scales = quantize_matrix(weight, 4)
     rows, blocks = scales.shape
     columns = weight.shape[1]
-    integers = _unpacked(packed).reshape(rows, blocks, BLOCK_SIZE)
+    integers = _unpack_nibbles(packed).reshape(rows, blocks, BLOCK_SIZE)
     zero_points = np.full((rows, blocks + blocks % 2), 8, dtype=np.uint8)
     if missing := blocks * BLOCK_SIZE - columns:
         weight = np.pad(weight, ((0, 0), (0, missing)))
@@ -114,7 +114,7 @@ def round_matrix(weight: NDArray[np.float32], bits: int) -> RoundedMatrix:
             integers[part] = np.where(better[..., None], shifted, integers[part])
             scales[part] = np.where(better, scale, scales[part])
             zero_points[part, :blocks] = np.where(better, zero, zero_points[part, :blocks])
-    return RoundedMatrix(_packed(integers), scales, _packed(zero_points), columns, 4)
+    return RoundedMatrix(_pack_nibbles(integers), scales, _pack_nibbles(zero_points), columns, 4)
 
 
 def _fit_range(
@@ -136,12 +136,12 @@ def _fit_range(
     return shifted, product / np.maximum(square, 1.0), zero[..., 0]
 
 
-def _packed(integers: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _pack_nibbles(integers: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return 4-bit integers [..., even count] two a byte, low nibble first."""
     return integers[..., 0::2] | (integers[..., 1::2] << np.uint8(4))
 
 
-def _unpacked(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Undo ``_packed``."""
     pairs = np.stack([packed & 15, packed >> 4], axis=-1)
     return pairs.reshape(*packed.shape[:-1], -1)

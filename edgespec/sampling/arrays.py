@@ -306,7 +306,7 @@ def best_candidates(
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"width is {width}, but must be in [1, {MAX_WIDTH}]")
     work = work or Workspace()
-    return best_of_scores(_bias(logits, params, counts, work), params, position, width, work)
+    return best_of_scores(_add_bias(logits, params, counts, work), params, position, width, work)
 
 
 def best_of_scores(
@@ -339,7 +339,7 @@ def probabilities(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
     """Return the probability of each token, [V], by the law that ``best_candidates`` draws from,
     without penalties."""
     work = Workspace()
-    scores = _bias(logits, params, None, work)
+    scores = _add_bias(logits, params, None, work)
     scores -= scores.max()
     if params.is_greedy:
         ids = _best_ids(scores, 1, work)
@@ -382,7 +382,9 @@ def _truncate(scores: Row, params: SamplingParams, work: Workspace) -> Support:
     return support
 
 
-def _bias(logits: Row, params: SamplingParams, counts: TokenCounts | None, work: Workspace) -> Row:
+def _add_bias(
+    logits: Row, params: SamplingParams, counts: TokenCounts | None, work: Workspace
+) -> Row:
     """Return a copy of ``logits`` with bias and penalties, as in the first lines of ``warp``."""
     scores = work.array("scores", logits.size)
     scores[:] = logits.reshape(-1)

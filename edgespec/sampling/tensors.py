@@ -500,16 +500,18 @@ def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size
             penalties.append(_penalty_entries(first, block))
         first += count
     if biases:
-        rows, tokens, values = _columns(biases, scores.device)
+        rows, tokens, values = _make_columns(biases, scores.device)
         scores[rows, tokens] += values.to(scores.dtype)
     if penalties:
-        rows, tokens, factors, taken = _columns(penalties, scores.device)
+        rows, tokens, factors, taken = _make_columns(penalties, scores.device)
         values = scores[rows, tokens]
         values = torch.where(values > 0, values / factors, values * factors)
         scores[rows, tokens] = values - taken
 
 
-def _columns(entries: Sequence[tuple[np.ndarray, ...]], device: torch.device) -> list[torch.Tensor]:
+def _make_columns(
+    entries: Sequence[tuple[np.ndarray, ...]], device: torch.device
+) -> list[torch.Tensor]:
     return [to_device(np.concatenate(column), device) for column in zip(*entries, strict=True)]
 
 

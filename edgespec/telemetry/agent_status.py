@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.messages import EXACT_RULE, DraftTotals, VerifierInfo
-from edgespec.telemetry.metric_table import metrics
-from edgespec.telemetry.trace import plain
+from edgespec.telemetry.metric_table import parse_metrics
+from edgespec.telemetry.trace import to_plain_data
 
 FORMAT: Final = "edgespec-agent-status"
 VERSION: Final = 1
@@ -101,8 +101,8 @@ class VerifierStatus:
         """Return this status with the values that the verifier reports in ``info``."""
         return replace(
             self,
-            model=one_line(info.model.name),
-            adapters=tuple(one_line(one.name) for one in info.adapters),
+            model=make_one_line(info.model.name),
+            adapters=tuple(make_one_line(one.name) for one in info.adapters),
             context_length=info.limits.context_length or info.model.context_length,
             pass_s=info.pass_us / 1e6 or None,
             sessions=info.sessions,
@@ -242,11 +242,11 @@ class AgentStatus:
         return {one.address: one.pass_s for one in self.verifiers if one.pass_s is not None}
 
     def as_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version_of_format": VERSION, **plain(self)}
+        return {"format": FORMAT, "version_of_format": VERSION, **to_plain_data(self)}
 
 
 METRICS_PREFIX: Final = "edgespec_agent_"
-AGENT_METRICS: Final = metrics("""
+AGENT_METRICS: Final = parse_metrics("""
 gauge num_requests_running running Generations that run now
 counter requests_started_total totals.generations Generations begun
 counter requests_finished_total{reason} totals.ended Generations ended, by reason

@@ -35,7 +35,7 @@ class Metric:
     help: str
 
 
-def metrics(lines: str) -> tuple[Metric, ...]:
+def parse_metrics(lines: str) -> tuple[Metric, ...]:
     """Return the metrics of a table with ``kind name{label} path help`` in each line."""
     rows = [line.split(None, 3) for line in lines.strip().splitlines()]
     return tuple(

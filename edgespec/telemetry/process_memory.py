@@ -63,13 +63,13 @@ def _group_limits(cgroup: Path, own_groups: Path) -> list[tuple[int, int]]:
         for place in (folder, *folder.parents):
             limit, used = _read_number(place / limit_name), _read_number(place / used_name)
             if limit is not None and used is not None and limit < _NO_LIMIT:
-                limits.append((limit, max(0, used - _reclaimable(place))))
+                limits.append((limit, max(0, used - _read_reclaimable(place))))
             if place == root:
                 break
     return limits
 
 
-def _reclaimable(group: Path) -> int:
+def _read_reclaimable(group: Path) -> int:
     """Return the bytes of cached files that a group can drop."""
     try:
         for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():

@@ -164,29 +164,29 @@ def _plain_fields(item: object, hidden: HiddenTokens | None) -> dict[str, Any]:
         shown_fields = {
             name: hidden.substitute(name, value) for name, value in shown_fields.items()
         }
-    return {name: _plain(value, hidden) for name, value in shown_fields.items()}
+    return {name: _to_plain_value(value, hidden) for name, value in shown_fields.items()}
 
 
-def _plain(value: Any, hidden: HiddenTokens | None) -> Any:
+def _to_plain_value(value: Any, hidden: HiddenTokens | None) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {"name": type(value).__name__, **_plain_fields(value, hidden)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
-        return [_plain(item, hidden) for item in value]
+        return [_to_plain_value(item, hidden) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item, hidden) for key, item in value.items()}
+        return {str(key): _to_plain_value(item, hidden) for key, item in value.items()}
     return value if isinstance(value, int | float | str | bool | None) else str(value)
 
 
-def plain(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """Return ``value`` as dicts, lists, numbers and texts, with floats rounded to a millionth."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+        return {one.name: to_plain_data(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: to_plain_data(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [to_plain_data(one) for one in value]
     if isinstance(value, Enum):
         return value.value
     return round(value, 6) if isinstance(value, float) else value

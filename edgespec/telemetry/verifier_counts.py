@@ -25,7 +25,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session_events import FINISHED, PASSING
 from edgespec.core.verifier.traffic_budget import WaitReason
 from edgespec.telemetry.logs import request_id
-from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram, parse_metrics
 
 _COUNT_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _LAG_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -332,7 +332,7 @@ class EngineSample:
 
     def __init__(self, watch: VerifierTelemetry, engine: VerifyEngine, version: str) -> None:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
-        self.keeper, self.waits, self.lag = engine.keeper, watch.waits, watch.lag.lag_s
+        self.cache, self.waits, self.lag = engine.cache_scheduler, watch.waits, watch.lag.lag_s
         self.drafts = drafts = engine.draft_counts
         sources = {"device": drafts.device, "model": drafts.model, "text": drafts.text}
         self.source_nodes = {name: counts.nodes for name, counts in sources.items()}
@@ -353,12 +353,12 @@ class EngineSample:
     @property
     def cache_share(self) -> float:
         """Share of the key-value blocks that is in use; 0 for a target without a ledger."""
-        ledger = self.keeper.ledger
+        ledger = self.cache.ledger
         return 0.0 if ledger is None else 1.0 - ledger.free_count / ledger.block_count
 
 
 PREFIX: Final = "edgespec_"
-METRICS: Final = metrics("""
+METRICS: Final = parse_metrics("""
 histogram time_to_first_token_seconds streams.ttft_s From Open to the first tokens of a new stream
 histogram inter_token_latency_seconds streams.itl_s Time between a token and the one before
 histogram rtt_seconds streams.rtt_s From handing over a commit to its acknowledgement
@@ -388,10 +388,10 @@ histogram pass_rows streams.pass_rows Rows of a pass: fed tokens and draft nodes
 histogram pass_tokens streams.pass_tokens Tokens that a pass committed, over all its sessions
 counter failed_passes_total streams.failed_passes Passes that failed and were repeated
 gauge kv_cache_usage_perc cache_share Share of the key-value blocks in use, 0 to 1
-counter evictions_total keeper.evictions Sessions whose key-value blocks were evicted
-counter preemptions_total keeper.preemptions Evicted sessions that had work to do
-counter prefix_cache_queries_total keeper.prefix_query_tokens Tokens looked up in the prefix cache
-counter prefix_cache_hits_total keeper.prefix_hit_tokens Tokens found in the prefix cache
+counter evictions_total cache.evictions Sessions whose key-value blocks were evicted
+counter preemptions_total cache.preemptions Evicted sessions that had work to do
+counter prefix_cache_queries_total cache.prefix_query_tokens Tokens looked up in the prefix cache
+counter prefix_cache_hits_total cache.prefix_hit_tokens Tokens found in the prefix cache
 counter received_bytes_total{kind} traffic.received_bytes Payload bytes of messages from devices
 counter received_messages_total{kind} traffic.received_messages Messages from devices
 counter sent_bytes_total{kind} traffic.sent_bytes Payload bytes of messages to devices

@@ -48,7 +48,7 @@ from edgespec.training.texts import (
     Writing,
     head_logits,
     hidden_rows,
-    padded,
+    pad_texts,
     row_parts,
     write,
 )
@@ -105,13 +105,13 @@ def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return forward_kl(draft, target) - FIRST_CHOICE_WEIGHT * likelihood
 
 
-def lag(draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def measure_lag(draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return by how much the draft is worse than ``reference``, a trained draft of its size: one
     number per row (AdaSPEC, arXiv 2510.19779)."""
     return (forward_kl(draft, target) - forward_kl(reference, target)).detach()
 
 
-def furthest(behind: torch.Tensor, share: float) -> torch.Tensor:
+def mark_furthest(behind: torch.Tensor, share: float) -> torch.Tensor:
     """Return bool [rows] that marks the ``share`` of rows, at least one, that are furthest
     ``behind``. Rows that no draft of this size can learn are left out. Ties go to the first rows.
     """
@@ -128,7 +128,7 @@ LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Ten
     LossName.TOTAL_VARIATION: total_variation,
     LossName.SELECTIVE: forward_kl,
 }
-"""Loss function by name. ``selective`` uses only the rows that are ``furthest`` behind, once there
+"""Loss function by name. ``selective`` uses only the rows that ``mark_furthest`` finds, once there
 is a reference."""
 
 
@@ -168,7 +168,7 @@ def choose_threads(model: Any) -> int:
     return best
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
+def round_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return ``weight`` [N, K] rounded to the 4-bit grid of its blocks of 32 along K. A last block
     that is not full is padded with zeros for the computation."""
     filled = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % BLOCK_SIZE))
@@ -180,7 +180,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return cut
 
 
-def rate(share: float) -> float:
+def rate_factor(share: float) -> float:
     """Return the learning-rate factor after ``share`` of the budget: 2 % warm-up, a constant part,
     and a linear descent to 0.02 over the last 45 %."""
     if share < 0.02:
@@ -207,7 +207,7 @@ class TimeUpError(Exception):
     """The time is over before there is a text to learn from."""
 
 
-def _never() -> float:
+def _unlimited_s() -> float:
     """Return infinity, as the seconds left of a training without a time limit."""
     return math.inf
 
@@ -249,7 +249,7 @@ class Distillation:
         self._written = self._looked = self._step = 0
         self._seconds = self._round_s = 0.0
         self._tokens = 0
-        self._left_s: Callable[[], float] = _never
+        self._left_s: Callable[[], float] = _unlimited_s
         self._selective = settings.loss is LossName.SELECTIVE
         self._initial = self._weights() if self._selective else {}
         self._first_score = self._look()
@@ -294,7 +294,7 @@ class Distillation:
         began = saved = time.monotonic()
         before, step_s = self._seconds, 0.0
         if budget.steps:
-            left_s = _never
+            left_s = _unlimited_s
         elif left_s is None:
             ends = began + 60.0 * budget.minutes - before
             left_s = lambda: ends - time.monotonic()  # noqa: E731
@@ -366,7 +366,9 @@ class Distillation:
         torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
         for group in self._optimizer.param_groups:
             # Each half of ``selective`` is a training of its own.
-            group["lr"] = self._learning_rate() * rate(2 * share % 1 if self._selective else share)
+            group["lr"] = self._learning_rate() * rate_factor(
+                2 * share % 1 if self._selective else share
+            )
         self._optimizer.step()
         self._place()
         for at in chosen:
@@ -380,7 +382,7 @@ class Distillation:
 
         The draft's decoder runs once, forward and backward. In between, its head and the loss are
         computed for a few rows at a time, so that no tensor holds the logits of all tokens."""
-        tokens, places = padded(texts, self._draft.device)
+        tokens, places = pad_texts(texts, self._draft.device)
         loss = LOSSES[self._settings.loss]
         with torch.no_grad():
             wanted = self._hidden(self._target, tokens, places)
@@ -392,7 +394,7 @@ class Distillation:
         if theirs:
             with torch.no_grad():
                 behind = torch.cat([self._behind(own, wanted, theirs, part) for part in parts])
-            weights = furthest(behind, SELECTED_SHARE) / SELECTED_SHARE
+            weights = mark_furthest(behind, SELECTED_SHARE) / SELECTED_SHARE
         found = 0.0
         for part in parts:
             with torch.no_grad():
@@ -409,7 +411,7 @@ class Distillation:
             self._log_law(model, hidden, part)
             for model, hidden in ((self._draft, own), (self._reference, theirs))
         )
-        return lag(draft, target, reference)
+        return measure_lag(draft, target, reference)
 
     def _hidden(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> Hidden:
         with self._autocast(tokens.device.type):
@@ -487,7 +489,7 @@ class Distillation:
                     continue
                 rows = max(1, _ROUNDED_AT_ONCE // master.shape[-1])
                 for fine, coarse in zip(master.split(rows), weight.split(rows), strict=True):
-                    coarse.copy_(rounded(fine))
+                    coarse.copy_(round_weight(fine))
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self._draft.state_dict().items()}
@@ -587,7 +589,7 @@ class Judged(NamedTuple):
     interval: Interval
 
 
-def judged(values: Sequence[float]) -> Judged:
+def make_judged(values: Sequence[float]) -> Judged:
     return Judged(fmean(values), mean_interval(values))
 
 
@@ -606,7 +608,7 @@ class Verdict:
         rows, gains = {}, []
         for heat, old in before.items():
             gain = [value - was for was, value in zip(old, after[heat], strict=True)]
-            rows[heat] = judged(old), judged(after[heat]), judged(gain)
+            rows[heat] = make_judged(old), make_judged(after[heat]), make_judged(gain)
             gains.append(gain)
-        whole = judged([fmean(values) for values in zip(*gains, strict=True)])
+        whole = make_judged([fmean(values) for values in zip(*gains, strict=True)])
         return cls(rows, whole, len(gains[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from edgespec.core.protocol.checks import Section, among, limited
+from edgespec.core.protocol.checks import Section, choice_field, range_field
 
 
 class LossName(Enum):
@@ -30,18 +30,18 @@ class TrainingSettings(Section):
     """
 
     loss: LossName = LossName.FORWARD_KL
-    seed: int = limited(0, 0, 2**32 - 1)
-    length: int = limited(256, 16, 8192)
+    seed: int = range_field(0, 0, 2**32 - 1)
+    length: int = range_field(256, 16, 8192)
     """Longest text in tokens, of which a prompt takes up to half."""
-    temperatures: tuple[float, ...] = limited((0.0, 0.7), 0.0, 10.0)
+    temperatures: tuple[float, ...] = range_field((0.0, 0.7), 0.0, 10.0)
     """Temperatures at which the target, or the draft, writes texts, in turn."""
-    bits: int = among(4, (4, 8, 32))
+    bits: int = choice_field(4, (4, 8, 32))
     """Bits of the later export. With 4 the weights are trained through the rounding."""
-    learning_rate: float = limited(0.0, 0.0, 1.0)
+    learning_rate: float = range_field(0.0, 0.0, 1.0)
     """Learning rate. 0 derives it from the size of the draft, times ``rate_share``."""
     rate_share: float = 1.0
     """Factor of the derived learning rate. A good draft needs a lower one, or it forgets."""
-    rows: int = limited(16, 1, 4096)
+    rows: int = range_field(16, 1, 4096)
     """Texts of one step."""
 
 

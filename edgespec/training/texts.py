@@ -66,7 +66,7 @@ def read_pieces(
     for path in paths:
         jsonl = path.suffix == ".jsonl"
         if not as_prompts and is_recording(path):
-            pieces += [_committed(one, length // 2) for one in read_recording(path, vocabulary)]
+            pieces += [_cut_committed(one, length // 2) for one in read_recording(path, vocabulary)]
         elif as_prompts and jsonl:
             lines = (encode(prompt.text)[-(length // 2) :] for prompt in read_prompts(path))
             pieces += [[Text(ids, len(ids))] for ids in lines if ids]
@@ -80,7 +80,7 @@ def read_pieces(
     return pieces
 
 
-def _committed(text: RecordedText, size: int) -> list[Text]:
+def _cut_committed(text: RecordedText, size: int) -> list[Text]:
     """Return pieces of a recorded text that hold each committed token once, up to ``size`` tokens
     per piece, after up to ``size`` earlier tokens."""
     tokens, places = text.tokens.tolist(), range(text.start, len(text.tokens), size)
@@ -263,7 +263,7 @@ def end_ids(model: Any) -> set[int | None]:
     return set(found) if isinstance(found, list | tuple) else {found}
 
 
-def padded(texts: Sequence[Text], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_texts(texts: Sequence[Text], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens [texts, longest], padded at the right, and the indices in the flat
     [texts * longest] after which the next token is to be predicted, text by text."""
     longest = max(len(text.tokens) for text in texts)
@@ -277,7 +277,7 @@ def padded(texts: Sequence[Text], device: torch.device) -> tuple[torch.Tensor, t
 
 
 @torch.inference_mode()
-def choices(
+def draw_choices(
     model: Any,
     texts: Sequence[Text],
     temperature: float,
@@ -290,7 +290,7 @@ def choices(
     found: list[torch.Tensor] = []
     for text, seed in zip(texts, seeds, strict=True):
         check()
-        tokens, places = padded([text], model.device)
+        tokens, places = pad_texts([text], model.device)
         output, rows = hidden_rows(model, tokens, places)
         chosen = []
         for part in row_parts(len(rows), vocabulary_size, LOGITS_AT_ONCE):
@@ -357,7 +357,7 @@ class HeldBack:
                 texts = list(part)
                 for number, text in zip(prompts, written[place * len(prompts) :], strict=False):
                     texts[number] = text
-                wanted = choices(target, texts, heat, seeds, vocabulary_size, check)
+                wanted = draw_choices(target, texts, heat, seeds, vocabulary_size, check)
                 prepared.append((heat, [tuple(text) for text in texts], wanted))
             self._rounds.append((seeds, prepared))
 
@@ -371,7 +371,7 @@ class HeldBack:
         for seeds, prepared in self._rounds:
             for heat, texts, wanted in prepared:
                 told = [Text(*text) for text in texts]
-                found = choices(draft, told, heat, seeds, self._size, self._check)
+                found = draw_choices(draft, told, heat, seeds, self._size, self._check)
                 pairs = zip(found, wanted, strict=True)
                 shares[heat] += [
                     (own == its.to(own.device)).float().mean().item() for own, its in pairs

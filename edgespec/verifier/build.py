@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgespec.config import VerifierConfig
-from edgespec.config.common import SetupError, needs
+from edgespec.config.common import SetupError, require_library
 from edgespec.config.verifier import VLLM
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.ports import ServerDrafter, TargetModel
@@ -62,7 +62,7 @@ def build_verifier(
     Without ``target`` and ``drafter`` it loads those of ``config``. With ``access`` None it reads
     the API keys and certificates that ``config`` names. ``watch`` counts what both do.
     """
-    with needs("grpc", "edgespec"):
+    with require_library("grpc", "edgespec"):
         from edgespec.wire.codec import WireLimits
         from edgespec.wire.grpc_server import GrpcServer
     access = access or ServerAccess(config)
@@ -314,7 +314,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if config.canonical is not False:
         prefer_reproducible_products()
-    with needs("torch", "edgespec[server]"):
+    with require_library("torch", "edgespec[server]"):
         import edgespec.verifier.targets.torch_target  # noqa: F401
     return _load_torch_model(
         config,

@@ -28,11 +28,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.config import AgentConfig, ConfigError, VerifierConfig
 from edgespec.config.api_keys import load_api_key
-from edgespec.config.common import DeviceTlsSection, ServerTlsSection, host_of, is_loopback, needs
+from edgespec.config.common import (
+    DeviceTlsSection,
+    ServerTlsSection,
+    host_of,
+    is_loopback,
+    require_library,
+)
 from edgespec.config.file_permissions import checked_path
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
 from edgespec.config.loading import dump_config, load_config
-from edgespec.core.protocol.checks import check_limits, limited
+from edgespec.core.protocol.checks import check_limits, range_field
 from edgespec.core.protocol.credential import Credential
 from edgespec.core.verifier.key_ring import DIGEST_BYTES, KeyChanges, KeyRing, digest
 
@@ -68,12 +74,12 @@ class KeyEntry:
     limit."""
 
     sha256: str
-    max_sessions: int = limited(0, 0, 1024)
-    context_length: int = limited(0, 0, 1 << 20)
+    max_sessions: int = range_field(0, 0, 1024)
+    context_length: int = range_field(0, 0, 1 << 20)
     """Most tokens of a session, prompt and output together."""
-    tokens_per_s: float = limited(0.0, 0.0, 1e9)
+    tokens_per_s: float = range_field(0.0, 0.0, 1e9)
     """Most tokens per second of all sessions together, in the long run."""
-    priority: int = limited(0, -100, 100)
+    priority: int = range_field(0, -100, 100)
     """Priority of the key's sessions. Those with a higher one get room in a pass first."""
     models: tuple[str, ...] = ()
     """Names of the models that the key may use. Empty means all."""
@@ -355,7 +361,7 @@ def load_server_identity(tls: ServerTlsSection) -> ServerIdentity | None:
     if not tls.used:
         return None
     certificate_path, key_path = checked_path(tls.cert), checked_path(tls.key, secret=True)
-    with needs("cryptography", "edgespec[certs]"):
+    with require_library("cryptography", "edgespec[certs]"):
         certificate_pem, certificates = read_certificates(certificate_path)
         key_pem, _ = read_key(key_path, certificate_path, certificates[0])
         client_ca = read_certificates(checked_path(tls.client_ca))[0] if tls.client_ca else None

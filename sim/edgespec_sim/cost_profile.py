@@ -82,7 +82,7 @@ class TimeLaw:
         return max(0.0, y0 + (rows - x0) * (y1 - y0) / (x1 - x0))
 
 
-def constant(seconds: float) -> TimeLaw:
+def constant_law(seconds: float) -> TimeLaw:
     return TimeLaw(((1.0, seconds),))
 
 
@@ -97,9 +97,9 @@ class CostProfile:
     target_pass: TimeLaw
     """Duration of a pass. Rows and context (cached tokens) are those of all its sessions
     together."""
-    message: TimeLaw = field(default_factory=lambda: constant(0.0))
+    message: TimeLaw = field(default_factory=lambda: constant_law(0.0))
     """One-way time of a message on top of the link: codec, event loop, socket. Rows: always 1."""
-    turnaround: TimeLaw = field(default_factory=lambda: constant(0.0))
+    turnaround: TimeLaw = field(default_factory=lambda: constant_law(0.0))
     """Time from the end of a pass to the start of the next one when work waits. Rows: always 1."""
     connect_s: float = 0.0
     """Seconds to open a stream, on top of its round trips."""

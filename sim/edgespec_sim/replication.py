@@ -53,7 +53,7 @@ class Interval:
         return max(self.high - self.value, self.value - self.low) / self.value
 
 
-def speedup(
+def measure_speedup(
     base: Sequence[TpotTotal], arm: Sequence[TpotTotal]
 ) -> tuple[float | None, Interval | None]:
     """Return the speed-up of ``arm`` over ``base`` with its interval; both list the same worlds in

@@ -86,7 +86,7 @@ def device_costs(terms: Terms, decision: Decision) -> Floats:
     return costs
 
 
-def objective(terms: Terms, decision: Decision) -> float:
+def sum_objective(terms: Terms, decision: Decision) -> float:
     return float(device_costs(terms, decision).sum())
 
 
@@ -241,8 +241,9 @@ def downlink_bits_per_s(snapshot: Snapshot) -> Floats:
 
 
 # --- shares of a server's bandwidth and compute, for a fixed association -----------------------
-# ``uniform``: all devices of a server get the same; ``weighted``: shares in proportion to a weight
-# per pair, as a learned policy gives them; ``optimal``: the shares of least cost.
+# ``decide_evenly``: all devices of a server get the same; ``decide_by_weights``: shares in
+# proportion to a weight per pair, as a learned policy gives them; ``decide_optimally``: the shares
+# of least cost.
 # Optimal compute is the square-root rule: sum work_i / z_i subject to sum z_i = 1 is least at z_i
 # proportional to sqrt(work_i), with value (sum sqrt(work_i))^2. Optimal bandwidth minimises power y
 # + balance (draft - uplink / y)^2 subject to y > 0 and sum y <= 1 at a server. No optimum has y
@@ -274,18 +275,18 @@ class Weights:
         return cls(ones, ones, np.ones(terms.servers))
 
 
-def weighted(weights: Weights, association: Ints) -> Decision:
+def decide_by_weights(weights: Weights, association: Ints) -> Decision:
     devices, servers = np.arange(len(association)), len(weights.used)
     v, q = weights.bandwidth[devices, association], weights.compute[devices, association]
     bandwidth = weights.used[association] * v / np.bincount(association, v, servers)[association]
     return Decision(association, bandwidth, q / np.bincount(association, q, servers)[association])
 
 
-def uniform(terms: Terms, association: Ints) -> Decision:
-    return weighted(Weights.even(terms), association)
+def decide_evenly(terms: Terms, association: Ints) -> Decision:
+    return decide_by_weights(Weights.even(terms), association)
 
 
-def optimal(terms: Terms, association: Ints) -> Decision:
+def decide_optimally(terms: Terms, association: Ints) -> Decision:
     devices = np.arange(terms.devices)
     root = np.sqrt(np.maximum(terms.work[devices, association], 1e-300))
     compute = root / np.bincount(association, root, terms.servers)[association]

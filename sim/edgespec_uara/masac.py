@@ -23,7 +23,7 @@ from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from torch.nn import functional as F
 
 from edgespec_uara import methods
-from edgespec_uara.cost import PaperCost, Weights, objective, uniform, weighted
+from edgespec_uara.cost import PaperCost, Weights, decide_by_weights, decide_evenly, sum_objective
 from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 
 # --- actor and critic over any number of servers and devices -----------------------------------
@@ -63,7 +63,7 @@ class Actor(nn.Module):
         """Return means and log deviations before squashing: of pairs (E, M, 4), of servers (E,
         2)."""
         rows = F.relu(self.embed(features))
-        crowd = torch.cat([rows.mean(dim=1), _crowding(features)], dim=1)
+        crowd = torch.cat([rows.mean(dim=1), _measure_crowding(features)], dim=1)
         beside = crowd[:, None].expand(-1, features.shape[1], -1)
         return self.pair(torch.cat([rows, beside], dim=2)), self.server(crowd)
 
@@ -90,7 +90,7 @@ def _sample_squashed(head: Tensor) -> tuple[Tensor, Tensor]:
     return action, law.log_prob(action).sum(dim=-1)
 
 
-def _crowding(features: Tensor) -> Tensor:
+def _measure_crowding(features: Tensor) -> Tensor:
     servers, devices = features.shape[:2]
     return torch.full((servers, 1), math.log1p(devices) - 2.0)
 
@@ -106,7 +106,7 @@ class Critic(nn.Module):
 
     def forward(self, features: Tensor, pairs: Tensor, servers: Tensor) -> Tensor:
         rows = F.relu(self.embed(torch.cat([features, _log_shares(pairs, servers)], dim=2)))
-        pooled = torch.cat([rows.mean(dim=1), _crowding(features), servers], dim=1)
+        pooled = torch.cat([rows.mean(dim=1), _measure_crowding(features), servers], dim=1)
         each = F.relu(self.server(pooled))
         everyone = each.mean(dim=0).expand_as(each)
         values: Tensor = self.value(torch.cat([each, everyone], dim=1))
@@ -294,12 +294,12 @@ class PaperRollout:
         pairs, servers = (one.double().numpy() for one in (actions.pairs, actions.servers))
         weights = methods.action_weights(pairs.transpose(1, 0, 2), servers)
         start = methods.best_gain(world.snapshot.gains)
-        decision = weighted(
+        decision = decide_by_weights(
             weights, methods.two_phase_matching(terms, weights, start, methods.Steps.SWAPS)
         )
         chance = dice.integers(terms.servers, size=terms.devices)
         world.advance(decision.association)
-        return objective(terms, uniform(terms, chance)) / objective(terms, decision)
+        return sum_objective(terms, decide_evenly(terms, chance)) / sum_objective(terms, decision)
 
 
 CAPACITY, BATCH = 400, 8

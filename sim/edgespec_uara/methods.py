@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from edgespec_uara.cost import Decision, Terms, Weights, optimal, uniform
+from edgespec_uara.cost import Decision, Terms, Weights, decide_evenly, decide_optimally
 from edgespec_uara.world import Floats, Ints, Snapshot
 
 # --- two-phase matching ------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Situation:
 @dataclass(frozen=True, slots=True)
 class Method:
     associate: Callable[[Situation], Ints]
-    share: Callable[[Terms, Ints], Decision] = uniform
+    share: Callable[[Terms, Ints], Decision] = decide_evenly
     speculates: bool = True
     """False: the situation's terms are those of the server alone."""
 
@@ -263,10 +263,10 @@ def make_methods(max_compute: str) -> dict[str, Method]:
         "max-SINR": Method(lambda s: best_gain(s.snapshot.gains)),
         "max-compute": Method(lambda s: reading(s.snapshot)),
         PAPERS_MATCHING: Method(_SWAPS),
-        WITH_OPTIMAL: Method(_SWAPS, optimal),
+        WITH_OPTIMAL: Method(_SWAPS, decide_optimally),
         WITH_MOVES: Method(_MOVES),
-        WITH_MOVES_OPTIMAL: Method(_MOVES, optimal),
+        WITH_MOVES_OPTIMAL: Method(_MOVES, decide_optimally),
         NO_SPECULATION: Method(
-            lambda s: _spread_over_compute(s.snapshot), optimal, speculates=False
+            lambda s: _spread_over_compute(s.snapshot), decide_optimally, speculates=False
         ),
     }

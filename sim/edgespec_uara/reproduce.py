@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from edgespec_uara import methods, sweep
-from edgespec_uara.cost import Terms, Weights, weighted
+from edgespec_uara.cost import Terms, Weights, decide_by_weights
 from edgespec_uara.methods import PAPER_BASELINES, PAPERS_MATCHING, Method, Situation
 from edgespec_uara.world import Ints
 
@@ -40,7 +40,9 @@ def papers_method(actor: Actor) -> Method:
         start, swaps = methods.best_gain(s.snapshot.gains), methods.Steps.SWAPS
         return methods.two_phase_matching(s.terms, weights(s.terms), start, swaps)
 
-    return Method(associate, lambda terms, association: weighted(weights(terms), association))
+    return Method(
+        associate, lambda terms, association: decide_by_weights(weights(terms), association)
+    )
 
 
 def main(
@@ -78,7 +80,9 @@ def main(
         played.append(sweep.play(size, every, worlds, 0))
         console.print(f"{len(played)}/{len(sizes)} {size.devices} devices, {size.servers} servers")
     ours = [name for name in every if name not in PAPER_BASELINES]
-    saved = {name: sweep.saving(played, name, PAPER_BASELINES, base.estimator) for name in ours}
+    saved = {
+        name: sweep.measure_saving(played, name, PAPER_BASELINES, base.estimator) for name in ours
+    }
     for name, one in saved.items():
         console.print(f"{name}: saves {sweep.percent(one)} over its three baselines")
     means = np.array([saved[name].value for name in ours if name != PAPERS_MATCHING])

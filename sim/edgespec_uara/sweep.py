@@ -24,10 +24,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.core.protocol.checks import among, limited
+from edgespec.core.protocol.checks import choice_field, range_field
 from edgespec_sim.replication import Interval, quantile_interval, student_t
 from edgespec_sim.report.document import Document, Figure, write_page
-from edgespec_sim.report.plots import axis, layout
+from edgespec_sim.report.plots import make_axis, make_layout
 from edgespec_sim.report.tables import table as html_table
 from edgespec_uara import cost as costs
 from edgespec_uara import methods
@@ -90,14 +90,14 @@ ESTIMATORS = {"mean": mean_of_worlds, "ratio": ratio_of_means, "median": median_
 class Choices(UaraSettings):
     """The world's settings, and how the methods are compared in it."""
 
-    cost: str = among("paper", tuple(COSTS))
-    max_compute: str = among("spread", tuple(MAX_COMPUTE))
+    cost: str = choice_field("paper", tuple(COSTS))
+    max_compute: str = choice_field("spread", tuple(MAX_COMPUTE))
     """Reading of the baseline of that name."""
-    measured: str = among("delay", tuple(MEASURES))
+    measured: str = choice_field("delay", tuple(MEASURES))
     """The measured quantity: the delay with sending, the printed delay (only drafting, queue and
     verification), or the objective."""
-    estimator: str = among("mean", tuple(ESTIMATORS))
-    slots: int = limited(3, 1, 1000)
+    estimator: str = choice_field("mean", tuple(ESTIMATORS))
+    slots: int = range_field(3, 1, 1000)
     """Slots played in a world, beginning with empty queues."""
 
 
@@ -154,7 +154,7 @@ def parse_choices(text: str, base: Choices) -> list[Choices]:
     known = [field.name for field in fields(Choices)]
     if name not in known or not values:
         raise typer.BadParameter(f"{text!r}: must be NAME=VALUE,..., a NAME of {', '.join(known)}")
-    return [_with(base, name, value) for value in values.split(",")]
+    return [_replace_choice(base, name, value) for value in values.split(",")]
 
 
 def parse_base(given: Sequence[str]) -> Choices:
@@ -165,7 +165,7 @@ def parse_base(given: Sequence[str]) -> Choices:
     return base
 
 
-def _with(base: Choices, name: str, value: str) -> Choices:
+def _replace_choice(base: Choices, name: str, value: str) -> Choices:
     now = getattr(base, name)
     new: Any
     try:
@@ -213,7 +213,7 @@ def _play_slot(
     world.advance(association, speculates=first.speculates)
 
 
-def saving(
+def measure_saving(
     played: Sequence[Played], ours: str, baselines: Sequence[str], estimator: str
 ) -> Interval:
     """Return how much ``ours`` saves over each method of ``baselines``, as the mean over these and
@@ -252,9 +252,10 @@ def play_point(
     if same not in known:
         known[same] = play(choices, methods.make_methods(choices.max_compute), worlds, seed)
     saved = {
-        what: saving([known[same]], *pair, choices.estimator) for what, pair in COMPARED.items()
+        what: measure_saving([known[same]], *pair, choices.estimator)
+        for what, pair in COMPARED.items()
     }
-    median = saving([known[same]], *COMPARED[CLAIM], "median")
+    median = measure_saving([known[same]], *COMPARED[CLAIM], "median")
     return SweepPoint(format_value(choices, name), saved, median, known[same])
 
 
@@ -272,7 +273,7 @@ def cells(name: str, points: Sequence[SweepPoint], base: Choices) -> tuple[str, 
     """Return a choice's cells under ``HEADER``: how much the paper's matching saves over its
     baselines."""
     least, most = (end(points, key=lambda one: one.saved[CLAIM].value) for end in (min, max))
-    whole = saving([one.played for one in points], *COMPARED[CLAIM], base.estimator)
+    whole = measure_saving([one.played for one in points], *COMPARED[CLAIM], base.estimator)
     met = [one.value for one in points if compare_with_paper(one.saved[CLAIM]) == "met"]
     ends = (f"{percent(one.saved[CLAIM])} at {one.value}" for one in (least, most))
     tried = ", ".join(one.value for one in points)
@@ -295,7 +296,7 @@ def summarise_comparisons(rows: Mapping[str, Sequence[SweepPoint]]) -> Iterator[
 # --- the answer, which comes first on the page -----------------------------------------------
 
 
-def ranked(played: Played) -> list[tuple[str, float]]:
+def rank_methods(played: Played) -> list[tuple[str, float]]:
     """Return the methods that speculate with their means over the worlds, the least first."""
     means = {name: float(values.mean()) for name, values in played.items()}
     names = [name for name in means if name != methods.NO_SPECULATION]
@@ -306,9 +307,9 @@ def headline(point: SweepPoint, base: Choices, worlds: int) -> str:
     """Name the best method at the choices of ``base``, with its lead and interval, and whether the
     paper's claim holds there."""
     played, what = point.played, "costs" if base.measured == "cost" else "waits"
-    (winner, best), (second, other), *_ = ranked(played)
-    over_second = saving([played], winner, (second,), base.estimator)
-    over_three = saving([played], winner, PAPER_BASELINES, base.estimator)
+    (winner, best), (second, other), *_ = rank_methods(played)
+    over_second = measure_saving([played], winner, (second,), base.estimator)
+    over_three = measure_saving([played], winner, PAPER_BASELINES, base.estimator)
     claim = point.saved[CLAIM]
     unit = "" if what == "costs" else " ms"
     chance = "" if over_second.low > 0.0 else ", which may be chance,"
@@ -322,7 +323,7 @@ def headline(point: SweepPoint, base: Choices, worlds: int) -> str:
     )
     plain = float(played[methods.NO_SPECULATION].mean())
     if plain < best:
-        less = saving([played], methods.NO_SPECULATION, (winner,), base.estimator)
+        less = measure_saving([played], methods.NO_SPECULATION, (winner,), base.estimator)
         text += f" No speculation at all takes {percent(less)} less than the winner."
     size = f"{base.devices} devices, {base.servers} servers, a side of {base.side_m:g} m"
     return (
@@ -362,7 +363,7 @@ METHODS_HEADER = ("method", "mean", "saved over the three, 95 %")
 def method_rows(played: Played, base: Choices) -> list[tuple[str, str, str]]:
     """Return a row for each method, the best first."""
     unit = "" if base.measured == "cost" else " ms"
-    names = [*ranked(played)]
+    names = [*rank_methods(played)]
     names.append((methods.NO_SPECULATION, float(played[methods.NO_SPECULATION].mean())))
     return [
         (
@@ -370,7 +371,7 @@ def method_rows(played: Played, base: Choices) -> list[tuple[str, str, str]]:
             f"{mean:.3g}{unit}",
             "–"
             if name in PAPER_BASELINES
-            else percent(saving([played], name, PAPER_BASELINES, base.estimator)),
+            else percent(measure_saving([played], name, PAPER_BASELINES, base.estimator)),
         )
         for name, mean in names
     ]
@@ -401,10 +402,10 @@ def plot(name: str, points: Sequence[SweepPoint]) -> Figure:
         for what, color, saved in lines
     ]
     claimed = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"dash": "dot"}}
-    shape = layout(
+    shape = make_layout(
         380,
-        xaxis=axis(name, type="category"),
-        yaxis=axis("saved, %", range=[-100, 100]),
+        xaxis=make_axis(name, type="category"),
+        yaxis=make_axis("saved, %", range=[-100, 100]),
         scattermode="group",  # Side by side; otherwise bars would hide bars.
         shapes=[{**claimed, "y0": 100 * PAPER_GAIN, "y1": 100 * PAPER_GAIN}],
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.core.protocol.checks import among, check_limits, limited
+from edgespec.core.protocol.checks import check_limits, choice_field, range_field
 from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, grid_m
 
 Floats = NDArray[np.float64]
@@ -56,33 +56,33 @@ TASKS = (
 class UaraSettings:
     """The settings of a world. The paper's ranges are: devices 30-180, servers 4-20, w 20-100."""
 
-    devices: int = limited(90, 1, 1000)
-    servers: int = limited(12, 1, 1000)
-    bandwidth_hz: float = limited(10e6, 1.0, 1e12)
+    devices: int = range_field(90, 1, 1000)
+    servers: int = range_field(12, 1, 1000)
+    bandwidth_hz: float = range_field(10e6, 1.0, 1e12)
     """Bandwidth of all servers together, divided evenly."""
-    transmit_dbm: tuple[float, float] = limited((16.0, 24.0), -40.0, 60.0)
-    noise_dbm_hz: float = limited(-174.0, -250.0, 0.0)
-    balance_weight: float = limited(1e-2, 0.0, 1e9)
+    transmit_dbm: tuple[float, float] = range_field((16.0, 24.0), -40.0, 60.0)
+    noise_dbm_hz: float = range_field(-174.0, -250.0, 0.0)
+    balance_weight: float = range_field(1e-2, 0.0, 1e9)
     """Lambda, per millisecond; in seconds the term would be negligible."""
-    energy_weight: float = limited(60.0, 0.0, 1e9)
+    energy_weight: float = range_field(60.0, 0.0, 1e9)
     """w, in milliseconds x percent of battery per millijoule."""
-    slot_s: float = limited(2.0, 1e-3, 1e4)
+    slot_s: float = range_field(2.0, 1e-3, 1e4)
     """Ours: the length of a slot."""
-    side_m: float = limited(200.0, 1.0, 1e5)
+    side_m: float = range_field(200.0, 1.0, 1e5)
     """Ours: the side of the square. The paper's claim depends on it (docs/uara.md)."""
-    servers_at: str = among("random", ("random", "grid"))
+    servers_at: str = choice_field("random", ("random", "grid"))
     """Ours: places of the servers, drawn like the devices' places or on a ``grid``."""
-    message_bits: float = limited(512.0, 0.0, 1e9)
+    message_bits: float = range_field(512.0, 0.0, 1e9)
     """Ours: the headers of one draft."""
-    probability_bits: float = limited(16.0, 0.0, 1e9)
+    probability_bits: float = range_field(16.0, 0.0, 1e9)
     """Ours: the probability of a drafted token, which the paper's acceptance test needs."""
-    acceptance_shift: float = limited(0.0, -0.6, 0.14)
+    acceptance_shift: float = range_field(0.0, -0.6, 0.14)
     """Ours: added to every task's acceptance."""
-    speed_m_s: tuple[float, float] = limited((1.0, 15.0), 1e-3, 1e3)
+    speed_m_s: tuple[float, float] = range_field((1.0, 15.0), 1e-3, 1e3)
     """Ours: from walking to driving in a street."""
-    battery_percent: tuple[float, float] = limited((20.0, 100.0), 0.1, 100.0)
+    battery_percent: tuple[float, float] = range_field((20.0, 100.0), 0.1, 100.0)
     """Ours: the range of the devices' batteries."""
-    backhaul_rtt_s: tuple[float, float] = limited((0.001, 0.010), 0.0, 100.0)
+    backhaul_rtt_s: tuple[float, float] = range_field((0.001, 0.010), 0.0, 100.0)
     """Ours: round trip from a base station to its server."""
 
     def __post_init__(self) -> None:

@@ -25,18 +25,18 @@ from edgespec.device.agent import Agent as DeviceAgent
 from edgespec.device.agent import AgentOptions, generation_error
 from edgespec.testing import TOKENIZER, LoopbackTransport, ScriptedVerifier
 from tests.kit.letters import LettersTokenizer
-from tests.kit.scripted_verifier import QUICK, loopback
+from tests.kit.scripted_verifier import QUICK, connect_loopback
 
 TALE = " upon a time there was a fox"
 IDS = tuple(TOKENIZER.encode(TALE))
 
 
-def scripted(*texts: str, **options: Any) -> ScriptedVerifier:
+def script_verifier(*texts: str, **options: Any) -> ScriptedVerifier:
     return ScriptedVerifier([TOKENIZER.encode(text) for text in texts], **options)
 
 
 async def test_a_completion_is_the_whole_output() -> None:
-    async with scripted(TALE, commit_sizes=(3, 1)).agent() as agent:
+    async with script_verifier(TALE, commit_sizes=(3, 1)).agent() as agent:
         completion = await agent.complete("once", max_tokens=64)
     assert (completion.text, completion.tokens) == (TALE, IDS)
     assert completion.finish is edgespec.FinishReason.STOP
@@ -48,7 +48,7 @@ async def test_a_completion_is_the_whole_output() -> None:
 
 
 async def test_keywords_win_over_the_sampling_parameters() -> None:
-    verifier = scripted(TALE)
+    verifier = script_verifier(TALE)
     async with verifier.agent() as agent:
         usual = edgespec.SamplingParams(temperature=0.5, max_tokens=99)
         await agent.complete("once", sampling=usual, max_tokens=64, seed=7)
@@ -95,7 +95,7 @@ def test_every_option_of_a_stream_is_one_of_a_whole_output(name: str) -> None:
 
 
 async def test_a_stream_has_its_own_statistics() -> None:
-    async with scripted(TALE, " a fox").agent() as agent:
+    async with script_verifier(TALE, " a fox").agent() as agent:
         first, second = agent.stream("once"), agent.stream("once")
         with pytest.raises(RuntimeError, match="ask for a chunk first"):
             _ = first.stats
@@ -109,7 +109,7 @@ async def test_a_stream_has_its_own_statistics() -> None:
 
 
 async def test_a_stream_reads_on_from_where_its_reader_stands() -> None:
-    async with scripted(TALE).agent() as agent, agent.stream("once") as stream:
+    async with script_verifier(TALE).agent() as agent, agent.stream("once") as stream:
         first = await anext(stream)
         rest = await stream.read()
     assert first.text + rest.text == TALE
@@ -136,7 +136,7 @@ class Waiting:
 
 async def test_a_call_ends_after_its_timeout_and_leaves_nothing_behind() -> None:
     verifier = Waiting()
-    device = DeviceAgent(loopback(verifier.serve), None, TOKENIZER.encode, TOKENIZER.stream)
+    device = DeviceAgent(connect_loopback(verifier.serve), None, TOKENIZER.encode, TOKENIZER.stream)
     async with edgespec.Agent.around(device) as agent:
         with pytest.raises(edgespec.GenerationTimeout, match=r"timeout_s, 0\.01 s") as caught:
             await agent.complete("once", timeout_s=0.01)
@@ -201,7 +201,10 @@ def list_subclasses_of(kind: type[Exception]) -> list[type[Exception]]:
 
 async def test_a_refusal_names_when_to_come_back() -> None:
     fault = m.Fault(m.FaultCode.OVERLOADED, "2 streams are open, the limit is 2", 7.5)
-    transport, options = loopback(ScriptedVerifier([fault]).serve), AgentOptions(reconnect=QUICK)
+    transport, options = (
+        connect_loopback(ScriptedVerifier([fault]).serve),
+        AgentOptions(reconnect=QUICK),
+    )
     device = DeviceAgent(transport, None, TOKENIZER.encode, TOKENIZER.stream, options)
     async with edgespec.Agent.around(device) as agent:
         with pytest.raises(edgespec.Overloaded, match="the limit is 2") as caught:
@@ -210,7 +213,9 @@ async def test_a_refusal_names_when_to_come_back() -> None:
 
 
 async def test_no_verifier_is_a_connect_error() -> None:
-    device = DeviceAgent(loopback(Waiting().serve), None, TOKENIZER.encode, TOKENIZER.stream)
+    device = DeviceAgent(
+        connect_loopback(Waiting().serve), None, TOKENIZER.encode, TOKENIZER.stream
+    )
     assert isinstance(device.transport, LoopbackTransport)
     device.transport.refuse("nobody listens")
     async with edgespec.Agent.around(device) as agent:
@@ -237,7 +242,7 @@ TEMPLATE = (
 async def test_a_chat_is_rendered_and_its_calls_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = LettersTokenizer(TEMPLATE)
     verifier = ScriptedVerifier([texts.encode(f"Let me see. {CALL}"), texts.encode("A fox.")])
-    device = DeviceAgent(loopback(verifier.serve), None, texts.encode, texts.stream)
+    device = DeviceAgent(connect_loopback(verifier.serve), None, texts.encode, texts.stream)
     monkeypatch.setattr("edgespec.api.load_tokenizer", lambda reference: texts)
     messages = [{"role": "user", "content": "what is a fox?"}]
     async with edgespec.Agent.around(device) as agent:
@@ -271,7 +276,9 @@ async def test_loading_does_not_hold_up_the_event_loop(monkeypatch: pytest.Monke
     def load(config: edgespec.AgentConfig) -> DeviceAgent:
         begun.set()
         assert go_on.wait(60.0)
-        return DeviceAgent(loopback(Waiting().serve), None, TOKENIZER.encode, TOKENIZER.stream)
+        return DeviceAgent(
+            connect_loopback(Waiting().serve), None, TOKENIZER.encode, TOKENIZER.stream
+        )
 
     monkeypatch.setattr("edgespec.api._build", load)
     agent = edgespec.connect("127.0.0.1:1", draft="toy")

@@ -24,7 +24,7 @@ import pytest
 import edgespec
 from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection, VerifierConfig
 from edgespec.config.common import SetupError
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import Fault, FaultCode, FinishReason, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -36,10 +36,10 @@ from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
 from edgespec.wire.codec import encode_uplink
-from tests.kit.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
-from tests.kit.scripted_verifier import loopback, streaming
+from tests.kit.live_verifier import GatedTarget, occupy_address, own_port, serve_toy, toy_text
+from tests.kit.scripted_verifier import connect_loopback, stream_output
 from tests.kit.tiny_checkpoints import write_checkpoint
-from tests.present import present
+from tests.present import require
 from tests.verifier.fake_vllm import adapted_toy
 
 PROMPT = "the quick brown fox"
@@ -53,7 +53,7 @@ SAMPLED = SamplingParams(
 QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=0.5, give_up_s=20.0)
 
 
-def config(address: str, draft: str = "toy", **policy: object) -> AgentConfig:
+def make_config(address: str, draft: str = "toy", **policy: object) -> AgentConfig:
     return AgentConfig(
         verifier=address,
         tokenizer="toy",
@@ -67,7 +67,7 @@ async def collect(agent: Agent, params: SamplingParams, prompt: str = PROMPT) ->
     return [chunk async for chunk in agent.generate(prompt, params)]
 
 
-def tokens(chunks: list[Chunk]) -> list[int]:
+def tokens_of(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.tokens]
 
 
@@ -86,14 +86,14 @@ async def test_the_text_is_the_targets_own(
     name: str, gamma: int | None, width: int, run_ahead: RunAhead, params: SamplingParams
 ) -> None:
     expected = toy_text(IDS, params)
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         for draft in ("toy", "random", "none"):
-            settings = config(
+            settings = make_config(
                 address, draft, name=PolicyName(name), gamma=gamma, width=width, run_ahead=run_ahead
             )
             async with build_agent(settings) as agent:
                 chunks = await collect(agent, params)
-            assert tokens(chunks) == expected, draft
+            assert tokens_of(chunks) == expected, draft
             assert chunks[-1].finish is FinishReason.LENGTH
             text = "".join(chunk.text for chunk in chunks)
             assert text == ToyTokenizer().decode(expected)
@@ -104,16 +104,16 @@ async def test_a_verifier_that_dies_and_is_replaced_is_not_noticed(draft: str) -
     gated = GatedTarget(load_target(TOY), free_passes=5)
     received: list[Chunk] = []
     port = own_port()
-    async with serving(gated, port) as (address, _):
-        agent = build_agent(config(address, draft))
+    async with serve_toy(gated, port) as (address, _):
+        agent = build_agent(make_config(address, draft))
         task = asyncio.create_task(collect_into(received, agent))
         await asyncio.to_thread(gated.reached.wait)
         gated.gate.set()  # the old verifier's thread may end now, whether or not its server is gone
-    async with serving(port=port):
+    async with serve_toy(port=port):
         await task
         await agent.close()
-    assert tokens(received) == toy_text(IDS, LONG)
-    assert present(agent.stats).counters.reconnects > 0
+    assert tokens_of(received) == toy_text(IDS, LONG)
+    assert require(agent.stats).counters.reconnects > 0
 
 
 async def collect_into(received: list[Chunk], agent: Agent) -> None:
@@ -131,7 +131,7 @@ async def collect_into(received: list[Chunk], agent: Agent) -> None:
 )
 async def test_a_refusal_says_why(change: dict[str, str | None], code: str, message: str) -> None:
     text = ToyTokenizer()
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         info = load_target(TOY).info
         drafter = None
         if "draft" in change:
@@ -145,12 +145,12 @@ async def test_a_refusal_says_why(change: dict[str, str | None], code: str, mess
 
 async def test_a_prompt_beyond_the_drafts_context_is_served_without_drafting() -> None:
     text = ToyTokenizer()
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         short = replace(load_target(TOY).info, context_length=len(IDS))
         drafter = ToyDrafter(TOY_MODEL, short)
         async with Agent(connect(address), drafter, text.encode, text.stream) as agent:
-            assert tokens(await collect(agent, GREEDY)) == toy_text(IDS, GREEDY)
-            assert present(agent.stats).counters.sent == 0
+            assert tokens_of(await collect(agent, GREEDY)) == toy_text(IDS, GREEDY)
+            assert require(agent.stats).counters.sent == 0
 
 
 TOY = VerifierConfig(model="toy", port=0)
@@ -158,7 +158,7 @@ LONG = SamplingParams(max_tokens=120)
 
 
 async def test_a_half_closed_stream_that_is_refused_ends_with_the_status_of_the_fault() -> None:
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         channel = grpc.aio.insecure_channel(address)
         method: Any = channel.stream_stream("/edgespec.v1.Verifier/Speculate", None, None)
         call = method()
@@ -174,7 +174,7 @@ async def test_no_secret_and_no_whole_session_id_is_logged(
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="edgespec")
     session_id = "3f2c9a7e-of-which-the-rest-is-nobody's-business"
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         transport = connect(address)
         for prompt in ((1, 2), (1, 2), (3,)):
             stream = await transport.connect()
@@ -217,7 +217,7 @@ def test_sync_session(address: str) -> None:
     ) as agent:
         for _ in range(2):
             assert "".join(chunk.text for chunk in agent.generate(STORY, PARAMS)) == EXPECTED
-        assert present(agent.stats).counters.committed == PARAMS.max_tokens
+        assert require(agent.stats).counters.committed == PARAMS.max_tokens
 
 
 def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
@@ -241,7 +241,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
-        self.inner = loopback(streaming([1]))
+        self.inner = connect_loopback(stream_output([1]))
         self.info, self.close = self.inner.info, self.inner.close
 
     async def connect(self) -> DeviceStream:
@@ -257,7 +257,7 @@ class Slow:
 def test_a_ctrl_c_while_a_sync_caller_waits_is_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, text, wait = Slow(), ToyTokenizer(), Future.result
 
-    def interrupted(future: Future[object], timeout: float | None = None) -> object:
+    def raise_interrupt(future: Future[object], timeout: float | None = None) -> object:
         monkeypatch.setattr(Future, "result", wait)
         assert slow.asked.wait(60.0)
         raise KeyboardInterrupt
@@ -265,7 +265,7 @@ def test_a_ctrl_c_while_a_sync_caller_waits_is_a_ctrl_c(monkeypatch: pytest.Monk
     found = Agent(slow, None, text.encode, text.stream)
     monkeypatch.setattr("edgespec.api.connect", lambda address, **_: edgespec.Agent.around(found))
     with edgespec.SyncAgent() as agent:
-        monkeypatch.setattr(Future, "result", interrupted)
+        monkeypatch.setattr(Future, "result", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(iter(agent.generate(STORY, PARAMS)))
 
@@ -289,31 +289,31 @@ OWN, IN_SQL = (
 WITHIN_S = 120.0
 
 
-async def text(agent: edgespec.Agent, model: str = "") -> str:
+async def generate_text(agent: edgespec.Agent, model: str = "") -> str:
     return "".join([chunk.text async for chunk in agent.generate(STORY, STORY_PARAMS, model=model)])
 
 
 async def test_one_agent_takes_a_model_for_each_text() -> None:
-    async with serving(adapted_toy({"sql": SQL})) as (address, _):
+    async with serve_toy(adapted_toy({"sql": SQL})) as (address, _):
         async with edgespec.connect(address, draft="toy") as agent:
             assert [one.name for one in await agent.models()] == ["toy", "sql"]
             names = ["", "sql", "toy", "sql", ""]
-            found = await asyncio.gather(*(text(agent, name) for name in names))
+            found = await asyncio.gather(*(generate_text(agent, name) for name in names))
             assert found == [IN_SQL if name == "sql" else OWN for name in names]
             with pytest.raises(edgespec.GenerationError, match="serves 'toy', 'sql'") as caught:
-                await text(agent, "sequel")
+                await generate_text(agent, "sequel")
             assert caught.value.code is FaultCode.UNKNOWN_MODEL
             with pytest.raises(ValueError, match=r"model is 'xxxx.*at most 256 bytes"):
-                await text(agent, "x" * 257)
+                await generate_text(agent, "x" * 257)
             with pytest.raises(TypeError, match="model is int, but must be text"):
-                await text(agent, 7)  # type: ignore[arg-type] # the test
+                await generate_text(agent, 7)  # type: ignore[arg-type] # the test
         async with edgespec.connect(address, draft="none", model="sql") as agent:
-            assert [await text(agent), await text(agent, "toy")] == [IN_SQL, OWN]
+            assert [await generate_text(agent), await generate_text(agent, "toy")] == [IN_SQL, OWN]
 
 
 async def test_who_serves_what_is_told_by_those_that_answer() -> None:
-    with nobody() as away:
-        async with serving(adapted_toy({"sql": SQL})) as (address, _):
+    with occupy_address() as away:
+        async with serve_toy(adapted_toy({"sql": SQL})) as (address, _):
             async with edgespec.connect([away, address], draft="toy") as agent:
                 assert [one.name for one in await agent.models()] == ["toy", "sql"]
         for addresses in (away, [away, away.replace("127.0.0.1", "localhost")]):
@@ -358,7 +358,7 @@ async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     texts: dict[str, list[list[int]]] = {}
     config = VerifierConfig(model="bundled", port=0, server_drafts=False)
-    async with serving(load_target(config), config=config) as (address, _):
+    async with serve_toy(load_target(config), config=config) as (address, _):
         for draft in DRAFTS:
             device = AgentConfig(address, draft=DraftSection(draft), policy=WAITING)
             async with build_agent(device) as agent:
@@ -378,7 +378,7 @@ async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
         )
         assert said[0, ids.shape[1] :].tolist() == text
     for draft, least, most in (("bundled", 0.65, 1.0), ("random", 0.0, 0.02)):
-        drafter = present(load_drafter(AgentConfig(draft=DraftSection(draft))))
+        drafter = require(load_drafter(AgentConfig(draft=DraftSection(draft))))
         hits = 0
         for prompt, text in zip(PROMPTS, texts["none"][::2], strict=True):
             feed, keep = tokenizer.encode(prompt), 0

@@ -30,7 +30,7 @@ from edgespec.bench.prompts import (
     choose_workload,
     read_prompts,
 )
-from edgespec.bench.report import Subject, document, footer, verdict, write_json
+from edgespec.bench.report import Subject, judge_mismatches, make_document, write_footer, write_json
 from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Station
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.device.events import DraftCounters
@@ -52,8 +52,8 @@ from edgespec.wire.shaped import TrafficMeter
 from edgespec_sim.commands.record_tape import TAPE_WIDTH, record_tape
 from edgespec_sim.cost_profile import read_profile
 from edgespec_sim.token_sources.match_tape import read_tape, walk_along
-from tests.kit.live_verifier import call
-from tests.present import present
+from tests.kit.live_verifier import run_command
+from tests.present import require
 from tests.sim.faults.checks import target_stream
 
 # Five tokens came in three passes. The last token ended the text and is not counted, so four count.
@@ -109,11 +109,11 @@ def test_a_row_counts_what_it_says() -> None:
 def test_a_wrong_token_is_counted_and_said() -> None:
     wrong = row_of(first=(5, 6, 7, 9, 0))
     assert wrong["mismatches"] == 1
-    assert verdict([row_of(), wrong]) == (
+    assert judge_mismatches([row_of(), wrong]) == (
         1,
         "1 of 12 tokens differ from target-only: they must not",
     )
-    assert verdict([row_of()]) == (0, "all 6 tokens are those of target-only")
+    assert judge_mismatches([row_of()]) == (0, "all 6 tokens are those of target-only")
 
 
 def test_speeds_are_of_means_over_the_texts() -> None:
@@ -144,13 +144,13 @@ def test_both_ends_stand_beside_each_alone() -> None:
         return {**row_of(arm), "tpots_ms": list(tpots_ms)}
 
     rows = [row(Arm.SERVER_DRAFT, 10.0, 20.0, 9.0), row(Arm.BOTH, 8.0, 22.0, None)]
-    assert measurement.beside(rows) == [
+    assert measurement.compare_both_ends(rows) == [
         {"rtt_ms": 20.0, "to": "server-draft", "ratio": 1.0, "interval": [0.8, 1.1]}
     ]
-    assert [one["to"] for one in measurement.beside([*rows, row(Arm.EDGESPEC, 8.0)])][1:] == [
-        "edgespec"
-    ]
-    assert measurement.beside([row(Arm.EDGESPEC, 8.0), row(Arm.SERVER_DRAFT, 8.0)]) == []
+    assert [one["to"] for one in measurement.compare_both_ends([*rows, row(Arm.EDGESPEC, 8.0)])][
+        1:
+    ] == ["edgespec"]
+    assert measurement.compare_both_ends([row(Arm.EDGESPEC, 8.0), row(Arm.SERVER_DRAFT, 8.0)]) == []
 
 
 def test_the_document_is_complete_json(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
     runner.rows.append(row_of())
     runner.vanilla_gammas, runner.gamma_costs = {20.0: 4}, {4: measurement.GammaCost(1.5, 20, 60)}
     argv = ("edgespec", "bench", "--json", "my file")
-    content = document(argv, BenchSettings(), subject, runner, interrupted=True)
+    content = make_document(argv, BenchSettings(), subject, runner, interrupted=True)
     path = tmp_path / "deep" / "result.json"
     write_json(path, content)
     read = json.loads(path.read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
     assert read["interrupted"] is True
     assert read["results"][0]["arm"] == "edgespec"
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
-    lines = "\n".join(footer(content))
+    lines = "\n".join(write_footer(content))
     for said in ("emulated pass time", "4 at 20 ms", "machine:", "python", "command: edgespec"):
         assert said in lines
 
@@ -246,7 +246,7 @@ class Quiet(BenchProgress):
         if self._stop_after and what.startswith(self._stop_after):
             self._times -= 1
             if self._times == 0:
-                task = present(asyncio.current_task())
+                task = require(asyncio.current_task())
                 task.cancel()
 
 
@@ -329,7 +329,7 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     prompts.write_text('{"question": "one and two"}\n{"turns": ["three"]}\n', encoding="utf-8")
     files = ("--prompts", prompts, "--json", out)
     size = ("--rtt-ms", "0,1", "--repeats", 1, "--max-tokens", 8, "--temperature", 0.7)
-    done = call("bench", *TOY, *files, *size, "--pass-ms", 1, "--draft-ms", 0)
+    done = run_command("bench", *TOY, *files, *size, "--pass-ms", 1, "--draft-ms", 0)
     assert done.exit_code == 0, done.output
     result = json.loads(out.read_text(encoding="utf-8"))
     assert [row["mismatches"] for row in result["results"]] == [0] * 14
@@ -351,7 +351,7 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     tape_file, results = tmp_path / "t.jsonl", tmp_path / "r.json"
     size = ("--arms", "edgespec", "--limit", 2, "-n", 24, "--repeats", 1)
     timing = ("--pass-ms", 0, "--draft-ms", 0, "--rtt-ms", 0)
-    done = call("bench", *TOY, *size, *timing, "--record-tape", tape_file, "--json", results)
+    done = run_command("bench", *TOY, *size, *timing, "--record-tape", tape_file, "--json", results)
     assert done.exit_code == 0, done.output
     tape = read_tape(tape_file)
     assert tape.about["sampling"] == "temperature 0, seed 0, at most 24 tokens"
@@ -364,7 +364,7 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     assert (seen["arm"], seen["requests"], seen["tokens"]) == ("edgespec", 2, 2 * 24)
     assert seen["mismatches"] == 0
     # The ranks come from the requested drafter, whatever the arm had time to draft.
-    drafter = present(load_drafter(AgentConfig(draft=DraftSection("toy"))))
+    drafter = require(load_drafter(AgentConfig(draft=DraftSection("toy"))))
     for one in tape.generations:
         drafter.begin(len(one.prompt), sampling)
         assert one.ranks == walk_along(drafter.step, one.prompt, one.tokens, TAPE_WIDTH).ranks
@@ -380,7 +380,7 @@ def test_a_profile_of_the_toy_pair_is_emulated_as_told(tmp_path: Path) -> None:
     """A measured time is never shorter than the emulated one. The amount by which the fitted laws
     exceed it is noise, so it is not judged."""
     out = tmp_path / "p.json"
-    done = call("profile", "--quick", "--pass-ms", 4, "--draft-ms", 2, *TOY, "--out", out)
+    done = run_command("profile", "--quick", "--pass-ms", 4, "--draft-ms", 2, *TOY, "--out", out)
     assert done.exit_code == 0, done.output
     found = read_profile(out)
     assert found.target_pass.seconds(1) > 0
@@ -422,7 +422,7 @@ def two_draws_miss_chance(q: list[float], wanted: set[int], *, replaced: bool) -
 def test_a_place_is_what_sums_over_all_sets_say(seed: int) -> None:
     dice = random.Random(seed)
     p, q = random_laws(dice, dice.randrange(2, 7))
-    found, size = theory.compared(np.array(p), np.array(q)), len(p)
+    found, size = theory.compare_laws(np.array(p), np.array(q)), len(p)
     variation = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     assert found.variation == pytest.approx(variation)
     assert found.expected == pytest.approx(same_draw_chance(p, q))
@@ -453,7 +453,7 @@ def test_a_place_is_what_sums_over_all_sets_say(seed: int) -> None:
 def test_noise_that_is_shared_agrees_as_often_as_is_expected() -> None:
     """Two siblings cover one draw as often as expected, and never more than the ideal pair."""
     p, q = random_laws(random.Random(5), 6)
-    found, count, same, covered = theory.compared(np.array(p), np.array(q)), 4000, 0, 0
+    found, count, same, covered = theory.compare_laws(np.array(p), np.array(q)), 4000, 0, 0
     with np.errstate(divide="ignore"):
         scores = np.log(p), np.log(q)
     for position in range(count):
@@ -591,7 +591,7 @@ async def test_laws_are_compared_along_the_text() -> None:
 
 
 def test_a_target_that_shows_no_logits_is_refused() -> None:
-    result = call("bench", "--theory", "--model", "toy", "--draft", "toy", "-t", "0.7")
+    result = run_command("bench", "--theory", "--model", "toy", "--draft", "toy", "-t", "0.7")
     assert result.exit_code == 1
     assert "--theory: the target shows no logits (ToyTarget)" in result.stderr
 

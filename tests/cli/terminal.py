@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from rich.cells import cell_len
 
-from tests.kit.live_verifier import environment
+from tests.kit.live_verifier import child_environment
 from tests.sources import ROOT
 
 _ESCAPE = re.compile(
@@ -179,7 +179,7 @@ def on_terminal(*arguments: str, columns: int = 80, **variables: str) -> Iterato
     process = subprocess.Popen(
         [sys.executable, "-c", _ON_TERMINAL, *arguments],
         cwd=ROOT,
-        env={**environment(), **shown, **variables},
+        env={**child_environment(), **shown, **variables},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

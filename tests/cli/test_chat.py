@@ -42,7 +42,7 @@ from edgespec.telemetry.agent_status import (
     VerifierStatus,
 )
 from tests.cli.terminal import Screen, Terminal, on_terminal
-from tests.kit.live_verifier import daemon, toy_text
+from tests.kit.live_verifier import start_daemon, toy_text
 
 INFO = ModelInfo("m", "v", 64, 512)
 TALK = Record(
@@ -368,11 +368,11 @@ TEXT = ToyTokenizer()
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with daemon("--pass-ms", "20") as (where, _):
+    with start_daemon("--pass-ms", "20") as (where, _):
         yield where
 
 
-def expected(prompt: str) -> str:
+def expected_reply(prompt: str) -> str:
     sampling = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     return TEXT.decode(toy_text(TEXT.encode(prompt), sampling))
 
@@ -391,7 +391,7 @@ def quit_chat(terminal: Terminal) -> int:
 
 @pytest.mark.slow
 def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> None:
-    first = expected("hello\nworld ")
+    first = expected_reply("hello\nworld ")
     with on_terminal(*chat_command(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for(address)  # the line of numbers below the prompt
         terminal.type("hello\x1b\rworld\r")
@@ -416,7 +416,7 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
         terminal.wait_for("continuing a conversation of 2 messages")
         terminal.wait_for(address)
         terminal.type("more\r")
-        terminal.wait_for(expected(f"hello\nworld {first} more "))
+        terminal.wait_for(expected_reply(f"hello\nworld {first} more "))
         assert quit_chat(terminal) == 0
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     assert len(json.loads(kept.read_text())["messages"]) == 4
@@ -437,7 +437,7 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -
         assert quit_chat(terminal) == 0
     reply = json.loads(saved.read_text())["messages"][1]["content"]
     assert 0 < len(reply) < 3000
-    assert expected("hello ")[: len(reply)] == reply[:COUNT]
+    assert expected_reply("hello ")[: len(reply)] == reply[:COUNT]
 
 
 @pytest.mark.slow
@@ -468,8 +468,8 @@ def test_bytes_that_are_no_text_cost_one_message(address: str, tmp_path: Path) -
         terminal.type(b"caf\xe9\r")
         terminal.wait_for("your message is not UTF-8")
         terminal.type("hello\r")
-        terminal.wait_for(expected("hello "))
+        terminal.wait_for(expected_reply("hello "))
         assert quit_chat(terminal) == 0
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     said = json.loads(kept.read_text())["messages"]
-    assert [one["content"] for one in said] == ["hello", expected("hello ")]
+    assert [one["content"] for one in said] == ["hello", expected_reply("hello ")]

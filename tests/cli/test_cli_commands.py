@@ -47,7 +47,7 @@ from edgespec.models.toy import ToyTokenizer, toy_info
 from edgespec.telemetry.recording import read_recording
 from edgespec.verifier.build import load_target
 from edgespec_sim.commands.main import app as simulator
-from tests.kit.live_verifier import call, toy_text
+from tests.kit.live_verifier import run_command, toy_text
 from tests.kit.tiny_checkpoints import write_checkpoint
 
 PROMPT = "once upon a time"
@@ -58,31 +58,31 @@ TEXT = ToyTokenizer()
 
 def generate(address: str, *arguments: object, stdin: str | bytes | None = None) -> Result:
     where = ("--verifier", address, "--draft", "toy", "-n", COUNT)
-    return call("generate", *where, *arguments, stdin=stdin)
+    return run_command("generate", *where, *arguments, stdin=stdin)
 
 
 def chat(address: str, *lines: str) -> Result:
     """Hold a conversation and require that it ends without an error."""
     where = ("--verifier", address, "--draft", "toy", "-n", COUNT)
-    result = call("chat", *where, stdin="".join(f"{line}\n" for line in lines))
+    result = run_command("chat", *where, stdin="".join(f"{line}\n" for line in lines))
     assert result.exit_code == 0, result.output
     return result
 
 
-def expected(prompt: str = PROMPT, **params: object) -> str:
+def expected_reply(prompt: str = PROMPT, **params: object) -> str:
     sampling = SamplingParams(max_tokens=COUNT, **params)  # type: ignore[arg-type]
     return TEXT.decode(toy_text(TEXT.encode(prompt), sampling))
 
 
 def test_only_the_text_goes_to_stdout(address: str) -> None:
     result = generate(address, PROMPT, "--stats")
-    assert (result.exit_code, result.stdout) == (0, expected() + "\n")
+    assert (result.exit_code, result.stdout) == (0, expected_reply() + "\n")
     assert f"{COUNT} tokens in" in result.stderr
     assert "acceptance" in result.stderr
 
 
 def test_a_prompt_from_stdin(address: str) -> None:
-    assert generate(address, "-", stdin=PROMPT).stdout == expected() + "\n"
+    assert generate(address, "-", stdin=PROMPT).stdout == expected_reply() + "\n"
 
 
 def test_sampling_options_reach_the_target(address: str) -> None:
@@ -91,7 +91,7 @@ def test_sampling_options_reach_the_target(address: str) -> None:
         *("--set", "sampling.logit_bias={3: -9}"),
     )
     result = generate(address, PROMPT, *given, "--set", "sampling.ignore_eos=true")
-    text = expected(
+    text = expected_reply(
         temperature=0.8, top_k=9, min_p=0.01, seed=5, logit_bias={3: -9.0}, ignore_eos=True
     )
     assert result.stdout == text + "\n"
@@ -100,7 +100,7 @@ def test_sampling_options_reach_the_target(address: str) -> None:
 def test_json_lines(address: str) -> None:
     shown = generate(address, PROMPT, "--json", "--set", "policy.run_ahead=never").stdout
     lines = [json.loads(line) for line in shown.splitlines()]
-    assert "".join(line["text"] for line in lines) == expected()
+    assert "".join(line["text"] for line in lines) == expected_reply()
     assert lines[-1]["finish"] == "length"
     assert lines[0]["position"] == len(PROMPT)
     kinds = {piece["kind"] for line in lines for piece in line["pieces"]}
@@ -160,7 +160,7 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = call(*command, "--port", port)
+        result = run_command(*command, "--port", port)
     assert result.exit_code == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert said in result.stderr
@@ -169,12 +169,12 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(
 
 @pytest.mark.parametrize("command", ["verifier", "generate", "chat", "serve"])
 def test_help_all_explains_every_key_and_reads_back(command: str, tmp_path: Path) -> None:
-    first = call(command, "--help-all", "--set", "log_level=error")
+    first = run_command(command, "--help-all", "--set", "log_level=error")
     assert first.exit_code == 0
     assert yaml.safe_load(first.stdout)["log_level"] == "error"
     path = tmp_path / "config.yaml"
     path.write_text(first.stdout)
-    assert call(command, "--config", str(path), "--help-all").stdout == first.stdout
+    assert run_command(command, "--config", str(path), "--help-all").stdout == first.stdout
     kind: Any = VerifierConfig if command == "verifier" else AgentConfig
     assert load_config(kind, path) == kind(log_level="error")
     flag = " (--log-level)" if command == "verifier" else ""
@@ -209,14 +209,14 @@ def test_help_shows_advanced_and_emulation_apart() -> None:
         ("generate", "--draft-window", "Advanced"),
         ("generate", "--draft-corpus", "Drafting"),
     ):
-        above = call(command, "--help").stdout.partition(option)[0]
+        above = run_command(command, "--help").stdout.partition(option)[0]
         assert re.findall(r"─ (\w+) ─", above)[-1] == title
 
 
 def test_a_policy_for_comparison_says_so() -> None:
     text = documented_keys(AgentConfig)["policy.name"].text
     assert "exist for comparison only: windowed" in text
-    assert call("generate", "--set", "policy.name=windowed", "--help-all").exit_code == 0
+    assert run_command("generate", "--set", "policy.name=windowed", "--help-all").exit_code == 0
 
 
 def test_the_environment_wins_over_the_file(
@@ -225,17 +225,19 @@ def test_the_environment_wins_over_the_file(
     path = tmp_path / "config.yaml"
     path.write_text("verifier: a:1\n")
     monkeypatch.setenv("EDGESPEC_VERIFIER", "b:2")
-    shown = yaml.safe_load(call("generate", "-c", str(path), "--help-all").stdout)
+    shown = yaml.safe_load(run_command("generate", "-c", str(path), "--help-all").stdout)
     assert shown["verifier"] == "b:2"
     given = ("--verifier", "c:3", "--help-all")
-    assert yaml.safe_load(call("generate", "-c", str(path), *given).stdout)["verifier"] == "c:3"
+    assert (
+        yaml.safe_load(run_command("generate", "-c", str(path), *given).stdout)["verifier"] == "c:3"
+    )
 
 
 def test_chat_keeps_the_conversation(address: str) -> None:
     """The second reply follows from the whole conversation, in the tokenizer's chat format."""
     result = chat(address, "hello", "again", "/stats", "/foo", "/reset", "/quit")
-    first = expected("hello ")
-    second = expected(f"hello {first} again ")
+    first = expected_reply("hello ")
+    second = expected_reply(f"hello {first} again ")
     assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
     assert "unknown command '/foo'" in result.stderr
     assert f"{COUNT} tokens in" in result.stderr
@@ -247,14 +249,14 @@ def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> No
     saved = tmp_path / "talk.json"
     lines = ["/system be brief", "hello", "/save ~nobody-here/talk", f"/save {saved}", "/reset"]
     result = chat(address, *lines, f"/load {saved}", "again", "/model")
-    first = expected("be brief hello ")
-    second = expected(f"be brief hello {first} again ")
+    first = expected_reply("be brief hello ")
+    second = expected_reply(f"be brief hello {first} again ")
     assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
     assert "continuing a conversation of 2 messages" in result.stderr
     assert "error: ~nobody-here/talk: the system knows no such home folder" in result.stderr
     assert f"verifier  {address}" in result.stderr
     assert json.loads(saved.read_text())["system"] == "be brief"
-    refused = call("chat", "--verifier", address, "--continue", "--no-history")
+    refused = run_command("chat", "--verifier", address, "--continue", "--no-history")
     assert refused.exit_code == 2
     assert "--continue needs the history" in refused.stderr
 
@@ -262,7 +264,9 @@ def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> No
 def test_chat_records_unless_no_history_is_kept(address: str, tmp_path: Path) -> None:
     path, command = tmp_path / "recording", ("chat", "--verifier", address, "--record")
     for arguments, texts in ((("--no-history",), 0), ((), 1)):
-        result = call(*command, path, "-n", COUNT, "--draft", "toy", *arguments, stdin="hello\n")
+        result = run_command(
+            *command, path, "-n", COUNT, "--draft", "toy", *arguments, stdin="hello\n"
+        )
         assert result.exit_code == 0, result.output
         assert path.exists() == bool(texts)
     vocabulary = toy_info().vocabulary
@@ -274,14 +278,16 @@ def test_chat_talks_with_the_model_it_is_told(address: str) -> None:
     result = chat(address, "/model nobody", "/model toy", "hello", "/model")
     assert "error: unknown model 'nobody'; served are 'toy'" in result.stderr
     assert "talking with toy from the next reply on" in result.stderr
-    assert expected("hello ") in result.stdout
+    assert expected_reply("hello ") in result.stdout
 
 
 def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
     result = chat(address, "x" * 5000, "", "hello", "")
     kept = "(/reset makes room; an empty line sends your message again)"
     assert result.stderr.count(kept) == 2, "once as it came, once by the empty line"
-    assert result.stdout.count(expected("hello ")) == 1, "a message with a reply is not sent again"
+    assert result.stdout.count(expected_reply("hello ")) == 1, (
+        "a message with a reply is not sent again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,12 +320,12 @@ def test_the_doctor_asks_the_verifier(
     no_session, output, deadline_s = "0 of 64 sessions", "", time.monotonic() + WITHIN_S
     # sessions of earlier tests may end late
     while no_session not in output and time.monotonic() < deadline_s:
-        output = " ".join(call("doctor", "--verifier", address).stdout.split())
+        output = " ".join(run_command("doctor", "--verifier", address).stdout.split())
     assert f"verifier at {address}: serves toy" in output
     assert (
         f"{no_session}, each with up to 128 draft nodes (64 per pass) and a lease of 30 s" in output
     )
-    result = call("doctor", "--verifier", dead)
+    result = run_command("doctor", "--verifier", dead)
     assert result.exit_code == 1
     assert f"edgespec verifier --port {dead.rpartition(':')[2]}" in result.stdout
 
@@ -377,16 +383,16 @@ def test_another_text_is_an_error() -> None:
         print_report(Console(file=io.StringIO()), [plain], [other], "same prompts")
 
 
-def served(name: str) -> ModelInfo:
+def served_model(name: str) -> ModelInfo:
     return ModelInfo(name, "v", 64, 512)
 
 
 def test_the_bundled_pair_does_not_loop_unless_it_is_told_how_to_sample() -> None:
     usual = AgentConfig()
-    assert with_bundled_sampling(usual, served("bundled")).sampling.repetition_penalty == 1.15
-    assert with_bundled_sampling(usual, served("other")) == usual
+    assert with_bundled_sampling(usual, served_model("bundled")).sampling.repetition_penalty == 1.15
+    assert with_bundled_sampling(usual, served_model("other")) == usual
     chosen = AgentConfig(sampling=SamplingParams(temperature=0.5))
-    assert with_bundled_sampling(chosen, served("bundled")) == chosen
+    assert with_bundled_sampling(chosen, served_model("bundled")) == chosen
 
 
 @pytest.mark.parametrize(

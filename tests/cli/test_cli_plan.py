@@ -57,8 +57,8 @@ from edgespec_sim.scenario.verifiers import MACHINES, roofline_law
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.run import Job, make_token_source, play
 from edgespec_sim.world.site import WorldSetup
-from tests.kit.live_verifier import call
-from tests.present import present
+from tests.kit.live_verifier import run_command
+from tests.present import require
 
 # Users who ask for a word or two keep the simulated worlds small.
 SETTINGS = (
@@ -73,7 +73,7 @@ FOLDER = sc.scenario_path("laptop-floor").parent
 
 
 def capacity(*arguments: str) -> Result:
-    return call("plan", "capacity", *arguments)
+    return run_command("plan", "capacity", *arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -138,11 +138,11 @@ def play_worlds(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOu
 def test_a_fixed_pass_takes_one_verifier_and_every_round_has_seeds_of_its_own() -> None:
     seeds: list[list[int]] = []
 
-    def noted(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+    def note_call(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
         seeds.append([job.seed for job in jobs])
         return play_worlds(doing, jobs, until_s)
 
-    planner = Planner(make_question(tpot_p95_ms=30.0), noted, at_once=2)
+    planner = Planner(make_question(tpot_p95_ms=30.0), note_call, at_once=2)
     planner.search(math.inf)
     (search,) = planner.searches
     assert planner.best is search
@@ -177,7 +177,7 @@ def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
     )
     planner = Planner(replace(asked, scenario=scenario), play_worlds, at_once=2)
     planner.search(math.inf)
-    assert present(planner.best).candidate == right
+    assert require(planner.best).candidate == right
     load = replace(load, start_within_s=1.0)
     for number in (right - 1, right):
         world = replace(
@@ -209,12 +209,12 @@ def test_without_time_the_answer_says_what_was_not_played(
     assert "target-only: 1 H200 not simulated at length: the time was up" in said
     assert "on 1 H200 (proposed by small worlds, not simulated at length)" in said
 
-    def late(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+    def finish_late(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
         if until_s < math.inf:
             raise TimeoutError
         return play_worlds(doing, jobs, until_s)
 
-    planner = Planner(make_question(tpot_p95_ms=30.0), late)
+    planner = Planner(make_question(tpot_p95_ms=30.0), finish_late)
     planner.search(5.0, now_s=lambda: 1.0)
     assert planner.searches[0].observed == {}
 
@@ -410,14 +410,14 @@ def test_objectives_of_a_run(tmp_path: Path) -> None:
 
 @cache
 def plan(*arguments: str) -> dict[str, Any]:
-    result = call("plan", "link", "--json", "--seeds", "1", *arguments)
+    result = run_command("plan", "link", "--json", "--seeds", "1", *arguments)
     assert (result.exit_code, result.stderr) == (0, "")
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
 def test_a_table_a_recommendation_its_reason_and_the_flags_to_copy() -> None:
-    result = call("plan", "link", "--rtt-ms", "5", "--server-draft-ms", "0", "--seeds", "4")
+    result = run_command("plan", "link", "--rtt-ms", "5", "--server-draft-ms", "0", "--seeds", "4")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     (take,) = (line for line in lines if line.startswith("take: "))
@@ -548,7 +548,7 @@ def test_a_device_is_compared_with_the_server_alone(
     ],
 )
 def test_an_error_of_plan_link_names_the_option(option: str, value: str) -> None:
-    result = call("plan", "link", f"{option}={value}")
+    result = run_command("plan", "link", f"{option}={value}")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {option} is ")
     assert "links." not in result.stderr + result.stdout
@@ -569,7 +569,7 @@ def test_an_error_of_plan_capacity_names_the_option(option: str, value: str) -> 
     others = {"--ttft-p95": "500", "--users": "3"} | {option: value}
     if option == "--rate":
         del others["--users"]
-    result = call("plan", "capacity", *(f"{name}={one}" for name, one in others.items()))
+    result = run_command("plan", "capacity", *(f"{name}={one}" for name, one in others.items()))
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {option} is "), result.stderr
 

@@ -27,21 +27,21 @@ from edgespec.cli.demo import REPETITION_PENALTY
 from edgespec.cli.running import StopRequest, stopping_at_once
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
-from tests.kit.live_verifier import daemon, environment, python, start, toy_text
-from tests.present import present
+from tests.kit.live_verifier import child_environment, run_python, start, start_daemon, toy_text
+from tests.present import require
 from tests.sources import ROOT
 
 WITHIN_S = 200
 
 
-def shell(script: str, *arguments: str | bytes) -> tuple[int, str]:
+def run_script(script: str, *arguments: str | bytes) -> tuple[int, str]:
     """Run ``script``, in which "$@" is the command; return its exit code and all output that got
     through."""
     command = [sys.executable, "-m", "edgespec", *arguments]
     done = subprocess.run(
         ["sh", "-c", script, "sh", *command],
         cwd=ROOT,
-        env=environment(),
+        env=child_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=WITHIN_S,
@@ -66,7 +66,7 @@ def shell(script: str, *arguments: str | bytes) -> tuple[int, str]:
 def test_closed_streams_are_empty_ones(
     streams: str, arguments: tuple[str, ...], code: int, said: str
 ) -> None:
-    found, output = shell(f'"$@" {streams}', *arguments)
+    found, output = run_script(f'"$@" {streams}', *arguments)
     assert found == code
     assert said in output
 
@@ -78,7 +78,7 @@ def test_a_reader_that_leaves_ends_a_command_silently(words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "edgespec", *words.split()],
         cwd=ROOT,
-        env=environment(),
+        env=child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=subprocess.PIPE,
@@ -91,15 +91,15 @@ def test_a_reader_that_leaves_ends_a_command_silently(words: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_named() -> None:
-    code, output = shell('"$@" > /dev/full', "--version")
+    code, output = run_script('"$@" > /dev/full', "--version")
     assert (code, output) == (1, "error: [Errno 28] No space left on device\n")
-    assert shell('"$@" > /dev/full 2>&1', "--version") == (1, "")
+    assert run_script('"$@" > /dev/full 2>&1', "--version") == (1, "")
 
 
 def test_an_argument_that_is_not_utf8_is_named() -> None:
-    code, output = shell('"$@"', "generate", b"\xff\xfe", "--draft", "toy")
+    code, output = run_script('"$@"', "generate", b"\xff\xfe", "--draft", "toy")
     assert (code, output) == (2, "error: argument 2 is b'\\xff\\xfe', but must be UTF-8\n")
-    code, output = shell("""EDGESPEC_MODEL=$(printf '\\377') "$@" """, "verifier")
+    code, output = run_script("""EDGESPEC_MODEL=$(printf '\\377') "$@" """, "verifier")
     assert (code, output) == (2, "error: EDGESPEC_MODEL is b'\\xff', but must be UTF-8\n")
 
 
@@ -111,16 +111,16 @@ def test_a_ctrl_c_during_the_imports_says_nothing(
 ) -> None:
     """The Ctrl-C hits the command line's own imports, or the called command's imports."""
     (tmp_path / f"{library}.py").write_text("print('importing', flush=True)\ninput()\n")
-    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    path = os.pathsep.join((str(tmp_path), child_environment()["PYTHONPATH"]))
     with subprocess.Popen(
         [sys.executable, "-m", "edgespec", *arguments],
-        env={**environment(), "PYTHONPATH": path},
+        env={**child_environment(), "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert present(process.stdout).readline() == "importing\n"
+        assert require(process.stdout).readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, errors) == (-signal.SIGINT, "")
@@ -146,12 +146,12 @@ def test_loading_is_stopped_at_once(number: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LOADING],
         cwd=ROOT,
-        env=environment(),
+        env=child_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert present(process.stdout).readline() == "loading\n"
+        assert require(process.stdout).readline() == "loading\n"
         process.send_signal(number)
         output, errors = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, output, errors) == (-number, "", "")
@@ -170,7 +170,7 @@ def test_a_simulation_whose_whole_group_is_told_to_end_ends_with_its_workers(
     arguments = ("run", "full-verifier", "--seeds", "8", "--out", str(tmp_path / "out"))
     with subprocess.Popen(
         [sys.executable, "-c", command, *arguments],
-        env=environment(),
+        env=child_environment(),
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -203,7 +203,7 @@ with running.stopping_at_once():
 def test_the_first_process_of_a_container_is_stopped_while_it_loads() -> None:
     """Linux ignores the default action of signals for process 1, so the command needs its own
     handler."""
-    done = python("-c", AS_THE_FIRST)
+    done = run_python("-c", AS_THE_FIRST)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
 
 
@@ -211,7 +211,7 @@ def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
     with start("demo", "--model", "toy", "--draft", "toy") as demo:
         port = None
         while port is None:
-            line = present(demo.stdout).readline()
+            line = require(demo.stdout).readline()
             assert line, "the demo ended before it had a verifier"
             port = re.search(r"verifier on 127.0.0.1:(\d+)", line)
         with socket.create_connection(("127.0.0.1", int(port[1])), WITHIN_S) as probe:
@@ -266,7 +266,7 @@ def start_generating(address: str, count: int = LONG) -> subprocess.Popen[str]:
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    return present(process.stdout).readline()
+    return require(process.stdout).readline()
 
 
 def read_rest(pipe: IO[str] | None) -> str:
@@ -281,7 +281,7 @@ def read_rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def test_a_stopped_device_leaves_the_daemon_serving() -> None:
-    with daemon("--pass-ms", "10") as (address, verifier):
+    with start_daemon("--pass-ms", "10") as (address, verifier):
         for number in (signal.SIGTERM, signal.SIGINT):
             with start_generating(address, 3000) as device:
                 assert first_line(device)
@@ -290,7 +290,7 @@ def test_a_stopped_device_leaves_the_daemon_serving() -> None:
                 assert device.returncode == 128 + number
         with start_generating(address, 8) as device:
             out, _ = device.communicate(timeout=WITHIN_S)
-        assert _tokens(out.splitlines()) == _expected(8)
+        assert _tokens(out.splitlines()) == _expected_tokens(8)
         assert verifier.poll() is None
 
 
@@ -334,5 +334,5 @@ def _tokens(lines: list[str]) -> list[int]:
     return [token for line in lines for token in json.loads(line)["tokens"]]
 
 
-def _expected(count: int = LONG) -> list[int]:
+def _expected_tokens(count: int = LONG) -> list[int]:
     return toy_text(TEXT.encode(PROMPT), SamplingParams(max_tokens=count, ignore_eos=True))

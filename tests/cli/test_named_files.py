@@ -32,7 +32,7 @@ from edgespec.config.files import (
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import TraceFile
 from edgespec.wire.access import ServerAccess, load_device_access, make_key
-from tests.sources import modules, within
+from tests.sources import is_within, parse_modules
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def test_a_key_file_that_is_no_file_is_named(things: dict[str, Path], kind: str)
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _recorded(path: Path) -> None:
+def _write_recording(path: Path) -> None:
     Recording(path, 1 << 20)
 
 
@@ -158,7 +158,7 @@ def _kept_secret(path: Path) -> None:
     replace_file(path, "secret")
 
 
-@pytest.mark.parametrize("write", [_recorded, _kept_secret])
+@pytest.mark.parametrize("write", [_write_recording, _kept_secret])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_regular_files_become_ours(
     things: dict[str, Path], kind: str, write: Callable[[Path], None]
@@ -272,14 +272,14 @@ def opens_file(call: ast.Call) -> bool:
 def test_every_file_that_a_user_names_is_opened_in_one_place() -> None:
     found = {
         module.name
-        for module in modules()
-        if within(module.name, "edgespec")
-        or within(module.name, "edgespec_sim")
-        or within(module.name, "edgespec_uara")
+        for module in parse_modules()
+        if is_within(module.name, "edgespec")
+        or is_within(module.name, "edgespec_sim")
+        or is_within(module.name, "edgespec_uara")
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and opens_file(node)
     }
-    strays = {name for name in found if not any(within(name, own) for own in OWN)}
+    strays = {name for name in found if not any(is_within(name, own) for own in OWN)}
     assert strays == set(), "read and write with edgespec.config.files"
-    unused = {own for own in OWN if not any(within(name, own) for name in found)}
+    unused = {own for own in OWN if not any(is_within(name, own) for name in found)}
     assert unused == set()

@@ -32,7 +32,7 @@ import yaml
 
 from edgespec.cli.verifier import ServiceManager, _drain, _reload_whenever
 from edgespec.config import ConfigError, load_config
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
@@ -42,8 +42,15 @@ from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
 from edgespec.wire.access import KeyFile, ServerAccess, save_keys
 from tests.kit.guarded import PROMPT, Pki, device_config, keys_in, verifier_config
-from tests.kit.live_verifier import call, daemon, python, ready, start, toy_text
-from tests.present import present
+from tests.kit.live_verifier import (
+    run_command,
+    run_python,
+    start,
+    start_daemon,
+    toy_text,
+    wait_until_ready,
+)
+from tests.present import require
 
 WITHIN_S = 120
 IDS = ToyTokenizer().encode(PROMPT)
@@ -77,7 +84,9 @@ async def tokens_of(chunks: AsyncIterator[Chunk]) -> list[int]:
     return [token async for chunk in chunks for token in chunk.tokens]
 
 
-def agent(address: str, key: str, monkeypatch: pytest.MonkeyPatch, pki: Pki | None = None) -> Agent:
+def make_agent(
+    address: str, key: str, monkeypatch: pytest.MonkeyPatch, pki: Pki | None = None
+) -> Agent:
     monkeypatch.setenv("EDGESPEC_API_KEY", key)
     config = device_config(address, None if pki is None else pki.device())
     return build_agent(replace(config, reconnect=PATIENT))
@@ -100,8 +109,8 @@ async def test_sighup_reads_keys_and_certificates_again(
     pki, newer, path = Pki(tmp_path / "pki"), Pki(tmp_path / "newer"), tmp_path / "keys.yaml"
     keys = keys_in(path, "good", "bad")
     tls = ("--tls-cert", pki.path("server.pem"), "--tls-key", pki.path("server.key"))
-    with daemon(*SLOW, *tls, "--keys", str(path)) as (address, process):
-        good, bad = (agent(address, keys[name], monkeypatch, pki) for name in ("good", "bad"))
+    with start_daemon(*SLOW, *tls, "--keys", str(path)) as (address, process):
+        good, bad = (make_agent(address, keys[name], monkeypatch, pki) for name in ("good", "bad"))
         async with good, bad:
             ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, ENDLESS)
             first = await anext(ours)
@@ -124,16 +133,16 @@ async def test_sighup_reads_keys_and_certificates_again(
             assert "keys revoked: bad; a new certificate or client CA; 1 streams were" in words
             with pytest.raises(GenerationError, match="was revoked"):
                 await tokens_of(theirs)
-            async with agent(address, keys["good"], monkeypatch, newer) as late:
+            async with make_agent(address, keys["good"], monkeypatch, newer) as late:
                 assert await tokens_of(late.generate(PROMPT, SHORT)) == toy_text(IDS, SHORT)
             assert [*first.tokens, *await tokens_of(ours)] == EXPECTED
-            assert present(good.stats).counters.reconnects == 0
+            assert require(good.stats).counters.reconnects == 0
 
 
 async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> None:
     """The running stream acknowledges nothing until the new one was refused, so the verifier holds
     back more than half of its text."""
-    with daemon("--set", "drain_s=200") as (address, process):
+    with start_daemon("--set", "drain_s=200") as (address, process):
         transport, late = connect(address), connect(address)
         stream = await transport.connect()
         await stream.send(Open("running", "", "", tuple(IDS), sampling=LONG, drafting=False))
@@ -154,7 +163,7 @@ async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> Non
 
 
 @contextmanager
-def listening(address: str) -> Iterator[socket.socket]:
+def listen_silently(address: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
         end.bind(address.replace("@", "\0", 1) if address.startswith("@") else address)
         end.settimeout(WITHIN_S)
@@ -178,7 +187,7 @@ async def test_a_watched_service_shows_that_it_lives(tmp_path: Path) -> None:
     watched = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "2000", "WATCHDOG_PID": str(os.getpid())}
     manager = ServiceManager(watched)
     assert manager.watchdog_s == 0.002
-    with listening(address) as end:
+    with listen_silently(address) as end:
         beat = asyncio.ensure_future(manager.keep_alive())
         for _ in range(3):
             assert await asyncio.to_thread(read_notification, end) == {"WATCHDOG": "1"}
@@ -199,8 +208,8 @@ def test_the_daemon_says_when_it_serves_reloads_and_ends(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", address)
-    with listening(address) as end:
-        with daemon() as (where, process):
+    with listen_silently(address) as end:
+        with start_daemon() as (where, process):
             ready = read_notification(end)
             assert ready["READY"] == "1"
             assert where in ready["STATUS"]
@@ -292,7 +301,7 @@ DRILLS = ["calm", "rotation", "revocation", "wrong-keys", "flood", "restart", "t
 def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
     report = tmp_path / "drill.json"
     options = ("--devices", "10", "--seconds", "4", "--seed", "2", "--json", str(report))
-    done = python("benchmarks/service_drill.py", *options)
+    done = run_python("benchmarks/service_drill.py", *options)
     assert report.exists(), done.stdout + done.stderr
     found = json.loads(report.read_text())
     # The duration of a revocation is judged by the bench, not on a machine that runs other tests.
@@ -307,7 +316,7 @@ def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
 
 
 def test_hostile_streams_end_cleanly_beside_an_honest_device() -> None:
-    done = python("benchmarks/fuzz.py", "--messages", "2000", "--streams", "120", "--seed", "7")
+    done = run_python("benchmarks/fuzz.py", "--messages", "2000", "--streams", "120", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 findings" in done.stdout
     assert "stream: INVALID_ARGUMENT" in done.stdout
@@ -318,7 +327,7 @@ def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path)
     report = tmp_path / "load.json"
     options = ["--any-latency", "--devices", "12", "--seconds", "3", "--phase", "1.5"]
     options += ["--lease-s", "0.5", "--seed", "3", "--json", str(report)]
-    done = python("benchmarks/hostile_load.py", *options)
+    done = run_python("benchmarks/hostile_load.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 findings" in done.stdout
     found = json.loads(report.read_text())
@@ -330,7 +339,7 @@ def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path)
 
 @pytest.mark.slow
 def test_whatever_both_ends_draft_no_text_differs() -> None:
-    done = python("benchmarks/both_ends.py", "--texts", "16")
+    done = run_python("benchmarks/both_ends.py", "--texts", "16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "160 texts, none differs" in done.stdout
 
@@ -344,9 +353,9 @@ SERVED = ("--draft", "toy", "--port", "0")
 
 
 @contextlib.contextmanager
-def endpoint(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def start_endpoint(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Start the real process and yield its URL."""
-    with ready(start("serve", *SERVED, *options), r"ready on (http://\S+)/v1") as found:
+    with wait_until_ready(start("serve", *SERVED, *options), r"ready on (http://\S+)/v1") as found:
         yield found
 
 
@@ -359,8 +368,8 @@ def curl(*arguments: str) -> Any:
 
 @needs_curl
 def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
-    with daemon() as (address, _), endpoint("--verifier", address) as (url, process):
-        lines = [present(process.stderr).readline() for _ in range(7)]
+    with start_daemon() as (address, _), start_endpoint("--verifier", address) as (url, process):
+        lines = [require(process.stderr).readline() for _ in range(7)]
         words = [line.split()[0] for line in lines]
         assert words == ["draft", "verifier", "memory", "clients", "web", "status:", "try"]
         assert f"{address}: serves toy, context 4096" in lines[1]
@@ -382,8 +391,11 @@ def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
 @needs_curl
 @pytest.mark.slow
 def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
-    with daemon("--pass-ms", "50") as (address, _):
-        with endpoint("--verifier", address, "--set", "endpoint.drain_s=0.2") as (url, process):
+    with start_daemon("--pass-ms", "50") as (address, _):
+        with start_endpoint("--verifier", address, "--set", "endpoint.drain_s=0.2") as (
+            url,
+            process,
+        ):
             body = {"prompt": "abc", "max_tokens": 4000, "stream": True, "ignore_eos": True}
             asking = subprocess.Popen(
                 ["curl", "-sN", f"{url}/v1/completions", "-d", json.dumps(body)],
@@ -397,7 +409,7 @@ def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
                 rest = asking.stdout.read()
             assert '"code":"shutting_down"' in rest.splitlines()[-2]
             assert process.wait(SOON_S) == 0
-            said = present(process.stderr).read()
+            said = require(process.stderr).read()
             assert "stopping: waiting up to 0.2 s for 1 requests" in said
             assert "Traceback" not in said
 
@@ -405,10 +417,13 @@ def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
 def test_flags_are_settings_of_the_endpoint() -> None:
     given = ("--port", 9, "--allow-origin", "https://a.example", "--set", "endpoint.insecure=true")
     most = ("--set", "endpoint.default_max_tokens=7")
-    first = call("serve", *given, *most, "--help-all").stdout
+    first = run_command("serve", *given, *most, "--help-all").stdout
     shown = yaml.safe_load(first)
     assert shown["endpoint"]["port"] == 9
     assert shown["endpoint"]["allow_origins"] == ["https://a.example"]
     assert (shown["endpoint"]["insecure"], shown["insecure"]) == (True, False)
     assert shown["endpoint"]["default_max_tokens"] == 7
-    assert call("serve", "--set", "insecure=true", "--help-all").stdout.count("insecure: true") == 1
+    assert (
+        run_command("serve", "--set", "insecure=true", "--help-all").stdout.count("insecure: true")
+        == 1
+    )

@@ -19,9 +19,9 @@ import pytest
 
 from edgespec.cli.running import StopRequest
 from edgespec.config.files import temporary_folder
-from tests.kit.live_verifier import environment
+from tests.kit.live_verifier import child_environment
 from tests.models.test_grammar import wait_until
-from tests.present import present
+from tests.present import require
 from tests.sources import ROOT
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,13 +64,13 @@ def run_until_written(code: str, *arguments: object) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
-        env=environment(),
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert present(process.stdout).readline() == "writing\n", process.communicate()[1]
+    assert require(process.stdout).readline() == "writing\n", process.communicate()[1]
     return process
 
 
@@ -143,7 +143,7 @@ def test_a_command_leaves_nothing_running(
     with subprocess.Popen(
         [sys.executable, "-c", START + call, which, *words],
         cwd=tmp_path / "work",
-        env={**environment(), **{key: str(value) for key, value in own.items()}},
+        env={**child_environment(), **{key: str(value) for key, value in own.items()}},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -151,7 +151,7 @@ def test_a_command_leaves_nothing_running(
     ) as process:
         running = psutil.Process(process.pid)
         if name in BUSY:
-            lines = iter(present(process.stderr).readline, "")
+            lines = iter(require(process.stderr).readline, "")
             assert any(re.search(BUSY[name], line) for line in lines)
         else:
             wait_until(lambda: running.children() or process.poll() is not None)

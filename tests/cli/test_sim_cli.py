@@ -18,7 +18,7 @@ from edgespec_sim.commands.play import ScenarioPoint, SeedPlan, Workers, play_se
 from edgespec_sim.replication import MIN_SEEDS
 from edgespec_sim.run_summary import read_summary
 from edgespec_sim.scenario.sections import load_scenario
-from tests.present import present
+from tests.present import require
 from tests.sources import ROOT
 
 SHORT = ("--set", "duration_s=3", "--seeds", "1")
@@ -114,7 +114,7 @@ def test_a_run_plays_seeds_until_the_speed_up_is_known(
     summary = read_summary(tmp_path / "summary.json")
     assert summary.seeds >= MIN_SEEDS
     ours = summary.arms[1]
-    low, high = present(ours.speedup_interval)
+    low, high = require(ours.speedup_interval)
     assert ours.speedup is not None
     assert low < ours.speedup < high
     assert (high - low) / 2 <= 0.6 * ours.speedup * 1.1

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from tests.kit.live_verifier import python
+from tests.kit.live_verifier import run_python
 from tests.kit.lone_machine import run_alone, why_not_alone
-from tests.sources import ROOT, imports, modules
+from tests.sources import ROOT, list_imports, parse_modules
 
 VERIFIER = "serving verifier --port $PORT; verifier=$!\n"
 THE_ONE = "--verifier 127.0.0.1:$PORT"
@@ -117,7 +117,7 @@ def test_the_variables_win_and_reach_child_processes() -> None:
         "child = 'import json, os; print(json.dumps(dict(os.environ)))'\n"
         "print(subprocess.check_output([sys.executable, '-c', child], text=True))\n"
     )
-    done = python("-c", code, env=dict.fromkeys(edgespec.TELEMETRY_OFF, "maybe"))
+    done = run_python("-c", code, env=dict.fromkeys(edgespec.TELEMETRY_OFF, "maybe"))
     seen = json.loads(done.stdout)
     assert {name: seen[name] for name in edgespec.TELEMETRY_OFF} == edgespec.TELEMETRY_OFF
 
@@ -128,15 +128,15 @@ def test_hugging_face_reads_them() -> None:
         "from huggingface_hub import constants\n"
         "print(constants.HF_HUB_DISABLE_TELEMETRY)"
     )
-    assert python("-c", code).stdout.split()[-1] == "True"
+    assert run_python("-c", code).stdout.split()[-1] == "True"
 
 
 def test_only_one_place_imports_onnxruntime() -> None:
     """Oracle: the syntax tree of every file, tests and benchmarks included. A name given to
     ``import_module`` counts as well."""
     found = set()
-    for module in modules():
-        if any(one.name.partition(".")[0] == "onnxruntime" for one in imports(module)):
+    for module in parse_modules():
+        if any(one.name.partition(".")[0] == "onnxruntime" for one in list_imports(module)):
             found.add(module.path)
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and "import" in ast.unparse(node.func).split(".")[-1]:
@@ -153,7 +153,7 @@ def test_onnxruntime_says_no_more_where_it_was_imported_before() -> None:
         "import onnxruntime\ncalls = []\nonnxruntime.disable_telemetry_events = lambda: "
         "calls.append(1)\nimport edgespec.device.drafters.onnx_drafter\nprint(len(calls))"
     )
-    assert python("-c", code).stdout.split() == ["1"]
+    assert run_python("-c", code).stdout.split() == ["1"]
 
 
 @pytest.mark.parametrize(

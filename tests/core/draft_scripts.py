@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.comparison_policies import WindowedPolicy
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, Open, Opened
@@ -36,7 +36,7 @@ def new_session(
     return DraftSession(request, policy, RECONNECT, draft_context_length, vocabulary_size=1000)
 
 
-def streaming(
+def new_streaming_session(
     policy: DraftPolicy | None = None,
     request: Open = REQUEST,
     limits: Limits | None = None,
@@ -49,9 +49,9 @@ def streaming(
     return session
 
 
-def guess(*tokens: int) -> ev.StepDone:
+def finish_step(*tokens: int) -> ev.StepDone:
     return ev.StepDone(tuple(Candidate(token, -1.0) for token in tokens))
 
 
-def messages(actions: tuple[ev.DraftAction, ...]) -> list[object]:
+def messages_in(actions: tuple[ev.DraftAction, ...]) -> list[object]:
     return [action.message for action in actions if isinstance(action, ev.Transmit)]

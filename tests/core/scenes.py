@@ -61,7 +61,7 @@ def run_pass(session: VerifySession, now: float = 1.0) -> tuple[se.VerifyAction,
     return session.handle(se.PassDone(targets_of(request)), now)
 
 
-def chain(session: VerifySession, *tokens: int, first: int = 1) -> m.Draft:
+def chain_draft(session: VerifySession, *tokens: int, first: int = 1) -> m.Draft:
     length = session.prefix.length
     parents = (0, *range(first, first + len(tokens) - 1))
     return m.Draft(first, parents, tokens, length, session.prefix.hash_at(length))
@@ -80,24 +80,24 @@ def new_engine(limits: ee.EngineLimits | None = None, *, contain: bool = True) -
     return VerifyEngine(MODEL, LIMITS, limits or ee.EngineLimits(), contain=contain)
 
 
-def named(key: str, request: m.Open = RUNNING) -> m.Open:
+def name_session(key: str, request: m.Open = RUNNING) -> m.Open:
     return replace(request, session_id=key)
 
 
-def batch(actions: tuple[ee.EngineAction, ...]) -> tuple[PassRequest, ...]:
+def batch_in(actions: tuple[ee.EngineAction, ...]) -> tuple[PassRequest, ...]:
     """Return the requests of the one pass among the actions."""
     (run,) = [action for action in actions if isinstance(action, ee.RunBatch)]
     return run.requests
 
 
-def done(requests: tuple[PassRequest, ...]) -> ee.BatchDone:
+def finish_batch(requests: tuple[PassRequest, ...]) -> ee.BatchDone:
     """Return the result of a pass over the fixed text."""
     return ee.BatchDone(
         tuple(PassResult(r.key, targets_of(r) if r.sample else ()) for r in requests)
     )
 
 
-def faults(actions: tuple[ee.EngineAction, ...]) -> list[tuple[int, m.FaultCode]]:
+def faults_in(actions: tuple[ee.EngineAction, ...]) -> list[tuple[int, m.FaultCode]]:
     """Return the faults among the actions, each with its stream."""
     return [
         (action.stream, action.message.code)
@@ -112,7 +112,7 @@ PACED_MODEL = ModelInfo("big", "", 50, 8192)
 PACED_LIMITS = m.Limits(context_length=8192, max_unreceived=8192)
 
 
-def opening(name: str, length: int) -> m.Open:
+def paced_opening(name: str, length: int) -> m.Open:
     return m.Open(name, "", "", (1,) * length, sampling=ENDLESS, drafting=False)
 
 
@@ -139,7 +139,7 @@ class PacedEngine:
         self._streams += 1
         self._stream_of[name], self._name_of[self._streams] = self._streams, name
         self.tokens[name] = 0
-        opened = ee.StreamOpened(self._streams, opening(name, length), credential=credential)
+        opened = ee.StreamOpened(self._streams, paced_opening(name, length), credential=credential)
         self._do(self.engine.handle(opened, self.now))
         if name not in self.engine.sessions:
             del self._stream_of[name]

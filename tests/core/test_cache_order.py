@@ -24,7 +24,7 @@ ROW_S = 0.001
 BLOCK = 16
 
 
-def paced(blocks: int, rows: int = 1024, row_s: float = ROW_S) -> PacedEngine:
+def new_paced_engine(blocks: int, rows: int = 1024, row_s: float = ROW_S) -> PacedEngine:
     limits = EngineLimits(
         cache=CacheShape(blocks, BLOCK),
         max_sessions=512,
@@ -43,13 +43,13 @@ def passes_until_a_token(engine: PacedEngine, name: str, most: int) -> int:
 
 
 def is_inside(engine: PacedEngine, name: str) -> bool:
-    ledger = engine.engine.keeper.ledger
+    ledger = engine.engine.cache_scheduler.ledger
     assert ledger is not None
     return ledger.held_count(name) > 0
 
 
 def test_prompts_of_one_key_with_room_for_all_delay_no_other_key() -> None:
-    engine = paced(4_096)
+    engine = new_paced_engine(4_096)
     engine.open("talks", credential=VICTIM)
     engine.run_until(1.0)
     for number in range(40):
@@ -65,7 +65,7 @@ def test_prompts_of_one_key_with_room_for_all_delay_no_other_key() -> None:
 
 def test_prompts_of_one_key_alone_in_their_pass_are_over_soon_for_another_key() -> None:
     """No session decodes, so prompts have the whole pass, but never 1,024 rows of them at once."""
-    engine = paced(4_096)
+    engine = new_paced_engine(4_096)
     engine.open("warm", credential=VICTIM)
     for number in range(40):
         engine.open(f"crowd {number}", 1_000, CROWD)
@@ -81,36 +81,36 @@ def test_prompts_of_one_key_alone_in_their_pass_are_over_soon_for_another_key() 
 
 
 def test_one_key_alone_has_the_whole_pass_for_its_prompts() -> None:
-    engine = paced(4_096)
+    engine = new_paced_engine(4_096)
     engine.open("long", 2_000, CROWD)
     rows = [engine.run_pass()["long"] for _ in range(3)]
     assert rows == [512, 512, 512]  # one session each; a pass has 1,024 rows
 
 
 def test_a_newcomer_within_its_share_takes_room_from_the_newest_of_a_key_above_its_share() -> None:
-    engine = paced(512, row_s=0.0)
+    engine = new_paced_engine(512, row_s=0.0)
     for number in range(8):
         engine.open(f"crowd {number}", 38 * BLOCK, CROWD)
     engine.open("crowd 8", 197 * BLOCK, CROWD)
     while not all(engine.tokens.values()):
         engine.run_pass()
-    ledger = engine.engine.keeper.ledger
+    ledger = engine.engine.cache_scheduler.ledger
     assert ledger is not None
     assert ledger.free_count < 6
     engine.open("victim", 6 * BLOCK, VICTIM)
     passes_until_a_token(engine, "victim", 3)
-    assert engine.engine.keeper.evictions == 1
+    assert engine.engine.cache_scheduler.evictions == 1
     assert not is_inside(engine, "crowd 8")
     for _ in range(5):
         engine.run_pass()
     assert is_inside(engine, "victim")  # and no session takes the room back
-    assert engine.engine.keeper.evictions == 1
+    assert engine.engine.cache_scheduler.evictions == 1
 
 
 def test_a_prompt_above_its_share_waits_for_older_sessions_and_for_no_newer_ones() -> None:
     """A key opens a short session whenever one ends; the long prompt needs nine tenths of the
     cache."""
-    engine = paced(520)
+    engine = new_paced_engine(520)
     shorts = [f"short {number}" for number in range(8)]
     for name in shorts:
         engine.open(name, 40 * BLOCK, CROWD)
@@ -131,7 +131,7 @@ def test_a_prompt_above_its_share_waits_for_older_sessions_and_for_no_newer_ones
 
 def test_sessions_over_their_rate_keep_nobody_out() -> None:
     slow = Credential("slow", tokens_per_s=1.0)
-    engine = paced(512)
+    engine = new_paced_engine(512)
     engine.open("first", credential=slow)
     while engine.engine.running:
         engine.run_pass()
@@ -142,12 +142,12 @@ def test_sessions_over_their_rate_keep_nobody_out() -> None:
 
 
 def test_two_keys_whose_sessions_grow_together_do_not_evict_each_other_in_turns() -> None:
-    engine = paced(512)
+    engine = new_paced_engine(512)
     for number in range(4):
         for credential in (CROWD, VICTIM):
             engine.open(f"{credential.name} {number}", 60 * BLOCK, credential)
     engine.run_until(40.0)  # each session would grow by about 100 blocks
-    assert engine.engine.keeper.evictions <= 8
+    assert engine.engine.cache_scheduler.evictions <= 8
     assert min(engine.tokens["crowd 0"], engine.tokens["victim 0"]) > 1_000
 
 
@@ -158,7 +158,7 @@ def test_in_random_schedules_shares_are_kept_and_nobody_starves(seed: int) -> No
     rng = random.Random(seed)
     blocks = rng.choice((512, 600, 1_024))
     keys = [Credential(f"key {number}") for number in range(rng.choice((2, 3, 5)))]
-    engine = paced(blocks, row_s=0.0001)
+    engine = new_paced_engine(blocks, row_s=0.0001)
     opened_at: dict[str, float] = {}
     modest = Credential("modest")
     waited: dict[str, float] = {}

@@ -36,7 +36,7 @@ from edgespec.core.protocol.messages import (
     describe_model_mismatch,
 )
 from edgespec.core.protocol.work import ModelInfo
-from tests.present import present
+from tests.present import require
 
 MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")
 OTHER = ModelInfo("big", "words", 100, 4096, (), "fp-2")
@@ -72,7 +72,7 @@ def test_a_breaker_opens_asks_and_closes() -> None:
     for now, longest_s in ((0.0, 1.0), (10.0, 2.0), (20.0, 4.0), (30.0, 4.0), (40.0, 4.0)):
         breaker.record_failure(now)
         assert breaker.state is OPEN
-        assert longest_s / 2 <= present(breaker.probe_at) - now <= longest_s
+        assert longest_s / 2 <= require(breaker.probe_at) - now <= longest_s
         breaker.start_probe()
         assert breaker.state is HALF_OPEN
     breaker.close_after_probe()

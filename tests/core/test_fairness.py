@@ -24,7 +24,7 @@ from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier import traffic_budget as tb
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
-from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
@@ -230,7 +230,7 @@ def test_a_session_over_its_keys_rate_keeps_no_newer_one_out_of_the_cache() -> N
 
 def could_run(engine: VerifyEngine) -> bool:
     """Return whether the first waiting session within its rate has enough free blocks to run."""
-    ledger, is_over_rate = engine.keeper.ledger, engine._scheduler.fairness.is_over_rate
+    ledger, is_over_rate = engine.cache_scheduler.ledger, engine._scheduler.fairness.is_over_rate
     assert ledger is not None
     for key, session in engine.sessions.items():
         if session.rows_to_feed and not is_over_rate(key):
@@ -477,81 +477,82 @@ def test_every_block_has_one_owner_and_none_is_lost() -> None:
 
 def _make_world(
     *prompts: int, blocks: int, share: bool = False
-) -> tuple[CacheKeeper, BlockLedger, dict[str, VerifySession]]:
-    """Return a keeper, its ledger and sessions a, b, ... with prompts of the given lengths, which
-    all begin alike. The sessions opened in this order, and each has had one pass if it has room."""
+) -> tuple[CacheScheduler, BlockLedger, dict[str, VerifySession]]:
+    """Return a cache scheduler, its ledger and sessions a, b, ... with prompts of the given
+    lengths, which all begin alike. The sessions opened in this order, and each has had one pass if
+    it has room."""
     sessions: dict[str, VerifySession] = {}
     wanted = replace(REQUEST, sampling=SamplingParams(max_tokens=50), run_ahead=RunAhead.ALWAYS)
     ledger = BlockLedger(CacheShape(blocks, SIZE))
-    keeper = CacheKeeper(ledger, sessions, (lambda key: "") if share else None)
+    cache_scheduler = CacheScheduler(ledger, sessions, (lambda key: "") if share else None)
     for key, length in zip("abcdef", prompts, strict=False):
         request = replace(wanted, session_id=key, prompt=(1,) * length)
         run_ahead = RUN_AHEAD[RunAhead.ALWAYS]
         sessions[key] = VerifySession(request, FIXED, LIMITS, ExactRule(), run_ahead, 0.0)
         sessions[key].handle(Attach(request), 0.0)
     for key, session in sessions.items():
-        if rows := keeper.rows_for(key, 100, (), 0, 0.0):
+        if rows := cache_scheduler.rows_for(key, 100, (), 0, 0.0):
             [run] = session.handle(Offer(rows, 0.02), 0.0)
             assert isinstance(run, RunPass)
-            keeper.reserve(key, session.prefix.length)
+            cache_scheduler.reserve(key, session.prefix.length)
             session.handle(PassDone((TEXT[5],)), 0.0)
-            keeper.settle_pass(run.request, session.prefix.length)
-    return keeper, ledger, sessions
+            cache_scheduler.settle_pass(run.request, session.prefix.length)
+    return cache_scheduler, ledger, sessions
 
 
 def test_nobody_enters_before_one_who_came_earlier() -> None:
-    keeper, _, sessions = _make_world(4, 16, 1, blocks=4)
+    cache_scheduler, _, sessions = _make_world(4, 16, 1, blocks=4)
     assert sessions["a"].cache_length
-    assert keeper.rows_for("b", 100, (), 0, 0.0) == 0
-    assert keeper.rows_for("c", 100, (), 0, 0.0) == 0  # would fit, but b waits
+    assert cache_scheduler.rows_for("b", 100, (), 0, 0.0) == 0
+    assert cache_scheduler.rows_for("c", 100, (), 0, 0.0) == 0  # would fit, but b waits
     sessions["b"].handle(Detach(), 1.0)
-    assert keeper.rows_for("c", 100, (), 0, 1.0) > 0
+    assert cache_scheduler.rows_for("c", 100, (), 0, 1.0) > 0
 
 
 def test_the_gone_lose_their_blocks_first_then_those_who_wait_then_the_newest() -> None:
-    keeper, _, sessions = _make_world(4, 4, 4, 4, 4, blocks=5)
+    cache_scheduler, _, sessions = _make_world(4, 4, 4, 4, 4, blocks=5)
     sessions["b"].device.unacknowledged_since = 0.5
     sessions["c"].handle(Detach(), 2.0)
     sessions["d"].handle(Detach(), 1.0)
     for length in (4, 8, 12, 16):  # at each step the oldest needs one more block
         sessions["a"].cache_length = length
-        assert keeper.rows_for("a", 1, (), 0, 3.0) == 1
-        keeper.reserve("a", length + 1)
-    assert keeper.evicted == ["d", "c", "b", "e"]
+        assert cache_scheduler.rows_for("a", 1, (), 0, 3.0) == 1
+        cache_scheduler.reserve("a", length + 1)
+    assert cache_scheduler.evicted == ["d", "c", "b", "e"]
     assert [sessions[key].cache_length for key in "bcde"] == [0, 0, 0, 0]
     sessions["a"].cache_length = 20
-    assert keeper.rows_for("a", 1, (), 0, 3.0) == 0  # no session remains
+    assert cache_scheduler.rows_for("a", 1, (), 0, 3.0) == 0  # no session remains
 
 
 def test_guesses_cost_nobody_a_block() -> None:
-    keeper, _, _ = _make_world(4, 4, blocks=4)
-    assert keeper.rows_for("a", 100, (), 0, 1.0) == 8  # the two free blocks
+    cache_scheduler, _, _ = _make_world(4, 4, blocks=4)
+    assert cache_scheduler.rows_for("a", 100, (), 0, 1.0) == 8  # the two free blocks
     # one is kept for sessions that may still join
-    assert keeper.rows_for("a", 100, (), 1, 1.0) == 4
-    assert keeper.evictions == 0
+    assert cache_scheduler.rows_for("a", 100, (), 1, 1.0) == 4
+    assert cache_scheduler.evictions == 0
 
 
 def test_an_eviction_frees_only_what_nobody_else_holds() -> None:
-    keeper, ledger, sessions = _make_world(9, 9, 9, blocks=6, share=True)
+    cache_scheduler, ledger, sessions = _make_world(9, 9, 9, blocks=6, share=True)
     assert [ledger.held_count(key) for key in "abc"] == [3, 3, 3]
     assert ledger.free_count == 1  # two blocks are shared by all
     sessions["a"].cache_length = 12
-    assert keeper.rows_for("a", 8, (), 0, 1.0) == 4
+    assert cache_scheduler.rows_for("a", 8, (), 0, 1.0) == 4
     assert ledger.reserve("a", 16)
     ledger.trim("c", 8)
     assert ledger.reserve("a", 20)  # uses the blocks that c released
-    assert not keeper._make_room("a", 25, (), 1.0)  # no session can give two more
-    assert keeper.evicted == []
-    assert keeper._make_room("a", 24, (), 1.0)
-    assert keeper.evicted == ["b"]  # c is newer but has no blocks of its own
+    assert not cache_scheduler._make_room("a", 25, (), 1.0)  # no session can give two more
+    assert cache_scheduler.evicted == []
+    assert cache_scheduler._make_room("a", 24, (), 1.0)
+    assert cache_scheduler.evicted == ["b"]  # c is newer but has no blocks of its own
     assert sessions["c"].cache_length > 0
 
 
 def test_a_shared_block_cannot_be_written_and_one_with_two_holders_not_published() -> None:
-    keeper, _, sessions = _make_world(9, blocks=6, share=True)
+    cache_scheduler, _, sessions = _make_world(9, blocks=6, share=True)
     sessions["a"].cache_length = 7  # beyond the published part
     with pytest.raises(AssertionError, match="a shared block would be written"):
-        keeper.reserve("a", 12)
+        cache_scheduler.reserve("a", 12)
     ledger = BlockLedger(CacheShape(4, SIZE))
     assert ledger.reserve("a", 8)
     ledger.publish("a", 0, b"0")

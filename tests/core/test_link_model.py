@@ -199,11 +199,11 @@ def measure_excess(
         for _, until_s, _ in slots:
             inside = sum(size for start, end, size in slots if from_s <= start and end <= until_s)
             if inside:
-                worst = max(worst, inside - _carried(capacity, from_s, until_s))
+                worst = max(worst, inside - _carried_bytes(capacity, from_s, until_s))
     return worst
 
 
-def _carried(capacity: float | CapacitySchedule, from_s: float, until_s: float) -> float:
+def _carried_bytes(capacity: float | CapacitySchedule, from_s: float, until_s: float) -> float:
     if isinstance(capacity, float):
         return capacity * (until_s - from_s) / 8
     assert capacity.period_s is not None

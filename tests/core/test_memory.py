@@ -35,7 +35,7 @@ QUESTIONS = st.builds(
 )
 
 
-def question(budget_mib: float, **changes: int) -> me.MemoryPlanInputs:
+def plan_inputs(budget_mib: float, **changes: int) -> me.MemoryPlanInputs:
     return replace(
         me.MemoryPlanInputs(int(budget_mib * me.MIB), RUNTIME, max_width=2, cores=2), **changes
     )
@@ -82,7 +82,7 @@ def test_the_worked_numbers_of_the_terms() -> None:
     assert round((short[-1].bytes + grown) / me.MIB) == 74
     inline = me.memory_terms(replace(one, inline=True), settings, RUNTIME)
     assert inline[2].bytes > terms["weights"]
-    plan = replace(me.plan_without_limit([LARGE], question(1)), budget_bytes=600 * me.MIB)
+    plan = replace(me.plan_without_limit([LARGE], plan_inputs(1)), budget_bytes=600 * me.MIB)
     assert round(plan.margin_bytes / me.MIB) == 30
     assert me.window_sizes(700) == (700, 512, 384, 256, 192, 128)
     assert me.window_sizes(100) == (100,)
@@ -90,7 +90,7 @@ def test_the_worked_numbers_of_the_terms() -> None:
 
 def test_a_tight_budget_trades_and_says_so() -> None:
     """Float32 has to give up most of its window; int8 fits with more of it into the same budget."""
-    asked = question(me.smallest_budget([LARGE], question(1)) / me.MIB + 1)
+    asked = plan_inputs(me.smallest_budget([LARGE], plan_inputs(1)) / me.MIB + 1)
     plan, best = me.plan_memory([LARGE], asked), me.plan_without_limit([LARGE], asked)
     assert best.settings == me.DraftSettings(1024, 2, 64, 2)
     assert f"window {plan.settings.window} instead of 1024" in plan.list_reductions(best)
@@ -101,12 +101,12 @@ def test_a_tight_budget_trades_and_says_so() -> None:
 
 
 def test_a_refusal_names_the_smallest_budget() -> None:
-    needed = me.smallest_budget([LARGE], question(1))
+    needed = me.smallest_budget([LARGE], plan_inputs(1))
     with pytest.raises(me.MemoryPlanError, match="--draft none") as refused:
-        me.plan_memory([LARGE], question(500))
+        me.plan_memory([LARGE], plan_inputs(500))
     assert f"needs at least {needed / me.MIB:.1f} MiB" in str(refused.value)
     assert "memory budget is 500.0 MiB" in str(refused.value)
-    assert me.plan_memory([LARGE, SMALL], question(500)).variant is SMALL
+    assert me.plan_memory([LARGE, SMALL], plan_inputs(500)).variant is SMALL
 
 
 MACHINE = me.MachineMemory(total=8000 * me.MIB, available=1000 * me.MIB, resident=80 * me.MIB)

@@ -27,9 +27,9 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.pass_tree import PassTree, PassVerdict, PassView
 from edgespec.core.verifier.run_ahead import MAX_HISTORIES, DraftHistories, DraftHistory
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
-from tests.core.scenes import chain
+from tests.core.scenes import chain_draft
 from tests.core.test_constraints import EOS, Automaton
-from tests.present import present
+from tests.present import require
 
 TOKENS = 120
 DRAFTS = ee.EngineLimits(drafter=True)
@@ -351,10 +351,10 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
     sampling = SamplingParams(constraint=grammar.constraint())
     request = Open("s", "", "", (1, 2), sampling=sampling)
     for path, lawful in (((7, 3), (7, 3, 5)), ((7, 8, 3), (7, 3, 5)), ((3, 3), ())):
-        served = present(ServerDraftsFactory(text=False, model=True)(request, ANYBODY, (EOS,)))
+        served = require(ServerDraftsFactory(text=False, model=True)(request, ANYBODY, (EOS,)))
         tree = PassTree(9)
         tree.add_tree(path, (-1, 0, 1)[: len(path)], [0.99] * len(path), SourceKind.DEVICE)
-        start = present(served.begin_chain(PassView(tree, (1, 2, 5), 9, 0.0, 0.0)))
+        start = require(served.begin_chain(PassView(tree, (1, 2, 5), 9, 0.0, 0.0)))
         assert start.step.feed == (1, 2, 5, *lawful)
 
 
@@ -379,7 +379,7 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
     grammar = Automaton(({5: 1}, {7: 2, 9: 2}, {3: 3}, {4: 4}, {}), frozenset())
     sampling = SamplingParams(constraint=grammar.constraint())
     request = Open("s", "", "", (1, 2), sampling=sampling)
-    served = present(ServerDraftsFactory()(request, ANYBODY, (EOS,)))
+    served = require(ServerDraftsFactory()(request, ANYBODY, (EOS,)))
     tree, own = PassTree(9), len(path)
     tree.add_tree(path, range(-1, own - 1), [0.5] * own, SourceKind.DEVICE)
     served.add_nodes(PassView(tree, (1, 2, *text), depth, 0.0, least))
@@ -398,7 +398,7 @@ def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
     now = 0.025
     while not engine.broken:
         assert now < 40.0
-        now = present(engine.deadline)
+        now = require(engine.deadline)
         actions = engine.handle(ee.Poll(), now)
     assert now >= 30.0
     assert find_actions(actions, ee.GiveUp)
@@ -424,7 +424,7 @@ def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
         engine.handle(ee.BatchDone((PassResult("s", (token_at(2),)),)), 0.025), ee.RunDrafts
     )
     assert drafts.starts[0].step.feed == (*prompt, token_at(2))
-    draft = chain(session, token_at(3), token_at(4))
+    draft = chain_draft(session, token_at(3), token_at(4))
     engine.handle(ee.StreamMessage(1, draft), 0.026)
     guesses = (Candidate(token_at(3), -0.1),), (Candidate(40, -0.1),)
     guess = od.Chain("s", 0, drafts.starts[0].step.feed, guesses)

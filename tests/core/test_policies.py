@@ -40,7 +40,7 @@ from tests.core.draft_scripts import RECONNECT, REQUEST
 CHAIN = (0, 1, 2, 3)
 
 
-def _view(
+def _make_view(
     *parents: int,
     in_flight: int = 0,
     room: int = 100,
@@ -84,7 +84,7 @@ def _view_chain(*logprobs: float, decoding: bool = True, **world: Any) -> DraftV
     ms, steps 10 ms."""
     world = {"rtt_s": 0.02, "commit_s": 0.025 if decoding else 0.1, **world}
     chain = tuple(range(len(logprobs)))
-    return _view(*chain, logprobs=logprobs, pass_s=0.025, commit_tokens=1, **world)
+    return _make_view(*chain, logprobs=logprobs, pass_s=0.025, commit_tokens=1, **world)
 
 
 def _expected_tokens(rate: float, gamma: int) -> float:
@@ -105,31 +105,36 @@ def test_best_gamma_is_the_best(rate: float, step_s: float, round_s: float) -> N
 
 def test_fixed_drafts_gamma_tokens_sends_them_and_waits() -> None:
     policy = FixedPolicy(3)
-    assert [policy.choose_parent(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
-    assert [policy.should_send(_view(*CHAIN[:n])) for n in range(4)] == [False, False, False, True]
-    waiting = _view(*CHAIN[:3], in_flight=3)
+    assert [policy.choose_parent(_make_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
+    assert [policy.should_send(_make_view(*CHAIN[:n])) for n in range(4)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    waiting = _make_view(*CHAIN[:3], in_flight=3)
     assert (policy.choose_parent(waiting), policy.should_send(waiting)) == (None, False)
     best = tuple(range(best_gamma(waiting.estimates.acceptance.rate(0), 0.01, 0.06)))
-    assert FixedPolicy().should_send(_view(*best))
-    assert not FixedPolicy().should_send(_view(*best[:-1]))
+    assert FixedPolicy().should_send(_make_view(*best))
+    assert not FixedPolicy().should_send(_make_view(*best[:-1]))
 
 
 def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
     policy = PearlPolicy(3)
-    assert policy.should_send(_view(0))
-    behind = [policy.choose_parent(_view(*CHAIN[:n], in_flight=1)) for n in (1, 2, 3, 4)]
+    assert policy.should_send(_make_view(0))
+    behind = [policy.choose_parent(_make_view(*CHAIN[:n], in_flight=1)) for n in (1, 2, 3, 4)]
     assert behind == [1, 2, 3, None]
-    assert not policy.should_send(_view(*CHAIN, in_flight=1))
-    assert PearlPolicy().choose_parent(_view(*range(5))) == 5  # its length fits into a round
-    assert PearlPolicy().choose_parent(_view(*range(6))) is None
+    assert not policy.should_send(_make_view(*CHAIN, in_flight=1))
+    assert PearlPolicy().choose_parent(_make_view(*range(5))) == 5  # its length fits into a round
+    assert PearlPolicy().choose_parent(_make_view(*range(6))) is None
 
 
 def _does_wait(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any) -> bool:
     """Return whether a device that gathers holds a node back. Passes take 20 ms, steps 2 ms, and
     the round trip to the verifier 5 ms."""
     world = {"step_s": 0.002, "rtt_s": 0.005, **world}
-    view = replace(_view(*CHAIN, in_flight=in_flight, **world), since_commit_s=since_commit_s)
-    return not WindowedPolicy(gather=0.1).should_send(view)
+    view = replace(_make_view(*CHAIN, in_flight=in_flight, **world), since_commit_s=since_commit_s)
+    return not WindowedPolicy(gather_share=0.1).should_send(view)
 
 
 def test_drafts_gather_until_the_next_pass_is_near() -> None:
@@ -156,26 +161,29 @@ def test_drafts_do_not_gather_when_somebody_may_wait_for_them() -> None:
     assert not _does_wait(
         pass_s=0.018
     )  # commits come every 20 ms, so the verifier waited in between
-    view = replace(_view(*CHAIN, in_flight=1, rtt_s=0.005), since_commit_s=0.0, resting=True)
-    assert WindowedPolicy(gather=0.1).should_send(view)
+    view = replace(_make_view(*CHAIN, in_flight=1, rtt_s=0.005), since_commit_s=0.0, resting=True)
+    assert WindowedPolicy(gather_share=0.1).should_send(view)
     nothing = replace(view, unsent=0, in_flight=len(CHAIN))
-    assert not WindowedPolicy(gather=0.1).should_send(nothing)
+    assert not WindowedPolicy(gather_share=0.1).should_send(nothing)
 
 
 def test_windowed_sends_everything_at_once_and_stops_at_its_window() -> None:
-    assert WindowedPolicy().should_send(_view(*CHAIN, in_flight=3))
-    assert not WindowedPolicy().should_send(_view(*CHAIN, in_flight=4))
+    assert WindowedPolicy().should_send(_make_view(*CHAIN, in_flight=3))
+    assert not WindowedPolicy().should_send(_make_view(*CHAIN, in_flight=4))
     policy, default = WindowedPolicy(window=3), tuple(range(2 * 6 + 4))
-    assert [policy.choose_parent(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
-    assert WindowedPolicy(least_chance=0.0).choose_parent(_view(*default[:-1])) == len(default) - 1
-    assert WindowedPolicy(least_chance=0.0).choose_parent(_view(*default)) is None
+    assert [policy.choose_parent(_make_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
+    assert (
+        WindowedPolicy(least_chance=0.0).choose_parent(_make_view(*default[:-1]))
+        == len(default) - 1
+    )
+    assert WindowedPolicy(least_chance=0.0).choose_parent(_make_view(*default)) is None
 
 
 def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
     # Node 1 (rank 0) leads its sibling 2; its children 3 and 4 follow: 0.7, 0.1, 0.49, 0.07.
     policy = WindowedPolicy(2)
-    assert policy.choose_parent(_view(0, 0, ranks=(0, 1))) == 1
-    view = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1))
+    assert policy.choose_parent(_make_view(0, 0, ranks=(0, 1))) == 1
+    view = _make_view(0, 0, 1, 1, ranks=(0, 1, 0, 1))
     assert policy.choose_parent(view) == 3
     for _ in range(200):
         view.estimates.acceptance.add(1)
@@ -202,8 +210,8 @@ def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
 def test_windowed_rests_where_a_guess_does_not_pay(
     policy: dict[str, float], length: int, world: dict[str, float], found: int | None
 ) -> None:
-    assert WindowedPolicy(**policy).choose_parent(_view(*range(length), **world)) == found  # type: ignore[arg-type]
-    wide = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1), row_s=0.0023)  # 0.49 is the best leaf
+    assert WindowedPolicy(**policy).choose_parent(_make_view(*range(length), **world)) == found  # type: ignore[arg-type]
+    wide = _make_view(0, 0, 1, 1, ranks=(0, 1, 0, 1), row_s=0.0023)  # 0.49 is the best leaf
     assert WindowedPolicy(2).choose_parent(wide) is None  # 2 * 0.23 / 0.8 = 0.58
 
 
@@ -214,19 +222,19 @@ def test_windowed_rests_where_a_guess_does_not_pay(
         FixedPolicy(8, 3),
         PearlPolicy(8, 3),
         WindowedPolicy(3),
-        WindowedPolicy(3, gather=0.1),
+        WindowedPolicy(3, gather_share=0.1),
         FixedPolicy(),
     ],
 )
 def test_nobody_drafts_without_room_or_past_the_end_or_sends_nothing(policy: DraftPolicy) -> None:
-    assert policy.choose_parent(_view(0, room=policy.width)) == 1
-    assert policy.choose_parent(_view(0, room=policy.width - 1)) is None
-    assert policy.choose_parent(_view(0, end=4)) == 1
-    assert policy.choose_parent(_view(0, end=3)) is None
-    assert policy.choose_parent(_view(end=3)) == ROOT
-    assert policy.choose_parent(_view(end=2)) is None
-    assert not policy.should_send(_view())
-    assert not policy.should_send(_view(0, in_flight=1))
+    assert policy.choose_parent(_make_view(0, room=policy.width)) == 1
+    assert policy.choose_parent(_make_view(0, room=policy.width - 1)) is None
+    assert policy.choose_parent(_make_view(0, end=4)) == 1
+    assert policy.choose_parent(_make_view(0, end=3)) is None
+    assert policy.choose_parent(_make_view(end=3)) == ROOT
+    assert policy.choose_parent(_make_view(end=2)) is None
+    assert not policy.should_send(_make_view())
+    assert not policy.should_send(_make_view(0, in_flight=1))
 
 
 def test_goodput_goes_on_where_a_node_is_in_time() -> None:
@@ -301,7 +309,7 @@ def test_who_names_no_policy_has_goodput() -> None:
     policy = goodput_policy.make_policy()
     assert policy == goodput_policy.make_policy(goodput_policy.DEFAULT_POLICY)
     assert isinstance(policy, goodput_policy.GoodputPolicy)
-    assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
+    assert (policy.width, policy.gather_share, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
     kinds = [type(goodput_policy.make_policy(name)) for name in goodput_policy.PolicyName]
     assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, goodput_policy.GoodputPolicy]
 
@@ -348,8 +356,8 @@ def test_any_guess_has_a_chance(logprob: float) -> None:
 
 
 def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
-    usual = est.Learned()
-    learned = est.LearnedByModel("base", usual)
+    usual = est.KeptEstimates()
+    learned = est.KeptEstimatesByModel("base", usual)
     assert learned.for_model("base") is usual
     sql = learned.for_model("sql")
     assert sql is learned.for_model("sql")
@@ -360,7 +368,7 @@ def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
 
 
 def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
-    learned = est.LearnedByModel("", est.Learned())
+    learned = est.KeptEstimatesByModel("", est.KeptEstimates())
     found = [learned.for_model(f"a{number}") for number in range(est.MAX_OTHER_MODELS)]
     assert learned.for_model("a0") is found[0]
     learned.for_model("one more")
@@ -371,12 +379,12 @@ def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
 def _is_held_back(nodes: int, **world: Any) -> bool:
     """Return whether a device with nothing in flight extends its chain before it sends it. Rates
     are 0.8, a commit has just arrived, and the round trip to the verifier takes 0.5 ms."""
-    view = _view(*range(nodes), **{"rtt_s": 0.0005, **world})
+    view = _make_view(*range(nodes), **{"rtt_s": 0.0005, **world})
     view.estimates.acceptance.rates[0] = 0.8
     for node in view.tree.nodes.values():
         node.chance = 0.8
     view.idle_s = 0.001 * nodes
-    return not WindowedPolicy(gather=0.1).should_send(view)
+    return not WindowedPolicy(gather_share=0.1).should_send(view)
 
 
 def _miss_s(nodes: int, pass_s: float, step_s: float) -> float:
@@ -398,8 +406,8 @@ def test_the_first_chain_after_a_miss_is_as_long_as_is_best(pass_s: float, step_
 def test_a_chain_that_is_held_is_in_time_for_the_next_pass() -> None:
     assert _is_held_back(2, pass_s=0.04, step_s=0.001)
     assert not _is_held_back(2, pass_s=0.04, step_s=0.001, rtt_s=0.04)
-    resting = replace(_view(0, 1, step_s=0.001, pass_s=0.04), idle_s=0.0, resting=True)
-    assert WindowedPolicy(gather=0.1).should_send(resting), "no step would make it longer"
+    resting = replace(_make_view(0, 1, step_s=0.001, pass_s=0.04), idle_s=0.0, resting=True)
+    assert WindowedPolicy(gather_share=0.1).should_send(resting), "no step would make it longer"
 
 
 @pytest.mark.parametrize(
@@ -422,23 +430,23 @@ def test_a_step_is_timed_by_what_it_feeds(
 
 @pytest.mark.parametrize("pass_s", [0.0005, 0.003, 0.01, 0.025, 0.2])
 def test_a_draft_that_was_never_timed_is_tried_however_short_a_pass(pass_s: float) -> None:
-    view = _view(pass_s=pass_s, commit_s=pass_s, commit_tokens=1, rtt_s=0.0005)
+    view = _make_view(pass_s=pass_s, commit_s=pass_s, commit_tokens=1, rtt_s=0.0005)
     view = replace(view, estimates=replace(view.estimates, step_s=MovingAverage()))
     assert goodput_policy.GoodputPolicy().choose_parent(view) == ROOT
 
 
 def test_step_times_outlive_a_generation_and_a_model() -> None:
-    usual = est.Learned()
+    usual = est.KeptEstimates()
     known = est.DraftEstimates.of(est.VerifierEstimates(), usual, SamplingParams())
     known.note_step(1, 0.002)
-    other = est.LearnedByModel("base", usual).for_model("sql")
+    other = est.KeptEstimatesByModel("base", usual).for_model("sql")
     for learned in (usual, other):
         following = est.DraftEstimates.of(est.VerifierEstimates(), learned, SamplingParams())
         assert following.step_s.get(0.0) == 0.002
 
 
 def test_no_round_trip_is_longer_than_the_greeting() -> None:
-    fresh = _view()
+    fresh = _make_view()
     for open_s, expected_s in ((0.001, 0.001), (5.0, ASSUMED_RTT_S)):
         estimates = replace(fresh.estimates, rtt_s=MovingAverage(), open_s=open_s)
         assert replace(fresh, estimates=estimates).rtt_s == expected_s
@@ -450,7 +458,7 @@ def test_a_text_begins_with_what_the_one_before_found_out() -> None:
     """The verifier commits six tokens every 45 ms, so it is past a draft of 8 ms per step. The
     first generation has no estimates. The second one inherits all, also the good acceptance rate.
     """
-    known, learned = est.VerifierEstimates(), est.Learned()
+    known, learned = est.VerifierEstimates(), est.KeptEstimates()
     steps = []
     for _ in range(2):
         session = DraftSession(

@@ -13,7 +13,7 @@ import pytest
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.comparison_policies import FixedPolicy
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Downlink, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
@@ -22,12 +22,12 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.cost_profile import constant
+from edgespec_sim.cost_profile import constant_law
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import HopPath
 from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.site import Machine
-from tests.core.draft_scripts import GREETING, REQUEST, streaming
+from tests.core.draft_scripts import GREETING, REQUEST, new_streaming_session
 from tests.core.scenes import PacedEngine
 
 LONG = replace(REQUEST, prompt=(1,) * 7_000, drafting=False)
@@ -54,7 +54,7 @@ def read_on(session: DraftSession, count: int, now: float) -> ev.DraftAction | N
 
 
 def test_a_device_waits_as_long_as_its_prompt_is_read() -> None:
-    session = streaming(request=LONG, limits=WIDE, greeting=GREETED)
+    session = new_streaming_session(request=LONG, limits=WIDE, greeting=GREETED)
     for step in range(1, 70):
         assert read_on(session, 100 * step, 20.0 * step) is None
         assert session.counters.prompt_read == 100 * step
@@ -67,7 +67,7 @@ def test_a_device_waits_as_long_as_its_prompt_is_read() -> None:
 )
 def test_a_verifier_that_reads_nothing_more_makes_no_progress(counts: list[int]) -> None:
     """Computing lost rows again is no progress either, nor is an impossible count."""
-    session, last = streaming(request=LONG, limits=WIDE, greeting=GREETED), None
+    session, last = new_streaming_session(request=LONG, limits=WIDE, greeting=GREETED), None
     for step in range(1, 40):
         last = read_on(session, counts[step % len(counts)], 20.0 * step)
         if last is not None:
@@ -112,7 +112,7 @@ def test_a_prompt_that_takes_longer_than_the_patience_of_a_device(device_knows: 
     request = Open("s", "", "", (1,) * 400, sampling=SamplingParams(max_tokens=3), drafting=False)
     bounds = ee.EngineLimits(max_rows_per_session=10)
     engine = VerifyEngine(target.info, Limits(context_length=4096), bounds)
-    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(15.0), ""))
+    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant_law(15.0), ""))
     session = DraftSession(request, FixedPolicy(), ReconnectPolicy(), 4096)
 
     def connect() -> tuple[Stream, float]:

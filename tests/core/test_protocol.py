@@ -28,7 +28,12 @@ from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.acceptance import explain_rule_refusal, make_rule
-from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, make_printable, one_line
+from edgespec.core.protocol.checks import (
+    MAX_MESSAGE_LENGTH,
+    REPLACEMENT,
+    make_one_line,
+    make_printable,
+)
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, SlopeEstimator
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open
@@ -121,14 +126,14 @@ def check_same(tree: SpeculationTree, model: TextModel) -> None:
         assert place == (len(text) if model.agrees_with_committed(text) else None)
 
 
-def _tree(*tokens: int) -> SpeculationTree:
+def _make_tree(*tokens: int) -> SpeculationTree:
     return SpeculationTree(CommittedPrefix(PROMPT, tokens))
 
 
 def test_a_node_that_found_no_parent_may_come_again_behind_it() -> None:
     """A verifier had no room for node 2, so node 3 had no parent, and the device sends both again
     later. If node 3 had used up its id, node 2 would be taken as a repeat for ever."""
-    tree = _tree()
+    tree = _make_tree()
     assert tree.grow(1, 0, 4, 2) is GrowResult.ALIVE
     assert tree.grow(3, 2, 5, 0) is GrowResult.STALE
     assert tree.grow(2, 1, 6, 0) is GrowResult.ALIVE
@@ -138,7 +143,7 @@ def test_a_node_that_found_no_parent_may_come_again_behind_it() -> None:
 
 def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_module, "MAX_COMMITTED_IDS", 2)
-    tree = _tree()
+    tree = _make_tree()
     for node_id in (1, 2, 3):
         tree.grow(node_id, node_id - 1, 4, 2)
     tree.commit((4, 4, 4))
@@ -244,8 +249,8 @@ def test_control_characters_are_replaced(evil: str) -> None:
 
 
 def test_a_message_is_one_line_of_bounded_length() -> None:
-    assert one_line("a\nb\r\n c") == "a b c"
-    assert one_line("x" * 5000) == "x" * MAX_MESSAGE_LENGTH + "…"
+    assert make_one_line("a\nb\r\n c") == "a b c"
+    assert make_one_line("x" * 5000) == "x" * MAX_MESSAGE_LENGTH + "…"
 
 
 def hot_messages(seed: int) -> list[m.Message]:

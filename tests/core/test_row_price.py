@@ -21,14 +21,14 @@ from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
-from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.row_price import UNPRICED_LOOKUP_CHANCE, RowPriceEstimator
 from edgespec.core.verifier.run_ahead import RunAheadView, auto_run_ahead, never_run_ahead
 from edgespec.core.verifier.scheduler import INITIAL_PREFILL_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
-from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess
+from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, finish_step
 
 
 def commit(position: int, row_price: int | None = None, credit: int | None = None) -> Commit:
@@ -42,7 +42,7 @@ def run_steps(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[i
         (step,) = started
         widths.append(step.width)
         tokens = range(10 * len(widths), 10 * len(widths) + step.width)
-        actions = session.handle(guess(*tokens), 0.01 * len(widths))
+        actions = session.handle(finish_step(*tokens), 0.01 * len(widths))
     return widths
 
 
@@ -97,15 +97,15 @@ def find_commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:
 def run_first_passes(engine: VerifyEngine) -> list[Commit]:
     """Return the commits of a session's first passes of 20 ms."""
     requests, heard = (
-        scenes.batch(engine.handle(ee.StreamOpened(1, scenes.RUNNING), 0.0)),
+        scenes.batch_in(engine.handle(ee.StreamOpened(1, scenes.RUNNING), 0.0)),
         list[Commit](),
     )
     for number in range(3):
-        actions = engine.handle(scenes.done(requests), 0.02 * (number + 1))
+        actions = engine.handle(scenes.finish_batch(requests), 0.02 * (number + 1))
         heard += find_commits(actions)
         received = Received(heard[-1].position + 1, 0)
         actions += engine.handle(ee.StreamMessage(1, received), 0.02 * (number + 1))
-        requests = scenes.batch(actions)
+        requests = scenes.batch_in(actions)
     return heard
 
 
@@ -142,14 +142,14 @@ def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.M
     engine = scenes.new_engine()
     waits = replace(scenes.RUNNING, run_ahead=RunAhead.NEVER)
     first = engine.handle(
-        scenes.done(scenes.batch(engine.handle(ee.StreamOpened(1, waits), 0.0))), 0.02
+        scenes.finish_batch(scenes.batch_in(engine.handle(ee.StreamOpened(1, waits), 0.0))), 0.02
     )
     (said,) = find_commits(first)
     held = CommittedPrefix(waits.prompt, said.tokens)
     draft = Draft(1, (0,), (7,), held.length, held.hash_at(held.length))
-    (request,) = scenes.batch(engine.handle(ee.StreamMessage(1, draft), 0.03))
+    (request,) = scenes.batch_in(engine.handle(ee.StreamMessage(1, draft), 0.03))
     assert request.tokens == (7,)
-    (heard,) = find_commits(engine.handle(scenes.done((request,)), 0.05))
+    (heard,) = find_commits(engine.handle(scenes.finish_batch((request,)), 0.05))
     assert (said.row_price, said.credit) == (None, None)  # no price has been measured yet
     assert (heard.row_price, heard.credit) == (600, None)
 
@@ -169,7 +169,7 @@ def run_passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         assert isinstance(run, se.RunPass)
         return run.request
 
-    scheduler = PassScheduler(ee.EngineLimits(), CacheKeeper(None, sessions), ask)
+    scheduler = PassScheduler(ee.EngineLimits(), CacheScheduler(None, sessions), ask)
     for number in range(prompts):
         long = replace(scenes.REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
         sessions[long.session_id] = scenes.new_session(long)
@@ -400,9 +400,15 @@ def test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others() -> None:
     engine = VerifyEngine(
         scenes.MODEL, scenes.LIMITS, ee.EngineLimits(), run_ahead=lambda kind: waits_alone
     )
-    first = scenes.batch(engine.handle(ee.StreamOpened(1, scenes.named("a", scenes.REQUEST)), 0.0))
-    waiting = engine.handle(scenes.done(first), 0.1)
+    first = scenes.batch_in(
+        engine.handle(ee.StreamOpened(1, scenes.name_session("a", scenes.REQUEST)), 0.0)
+    )
+    waiting = engine.handle(scenes.finish_batch(first), 0.1)
     assert not any(isinstance(action, ee.RunBatch) for action in waiting)
-    shared = scenes.batch(engine.handle(ee.StreamOpened(2, scenes.named("b", scenes.REQUEST)), 0.2))
+    shared = scenes.batch_in(
+        engine.handle(ee.StreamOpened(2, scenes.name_session("b", scenes.REQUEST)), 0.2)
+    )
     assert {request.key: len(request.feed) for request in shared} == {"b": 2, "a": 1}
-    assert not any(isinstance(a, ee.RunBatch) for a in engine.handle(scenes.done(shared), 0.3))
+    assert not any(
+        isinstance(a, ee.RunBatch) for a in engine.handle(scenes.finish_batch(shared), 0.3)
+    )

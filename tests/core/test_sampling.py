@@ -56,7 +56,7 @@ from tests.adversarial import AdversarialDrafter
 from tests.core import draft_scripts, scenes
 from tests.core.scenes import REQUEST, commit_in, new_session, offer
 from tests.core.test_constraints import EOS, Automaton
-from tests.sim.one_session import alone
+from tests.sim.one_session import play_alone
 
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
@@ -183,15 +183,15 @@ Text = tuple[int, ...]
 DrafterOf = Callable[[int], Drafter]
 
 
-def good(seed: int) -> Drafter:
+def make_good_drafter(seed: int) -> Drafter:
     return ToyDrafter(LAW.perturbed(0.3))
 
 
-def blind(seed: int) -> Drafter:
+def make_blind_drafter(seed: int) -> Drafter:
     return RandomDrafter(toy_info(LAW), seed)
 
 
-def hostile(seed: int) -> Drafter:
+def make_hostile_drafter(seed: int) -> Drafter:
     return AdversarialDrafter(ToyDrafter(LAW), seed)
 
 
@@ -204,7 +204,7 @@ def _draw(seed: int, top_p: float, drafter: Drafter, width: int) -> tuple[Text, 
     draft counts there."""
     request = m.Open("s", "", "", PROMPT, (), _params(top_p, seed), m.RunAhead.NEVER)
     policy = WindowedPolicy(width)
-    device = alone(ToyTarget(LAW), drafter, request, policy, 0.002, 0.002, 0.02)
+    device = play_alone(ToyTarget(LAW), drafter, request, policy, 0.002, 0.002, 0.02)
     return tuple(device.delivery.tokens), device.session.counters
 
 
@@ -234,7 +234,7 @@ def _generate_directly(seed: int, top_p: float) -> Text:
 
 
 @cache
-def _law(length: int, top_p: float) -> dict[Text, float]:
+def _exact_law(length: int, top_p: float) -> dict[Text, float]:
     """Return the exact probability of every beginning of this length."""
     params = _params(top_p, 0)
     law: dict[Text, float] = {}
@@ -271,7 +271,9 @@ def _compute_excess(texts: Sequence[Text], law: dict[Text, float]) -> float:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize(
-    ("drafter_of", "width"), [(good, 1), (blind, 2), (hostile, 1)], ids=["good", "blind", "hostile"]
+    ("drafter_of", "width"),
+    [(make_good_drafter, 1), (make_blind_drafter, 2), (make_hostile_drafter, 1)],
+    ids=["good", "blind", "hostile"],
 )
 def test_the_joint_law_is_the_targets(
     drafter_of: DrafterOf, width: int, top_p: float, size: int
@@ -281,17 +283,17 @@ def test_the_joint_law_is_the_targets(
     assert texts == [_generate_directly(seed, top_p) for seed in range(size)]
     for length in (2, 3, 4):
         beginnings = [text[:length] for text in texts]
-        assert abs(_compute_excess(beginnings, _law(length, top_p))) < CRITICAL, length
+        assert abs(_compute_excess(beginnings, _exact_law(length, top_p))) < CRITICAL, length
 
 
 def test_acceptance_is_earned() -> None:
     """A blind first choice is right by chance, a hostile one never, a good one often."""
-    _, by_chance = _sample(blind, 2, 1.0)
+    _, by_chance = _sample(make_blind_drafter, 2, 1.0)
     share, chance = by_chance["hits"] / by_chance["tried"], 1 / LAW.vocabulary_size
     assert abs(share - chance) < 4 * math.sqrt(chance * (1 - chance) / by_chance["tried"])
-    _, never = _sample(hostile, 1, 1.0)
+    _, never = _sample(make_hostile_drafter, 1, 1.0)
     assert (never["hits"], never["accepted"]) == (0, 0)
-    _, often = _sample(good, 1, 1.0)
+    _, often = _sample(make_good_drafter, 1, 1.0)
     assert often["accepted"] > 0.8 * often["rows"]
 
 
@@ -530,19 +532,19 @@ def make_node_scores(*raw_logprobs: float) -> tuple[NodeScore, ...]:
     return tuple(NodeScore(-1.0, -0.5, 1, 1.0, one) for one in raw_logprobs)
 
 
-def scored(*tokens: int) -> tuple[TokenScore, ...]:
+def draw_scores(*tokens: int) -> tuple[TokenScore, ...]:
     return tuple(TokenScore(-float(token), 0.5, ()) for token in tokens)
 
 
 def test_a_commit_says_which_tokens_are_not_the_targets_and_says_it_again() -> None:
     session = scenes.new_session(ASKED)
     scenes.run_pass(session)
-    session.handle(scenes.chain(session, 40, 12, 42, 43), 1.0)
+    session.handle(scenes.chain_draft(session, 40, 12, 42, 43), 1.0)
     request = scenes.offer(session)
     assert request.node_scores
     # Places 0 and 2 are replaced; the last node cannot be accepted, because its probability is 0.
     scores = (*make_node_scores(-7.0, -0.1, -8.0), NodeScore(-math.inf, -0.5, 9, 1.0, -9.0))
-    done = se.PassDone((11, 12, 13, 14, 15), scored(11, 12, 13, 14, 15), node_scores=scores)
+    done = se.PassDone((11, 12, 13, 14, 15), draw_scores(11, 12, 13, 14, 15), node_scores=scores)
     commit = scenes.commit_in(session.handle(done, 1.0))
     assert (commit.tokens, commit.accepted, commit.replaced) == ((40, 12, 42, 14), 3, (0, 2))
     assert [one.logprob for one in commit.logprobs] == [-7.0, -12.0, -8.0, -14.0]
@@ -558,7 +560,7 @@ def test_behind_the_end_of_a_text_nothing_counts() -> None:
     session = scenes.new_session(
         replace(ASKED, sampling=SamplingParams(stop_token_ids=(12,)), logprobs=0)
     )
-    session.handle(scenes.chain(session, 40, 12, 42), 1.0)
+    session.handle(scenes.chain_draft(session, 40, 12, 42), 1.0)
     scenes.offer(session)
     done = se.PassDone((11, 12, 13, 14), node_scores=make_node_scores(-1.0, -1.0, -1.0))
     commit = scenes.commit_in(session.handle(done, 1.0))
@@ -580,18 +582,18 @@ def test_a_guess_of_the_verifiers_own_replaces_nothing() -> None:
 
 def test_an_exact_session_asks_for_nothing() -> None:
     session = scenes.new_session(scenes.REQUEST)
-    session.handle(scenes.chain(session, 40), 1.0)
+    session.handle(scenes.chain_draft(session, 40), 1.0)
     assert not scenes.offer(session).node_scores
     walk = ExactRule().walk((40,), (-1,), (11, 12), make_node_scores(-0.1))
     assert (walk.tokens, walk.replaced) == ((11,), ())
 
 
 def test_a_device_counts_what_was_replaced_once() -> None:
-    session = draft_scripts.streaming()
+    session = draft_scripts.new_streaming_session()
     commit = m.Commit(2, (5, 6, 7), accepted=2, replaced=(1,))
     for again in (commit, commit):
         session.handle(again, 1.0)
-    (delivered,) = draft_scripts.streaming().handle(commit, 1.0)[:1]
+    (delivered,) = draft_scripts.new_streaming_session().handle(commit, 1.0)[:1]
     kinds = TokenKind.ACCEPTED, TokenKind.REPLACED, TokenKind.DECODED
     assert delivered.kinds == kinds  # type: ignore[union-attr]
     counters = session.counters

@@ -47,8 +47,17 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session import VerifySession
 from tests.core import draft_scripts
 from tests.core.draft_scripts import REQUEST as ASKED
-from tests.core.scenes import LIMITS, MODEL, PROMPT, REQUEST, batch, done, faults, named
-from tests.present import present
+from tests.core.scenes import (
+    LIMITS,
+    MODEL,
+    PROMPT,
+    REQUEST,
+    batch_in,
+    faults_in,
+    finish_batch,
+    name_session,
+)
+from tests.present import require
 from tests.sim.faults.worlds import WorldOptions, run_world
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -90,13 +99,13 @@ def spell(value: object) -> str:
         shown = [
             f"{field.name}={spell(getattr(value, field.name))}"
             for field in fields(value)
-            if getattr(value, field.name) != _default(field)
+            if getattr(value, field.name) != _default_of(field)
         ]
         return f"{type(value).__name__}({', '.join(shown)})"
     return repr(value)
 
 
-def _default(field: Field[object]) -> object:
+def _default_of(field: Field[object]) -> object:
     factory = field.default_factory
     return field.default if factory is MISSING else factory()
 
@@ -212,7 +221,7 @@ class DeviceScript(Script):
         return self.session.handle(commit, self.now)
 
     def guess(self, tokens: str = "") -> Any:
-        return self.session.handle(draft_scripts.guess(*parse_numbers(tokens)), self.now)
+        return self.session.handle(draft_scripts.finish_step(*parse_numbers(tokens)), self.now)
 
     def step_failed(self, why: str) -> Any:
         return self.session.handle(de.StepFailed(why.replace("_", " ")), self.now)
@@ -235,7 +244,7 @@ class DeviceScript(Script):
 
     def due(self) -> Any:
         """Advance to the deadline."""
-        self.now = present(self.session.deadline)
+        self.now = require(self.session.deadline)
         return self.tick()
 
     def back(self, **names: str) -> Any:
@@ -364,7 +373,7 @@ class EngineScript(Script):
     def done(self, behind: str = "", without: str = "") -> Any:
         """Let the running pass end well, without the result of one session if ``without``
         names it."""
-        result = done(self.running) if self.says is None else self._repeat_token(self.says)
+        result = finish_batch(self.running) if self.says is None else self._repeat_token(self.says)
         left = tuple(one for one in result.results if one.key != without)
         return self._handle(replace(result, results=left, behind=parse_numbers(behind)))
 
@@ -381,9 +390,9 @@ class EngineScript(Script):
 
     def cached(self) -> str:
         """Show what sessions found in the cache, and how much of it is held."""
-        keeper, ledger = self.engine.keeper, self.engine.keeper.ledger
+        cache, ledger = self.engine.cache_scheduler, self.engine.cache_scheduler.ledger
         assert ledger is not None
-        found = f"{keeper.prefix_hit_tokens} of {keeper.prefix_query_tokens} tokens were found"
+        found = f"{cache.prefix_hit_tokens} of {cache.prefix_query_tokens} tokens were found"
         return f"{found}, {ledger.block_count - ledger.free_count} blocks are held"
 
     def failed(self, why: str, *flags: str, culprit: str = "") -> Any:
@@ -432,8 +441,8 @@ class FailoverScript(Script):
 
     def event(self, kind: str, *words: str, **names: str) -> Any:
         """Handle any event, given by its class and fields."""
-        given = [_value(word) for word in words]
-        named = {name: _value(word) for name, word in names.items()}
+        given = [_parse_value(word) for word in words]
+        named = {name: _parse_value(word) for name, word in names.items()}
         return self.failover.handle(getattr(fe, kind)(*given, **named), self.now)
 
     def answered(self, address: str, rtt: str, *adapters: str, held: str = "0") -> Any:
@@ -446,7 +455,7 @@ class FailoverScript(Script):
         return self.failover.handle(fe.Greeted(int(route), model), self.now)
 
     def due(self) -> Any:
-        self.now = present(self.failover.deadline)
+        self.now = require(self.failover.deadline)
         return self.failover.handle(fe.Tick(), self.now)
 
     def show(self) -> str:
@@ -459,7 +468,7 @@ class FailoverScript(Script):
         return f"deadline {spell(self.failover.deadline)}, left alone {open_};{routes}"
 
 
-def _value(word: str) -> object:
+def _parse_value(word: str) -> object:
     """Parse a number, a yes or no, a fault's code or text."""
     if word in m.FaultCode.__members__:
         return m.FaultCode[word]
@@ -518,17 +527,17 @@ class _Broken:
 
 def _three_sessions(engine: VerifyEngine) -> ee.BatchDone:
     """Return the end of one pass over sessions a, b and c on streams 1, 2 and 3."""
-    first = batch(engine.handle(ee.StreamOpened(1, named("a")), 0.0))
-    engine.handle(ee.StreamOpened(2, named("b")), 0.0)
-    engine.handle(ee.StreamOpened(3, named("c")), 0.0)
-    return done(batch(engine.handle(done(first), 0.1)))
+    first = batch_in(engine.handle(ee.StreamOpened(1, name_session("a")), 0.0))
+    engine.handle(ee.StreamOpened(2, name_session("b")), 0.0)
+    engine.handle(ee.StreamOpened(3, name_session("c")), 0.0)
+    return finish_batch(batch_in(engine.handle(finish_batch(first), 0.1)))
 
 
 def test_a_bug_in_one_session_ends_that_session() -> None:
     broken = _Broken()
     engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), lambda _: broken)
     actions = engine.handle(_three_sessions(engine), 0.2)
-    ((stream, code),) = faults(actions)
+    ((stream, code),) = faults_in(actions)
     assert code is m.FaultCode.INTERNAL
     assert code.retryable
     (report,) = [action for action in actions if isinstance(action, ee.ReportFailure)]
@@ -536,7 +545,7 @@ def test_a_bug_in_one_session_ends_that_session() -> None:
     assert ee.CloseSequence(report.key) in actions
     assert ee.CloseStream(stream) in actions
     assert set(engine.sessions) == {"a", "b", "c"} - {report.key}
-    assert {request.key for request in batch(actions)} == set(engine.sessions)
+    assert {request.key for request in batch_in(actions)} == set(engine.sessions)
 
 
 def test_tests_see_the_bug_itself() -> None:

@@ -18,15 +18,15 @@ import pytest
 
 from edgespec.core.device import events as de
 from edgespec.core.device import events as ev
-from edgespec.core.device import link_keeper
+from edgespec.core.device import link_session
 from edgespec.core.device.comparison_policies import FixedPolicy, WindowedPolicy
 from edgespec.core.device.events import DraftCounters, LinkDown
 from edgespec.core.device.goodput_policy import GoodputPolicy
-from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
+from edgespec.core.device.link_session import LinkSession, ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule
-from edgespec.core.protocol.checks import State, transition
+from edgespec.core.protocol.checks import State, check_transition
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Limits
 from edgespec.core.protocol.sampling import SamplingParams
@@ -38,7 +38,13 @@ from edgespec.core.verifier.run_ahead import always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.constraint_reader import GRAMMAR_WITHIN_S
 from tests.core import scenes
-from tests.core.draft_scripts import GREETING, REQUEST, guess, new_session, streaming
+from tests.core.draft_scripts import (
+    GREETING,
+    REQUEST,
+    finish_step,
+    new_session,
+    new_streaming_session,
+)
 from tests.sim.random_worlds import play
 
 SILENT = replace(REQUEST, drafting=False)
@@ -47,30 +53,30 @@ SILENT = replace(REQUEST, drafting=False)
 def test_what_a_verifier_says_is_made_harmless() -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\nno"
     for event in (Fault(FaultCode.INVALID, evil), ev.LinkDown(evil, retryable=False)):
-        last = streaming().handle(event, 1.0)[-1]
+        last = new_streaming_session().handle(event, 1.0)[-1]
         assert isinstance(last, ev.Fail)
         assert last.why == "?]0;owned??[2J no".replace("?", "\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_round_trip_is_measured_without_the_time_it_was_held() -> None:
-    session = streaming(request=SILENT, limits=Limits(max_unreceived=1))
+    session = new_streaming_session(request=SILENT, limits=Limits(max_unreceived=1))
     session.handle(Commit(2, (10,)), 1.0)
     session.handle(Commit(3, (11,), echo=3, held_us=200_000), 1.5)
     assert session.estimates.rtt_s.get(0.0) == pytest.approx(0.3)
 
 
 def test_a_step_that_a_commit_overtook_is_matched_against_it() -> None:
-    session = streaming(FixedPolicy(9, width=2))
+    session = new_streaming_session(FixedPolicy(9, width=2))
     session.handle(Commit(2, (10, 11)), 0.1)
-    session.handle(guess(10, 40), 0.2)
+    session.handle(finish_step(10, 40), 0.2)
     assert len(session.tree.nodes) == 0
     assert (session.counters.tried, session.counters.hits) == (1, 1)
     session.handle(Commit(4, (12,)), 0.3)
-    session.handle(guess(40, 12), 0.4)
+    session.handle(finish_step(40, 12), 0.4)
     assert session.estimates.acceptance.hits[1] == 1.0
 
 
-@pytest.mark.parametrize("event", [guess(5), ev.Connected()])
+@pytest.mark.parametrize("event", [finish_step(5), ev.Connected()])
 def test_answers_without_a_question_are_bugs(event: ev.DraftEvent) -> None:
     with pytest.raises(AssertionError):
         new_session().handle(event, 0.0)
@@ -82,7 +88,7 @@ HARDLY, OFTEN = math.log(0.001), math.log(0.2)
 def test_choices_that_are_hardly_ever_right_are_kept_now_and_then() -> None:
     """Second choices of 0.001 were never right in 400 trials, and second choices of 0.2 half the
     time. Step 16 is the first one at which all are kept."""
-    session = streaming(policy=GoodputPolicy(2))
+    session = new_streaming_session(policy=GoodputPolicy(2))
     session.estimates.rtt_s.add(0.03)  # the window holds two round trips
     for trial in range(400):
         session.estimates.guesses.alone.add(1, HARDLY, hit=False)
@@ -105,7 +111,7 @@ POLICY = ReconnectPolicy(
 
 def _collect_delays(seed: int, had_a_stream: bool = False) -> list[float]:
     """Return the delays until the session gives up, if every attempt fails at once."""
-    link = LinkKeeper(POLICY, seed, DraftCounters())
+    link = LinkSession(POLICY, seed, DraftCounters())
     link.connect(0.0)
     if had_a_stream:
         link.on_connected(REQUEST)
@@ -206,10 +212,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[Move]:
 
     def watched(table: Mapping[tuple[State, State], str], source: State, target: State) -> State:
         moves.add((source, target))
-        return transition(table, source, target)
+        return check_transition(table, source, target)
 
-    monkeypatch.setattr(link_keeper, "transition", watched)
-    monkeypatch.setattr(verify_session, "transition", watched)
+    monkeypatch.setattr(link_session, "check_transition", watched)
+    monkeypatch.setattr(verify_session, "check_transition", watched)
     return moves
 
 
@@ -262,7 +268,7 @@ def test_a_session_is_for_its_own_credential_and_secret_alone(
     for owner in OWNERS:
         for other in OWNERS:
             engine = scenes.new_engine()
-            request = replace(scenes.named("s"), session_secret=first_secret)
+            request = replace(scenes.name_session("s"), session_secret=first_secret)
             engine.handle(ee.StreamOpened(1, request, credential=owner), 0.0)
             session = engine.sessions["s"]
             if not is_there:
@@ -272,13 +278,13 @@ def test_a_session_is_for_its_own_credential_and_secret_alone(
             proven = owner == other and first_secret == later_secret
             if proven and prompt == request.prompt:
                 assert engine.sessions["s"] is session
-                assert not scenes.faults(said)
+                assert not scenes.faults_in(said)
             elif proven and first_secret:
                 assert engine.sessions["s"] is not session
-                assert scenes.faults(said) == ([(1, FaultCode.INVALID)] if is_there else [])
+                assert scenes.faults_in(said) == ([(1, FaultCode.INVALID)] if is_there else [])
             else:
                 assert engine.sessions["s"] is session
-                assert scenes.faults(said) == [(2, FaultCode.INVALID)]
+                assert scenes.faults_in(said) == [(2, FaultCode.INVALID)]
                 assert session.attached is is_there
                 engine.handle(ee.StreamMessage(2, m.Cancel()), 2.0)
                 assert session.finish is None

@@ -14,7 +14,7 @@ import pytest
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.device_lookup import MAX_LOOKUP_NODES, MIN_PATH_CHANCE, DeviceLookup
-from edgespec.core.device.estimates import DraftEstimates, Learned
+from edgespec.core.device.estimates import DraftEstimates, KeptEstimates
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
@@ -30,31 +30,31 @@ from edgespec.core.verifier import server_drafts as sd
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.run_ahead import always_run_ahead
 from edgespec.core.verifier.session import VerifySession
-from tests.core.draft_scripts import GREETING, RECONNECT, messages
-from tests.core.scenes import LIMITS, MODEL, chain, commit_in
-from tests.present import present
+from tests.core.draft_scripts import GREETING, RECONNECT, messages_in
+from tests.core.scenes import LIMITS, MODEL, chain_draft, commit_in
+from tests.present import require
 
 REQUEST = Open("s", "", "", (1,))
 
 
-def _drafts() -> sd.ServerLookup:
+def _new_lookup() -> sd.ServerLookup:
     return sd.ServerLookup(tg.TextTables(ngrams=True))
 
 
 def test_a_loop_is_gone_on_with() -> None:
-    proposal = _drafts().propose([1, 2, 3, 4] * 6, 64, 40, 0.0)
+    proposal = _new_lookup().propose([1, 2, 3, 4] * 6, 64, 40, 0.0)
     chain = [index for index in range(sd.MAX_LOOKUP_NODES) if proposal.parents[index] == index - 1]
     assert chain[:6] == [0, 1, 2, 3, 4, 5]
     assert proposal.tokens[:6] == [1, 2, 3, 4, 1, 2]
-    drafts = _drafts()  # the target's tokens after a wrong guess are remembered
+    drafts = _new_lookup()  # the target's tokens after a wrong guess are remembered
     drafts.propose([1, 2, 3, 1, 2], 64, 40, 0.0)
     drafts.note_rejected(3, 9)
     assert 9 in drafts.propose([1, 2, 3, 1, 2, 5, 3], 64, 40, 0.0).tokens
 
 
 def _text_of(make: sd.ServerDraftsFactory, credential: Credential) -> sd.ServerLookup:
-    served = present(make(REQUEST, credential))
-    return present(served.text)
+    served = require(make(REQUEST, credential))
+    return require(served.text)
 
 
 def test_sessions_of_one_owner_profit_from_each_other() -> None:
@@ -79,16 +79,18 @@ def test_the_device_decides_where_it_may() -> None:
 def test_room_depth_and_price_are_kept() -> None:
     text = [1, 2, 3, 4] * 6
     for room in range(20):
-        assert len(_drafts().propose(text, room, 40, 0.0).tokens) <= min(room, sd.MAX_LOOKUP_NODES)
+        assert len(_new_lookup().propose(text, room, 40, 0.0).tokens) <= min(
+            room, sd.MAX_LOOKUP_NODES
+        )
     for depth in range(8):
-        proposal = _drafts().propose(text, 64, depth, 0.0)
+        proposal = _new_lookup().propose(text, 64, depth, 0.0)
         depths: list[int] = []
         for parent in proposal.parents:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         assert max(depths, default=0) == depth
     counts = []
     for price in (0.0, 0.1, 0.3, 0.5, 0.8, 0.99):
-        proposal = _drafts().propose(text, 64, 40, price)
+        proposal = _new_lookup().propose(text, 64, 40, price)
         assert all(chance >= max(price, sd.MIN_LOOKUP_CHANCE) for chance in proposal.chances)
         counts.append(len(proposal.tokens))
     assert counts == sorted(counts, reverse=True)
@@ -98,7 +100,7 @@ def test_room_depth_and_price_are_kept() -> None:
 def test_a_parent_stands_before_its_children_and_siblings_differ() -> None:
     """In these texts each token determines its successor, except at a share of the places."""
     for seed in range(20):
-        dice, drafts, text = random.Random(seed), _drafts(), [0]
+        dice, drafts, text = random.Random(seed), _new_lookup(), [0]
         while len(text) < 200:
             text.append(dice.randrange(40) if dice.random() < 0.3 else (text[-1] * 7 + 3) % 40)
         for end in range(2, 200, 5):
@@ -110,7 +112,7 @@ def test_a_parent_stands_before_its_children_and_siblings_differ() -> None:
 
 def test_a_long_text_is_learned_a_part_at_a_time() -> None:
     text = [number % 1500 for number in range(4000)]
-    drafts, known = _drafts(), []
+    drafts, known = _new_lookup(), []
     while not drafts.propose(text, 64, 40, 0.0).tokens:
         known.append(drafts.reader.lookup.indexed_length)
         assert len(known) < 9
@@ -210,7 +212,7 @@ def test_the_index_is_bounded() -> None:
 PROMPT = (1, 2, 3, 4) * 5
 
 
-def _session(max_tokens: int = 40, counts: sd.DraftCounts | None = None) -> VerifySession:
+def _new_session(max_tokens: int = 40, counts: sd.DraftCounts | None = None) -> VerifySession:
     sampling = SamplingParams(max_tokens=max_tokens)
     request = Open("s", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS)
     text = sd.ServerLookup(tg.TextTables(ngrams=False))
@@ -226,7 +228,7 @@ def _offer(session: VerifySession, least_chance: float = 0.1) -> PassRequest:
     return action.request
 
 
-def _done(session: VerifySession, request: PassRequest) -> Commit:
+def _finish_pass(session: VerifySession, request: PassRequest) -> Commit:
     """Finish a pass in which the target's token after each row is the next of 1, 2, 3, 4, 1, ..."""
     told = tuple(token % 4 + 1 for token in (request.feed[-1], *request.tokens))
     return commit_in(session.handle(se.PassDone(told), 1.0))
@@ -234,11 +236,11 @@ def _done(session: VerifySession, request: PassRequest) -> Commit:
 
 def test_a_pass_without_a_draft_commits_several_tokens() -> None:
     counts = sd.DraftCounts()
-    session = _session(counts=counts)
+    session = _new_session(counts=counts)
     request = _offer(session)
     assert request.server_nodes == len(request.tokens) > 3
     assert request.device_nodes == 0
-    commit = _done(session, request)
+    commit = _finish_pass(session, request)
     assert commit.tokens == tuple((1, 2, 3, 4) * 9)[: len(commit.tokens)]
     assert len(commit.tokens) > 3
     assert session.cache_length == session.prefix.length - 1
@@ -249,14 +251,14 @@ def test_a_pass_without_a_draft_commits_several_tokens() -> None:
 
 def test_a_draft_of_the_device_goes_before_guesses() -> None:
     counts = sd.DraftCounts()
-    session = _session(counts=counts)
-    _done(session, _offer(session))
+    session = _new_session(counts=counts)
+    _finish_pass(session, _offer(session))
     following = session.prefix.tokens[-1] % 4 + 1
-    session.handle(chain(session, following), 1.0)
+    session.handle(chain_draft(session, following), 1.0)
     request = _offer(session)
     assert (request.tokens, request.server_nodes, request.device_nodes) == ((following,), 0, 1)
     before = counts.server_tokens
-    commit = _done(session, request)
+    commit = _finish_pass(session, request)
     assert (commit.accepted, commit.rows, session.device_accepted) == (1, 1, 1)
     assert counts.server_tokens == before
 
@@ -264,14 +266,14 @@ def test_a_draft_of_the_device_goes_before_guesses() -> None:
 def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
     """Its first nodes agree with the tokens that the guesses committed; the others stay alive after
     them."""
-    session = _session(80)
-    _done(session, _offer(session))
+    session = _new_session(80)
+    _finish_pass(session, _offer(session))
     request = _offer(session)
     ahead = [session.prefix.tokens[-1] % 4 + 1]
     while len(ahead) < 24:
         ahead.append(ahead[-1] % 4 + 1)
-    session.handle(chain(session, *ahead), 1.0)
-    commit = _done(session, request)
+    session.handle(chain_draft(session, *ahead), 1.0)
+    commit = _finish_pass(session, request)
     alive = session.inbox.tree.nodes
     assert (commit.accepted, commit.stale) == (0, 0)
     assert len(alive) == 24 - len(commit.tokens)
@@ -290,7 +292,7 @@ def tables() -> TextTables:
 
 
 def open_session(
-    *prompt: int, said: TextTables | None = None, learned: Learned | None = None
+    *prompt: int, said: TextTables | None = None, learned: KeptEstimates | None = None
 ) -> tuple[DraftSession, list[object]]:
     """Return a session that streams, and the messages that it sent after its request."""
     request = Open("s", "", "", prompt, sampling=SamplingParams(max_tokens=400))
@@ -299,7 +301,7 @@ def open_session(
     )
     session.handle(ev.Start(), 0.0)
     actions = session.handle(ev.Connected(), 0.0) + session.handle(GREETING, 0.0)
-    return session, messages(actions)[1:]
+    return session, messages_in(actions)[1:]
 
 
 def first_guesses(session: DraftSession) -> list[int]:
@@ -337,7 +339,7 @@ def test_what_the_draft_denies_is_hardly_likely_any_more() -> None:
 def test_a_step_behind_a_dead_branch_changes_nothing() -> None:
     session, _ = open_session(*LOOP, 5, 6)
     session.handle(ev.StepDone((Candidate(40, -0.1),)), 0.01)  # begins one node after 40 or 7
-    step = present(session._model._step)
+    step = require(session._model._step)
     assert step.parent != ROOT
     session.handle(Commit(7, (50,)), 0.02)
     before = {node.id: (node.rank, node.chance) for node in session.tree.nodes.values()}
@@ -347,7 +349,7 @@ def test_a_step_behind_a_dead_branch_changes_nothing() -> None:
 
 def test_what_was_said_outlives_a_generation() -> None:
     dice = random.Random(2)
-    said, known, learned = [dice.randrange(900) for _ in range(60)], tables(), Learned()
+    said, known, learned = [dice.randrange(900) for _ in range(60)], tables(), KeptEstimates()
     hits = []
     for prompt in (901, 902):
         session, _ = open_session(prompt, said=known, learned=learned)
@@ -411,7 +413,7 @@ def test_a_corpus_that_is_right_comes_first_though_it_was_not_named() -> None:
 def test_a_corpus_is_followed_and_judged() -> None:
     """The corpus is right at first, so a chain of it is in flight. Then it is always wrong, and its
     candidates are omitted."""
-    said, learned = tables(), Learned()
+    said, learned = tables(), KeptEstimates()
     said.corpus = Phrases(5, (7, 1.0))
     session, sent = open_session(1, 2, said=said, learned=learned)
     assert isinstance(sent[0], Draft)

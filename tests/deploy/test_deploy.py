@@ -42,8 +42,8 @@ from edgespec.wire.grpc_server import GrpcServer
 from tests.device.test_failover import BRIEF, generate_and_list_verifiers
 from tests.kit.gate import Gate
 from tests.kit.guarded import NAMES, Pki
-from tests.kit.live_verifier import GatedTarget, daemon, start, toy_text
-from tests.present import present
+from tests.kit.live_verifier import GatedTarget, start, start_daemon, toy_text
+from tests.present import require
 from tests.sources import ROOT
 from tests.verifier.failing_verifiers import PACED, PATIENT
 
@@ -334,7 +334,7 @@ def unit_settings() -> dict[str, list[str]]:
 def install_unit(unit: Path, folder: Path) -> Path:
     """Copy a unit so that it points at a program that exists here, as on a machine with
     edgespec."""
-    something = present(shutil.which("true"))
+    something = require(shutil.which("true"))
     there = folder / unit.name
     there.write_text(unit.read_text(encoding="utf-8").replace(INSTALLED_AT, something))
     return there
@@ -472,8 +472,8 @@ def test_each_alert_sounds_where_it_should_and_nowhere_else() -> None:
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
     """Return the samples that a verifier exposes after one generation, with their labels."""
-    with daemon("--metrics-port", "0") as (address, process):
-        line = present(process.stderr).readline()
+    with start_daemon("--metrics-port", "0") as (address, process):
+        line = require(process.stderr).readline()
         found = re.search(r"http://\S+/metrics", line)
         assert found is not None, line
         where = ("--verifier", address, "--draft", "toy", "-n", "16")
@@ -776,7 +776,7 @@ class Replica:
     @property
     def asked(self) -> int:
         """Prompt tokens that the verifier looked up in its prefix cache."""
-        return self.verifier.engine.keeper.prefix_query_tokens
+        return self.verifier.engine.cache_scheduler.prefix_query_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -852,7 +852,9 @@ async def test_next_turns_meet_the_same_verifier(pki: Pki, tmp_path: Path) -> No
             assert await find_home(found, one, prompt, chat) == homes[chat]
             if len(set(homes.values())) == 3:
                 break
-        hits = sum(one.verifier.engine.keeper.prefix_hit_tokens for one in found.replicas.values())
+        hits = sum(
+            one.verifier.engine.cache_scheduler.prefix_hit_tokens for one in found.replicas.values()
+        )
         assert hits >= 64 * len(homes)  # whole blocks of the 103 tokens of each second turn
 
 

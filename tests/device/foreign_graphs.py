@@ -57,10 +57,12 @@ def concatenating_graph(style: Style | None = None) -> onnx.ModelProto:
     """Build a decoder of plain operators."""
     style, config = style or Style(), tiny_config()
     layers = range(config["num_hidden_layers"])
-    nodes = "".join(_nodes(style, layers))
-    model = onnx.parser.parse_model(f"{_HEAD}\ndecoder {_signature(style, config)} {{\n{nodes}}}")
+    nodes = "".join(_list_nodes(style, layers))
+    model = onnx.parser.parse_model(
+        f"{_HEAD}\ndecoder {_write_signature(style, config)} {{\n{nodes}}}"
+    )
     dtype = np.float16 if style.half else np.float32
-    for name, value in _constants(config).items():
+    for name, value in _make_constants(config).items():
         floating = value.dtype.kind == "f"
         array = np.ascontiguousarray(value.astype(dtype) if floating else value)
         model.graph.initializer.append(numpy_helper.from_array(array, name))
@@ -71,7 +73,7 @@ def concatenating_graph(style: Style | None = None) -> onnx.ModelProto:
     return model
 
 
-def _nodes(style: Style, layers: range) -> list[str]:
+def _list_nodes(style: Style, layers: range) -> list[str]:
     def part(which: str, **names: object) -> str:
         return _PARTS[which].substitute(names)
 
@@ -96,7 +98,7 @@ def _nodes(style: Style, layers: range) -> list[str]:
     return [*found, part("last_rows" if style.last_row else "all_rows"), part("head")]
 
 
-def _signature(style: Style, config: Mapping[str, Any]) -> str:
+def _write_signature(style: Style, config: Mapping[str, Any]) -> str:
     kind = "float16" if style.half else "float"
     heads, dim = config["num_key_value_heads"], config["head_dim"]
 
@@ -120,7 +122,7 @@ def _signature(style: Style, config: Mapping[str, Any]) -> str:
     return f"({', '.join(inputs)}) => ({', '.join(outputs)})"
 
 
-def _constants(config: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def _make_constants(config: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Return weights, tables and numbers by their names in ``decoder.txt``."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     dim, weights = config["head_dim"], tiny_tensors(dict(config))

@@ -38,13 +38,13 @@ from edgespec.models.toy import TOY_ALPHABET, ToyTokenizer
 from edgespec.testing import LoopbackTransport, play_output
 from tests.kit.scripted_verifier import (
     PROMPT,
-    agent,
+    connect_loopback,
     generate,
-    loopback,
-    streaming,
-    undrafted,
+    make_agent,
+    make_undrafted_agent,
+    stream_output,
 )
-from tests.present import present
+from tests.present import require
 
 LETTERS = ToyModel(len(TOY_ALPHABET), order=2)
 TOKENS = [5, 9, 3, 7, 1, 2, 8, 4, 6, 5, 3, 1]
@@ -181,10 +181,10 @@ async def test_an_exception_ends_the_generation_or_does_no_harm(
     # the drafter's thread may begin late, so the text waits for it
     in_thread = place in ("begin", "step")
     async with no_task_left():
-        serve = streaming(TOKENS, once=lambda: fault.struck or not in_thread)
-        transport = FaultyTransport(loopback(serve), fault)
+        serve = stream_output(TOKENS, once=lambda: fault.struck or not in_thread)
+        transport = FaultyTransport(connect_loopback(serve), fault)
         drafter = FaultyDrafter(fault)
-        async with agent(transport, drafter, tracer=FaultyTracer(fault)) as one:
+        async with make_agent(transport, drafter, tracer=FaultyTracer(fault)) as one:
             result = await read_output(one)
             again = await read_output(one)
     assert fault.struck
@@ -214,18 +214,18 @@ async def test_a_bug_in_the_session_is_heard_of(
 ) -> None:
     handle = DraftSession.handle
 
-    def buggy(session: DraftSession, happened: ev.DraftEvent, now: float) -> Any:
+    def raise_bug(session: DraftSession, happened: ev.DraftEvent, now: float) -> Any:
         if isinstance(happened, event):
             raise ZeroDivisionError("a bug")
         return handle(session, happened, now)
 
-    monkeypatch.setattr(DraftSession, "handle", buggy)
+    monkeypatch.setattr(DraftSession, "handle", raise_bug)
     cuts = Fault("receive", 4, ports.LinkError("cut"))
     async with no_task_left():
         # A step may end after a text that does not wait for it.
-        serve = streaming(TOKENS, once=lambda: event is not ev.StepDone)
-        transport = FaultyTransport(loopback(serve), cuts)
-        async with agent(transport, ToyDrafter(LETTERS)) as one:
+        serve = stream_output(TOKENS, once=lambda: event is not ev.StepDone)
+        transport = FaultyTransport(connect_loopback(serve), cuts)
+        async with make_agent(transport, ToyDrafter(LETTERS)) as one:
             assert await read_output(one) == "the device failed: ZeroDivisionError: a bug"
     driver = [r.levelno for r in caplog.records if r.name == "edgespec.device.session_driver"]
     assert driver == [logging.ERROR]
@@ -246,9 +246,9 @@ async def test_rubbish_from_a_drafter_ends_the_drafting_alone(
 ) -> None:
     drafter = ToyDrafter(LETTERS)
     monkeypatch.setattr(drafter, "step", lambda *arguments: guesses)
-    async with no_task_left(), agent(loopback(streaming(TOKENS)), drafter) as one:
+    async with no_task_left(), make_agent(connect_loopback(stream_output(TOKENS)), drafter) as one:
         assert await read_output(one) == TOKENS
-        assert present(one.stats).counters.steps == 0
+        assert require(one.stats).counters.steps == 0
 
 
 async def test_a_failed_draft_is_told_once_in_words(
@@ -259,7 +259,7 @@ async def test_a_failed_draft_is_told_once_in_words(
 
     drafter = ToyDrafter(LETTERS)
     monkeypatch.setattr(drafter, "step", fail)
-    one = undrafted(TOKENS, drafter)
+    one = make_undrafted_agent(TOKENS, drafter)
     async with no_task_left(), one:
         for _ in range(2):
             assert await read_output(one) == TOKENS
@@ -276,7 +276,7 @@ async def test_a_failed_draft_is_told_once_in_words(
 async def test_a_useless_draft_is_told_once_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
     """Earlier generations left evidence that the draft is bad, so no step is made, and status,
     statistics and log all give the reason."""
-    one = agent(loopback(streaming(TOKENS)), ToyDrafter(LETTERS))
+    one = make_agent(connect_loopback(stream_output(TOKENS)), ToyDrafter(LETTERS))
     for _ in range(2000):
         one.options.learned.evidence.add(hit=False)
     one.options.learned.evidence.add(hit=True)
@@ -284,13 +284,13 @@ async def test_a_useless_draft_is_told_once_in_a_line(caplog: pytest.LogCaptureF
     async with no_task_left(), one:
         for _ in range(2):
             assert await read_output(one) == TOKENS
-            stats = present(one.stats)
+            stats = require(one.stats)
             assert (stats.counters.steps, stats.counters.rested) == (0, len(TOKENS))
             assert said in describe_generation(ReceivedTokens(), stats)
         drafting = StatusSource(one, ("here",)).snapshot().drafting
         assert (drafting.worth, said in drafting.why) == (False, True)
     assert caplog.text.count(said) == 1
-    assert "\n" not in present(present(one.stats).rest_reason)
+    assert "\n" not in require(require(one.stats).rest_reason)
 
 
 TEXT = ToyTokenizer()
@@ -312,7 +312,10 @@ class Seen:
 async def observe(
     sizes: Sequence[int], stop: tuple[str, ...], finish: m.FinishReason = m.FinishReason.LENGTH
 ) -> Seen:
-    async with asyncio.timeout(WITHIN_S), agent(loopback(streaming(SPOKEN, sizes, finish))) as one:
+    async with (
+        asyncio.timeout(WITHIN_S),
+        make_agent(connect_loopback(stream_output(SPOKEN, sizes, finish))) as one,
+    ):
         chunks = [chunk async for chunk in generate(one, len(SPOKEN), stop)]
         position = len(PROMPT)
         for chunk in chunks:
@@ -322,7 +325,7 @@ async def observe(
             tuple(token for chunk in chunks for token in chunk.tokens),
             tuple(piece.text for chunk in chunks for piece in chunk.pieces),
             chunks[-1].finish,
-            present(one.stats).counters.committed,
+            require(one.stats).counters.committed,
             chunks[-1].position,
         )
 
@@ -368,14 +371,17 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
 async def test_a_prompt_that_cannot_be_is_refused_before_anything_starts(
     prompt: Sequence[int], error: str, message: str
 ) -> None:
-    async with asyncio.timeout(WITHIN_S), agent(loopback(streaming(SPOKEN))) as one:
+    async with (
+        asyncio.timeout(WITHIN_S),
+        make_agent(connect_loopback(stream_output(SPOKEN))) as one,
+    ):
         with pytest.raises(getattr(builtins, error), match=message):
             await anext(one.generate(prompt))
         assert one.stats is None
 
 
 async def test_sampling_of_another_kind_is_refused() -> None:
-    async with agent(loopback(streaming(SPOKEN))) as one:
+    async with make_agent(connect_loopback(stream_output(SPOKEN))) as one:
         with pytest.raises(TypeError, match="sampling is dict, but must be SamplingParams"):
             await anext(one.generate([1], {"max_tokens": 3}))  # type: ignore[arg-type]
 
@@ -398,7 +404,7 @@ async def test_every_generation_has_a_secret_and_shows_it_with_every_open(
             await play_output(stream, opening, SPOKEN)
 
     monkeypatch.setattr(Link, "send", noted)
-    async with asyncio.timeout(WITHIN_S), agent(loopback(serve)) as one:
+    async with asyncio.timeout(WITHIN_S), make_agent(connect_loopback(serve)) as one:
         for _ in range(2):
             assert [c async for c in generate(one, len(SPOKEN))][-1].finish is m.FinishReason.LENGTH
     secrets = [opening.session_secret for opening in openings]
@@ -444,12 +450,12 @@ class SlowDrafter(ToyDrafter):
 def commit_after_step(drafter: SlowDrafter) -> LoopbackTransport:
     """Return a verifier that commits once the drafter's step runs, however late its thread
     begins."""
-    return loopback(streaming(SPOKEN, once=lambda: "step" in drafter.did))
+    return connect_loopback(stream_output(SPOKEN, once=lambda: "step" in drafter.did))
 
 
 async def test_the_text_is_complete_before_a_running_step_is() -> None:
     drafter = SlowDrafter()
-    async with asyncio.timeout(WITHIN_S), agent(commit_after_step(drafter), drafter) as one:
+    async with asyncio.timeout(WITHIN_S), make_agent(commit_after_step(drafter), drafter) as one:
         first = [chunk async for chunk in generate(one, len(SPOKEN))]
         assert first[-1].finish is m.FinishReason.LENGTH
         assert "step ended" not in drafter.did  # the loop above has ended all the same

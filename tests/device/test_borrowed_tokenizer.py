@@ -21,7 +21,7 @@ import pytest
 
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.config.common import SetupError
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.sampling import SamplingParams
@@ -35,9 +35,9 @@ from edgespec.wire.codec import ProtocolViolation
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.tokenizer_lending import PackedTexts, TokenizerFetch, unpack_texts
-from tests.kit.echo_verifier import echo, served
+from tests.kit.echo_verifier import echo, serve_streams
 from tests.kit.gate import Gate
-from tests.kit.live_verifier import call, ready, serving, start
+from tests.kit.live_verifier import run_command, serve_toy, start, wait_until_ready
 from tests.kit.tiny_checkpoints import write_checkpoint
 
 WITHIN_S = 200.0
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(model: Path) -> Iterator[str]:
-    with ready(start("verifier", "--model", str(model), "--port", "0")) as (where, _):
+    with wait_until_ready(start("verifier", "--model", str(model), "--port", "0")) as (where, _):
         yield where
 
 
@@ -63,12 +63,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, cache: Path) -> None:
     where = ("--verifier", address, "-n", "12", f"--set=reconnect.give_up_first_s={WITHIN_S}")
-    with_folder = call(
+    with_folder = run_command(
         "generate", "the quick", *where, "--draft", "none", f"--set=tokenizer={model}"
     )
     assert with_folder.exit_code == 0, with_folder.output
     for draft in ("none", "lookup"):
-        result = call("generate", "the quick", *where, "--draft", draft)
+        result = run_command("generate", "the quick", *where, "--draft", draft)
         assert (result.exit_code, result.stdout) == (0, with_folder.stdout)
         assert ("fetching the tokenizer of tiny" in result.stderr) == (draft == "none")
     (folder,) = cache.iterdir()
@@ -76,7 +76,7 @@ def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, c
         assert (folder / name).read_bytes() == (model / name).read_bytes()
     # the cached copy is now incomplete, so it must be fetched again
     (folder / "tokenizer.json").unlink()
-    talk = call("chat", *where, "--draft", "none", stdin="hello\n/quit\n")
+    talk = run_command("chat", *where, "--draft", "none", stdin="hello\n/quit\n")
     assert talk.exit_code == 0, talk.output
     assert "fetching the tokenizer of tiny" in talk.stderr
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
@@ -112,7 +112,7 @@ async def test_who_lends_none_ends_the_waiting() -> None:
     async with BorrowingAgent(hasty) as agent:
         with pytest.raises(GenerationError, match=r"gave up on the verifier: .*127.0.0.1:1"):
             await anext(agent.generate("the"))
-    async with serving() as (where, _):
+    async with serve_toy() as (where, _):
         async with BorrowingAgent(dataclasses.replace(config, verifier=where)) as agent:
             with pytest.raises(GenerationError, match="serves 'toy', not 'other'"):
                 await anext(agent.generate("the"))
@@ -120,7 +120,7 @@ async def test_who_lends_none_ends_the_waiting() -> None:
 
 async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
     keys = {"right": Credential("right")}
-    async with served(echo, authenticate=keys.get, texts=packed_texts(str(model))) as (
+    async with serve_streams(echo, authenticate=keys.get, texts=packed_texts(str(model))) as (
         _,
         transport,
     ):
@@ -145,7 +145,7 @@ async def test_an_unreadable_tokenizer_is_told_and_not_kept(
     text: str, message: str, cache: Path
 ) -> None:
     texts = PackedTexts({"tokenizer.json": text.encode()})
-    async with served(echo, texts=texts) as (_, transport):
+    async with serve_streams(echo, texts=texts) as (_, transport):
         config = AgentConfig(verifier=transport.address, draft=DraftSection("none"))
         info = ModelInfo("strange", "strange", 10, 100)
         with pytest.raises(SetupError, match=f"'strange' sent cannot be used: .*{message}"):
@@ -256,7 +256,7 @@ FILES = PackedTexts({"tokenizer.json": b"{}"})
 
 
 async def test_a_request_for_what_is_not_there_is_refused() -> None:
-    async with served(echo, texts=FILES) as (_, transport):
+    async with serve_streams(echo, texts=FILES) as (_, transport):
         assert await transport.call_unary("Tokenizer", b"") == FILES.answer(b"")
         other = bytes(pb.TokenizerRequest(sha256=b"x").SerializeToString())
         for bad in (b"\xff", b"x" * 2000, other):

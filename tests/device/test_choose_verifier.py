@@ -23,8 +23,8 @@ from edgespec.models.toy import ToyTokenizer
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_target
 from tests.kit.echo_verifier import echo
-from tests.kit.live_verifier import GatedTarget, call, serving, toy_text
-from tests.present import present
+from tests.kit.live_verifier import GatedTarget, run_command, serve_toy, toy_text
+from tests.present import require
 
 MODEL = ModelInfo("toy", "v1", 64, 4096)
 SLOW_S = 0.150
@@ -116,7 +116,7 @@ async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
     assert answers["good"].info == info_of()
     assert answers["bad"].info is None
     assert answers["bad"].why == why
-    assert present(answers["bad"].error).retryable is retryable
+    assert require(answers["bad"].error).retryable is retryable
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_shortest_round_comes_first(
 async def test_a_full_verifier_is_passed_over() -> None:
     small = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_sessions=1))
     gated = GatedTarget(load_target(small), free_passes=1)
-    async with serving(gated, config=small) as (full, _), serving() as (free, _):
+    async with serve_toy(gated, config=small) as (full, _), serve_toy() as (free, _):
         async with build_agent(AgentConfig(full, draft=DraftSection("toy"))) as agent:
             chunks = agent.generate(PROMPT, SamplingParams(max_tokens=400))
             await anext(chunks)
@@ -165,7 +165,7 @@ async def test_a_full_verifier_is_passed_over() -> None:
 
 
 def generate(*arguments: object) -> Result:
-    return call("generate", PROMPT, "--draft", "toy", "-n", 16, *arguments)
+    return run_command("generate", PROMPT, "--draft", "toy", "-n", 16, *arguments)
 
 
 def text() -> str:
@@ -209,14 +209,18 @@ def test_none_there_says_so_for_each_and_how_to_start_one(dead: str) -> None:
 
 
 def test_doctor_asks_each(address: str, dead: str) -> None:
-    shown = call("doctor", "--verifier", address, "--verifier", dead).stdout
+    shown = run_command("doctor", "--verifier", address, "--verifier", dead).stdout
     assert f"verifier at {address}: serves toy" in shown
     assert f"verifier at {dead}: " in shown
 
 
 async def test_a_command_keeps_the_others_for_when_the_chosen_one_fails() -> None:
     other = VerifierConfig(model="toy", name="other", port=0)
-    async with serving() as (one, _), serving() as (two, _), serving(config=other) as (wrong, _):
+    async with (
+        serve_toy() as (one, _),
+        serve_toy() as (two, _),
+        serve_toy(config=other) as (wrong, _),
+    ):
         dead = "127.0.0.1:1"
         given = AgentConfig((dead, wrong, one, two), model="toy", draft=DraftSection("toy"))
         config, info = await choose_verifier(given)

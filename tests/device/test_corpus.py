@@ -59,9 +59,16 @@ from edgespec.testing import play_output
 from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from tests.kit.live_verifier import call, environment, serving, toy_text
-from tests.kit.scripted_verifier import PROMPT, TEXT, agent, generate, loopback, streaming
-from tests.present import present
+from tests.kit.live_verifier import child_environment, run_command, serve_toy, toy_text
+from tests.kit.scripted_verifier import (
+    PROMPT,
+    TEXT,
+    connect_loopback,
+    generate,
+    make_agent,
+    stream_output,
+)
+from tests.present import require
 from tests.sources import ROOT
 
 CIRCLING = ToyModel(64, order=1, seed=4)
@@ -247,7 +254,7 @@ def test_file_flag_and_environment_say_the_same(
         ((), os.pathsep.join(("a.txt", "b c"))),
     ):
         monkeypatch.setenv("EDGESPEC_DRAFT_CORPUS", variable)
-        shown = yaml.safe_load(call("generate", *arguments, "--help-all").stdout)
+        shown = yaml.safe_load(run_command("generate", *arguments, "--help-all").stdout)
         assert shown["draft"]["corpus"] == ["a.txt", "b c"]
 
 
@@ -255,7 +262,7 @@ def serve_circling() -> AbstractAsyncContextManager[tuple[str, Verifier]]:
     served = VerifierConfig(model="toy", port=0, server_drafts=False)
     vocabulary = load_target(served).info.vocabulary
     target = ToyTarget(CIRCLING, vocabulary=vocabulary, context_length=TOY_CONTEXT_LENGTH)
-    return serving(target, config=served)
+    return serve_toy(target, config=served)
 
 
 async def test_texts_that_stand_in_the_corpus_take_fewer_passes(tmp_path: Path) -> None:
@@ -272,18 +279,18 @@ async def test_texts_that_stand_in_the_corpus_take_fewer_passes(tmp_path: Path) 
             async with build_agent(config) as agent:
                 found = [t async for c in agent.generate(CIRCLE, params) for t in c.tokens]
                 assert found == expected
-                passes.append(present(agent.stats).counters.passes)
+                passes.append(require(agent.stats).counters.passes)
     assert passes[1] < passes[0] / 2
 
 
 async def test_a_lent_tokenizer_reads_the_corpus(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "one two three")
     draft = DraftSection("lookup", corpus=(str(path),))
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         agent = BorrowingAgent(AgentConfig(address, draft=draft))
         async with agent:
             await agent._borrow()
-        store = present(present(agent.options.text_tables).corpus)
+        store = require(require(agent.options.text_tables).corpus)
         end, (token,) = ToyTokenizer().encode("two "), ToyTokenizer().encode("t")
         assert store.after(tuple(end)) == (4, [(token, 1.0)])
 
@@ -310,7 +317,7 @@ async def test_the_text_is_the_targets_own(
             for params in (LONG, WARM, LONG):  # the corpus holds the last one already
                 found = [t async for c in agent.generate(CIRCLE, params) for t in c.tokens]
                 assert found == toy_text(CIRCLE, params, CIRCLING)
-            counters = present(agent.stats).counters
+            counters = require(agent.stats).counters
             assert counters.draft_failure == ""
             if run_ahead is RunAhead.NEVER:  # otherwise the toy's passes end before a draft arrives
                 assert counters.accepted > 30
@@ -341,7 +348,7 @@ def test_what_is_configured_is_built() -> None:
         ({"draft.model": "lookup"}, "lookup", True),
     ):
         config = load_config(AgentConfig, None, {"tokenizer": "toy", **overrides})
-        drafter = present(load_drafter(config))
+        drafter = require(load_drafter(config))
         assert drafter.info.name == name
         assert (agent_options(config, "").text_tables is not None) == text
 
@@ -440,7 +447,9 @@ for number in range(int(sys.argv[3])):
 
 def start_adding(path: Path, own: int, count: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _ADDING, str(path), str(own), str(count)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -490,11 +499,13 @@ async def test_a_text_is_recorded_once_as_far_as_it_was_given(tmp_path: Path) ->
         await stream.send(Opened(Limits(), "scripted", len(PROMPT)))
         await stream.send(Commit(len(PROMPT), tuple(TOKENS[:4])))
 
-    async with recording_agent(agent(loopback(breaking)), path) as one:
+    async with recording_agent(make_agent(connect_loopback(breaking)), path) as one:
         assert [token async for c in generate(one, 11) for token in c.tokens] == TOKENS
         assert one.stats is not None
         assert one.stats.counters.reconnects == 1
-    async with recording_agent(agent(loopback(streaming(TOKENS, (2,)))), path) as one:
+    async with recording_agent(
+        make_agent(connect_loopback(stream_output(TOKENS, (2,)))), path
+    ) as one:
         async with aclosing(generate(one, 11)) as chunks:
             given = [*(await anext(chunks)).tokens, *(await anext(chunks)).tokens]
         stopped = [token async for c in generate(one, 11, stop=("lo",)) for token in c.tokens]
@@ -508,7 +519,7 @@ async def test_a_full_disk_does_the_text_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "r"
-    async with recording_agent(agent(loopback(streaming(TOKENS))), path) as one:
+    async with recording_agent(make_agent(connect_loopback(stream_output(TOKENS))), path) as one:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
         try:

@@ -47,7 +47,7 @@ from edgespec.models.onnx_runtime import ort
 from tests.adversarial import AdversarialDrafter
 from tests.device.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
 from tests.kit.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
-from tests.present import present
+from tests.present import require
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=99)
 MODEL = ToyModel(vocabulary_size=20)
@@ -313,7 +313,7 @@ def load(folder: Path, context_length: int = 0, window: int = 0) -> ForeignDraft
     return load_foreign_drafter(resolve_source(str(folder), Purpose.DRAFT), print, draft)
 
 
-def greedy(drafter: Drafter, count: int = 80) -> list[int]:
+def draft_greedily(drafter: Drafter, count: int = 80) -> list[int]:
     drafter.begin(5, SamplingParams())
     feed, keep, drafted = TOKENS[:5], 0, []
     for _ in range(count):
@@ -332,7 +332,7 @@ def test_the_same_weights_draft_the_same_tokens(
     kind: str, folder_of: Callable[[str], Path], own_folder: Path
 ) -> None:
     drafter = load(folder_of(kind))
-    assert greedy(drafter) == greedy(OnnxDrafter(own_folder))
+    assert draft_greedily(drafter) == draft_greedily(OnnxDrafter(own_folder))
     assert drafter.behaviour.in_place == (kind in ATTENDING)
     assert drafter.behaviour.chunks == (kind != "merged-early")
     assert drafter.behaviour.all_rows == (kind not in ("last-row", *ATTENDING))
@@ -530,7 +530,7 @@ THERE = [name for name, (first, *_) in EXECUTION.items() if first in AVAILABLE]
 def on_provider(provider: str, model: str = "bundled") -> tuple[Drafter, list[str]]:
     said: list[str] = []
     draft = DraftSection(model=model, provider=provider)
-    drafter = present(load_drafter(AgentConfig(draft=draft), say=said.append))
+    drafter = require(load_drafter(AgentConfig(draft=draft), say=said.append))
     return drafter, said
 
 
@@ -551,7 +551,7 @@ def test_an_accelerator_drafts_what_the_cpu_drafts(
         assert isinstance(drafter, GraphDrafter)
         assert drafter.placement is None or drafter.placement.accelerated
         assert said[0].startswith(f"the draft runs on {provider}")
-        assert greedy(drafter) == greedy(on_provider("cpu", str(folder))[0])
+        assert draft_greedily(drafter) == draft_greedily(on_provider("cpu", str(folder))[0])
         drafter.close()
 
 

@@ -33,7 +33,7 @@ from edgespec.device.model_drafter import load_foreign_drafter
 from edgespec.models.folders import ModelFolderError, token_count
 from edgespec.models.model_source import Purpose, resolve_source
 from tests.device.foreign_graphs import concatenating_graph
-from tests.kit.live_verifier import call, start
+from tests.kit.live_verifier import run_command, start
 from tests.kit.tiny_checkpoints import (
     VOCABULARY_SIZE,
     tiny_config,
@@ -384,7 +384,7 @@ def test_optimum_s_graph_drafts_as_ours(
     if real and python is None:
         pytest.skip("OPTIMUM_PYTHON names no interpreter that has Optimum")
     python = python if real else str(write_interpreter("good", tmp_path))
-    result = call("export", plain_source, out, "--optimum", python, "--bits", bits)
+    result = run_command("export", plain_source, out, "--optimum", python, "--bits", bits)
     assert result.exit_code == 0, result.output
     assert f"by Optimum, {bits} bits" in result.stdout
     foreign = load_foreign_drafter(resolve_source(str(out), Purpose.DRAFT), lambda text: None)
@@ -424,7 +424,7 @@ def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
 ) -> None:
     out, python = tmp_path / "out", write_interpreter(mode, tmp_path)
     source = write_checkpoint(tmp_path / "source") if mode == "newer" else plain_source
-    result = call("export", source, out, "--optimum", python, *options)
+    result = run_command("export", source, out, "--optimum", python, *options)
     assert result.exit_code in (1, 2)
     assert message in result.stderr
     assert not out.exists()

@@ -49,9 +49,9 @@ from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.headers import CONVERSATION_HEADER
 from tests.kit.gate import Gate
-from tests.kit.live_verifier import daemon, serving, toy_text
-from tests.kit.scripted_verifier import loopback, streaming
-from tests.present import present
+from tests.kit.live_verifier import serve_toy, start_daemon, toy_text
+from tests.kit.scripted_verifier import connect_loopback, stream_output
+from tests.present import require
 from tests.verifier.failing_verifiers import (
     EXPECTED,
     HASTY,
@@ -60,9 +60,9 @@ from tests.verifier.failing_verifiers import (
     PROMPT,
     WARY,
     WITHIN_S,
-    agent,
     collect,
-    gates,
+    make_agent,
+    run_behind_gates,
 )
 
 
@@ -70,12 +70,15 @@ from tests.verifier.failing_verifiers import (
 async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, most: int) -> None:
     """Three times in each generation the current verifier dies and the other one comes back."""
     dice, kills = random.Random(draft), 0
-    async with gates(2) as found, agent(*(gate.address for gate, _ in found), draft=draft) as one:
+    async with (
+        run_behind_gates(2) as found,
+        make_agent(*(gate.address for gate, _ in found), draft=draft) as one,
+    ):
 
         def swap() -> None:
             nonlocal kills
             for gate, port in found:
-                if gate.address == present(present(one.stats).route).current.address_in_use:
+                if gate.address == require(require(one.stats).route).current.address_in_use:
                     gate.kill()
                     kills += 1
                 else:
@@ -84,7 +87,7 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
         while kills < most:
             moments = sorted(dice.sample(range(1, len(EXPECTED) - 20), 3))
             assert await collect(one, dict.fromkeys(moments, swap)) == EXPECTED
-            assert present(one.stats).failovers >= 1
+            assert require(one.stats).failovers >= 1
 
 
 @pytest.mark.slow
@@ -93,11 +96,11 @@ async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> No
     tested."""
     slow = ("--pass-ms", "100", "--set", "drain_s=0.3")
     begun = 0
-    with daemon(*slow) as (address, process):
-        async with gates(1) as ((other, _),), contextlib.AsyncExitStack() as stack:
+    with start_daemon(*slow) as (address, process):
+        async with run_behind_gates(1) as ((other, _),), contextlib.AsyncExitStack() as stack:
             agents = [
                 await stack.enter_async_context(
-                    agent(address, other.address, draft="toy" if number % 4 == 0 else "none")
+                    make_agent(address, other.address, draft="toy" if number % 4 == 0 else "none")
                 )
                 for number in range(8)
             ]
@@ -121,11 +124,13 @@ def make_pool(*links: LoopbackTransport) -> VerifierPool:
     def make(address: str, *, server_name: str = "") -> Transport:
         return transports[address]
 
-    async def nowhere(host: str, port: int) -> Sequence[str]:
+    async def find_no_address(host: str, port: int) -> Sequence[str]:
         raise OSError
 
     failover = Failover(FailoverPolicy(), Association.LISTED)
-    return VerifierPool(VerifierDirectory(tuple(transports), make, look_up=nowhere), failover)
+    return VerifierPool(
+        VerifierDirectory(tuple(transports), make, look_up=find_no_address), failover
+    )
 
 
 @pytest.mark.parametrize("event", [ev.Dialed, ev.Tick])
@@ -134,18 +139,18 @@ async def test_who_waits_hears_of_a_machine_that_breaks(
 ) -> None:
     """The choice of a verifier runs in timers and tasks that no caller awaits, so an error there
     must reach the waiting caller."""
-    silent = loopback(streaming([1], (1,)))
+    silent = connect_loopback(stream_output([1], (1,)))
     pool = make_pool(silent, silent)
     if event is ev.Tick:
         monkeypatch.setattr(silent, "connect", asyncio.Event().wait)
     handle = pool.failover.handle
 
-    def breaks(happened: ev.FailoverEvent, now: float) -> Sequence[ev.FailoverAction]:
+    def break_session(happened: ev.FailoverEvent, now: float) -> Sequence[ev.FailoverAction]:
         if isinstance(happened, event):
             raise RuntimeError("the machine was chosen to break")
         return handle(happened, now)
 
-    monkeypatch.setattr(pool.failover, "handle", breaks)
+    monkeypatch.setattr(pool.failover, "handle", break_session)
     with pytest.raises(LinkError, match="chosen to break"):
         await asyncio.wait_for(pool.open_stream(ev.Wanted(1, 10)), WITHIN_S)
     await pool.close()
@@ -170,7 +175,7 @@ async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
     """The second cancellation comes while the last messages of the first one are being sent."""
     greeted, closing, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def silent(stream: VerifierStream) -> None:
+    async def stay_silent(stream: VerifierStream) -> None:
         await stream.receive()
         await stream.send(Opened(Limits(), "scripted", 1))
         greeted.set()
@@ -178,13 +183,13 @@ async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
             while True:
                 await stream.receive()
 
-    link = loopback(silent)
+    link = connect_loopback(stay_silent)
     connect, pool = link.connect, make_pool(link)
 
-    async def reluctant() -> DeviceStream:
+    async def open_reluctantly() -> DeviceStream:
         return Reluctant(await connect(), closing, let_go)
 
-    monkeypatch.setattr(link, "connect", reluctant)
+    monkeypatch.setattr(link, "connect", open_reluctantly)
     async with asyncio.timeout(WITHIN_S):
         one = Agent(pool, None, lambda text: [1], ToyTokenizer().stream)
         reading = asyncio.create_task(anext(one.generate("x")))
@@ -199,12 +204,12 @@ async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
 
 @pytest.mark.parametrize("when", [0, 40], ids=["from the beginning", "in mid-text"])
 async def test_one_that_says_nothing_any_more_is_left(when: int) -> None:
-    async with gates(2) as ((hole, _), (other, _)):
+    async with run_behind_gates(2) as ((hole, _), (other, _)):
         if when == 0:
             hole.swallow()
-        async with agent(hole.address, other.address, failover=WARY) as one:
+        async with make_agent(hole.address, other.address, failover=WARY) as one:
             assert await collect(one, {when: hole.swallow}) == EXPECTED
-            assert present(one.stats).verifiers[-1] == other.address
+            assert require(one.stats).verifiers[-1] == other.address
 
 
 def make_stranger(**changes: object) -> ToyTarget:
@@ -219,8 +224,8 @@ def make_stranger(**changes: object) -> ToyTarget:
 
 
 async def test_a_text_is_not_continued_by_another_model() -> None:
-    async with gates(2, [None, make_stranger()]) as ((gate, _), (other, _)):
-        async with agent(gate.address, other.address, reconnect=HASTY) as one:
+    async with run_behind_gates(2, [None, make_stranger()]) as ((gate, _), (other, _)):
+        async with make_agent(gate.address, other.address, reconnect=HASTY) as one:
             with pytest.raises(GenerationError) as caught:
                 await collect(one, {30: gate.kill})
             why = str(caught.value)
@@ -230,7 +235,7 @@ async def test_a_text_is_not_continued_by_another_model() -> None:
 
 
 async def test_when_all_are_down_each_is_named_and_one_that_returns_is_used() -> None:
-    async with gates(3) as found:
+    async with run_behind_gates(3) as found:
         addresses = [gate.address for gate, _ in found]
 
         def die() -> None:
@@ -244,10 +249,10 @@ async def test_when_all_are_down_each_is_named_and_one_that_returns_is_used() ->
             die()
             asyncio.get_running_loop().call_later(0.7, one_returns)
 
-        async with agent(*addresses) as one:
+        async with make_agent(*addresses) as one:
             assert await collect(one, {50: all_die}) == EXPECTED
-            assert present(one.stats).verifiers == (addresses[0], addresses[2])
-        async with agent(*addresses, reconnect=HASTY) as one:
+            assert require(one.stats).verifiers == (addresses[0], addresses[2])
+        async with make_agent(*addresses, reconnect=HASTY) as one:
             die()
             with pytest.raises(GenerationError, match="gave up on the verifier") as caught:
                 await collect(one)
@@ -257,10 +262,10 @@ async def test_when_all_are_down_each_is_named_and_one_that_returns_is_used() ->
 
 
 async def test_leaving_a_text_early_leaves_nothing_behind() -> None:
-    async with gates(2) as ((gate, _), (other, _)):
+    async with run_behind_gates(2) as ((gate, _), (other, _)):
         gate.swallow()
         before = asyncio.all_tasks()
-        one = agent(gate.address, other.address, failover=WARY)
+        one = make_agent(gate.address, other.address, failover=WARY)
         chunks = one.generate(PROMPT, PARAMS)
         await anext(chunks)
         await chunks.aclose()
@@ -291,7 +296,7 @@ ONE_A_PASS = replace(PACED, server_drafts=False)
 
 
 @contextlib.asynccontextmanager
-async def replicas(
+async def start_replicas(
     config: VerifierConfig = PACED, targets: Sequence[TargetModel | None] = (None,) * 3
 ) -> AsyncIterator[dict[str, tuple[Gate, Verifier]]]:
     """Start a verifier for each target, each behind a gate, and yield both by the gate's
@@ -299,14 +304,14 @@ async def replicas(
     async with contextlib.AsyncExitStack() as stack:
         found = {}
         for target in targets:
-            address, verifier = await stack.enter_async_context(serving(target, config=config))
+            address, verifier = await stack.enter_async_context(serve_toy(target, config=config))
             gate = await stack.enter_async_context(Gate(int(address.rpartition(":")[2])))
             found[gate.address] = gate, verifier
         yield found
 
 
 def device(addresses: Sequence[str]) -> Agent:
-    return agent(*addresses, draft="none", association=Association.RENDEZVOUS, failover=CALM)
+    return make_agent(*addresses, draft="none", association=Association.RENDEZVOUS, failover=CALM)
 
 
 def order_by_chat(chat: str, names: Sequence[str]) -> list[str]:
@@ -340,7 +345,7 @@ async def generate_and_list_verifiers(
 
 
 async def test_the_next_turns_of_a_chat_meet_the_same_replica_and_its_cache() -> None:
-    async with replicas() as found, device(tuple(found)) as one:
+    async with start_replicas() as found, device(tuple(found)) as one:
         for number, chat in enumerate(CHATS[:4]):
             prompt = [1 + number, *range(1, 60)]
             for _ in range(3):
@@ -348,8 +353,12 @@ async def test_the_next_turns_of_a_chat_meet_the_same_replica_and_its_cache() ->
                     order_by_chat(chat, tuple(found))[0],
                 )
                 prompt += [*toy_text(prompt, BRIEF), 7, 8, 9]
-        hits = sum(verifier.engine.keeper.prefix_hit_tokens for _, verifier in found.values())
-        asked = sum(verifier.engine.keeper.prefix_query_tokens for _, verifier in found.values())
+        hits = sum(
+            verifier.engine.cache_scheduler.prefix_hit_tokens for _, verifier in found.values()
+        )
+        asked = sum(
+            verifier.engine.cache_scheduler.prefix_query_tokens for _, verifier in found.values()
+        )
         # A second turn shares 60 of 103 tokens with the first, a third 103 of 146, each less one
         # block.
         assert hits > asked / 3

@@ -55,8 +55,8 @@ from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.verifier.build import load_target
 from edgespec_sim.token_sources.source import Script, ScriptedTarget
-from tests.kit.live_verifier import GatedTarget, python, serving, toy_text
-from tests.present import present
+from tests.kit.live_verifier import GatedTarget, run_python, serve_toy, toy_text
+from tests.present import require
 
 PROMPT = list(range(5, 45))
 
@@ -96,7 +96,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
     monkeypatch.setattr("edgespec.device.model_drafter.resident_bytes", lambda: 200 * MIB)
     refused = call("plan", "memory", "--memory-budget", "10MiB")
     assert refused.exit_code == 1
-    needed = present(re.search(r"needs at least (\d+\.\d) MiB", refused.stderr))
+    needed = require(re.search(r"needs at least (\d+\.\d) MiB", refused.stderr))
     smallest = float(needed[1])
     for budget, code in ((smallest + 0.1, 0), (smallest - 0.1, 1)):
         assert call("plan", "memory", "--memory-budget", f"{budget:.1f}MiB").exit_code == code
@@ -125,7 +125,7 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
     """The bundled draft at windows shorter than the text, one below a memory budget, is compared
     with no draft."""
     texts, messages, stats = {}, list[str](), None
-    async with serving(make_hashing_target()) as (address, _):
+    async with serve_toy(make_hashing_target()) as (address, _):
         for name, draft in (
             ("none", DraftSection(model="none")),
             ("window", DraftSection(window=24)),
@@ -138,12 +138,12 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
             prompt = PROMPT * 4
             found = [token async for c in agent.generate(prompt, sampling) for token in c.tokens]
             texts[name] = found
-            stats = present(agent.stats)
+            stats = require(agent.stats)
             assert (stats.counters.steps > 0) == (name != "none")
             await agent.close()
     assert texts["none"] == hash_positions(160, 40)
     assert texts["budget"] == texts["window"] == texts["none"]
-    assert present(stats).counters.draft_failure == ""
+    assert require(stats).counters.draft_failure == ""
     assert "window 128" in messages[-1]
 
 
@@ -340,7 +340,7 @@ class Fragile(ToyDrafter):
 
 
 @asynccontextmanager
-async def crowd(
+async def start_crowd(
     drafter: Drafter,
     steps: Steps,
     caches: int = 4,
@@ -355,7 +355,7 @@ async def crowd(
     held = GatedTarget(paced, 0)
     held.gate = first_pass or steps.drafted
     options = AgentOptions(draft_caches=caches)
-    async with asyncio.timeout(WITHIN_S), serving(held) as (address, _):
+    async with asyncio.timeout(WITHIN_S), serve_toy(held) as (address, _):
         agent = Agent(connect(address), drafter, TEXT.encode, TEXT.stream, options, tracer=steps)
         try:
             async with agent:
@@ -363,7 +363,7 @@ async def crowd(
                 await asyncio.gather(
                     *(one for driver in agent._drivers for one in driver.running_tasks)
                 )
-                pool = present(agent._pool)
+                pool = require(agent._pool)
                 await asyncio.wrap_future(pool._thread.submit(lambda: None))
                 assert len(pool._free) == len(pool._drafters) <= caches
         finally:
@@ -389,7 +389,7 @@ def expected_tokens(prompt: Sequence[int], length: int = 24) -> list[int]:
 async def test_twenty_chats_share_a_drafter(caches: int) -> None:
     """There are drafts for as many generations as there are caches; the others are streamed."""
     steps, length = Steps(len(PROMPTS)), 60
-    async with crowd(Fragile(), steps, caches, pass_ms=8.0) as agent:
+    async with start_crowd(Fragile(), steps, caches, pass_ms=8.0) as agent:
         texts = await asyncio.gather(*(generate(agent, prompt, length) for prompt in PROMPTS))
     assert texts == [expected_tokens(prompt, length) for prompt in PROMPTS]
     assert len(steps.done) >= caches
@@ -398,7 +398,7 @@ async def test_twenty_chats_share_a_drafter(caches: int) -> None:
 
 async def test_a_text_takes_a_cache_that_was_given_back_and_begins_it_anew() -> None:
     drafter, steps = Fragile(), Steps()
-    async with crowd(drafter, steps, 1, first_pass=drafter.hanging) as agent:
+    async with start_crowd(drafter, steps, 1, first_pass=drafter.hanging) as agent:
         chunks = agent.generate(HANGING, params(24))
         first = asyncio.create_task(anext(chunks))
         await asyncio.to_thread(drafter.hanging.wait)
@@ -415,7 +415,7 @@ async def test_a_text_takes_a_cache_that_was_given_back_and_begins_it_anew() -> 
 async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
     drafter, steps = Fragile(), Steps(6)
     drafter.fails += PROMPTS[3]
-    async with crowd(drafter, steps, 6, pass_ms=8.0) as agent:
+    async with start_crowd(drafter, steps, 6, pass_ms=8.0) as agent:
         texts = await asyncio.gather(*(generate(agent, prompt, 60) for prompt in PROMPTS[:6]))
         assert texts == [expected_tokens(prompt, 60) for prompt in PROMPTS[:6]]
         assert steps.failed == ["RuntimeError: this text is too much"]
@@ -428,7 +428,7 @@ async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
 async def test_a_step_that_hangs_costs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_pool, "STEP_TIMEOUT_S", 0.5)
     drafter, steps = Fragile(), Steps()
-    async with crowd(drafter, steps, 2, first_pass=drafter.hanging) as agent:
+    async with start_crowd(drafter, steps, 2, first_pass=drafter.hanging) as agent:
         hung = asyncio.create_task(generate(agent, HANGING))
         await asyncio.to_thread(drafter.hanging.wait)
         texts = await asyncio.gather(*(generate(agent, prompt) for prompt in PROMPTS[:4]))
@@ -443,7 +443,7 @@ async def test_a_step_that_hangs_costs_no_text(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_without_memory_for_more_caches_those_there_are_must_do() -> None:
     drafter, steps = Fragile(most=2), Steps(6)
-    async with crowd(drafter, steps, 5) as agent:
+    async with start_crowd(drafter, steps, 5) as agent:
         texts = await asyncio.gather(*(generate(agent, prompt) for prompt in PROMPTS[:6]))
         assert texts == [expected_tokens(prompt) for prompt in PROMPTS[:6]]
     assert steps.failed == []
@@ -452,7 +452,7 @@ async def test_without_memory_for_more_caches_those_there_are_must_do() -> None:
 
 async def test_closing_the_agent_ends_all_chats_and_frees_every_cache() -> None:
     drafter, steps = Fragile(), Steps()
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         agent = Agent(connect(address), drafter, TEXT.encode, TEXT.stream, tracer=steps)
         chats = [agent.generate(prompt, params(500)) for prompt in PROMPTS[:3]]
         for chat in chats:
@@ -501,7 +501,7 @@ print("over")
 
 
 def test_a_step_that_never_comes_back_keeps_no_process_from_ending() -> None:
-    done = python("-c", NEVER_BACK)
+    done = run_python("-c", NEVER_BACK)
     assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
     assert "a draft step still runs" in done.stderr
 

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from edgespec.cli.running import listen
 from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.device.events import TokenKind
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
@@ -33,8 +33,8 @@ from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier
-from tests.kit.letters import READER, LettersTokenizer, pair
-from tests.kit.live_verifier import serving
+from tests.kit.letters import READER, LettersTokenizer, connect_pair
+from tests.kit.live_verifier import serve_toy
 
 QUICK = ReconnectPolicy(give_up_first_s=0.2, first_s=0.01, longest_s=0.05)
 
@@ -64,7 +64,7 @@ class Live:
 
 
 @contextlib.asynccontextmanager
-async def live(
+async def start_endpoint(
     agent: Agent,
     tokenizer: ChatTokenizer,
     watch: VerifierMonitor,
@@ -94,7 +94,7 @@ async def over_toy(
     target: TargetModel | None = None, *, draft: str = "toy", **more: Any
 ) -> AsyncIterator[Live]:
     """Start an endpoint over the toy's verifier, and wait until the monitor knows it."""
-    async with serving(target) as (address, verifier):
+    async with serve_toy(target) as (address, verifier):
         async with over_verifiers(address, draft=DraftSection(model=draft), **more) as found:
             found.verifier, found.address = verifier, address
             yield found
@@ -113,7 +113,7 @@ async def over_verifiers(
     given = {"draft": DraftSection(model="toy"), "tokenizer": "toy", **settings}
     async with build_agent(AgentConfig(verifier=addresses, **given)) as agent:
         status = StatusSource(agent, addresses, watch=watch) if shows_status else None
-        async with live(agent, ToyTokenizer(), watch, key=key, status=status) as found:
+        async with start_endpoint(agent, ToyTokenizer(), watch, key=key, status=status) as found:
             yield found
 
 
@@ -127,8 +127,8 @@ async def over_letters(
 ) -> AsyncIterator[Live]:
     """Start an endpoint over a pair that can write JSON; either end may lack the grammar
     library."""
-    async with pair(reads, drafts) as agent:
-        async with live(agent, LettersTokenizer(HERMES), VerifierMonitor({})) as found:
+    async with connect_pair(reads, drafts) as agent:
+        async with start_endpoint(agent, LettersTokenizer(HERMES), VerifierMonitor({})) as found:
             yield found
 
 
@@ -144,7 +144,7 @@ async def over_nobody(address: str = "127.0.0.1:1", **more: Any) -> AsyncIterato
         reconnect=more.pop("reconnect", QUICK),
     )
     async with build_agent(config) as agent:
-        async with live(agent, ToyTokenizer(), watch, **more) as found:
+        async with start_endpoint(agent, ToyTokenizer(), watch, **more) as found:
             yield found
 
 
@@ -199,7 +199,9 @@ async def over_script(
 ) -> AsyncIterator[Live]:
     """Start an endpoint over an agent with a script."""
     inner: Any = agent
-    async with live(inner, tokenizer or ToyTokenizer(), VerifierMonitor({}), **more) as found:
+    async with start_endpoint(
+        inner, tokenizer or ToyTokenizer(), VerifierMonitor({}), **more
+    ) as found:
         yield found
 
 

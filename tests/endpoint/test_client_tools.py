@@ -87,7 +87,7 @@ ONE_SYSTEM = (
 )
 
 
-def turns(text: str) -> list[dict[str, Any]]:
+def parse_turns(text: str) -> list[dict[str, Any]]:
     """Return messages from ``role:content`` parts with spaces between them."""
     pairs = [one.split(":") for one in text.split()]
     return [{"role": role, "content": content} for role, content in pairs]
@@ -111,7 +111,7 @@ def turns(text: str) -> list[dict[str, Any]]:
 def test_messages_that_a_template_refuses_are_joined(
     source: str, given: str, expected: str
 ) -> None:
-    messages = turns(given)
+    messages = parse_turns(given)
     pairs = [one.split(":", 1) for one in expected.split(" ")]
     joined = [{"role": role, "content": content} for role, content in pairs]
     oracle: Any = render_jinja_template
@@ -125,7 +125,7 @@ def test_messages_that_a_template_refuses_are_joined(
 def test_what_is_refused_in_every_form_is_refused_in_the_first_words() -> None:
     refusing = ChatTemplate("{{ raise_exception('no ' ~ messages | length) }}")
     with pytest.raises(ChatTemplateError, match="no 3"):
-        write_chat_prompt(refusing, turns("system:a user:b user:c"), ())
+        write_chat_prompt(refusing, parse_turns("system:a user:b user:c"), ())
 
 
 WEATHER = {

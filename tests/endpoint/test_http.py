@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.config import EndpointSection
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.endpoint.admission import Admission
 from edgespec.endpoint.request_json import ApiError
@@ -46,8 +46,8 @@ from tests.endpoint.live_endpoint import (
     request_bytes,
 )
 from tests.kit.gate import Gate
-from tests.kit.live_verifier import serving, until
-from tests.present import present
+from tests.kit.live_verifier import serve_toy, wait_until
+from tests.present import require
 
 WITHIN_S = 60
 TEXT = ToyTokenizer()
@@ -89,18 +89,18 @@ async def test_a_body_that_does_not_come() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_hangs_up_cancels_the_generation(api: Api, stream: bool) -> None:
     async with over_toy(draft="toy") as live:
-        verifier = present(live.verifier)
+        verifier = require(live.verifier)
         data = api.request(4000, stream=stream, ignore_eos=True)
         reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
         writer.write(request_bytes(api.path, json.dumps(data).encode()))
         await writer.drain()
         if stream:
             await reader.readuntil(api.first_bytes)
-        await until(lambda: verifier.info.sessions == 1)
+        await wait_until(lambda: verifier.info.sessions == 1)
         writer.transport.abort()
-        await until(lambda: live.endpoint.running_count == 0)
-        await until(lambda: verifier.info.sessions == 0)
-        await until(lambda: live.endpoint.counts.requests[api.path, "gone"] == 1)
+        await wait_until(lambda: live.endpoint.running_count == 0)
+        await wait_until(lambda: verifier.info.sessions == 0)
+        await wait_until(lambda: live.endpoint.counts.requests[api.path, "gone"] == 1)
         assert live.endpoint.counts.completion_tokens.total() < 4000
         assert live.endpoint.admission.running == 0
         assert (await ask(live, api.path, api.request())).status == 200
@@ -128,7 +128,7 @@ async def test_a_full_queue_refuses_and_the_rest_is_served_in_order(api: Api) ->
         first = asyncio.create_task(ask(live, api.path, api.request()))
         await held.reached.wait()
         second = asyncio.create_task(ask(live, api.path, api.request(stream=True)))
-        await until(lambda: live.endpoint.admission.waiting == 1)
+        await wait_until(lambda: live.endpoint.admission.waiting == 1)
         third = await ask(live, api.path, api.request())
         assert third.status == api.overloaded
         assert third.headers["retry-after"] == "1"
@@ -187,13 +187,13 @@ async def test_a_verifier_that_comes_later_is_waited_for() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
         writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
         raw = await reader.readuntil(b": keep-alive\n\n")
-        async with serving() as (address, _):
+        async with serve_toy() as (address, _):
             gate.port = int(address.rpartition(":")[2])
             reply = parse_reply(raw + await reader.read())
             assert events_of(reply.body)[-1] == "[DONE]"
             done = await at_once
             assert done.status == 200
-            await until(lambda: live.watch.ready)
+            await wait_until(lambda: live.watch.ready)
             health = await ask(live, "/health")
             assert (health.json["status"], health.json["model"]) == ("ok", "toy")
         writer.close()
@@ -385,7 +385,7 @@ async def test_who_reads_nothing_holds_no_connection(api: Api, stream: bool) -> 
         async with open_client(live, 4096) as (_, writer):
             data = json.dumps(api.request(stream=stream)).encode()
             writer.write(request_bytes(api.path, data))
-            await until(lambda: agent.closed and not live.server.connections)
+            await wait_until(lambda: agent.closed and not live.server.connections)
 
 
 async def test_connections_that_say_nothing_keep_nobody_out() -> None:
@@ -478,7 +478,7 @@ async def test_beyond_the_most_connections_who_is_answered_stays() -> None:
     agent = ScriptedAgent(["a"], FinishReason.STOP, between=between)
     async with over_script(agent, max_connections=2) as live:
         running = [asyncio.create_task(ask(live, PATH, HELLO)) for _ in range(2)]
-        await until(lambda: live.endpoint.running_count == 2)
+        await wait_until(lambda: live.endpoint.running_count == 2)
         late = await ask(live, "/version")
         assert (late.status, late.error["code"]) == (503, "too_many_connections")
         assert late.headers["retry-after"] == "1"

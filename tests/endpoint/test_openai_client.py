@@ -17,7 +17,7 @@ from edgespec.models.tokenizer import render_chat
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import Live, over_nobody, over_toy
 from tests.kit.live_verifier import toy_text
-from tests.present import present
+from tests.present import require
 
 TEXT = ToyTokenizer()
 PROMPT = "once upon a time"
@@ -61,7 +61,7 @@ async def test_a_chat_as_a_stream_is_the_same_text(client: Any) -> None:
     assert [one.finish_reason for one in deltas if one.finish_reason] == ["length"]
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
-    assert present(chunks[-1].usage).completion_tokens == 24
+    assert require(chunks[-1].usage).completion_tokens == 24
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -83,7 +83,7 @@ async def test_completions_of_several_prompts_and_n_both_ways(client: Any) -> No
         reasons += [choice.finish_reason] if choice.finish_reason else []
     assert list(texts.values()) == expected
     assert reasons == ["length"] * 4
-    assert present(done.usage).prompt_tokens == len(PROMPT) + 3
+    assert require(done.usage).prompt_tokens == len(PROMPT) + 3
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ async def test_logprobs_are_the_agents(served: Live, client: Any) -> None:
     async for event in await client.chat.completions.create(stream=True, **asked):
         if event.choices[0].logprobs is not None:
             streamed += event.choices[0].logprobs.content or []
-    found = present(done.choices[0].logprobs)
+    found = require(done.choices[0].logprobs)
     for content in (found.content or [], streamed):
         assert [one.token for one in content] == [TEXT.decode([token]) for token, _ in scores]
         assert [one.logprob for one in content] == [score.logprob for _, score in scores]

@@ -65,8 +65,8 @@ from tests.endpoint.live_endpoint import (
     over_verifiers,
     request_bytes,
 )
-from tests.kit.live_verifier import GatedTarget, serving, toy_text, until
-from tests.verifier.failing_verifiers import PATIENT, gates
+from tests.kit.live_verifier import GatedTarget, serve_toy, toy_text, wait_until
+from tests.verifier.failing_verifiers import PATIENT, run_behind_gates
 from tests.verifier.fake_vllm import adapted_toy
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -424,7 +424,7 @@ async def request_text(live: Live, model: str) -> str:
 
 @contextlib.asynccontextmanager
 async def over_adapters(target: Any = None, **more: Any) -> AsyncIterator[Live]:
-    async with serving(target or adapted_toy(ADAPTERS)) as (address, _):
+    async with serve_toy(target or adapted_toy(ADAPTERS)) as (address, _):
         async with over_verifiers(address, **more) as live:
             yield live
 
@@ -527,7 +527,9 @@ async def wait_until_held(live: Live, target: GatedTarget) -> None:
     token the generation would rightly begin anew elsewhere."""
     assert await asyncio.to_thread(target.reached.wait, 60.0)
     activity = live.endpoint.agent.activity
-    await until(lambda: any(one.first_token_at is not None for one in activity.running.values()))
+    await wait_until(
+        lambda: any(one.first_token_at is not None for one in activity.running.values())
+    )
 
 
 async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
@@ -537,7 +539,7 @@ async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
     both = held, adapted_toy({"sql": POETRY}, "newer")
     few = replace(PATIENT, max_streams_without_token=3)
     async with (
-        gates(2, both) as ((gate, _), (_, newer)),
+        run_behind_gates(2, both) as ((gate, _), (_, newer)),
         over_verifiers(gate.address, reconnect=few) as live,
     ):
         asked = {**ASKED, "model": "sql", "stream": True}

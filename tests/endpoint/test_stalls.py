@@ -41,15 +41,15 @@ from tests.endpoint.live_endpoint import (
     ScriptedAgent,
     ask,
     exchange,
-    live,
     over_script,
     over_toy,
     parse_reply,
     request_bytes,
+    start_endpoint,
 )
 from tests.endpoint.test_http import every_api, open_client
 from tests.kit.letters import MODEL, LettersTokenizer, text_of
-from tests.kit.live_verifier import until
+from tests.kit.live_verifier import wait_until
 
 PATH = "/v1/completions"
 HELLO = {"prompt": "abc", "max_tokens": 4}
@@ -88,7 +88,9 @@ async def over_slow_reader(settings: EndpointSection) -> AsyncIterator[tuple[Liv
     )
     async with agent:
         try:
-            async with live(agent, LettersTokenizer(), VerifierMonitor({}), settings) as found:
+            async with start_endpoint(
+                agent, LettersTokenizer(), VerifierMonitor({}), settings
+            ) as found:
                 yield found, reader
         finally:
             reader.go_on.set()
@@ -103,7 +105,7 @@ async def test_slow_grammars_hold_no_turn_and_no_thread_of_others() -> None:
             asyncio.create_task(ask(found, PATH, {**HELLO, "grammar": f'start: "{n}"'}))
             for n in range(16)
         ]
-        await until(lambda: reader.begun == 4)
+        await wait_until(lambda: reader.begun == 4)
         assert (await ask(found, "/tokenize", {"prompt": "abc"})).json["count"] == 3
         assert (await ask(found, "/detokenize", {"tokens": [40]})).json["prompt"] == text_of([40])
         assert (await ask(found, PATH, HELLO)).status == 200
@@ -242,7 +244,7 @@ async def test_held_bodies_are_refused_before_they_are_read_and_small_ones_are_s
         for place in range(1, 13):
             _, writer = await x.enter_async_context(open_client(found))
             writer.write(held)
-            await until(lambda n=place: room.held_bytes == n * (LARGE - 1))  # type: ignore[misc]
+            await wait_until(lambda n=place: room.held_bytes == n * (LARGE - 1))  # type: ignore[misc]
         for path in (PATH, "/tokenize", "/detokenize"):
             head = request_bytes(path, b"{", headers={"Content-Length": str(LARGE)})
             reply = await exchange(found.port, head)
@@ -252,7 +254,7 @@ async def test_held_bodies_are_refused_before_they_are_read_and_small_ones_are_s
         room.now = lambda: float("inf")  # now all bodies have stood still for long
         assert (await ask(found, "/tokenize", {"prompt": " " * (LARGE // 2)})).status in (200, 400)
         assert room.held_bytes == 11 * (LARGE - 1)
-    await until(lambda: room.held_bytes == 0)
+    await wait_until(lambda: room.held_bytes == 0)
 
 
 async def test_a_body_that_another_one_needs_the_room_of_is_told() -> None:
@@ -263,7 +265,7 @@ async def test_a_body_that_another_one_needs_the_room_of_is_told() -> None:
             writer.write(
                 request_bytes(PATH, b"x" * (LARGE - 1), headers={"Content-Length": str(LARGE)})
             )
-            await until(lambda: room.held_bytes == LARGE - 1)
+            await wait_until(lambda: room.held_bytes == LARGE - 1)
             room.now = lambda: float("inf")
             await ask(found, PATH, {"prompt": "a" * (LARGE - 100), "max_tokens": 1})
             reply = parse_reply(await reader.read())
@@ -440,11 +442,11 @@ async def test_streams_that_nobody_reads_make_way_for_others(api: Api) -> None:
         for _ in range(2):
             _, writer = await x.enter_async_context(open_client(found, 4096))
             writer.write(data)
-        await until(lambda: len(found.endpoint.admission._writes) == 2)
+        await wait_until(lambda: len(found.endpoint.admission._writes) == 2)
         agent.pieces = ["a"]
         assert (await ask(found, PATH, HELLO)).status == 200
         counts = found.endpoint.counts.requests
-        await until(lambda: counts[api.path, "gone"] >= 1)
+        await wait_until(lambda: counts[api.path, "gone"] >= 1)
 
 
 @every_api
@@ -459,11 +461,11 @@ async def test_a_stream_that_nobody_reads_is_noticed_before_its_text_is_over(api
     ):
         data = json.dumps(api.request(stream=True)).encode()
         writer.write(request_bytes(api.path, data))
-        await until(lambda: agent.prompts)
+        await wait_until(lambda: agent.prompts)
         agent.pieces = ["a"]
         assert (await ask(found, PATH, HELLO)).status == 200
         assert agent.closed == 2
-        await until(lambda: found.endpoint.counts.requests[api.path, "gone"] == 1)
+        await wait_until(lambda: found.endpoint.counts.requests[api.path, "gone"] == 1)
 
 
 @pytest.fixture(autouse=True)

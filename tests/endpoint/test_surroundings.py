@@ -21,7 +21,7 @@ from edgespec.device.build import connect
 from edgespec.endpoint.app import waiting_app
 from edgespec.endpoint.server import EndpointServer
 from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, over_script
-from tests.kit.live_verifier import call, serving
+from tests.kit.live_verifier import run_command, serve_toy
 
 PATH, HELLO = "/v1/completions", {"prompt": "a"}
 has_ipv6 = pytest.mark.skipif(len(host_names("localhost")) == 1, reason="needs IPv6")
@@ -46,7 +46,7 @@ FOREIGN = (
 )
 
 
-async def preflight(live: Live, origin: str, **more: str) -> dict[str, str]:
+async def send_preflight(live: Live, origin: str, **more: str) -> dict[str, str]:
     """Return the headers of the answer, with its status."""
     reply = await ask(
         live,
@@ -63,14 +63,14 @@ async def preflight(live: Live, origin: str, **more: str) -> dict[str, str]:
 async def test_pages_and_applications_of_this_machine_may_ask() -> None:
     async with over_script(ScriptedAgent(["a"])) as live:
         for origin in OWN:
-            answer = await preflight(live, origin)
+            answer = await send_preflight(live, origin)
             assert (answer["status"], answer["access-control-allow-origin"]) == ("200", origin)
             reply = await ask(live, PATH, HELLO, Origin=origin)
             assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, origin)
             for name in ("x-request-id", "x-edgespec-ignored", "retry-after"):
                 assert name in reply.headers["access-control-expose-headers"].lower()
         for origin in FOREIGN:
-            answer = await preflight(live, origin)
+            answer = await send_preflight(live, origin)
             assert answer["status"] == "403", origin
             assert "access-control-allow-origin" not in answer
             assert "--allow-origin" in answer["body"]
@@ -103,7 +103,7 @@ async def test_patterns_let_in_what_they_name(
     async with over_script(ScriptedAgent(["a"]), settings=settings) as live:
         for origin in let_in:
             assert (await ask(live, PATH, HELLO, Origin=origin)).status == 200, origin
-            assert (await preflight(live, origin))["status"] == "200"
+            assert (await send_preflight(live, origin))["status"] == "200"
         for origin in kept_out:
             assert (await ask(live, PATH, HELLO, Origin=origin)).status == 403, origin
 
@@ -120,7 +120,7 @@ async def test_a_page_may_reach_into_the_private_network_and_read_why_it_may_not
     settings = EndpointSection(allow_origins=("https://a.example",))
     async with over_script(ScriptedAgent(["a"]), settings=settings, key="sesame") as live:
         private = {"Access_Control_Request_Private_Network": "true"}
-        answer = await preflight(live, "https://a.example", **private)
+        answer = await send_preflight(live, "https://a.example", **private)
         assert (answer["status"], answer["access-control-allow-private-network"]) == ("200", "true")
         without_key = await ask(live, PATH, HELLO, Origin="https://a.example")
         rebound = await ask(live, PATH, HELLO, Origin="https://a.example", Host="evil.example")
@@ -136,7 +136,7 @@ async def test_both_loopback_addresses_answer() -> None:
             url = f"http://{where}:{live.port}/health"
             answer = await asyncio.to_thread(urllib.request.urlopen, url)
             assert json.loads(answer.read())["status"] == "waiting"
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         port = address.rpartition(":")[2]
         for where in ("127.0.0.1", "[::1]", "localhost"):
             transport = connect(f"{where}:{port}")
@@ -187,7 +187,7 @@ async def test_an_endpoint_that_waits_for_a_tokenizer_says_so() -> None:
 
 
 def test_a_prompt_on_stdin_that_is_no_utf8_is_called_so(tmp_path: Path) -> None:
-    result = call("generate", "-", "--verifier", "127.0.0.1:1", stdin=b"ab\xff")
+    result = run_command("generate", "-", "--verifier", "127.0.0.1:1", stdin=b"ab\xff")
     assert result.exit_code == 2
     assert "stdin: is not UTF-8: byte 0xff at position 2" in result.stderr
 

@@ -38,7 +38,7 @@ from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import TextTokenizer
 from tests.kit.letters import Untried
 from tests.kit.tiny_checkpoints import write_tokenizer
-from tests.present import present
+from tests.present import require
 
 NAMES = ["weather", "time", "server/look up"]
 JSON_FORMS = [ToolFormat(one) for one in ("hermes", "mistral", "mistral_named", "llama")]
@@ -364,7 +364,7 @@ def accepts(tokenizer: TextTokenizer, constraint: Constraint, text: str) -> tupl
     """Return whether llguidance accepts the tokens of a text, and whether the text may end
     there."""
     reader = _READERS.setdefault(id(tokenizer), _reader(tokenizer))
-    tokens, end = tokenizer.encode(text), present(tokenizer.special_id("<|end|>"))
+    tokens, end = tokenizer.encode(text), require(tokenizer.special_id("<|end|>"))
     known = ConstrainedText(reader(constraint), (end,))
     took = known.follow(tokens) == len(tokens)
     return took, took and known.follow([*tokens, end]) == len(tokens) + 1

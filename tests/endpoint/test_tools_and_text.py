@@ -50,15 +50,15 @@ from tests.endpoint.live_endpoint import (
     ScriptedAgent,
     ask,
     events_of,
-    live,
     over_letters,
     over_script,
     over_toy,
+    start_endpoint,
 )
 from tests.kit.letters import LETTERS, READER, LettersTokenizer, text_of
-from tests.kit.scripted_verifier import QUICK, loopback, streaming
+from tests.kit.scripted_verifier import QUICK, connect_loopback, stream_output
 from tests.kit.tiny_checkpoints import write_tokenizer
-from tests.present import present
+from tests.present import require
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOLS = [
@@ -317,10 +317,10 @@ async def over_text(
     """Start an endpoint over a real agent whose verifier commits this text in parts of these
     sizes."""
     tokens = tokenizer.encode(text)
-    transport = loopback(streaming(tokens, sizes, FinishReason.STOP))
+    transport = connect_loopback(stream_output(tokens, sizes, FinishReason.STOP))
     options = AgentOptions(reconnect=QUICK)
     async with Agent(transport, None, tokenizer.encode, tokenizer.stream, options) as agent:
-        async with live(agent, tokenizer, VerifierMonitor({})) as found:
+        async with start_endpoint(agent, tokenizer, VerifierMonitor({})) as found:
             yield found
 
 
@@ -532,7 +532,7 @@ class Named:
 def test_a_mark_that_is_a_token_is_asked_for_by_its_id() -> None:
     names = Named({"<tool_call>": 7, "</tool_call>": 9})
     constraint = forced_call_grammar(ToolFormat.HERMES, [WASH_NOTHING], names, single=True)
-    matcher = present(READER(constraint).matcher)
+    matcher = require(READER(constraint).matcher)
     begun = matcher()
     assert begun.mask()[0] == 1 << 7
     assert begun.consume((LETTERS.index("<"),)) == 0
@@ -549,7 +549,7 @@ def random_text(constraint: Constraint, seed: int) -> str:
     text = ConstrainedText(constraint, (EOS,))
     while output[-1:] != [EOS]:
         text.follow(output)
-        mask = present(text.mask())
+        mask = require(text.mask())
         output.append(dice.choice([one for one in range(len(LETTERS)) if allows(mask, one)]))
     return text_of(output)
 

@@ -28,7 +28,7 @@ from tests.endpoint.live_endpoint import (
     over_script,
     over_toy,
 )
-from tests.kit.live_verifier import toy_text, until
+from tests.kit.live_verifier import toy_text, wait_until
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 TEXT = ToyTokenizer()
@@ -59,7 +59,7 @@ async def test_an_answer_that_was_read_to_its_end_counts_as_200(
             reply = await ask(live, TEXTS, {"prompt": "abc", "max_tokens": 8, "stream": stream})
             assert reply.status == 200
         counts = live.endpoint.counts.requests
-        await until(lambda: counts.total() == 3)
+        await wait_until(lambda: counts.total() == 3)
         metrics = (await ask(live, "/metrics")).body.decode()
         assert f'edgespec_endpoint_requests_total{{outcome="200",path="{TEXTS}"}} 3.0' in metrics
         assert 'outcome="gone"' not in metrics
@@ -177,10 +177,10 @@ async def test_a_request_with_many_texts_leaves_turns_to_others() -> None:
     agent = ScriptedAgent(["a"], between=between)
     async with over_script(agent, settings=EndpointSection(max_concurrent=1)) as live:
         many = asyncio.create_task(ask(live, TEXTS, {"prompt": ["a", "a", "a"]}))
-        await until(lambda: len(begun) == 1)
+        await wait_until(lambda: len(begun) == 1)
         one = asyncio.create_task(ask(live, TEXTS, {"prompt": "bb"}))
         # The second of the many generations waits already.
-        await until(lambda: live.endpoint.admission.waiting == 2)
+        await wait_until(lambda: live.endpoint.admission.waiting == 2)
         for gate in gates:
             gate.set()
         assert (await one).status == (await many).status == 200
@@ -216,7 +216,7 @@ async def test_a_queue_is_bounded_by_memory_and_by_time(settings: dict[str, Any]
         await begun.wait()
         second = asyncio.create_task(ask(live, TEXTS, {"prompt": "abc"}))
         if "max_queue_tokens" in settings:
-            await until(lambda: live.endpoint.admission.waiting == 1)
+            await wait_until(lambda: live.endpoint.admission.waiting == 1)
             refused = await ask(live, TEXTS, {"prompt": "abc"})
         else:
             refused = await second

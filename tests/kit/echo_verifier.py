@@ -46,7 +46,7 @@ async def echo(stream: VerifierStream) -> None:
 
 
 @asynccontextmanager
-async def served(
+async def serve_streams(
     serve: ServeStream = echo, **options: Any
 ) -> AsyncIterator[tuple[GrpcServer, GrpcTransport]]:
     server = GrpcServer("127.0.0.1:0", serve, lambda: INFO, **options)
@@ -71,7 +71,7 @@ async def raw_call(transport: GrpcTransport) -> AsyncIterator[Any]:
         await channel.close(None)
 
 
-async def opened(transport: GrpcTransport) -> DeviceStream:
+async def open_stream(transport: GrpcTransport) -> DeviceStream:
     stream = await transport.connect()
     await stream.send(OPEN)
     assert await stream.receive() == m.Opened(m.Limits(), "toy", 3)
@@ -90,6 +90,6 @@ async def held_up(sending: asyncio.Future[None], transport: GrpcTransport) -> bo
     return not sending.done()
 
 
-async def works(stream: DeviceStream) -> bool:
+async def is_alive(stream: DeviceStream) -> bool:
     await stream.send(m.Draft(1, (0,), (7,), 3, 9))
     return isinstance(await stream.receive(), m.Commit)

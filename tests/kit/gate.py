@@ -14,7 +14,7 @@ import struct
 from contextlib import suppress
 from functools import partial
 
-from tests.present import present
+from tests.present import require
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 seconds
 _FLUSH_ON_CLOSE = struct.pack("ii", 0, 0)
@@ -66,7 +66,7 @@ class Gate:
 
     def _accept(self) -> None:
         with suppress(OSError):  # the client has left again
-            near, _ = present(self._listener).accept()
+            near, _ = require(self._listener).accept()
             far = socket.socket()
             for end in (near, far):
                 end.setblocking(False)

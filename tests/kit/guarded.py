@@ -16,7 +16,7 @@ from edgespec.config import (
     ServerTlsSection,
     VerifierConfig,
 )
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, Chunk
 from edgespec.models.toy import ToyTokenizer
@@ -65,7 +65,7 @@ def keys_in(path: Path, *names: str, **limits: Any) -> dict[str, str]:
 NAMES = ("localhost", "127.0.0.1")
 
 
-def certs(*arguments: str | Path) -> None:
+def run_certs(*arguments: str | Path) -> None:
     """Run ``edgespec certs ...``, which has to succeed."""
     done = CliRunner().invoke(app, ["certs", *map(str, arguments)])
     assert done.exit_code == 0, done.output
@@ -77,9 +77,9 @@ class Pki:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        certs("ca", "--dir", folder)
-        certs("server", *NAMES, "--dir", folder)
-        certs("device", "device", "--dir", folder)
+        run_certs("ca", "--dir", folder)
+        run_certs("server", *NAMES, "--dir", folder)
+        run_certs("device", "device", "--dir", folder)
 
     def path(self, name: str) -> str:
         return str(self.folder / name)
@@ -88,7 +88,7 @@ class Pki:
         """Replace the certificate and the key in the same files."""
         for name in ("server.pem", "server.key"):
             (self.folder / name).unlink()
-        certs("server", *(names or NAMES), "--dir", self.folder)
+        run_certs("server", *(names or NAMES), "--dir", self.folder)
 
     def server(self, *, mutual: bool = False) -> ServerTlsSection:
         return ServerTlsSection(

@@ -75,7 +75,9 @@ class LettersTokenizer:
 
 
 @asynccontextmanager
-async def pair(reads: GrammarReader | None, drafts: GrammarReader | None) -> AsyncIterator[Agent]:
+async def connect_pair(
+    reads: GrammarReader | None, drafts: GrammarReader | None
+) -> AsyncIterator[Agent]:
     """Connect an agent and a verifier of letters, each with a grammar library or without."""
     target = ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary)
     verifier = Verifier(target, Limits(), read_constraint=reads)

@@ -28,12 +28,12 @@ from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.wire.access import ServerAccess
-from tests.present import present
+from tests.present import require
 from tests.sources import ROOT
 
 
 @contextlib.asynccontextmanager
-async def serving(
+async def serve_toy(
     target: TargetModel | None = None,
     port: int = 0,
     config: VerifierConfig | None = None,
@@ -68,7 +68,7 @@ def toy_text(
     return tokens[len(prompt) :]
 
 
-async def until(holds: Callable[[], object]) -> None:
+async def wait_until(holds: Callable[[], object]) -> None:
     """Run the event loop until the condition holds; for conditions that have no event."""
     async with asyncio.timeout(60.0):
         while not holds():  # noqa: ASYNC110
@@ -94,17 +94,17 @@ class GatedTarget(PacedTarget):
         return super().forward(batch)
 
 
-def environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Return the environment of a child process that runs this checkout."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "sim")))}
 
 
-def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
+def run_command(*arguments: object, stdin: str | bytes | None = None) -> Result:
     """Run ``edgespec`` with these arguments in this process."""
     return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
 
 
-def python(
+def run_python(
     *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run this checkout's interpreter with these arguments until it has ended. ``env`` is added to
@@ -112,7 +112,7 @@ def python(
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment() | dict(env or {}),
+        env=child_environment() | dict(env or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -127,7 +127,7 @@ def start(
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=environment(),
+        env=child_environment(),
         stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -136,14 +136,14 @@ def start(
 
 
 @contextlib.contextmanager
-def daemon(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def start_daemon(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run the real daemon with the toy model on a free port; yield its address and process."""
-    with ready(start("verifier", "--model", "toy", "--port", "0", *options)) as found:
+    with wait_until_ready(start("verifier", "--model", "toy", "--port", "0", *options)) as found:
         yield found
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[str]:
+def occupy_address() -> Iterator[str]:
     """Yield an address of this machine where no server listens and no other process can begin to
     listen."""
     with socket.socket() as taken:
@@ -167,13 +167,13 @@ def own_port() -> int:
 
 
 @contextlib.contextmanager
-def ready(
+def wait_until_ready(
     process: subprocess.Popen[str], at: str = r"ready on (\S+:\d+): "
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Wait until a daemon that was just started prints its address; kill it in the end."""
     with process:
         try:
-            line = present(process.stdout).readline()
+            line = require(process.stdout).readline()
             found = re.search(at, line)
             assert found is not None, line + (process.stderr.read() if process.stderr else "")
             yield found[1], process

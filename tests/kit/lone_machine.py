@@ -107,7 +107,7 @@ def run_alone(script: str, folder: Path) -> Found:
     return Found(json.loads((folder / "found.json").read_text(encoding="utf-8")), folder)
 
 
-def _environment(folder: Path, port: int) -> dict[str, str]:
+def _child_environment(folder: Path, port: int) -> dict[str, str]:
     """Return the whole environment of the script, without anything that a shell or a CI runner
     sets."""
     return {
@@ -178,7 +178,7 @@ def main() -> None:
     done = subprocess.run(
         ["sh", "-c", PRELUDE + script],
         cwd=folder / "work",
-        env=_environment(folder, port),
+        env=_child_environment(folder, port),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
@@ -22,7 +22,7 @@ PROMPT = TEXT.encode("once")
 QUICK = ReconnectPolicy(first_s=0.001, longest_s=0.002, give_up_first_s=0.2, give_up_s=0.2)
 
 
-def streaming(
+def stream_output(
     tokens: Sequence[int],
     sizes: Sequence[int] = (1,),
     finish: m.FinishReason = m.FinishReason.LENGTH,
@@ -42,11 +42,11 @@ def streaming(
     return serve
 
 
-def loopback(serve: ServeStream) -> LoopbackTransport:
+def connect_loopback(serve: ServeStream) -> LoopbackTransport:
     return LoopbackTransport(serve, lambda: INFO)
 
 
-def agent(
+def make_agent(
     transport: Transport,
     drafter: Drafter | None = None,
     reconnect: ReconnectPolicy = QUICK,
@@ -56,7 +56,7 @@ def agent(
     return Agent(transport, drafter, TEXT.encode, TEXT.stream, options, tracer=tracer)
 
 
-def undrafted(tokens: Sequence[int], drafter: Drafter) -> Agent:
+def make_undrafted_agent(tokens: Sequence[int], drafter: Drafter) -> Agent:
     """Return an agent whose verifier commits only after the device reported that no draft is
     coming, so that a draft step has failed."""
 
@@ -75,7 +75,7 @@ def undrafted(tokens: Sequence[int], drafter: Drafter) -> Agent:
                 await stream.receive()
 
     options = AgentOptions(run_ahead=m.RunAhead.NEVER, reconnect=QUICK)
-    return Agent(loopback(serve), drafter, TEXT.encode, TEXT.stream, options)
+    return Agent(connect_loopback(serve), drafter, TEXT.encode, TEXT.stream, options)
 
 
 def generate(

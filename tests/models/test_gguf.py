@@ -169,82 +169,110 @@ def convert(path: Path, tmp_path: Path) -> Path:
     return folder_of_gguf(path, tmp_path / "cache")
 
 
-def header(*values: bytes, tensors: int = 0, keys: int = 0, version: int = 3) -> bytes:
+def make_header(*values: bytes, tensors: int = 0, keys: int = 0, version: int = 3) -> bytes:
     start = b"GGUF" + struct.pack("<IQQ", version, tensors, keys)
     return b"".join((start, *values)).ljust(64, b"\0")
 
 
-def text(value: bytes, length: int | None = None) -> bytes:
+def encode_text(value: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(value) if length is None else length) + value
 
 
-def tensor(name: bytes, sizes: Sequence[int], kind: int, offset: int) -> bytes:
+def describe_tensor(name: bytes, sizes: Sequence[int], kind: int, offset: int) -> bytes:
     shape = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-    return text(name) + shape + struct.pack("<IQ", kind, offset)
+    return encode_text(name) + shape + struct.pack("<IQ", kind, offset)
 
 
 HUGE = 1 << 60
 LIES = [
     pytest.param(b"GGML" + bytes(60), "does not begin as a GGUF file", id="other format"),
     pytest.param(b"GGUF", "has 4 bytes", id="cut"),
-    pytest.param(header(version=1), "is GGUF of version 1, but 2 and 3 are read", id="version"),
-    pytest.param(header(tensors=HUGE), f"has {HUGE} tensors, but at most", id="tensors"),
-    pytest.param(header(keys=HUGE), f"has {HUGE} metadata keys, but at most", id="keys"),
-    pytest.param(header(text(b"k", HUGE), keys=1), f"a text has {HUGE} bytes", id="key length"),
     pytest.param(
-        header(text(b"k"), struct.pack("<I", 8), text(b"", HUGE), keys=1),
+        make_header(version=1), "is GGUF of version 1, but 2 and 3 are read", id="version"
+    ),
+    pytest.param(make_header(tensors=HUGE), f"has {HUGE} tensors, but at most", id="tensors"),
+    pytest.param(make_header(keys=HUGE), f"has {HUGE} metadata keys, but at most", id="keys"),
+    pytest.param(
+        make_header(encode_text(b"k", HUGE), keys=1), f"a text has {HUGE} bytes", id="key length"
+    ),
+    pytest.param(
+        make_header(encode_text(b"k"), struct.pack("<I", 8), encode_text(b"", HUGE), keys=1),
         f"a text has {HUGE} bytes, but at most",
         id="text length",
     ),
     pytest.param(
-        header(text(b"k"), struct.pack("<IIQ", 9, 4, HUGE), keys=1),
+        make_header(encode_text(b"k"), struct.pack("<IIQ", 9, 4, HUGE), keys=1),
         f"has {HUGE} elements in k, but at most",
         id="array length",
     ),
     pytest.param(
-        header(text(b"k"), struct.pack("<IIQ", 9, 10, 1 << 22), keys=1),
+        make_header(encode_text(b"k"), struct.pack("<IIQ", 9, 10, 1 << 22), keys=1),
         "ends in the middle of its header",
         id="array beyond the end",
     ),
     pytest.param(
-        header(text(b"k"), struct.pack("<IIQ", 9, 9, 1), keys=1),
+        make_header(encode_text(b"k"), struct.pack("<IIQ", 9, 9, 1), keys=1),
         "is an array of the unknown type 9",
         id="array of arrays",
     ),
     pytest.param(
-        header(text(b"k"), struct.pack("<I", 77), keys=1), "unknown type 77", id="type of a value"
+        make_header(encode_text(b"k"), struct.pack("<I", 77), keys=1),
+        "unknown type 77",
+        id="type of a value",
     ),
     pytest.param(
-        header(*[text(b"k") + struct.pack("<II", 4, 1)] * 2, keys=2),
+        make_header(*[encode_text(b"k") + struct.pack("<II", 4, 1)] * 2, keys=2),
         "has 'k' twice",
         id="key twice",
     ),
     pytest.param(
-        header(tensor(b"a", (32,), 0, 0), tensors=1), "ends at byte", id="tensor behind the file"
+        make_header(describe_tensor(b"a", (32,), 0, 0), tensors=1),
+        "ends at byte",
+        id="tensor behind the file",
     ),
     pytest.param(
-        header(tensor(b"a", (HUGE, HUGE), 0, 0), tensors=1), "ends at byte", id="sizes that lie"
+        make_header(describe_tensor(b"a", (HUGE, HUGE), 0, 0), tensors=1),
+        "ends at byte",
+        id="sizes that lie",
     ),
     pytest.param(
-        header(tensor(b"a", (4,), 0, 0), tensor(b"b", (4,), 0, 8), bytes(200), tensors=2),
+        make_header(
+            describe_tensor(b"a", (4,), 0, 0),
+            describe_tensor(b"b", (4,), 0, 8),
+            bytes(200),
+            tensors=2,
+        ),
         "tensors 'a' and 'b' overlap",
         id="overlap",
     ),
     pytest.param(
-        header(tensor(b"a", (4,), 0, 0), tensor(b"a", (4,), 0, 16), bytes(200), tensors=2),
+        make_header(
+            describe_tensor(b"a", (4,), 0, 0),
+            describe_tensor(b"a", (4,), 0, 16),
+            bytes(200),
+            tensors=2,
+        ),
         "'a' is described twice",
         id="tensor twice",
     ),
     pytest.param(
-        header(tensor(b"a", (4,), 199, 0), bytes(200), tensors=1), "unknown type 199", id="no type"
+        make_header(describe_tensor(b"a", (4,), 199, 0), bytes(200), tensors=1),
+        "unknown type 199",
+        id="no type",
     ),
     pytest.param(
-        header(tensor(b"a", (33,), 2, 0), bytes(200), tensors=1),
+        make_header(describe_tensor(b"a", (33,), 2, 0), bytes(200), tensors=1),
         "no multiple of 32",
         id="part of a block",
     ),
-    pytest.param(header(tensor(b"a", (), 0, 0), tensors=1), "has 0 dimensions", id="no dimension"),
-    pytest.param(header(tensor(b"a", (0,), 0, 0), tensors=1), "has the shape", id="empty"),
+    pytest.param(
+        make_header(describe_tensor(b"a", (), 0, 0), tensors=1),
+        "has 0 dimensions",
+        id="no dimension",
+    ),
+    pytest.param(
+        make_header(describe_tensor(b"a", (0,), 0, 0), tensors=1), "has the shape", id="empty"
+    ),
 ]
 
 
@@ -476,7 +504,7 @@ def test_runs_of_spaces_that_users_defined_stay_whole(tmp_path: Path, architectu
     assert found.decode(found.encode("b    a b  b").ids) == "b    a b  b"
 
 
-def manifest(store: Path, name: str, layers: object) -> Path:
+def write_manifest(store: Path, name: str, layers: object) -> Path:
     path = store / "manifests" / "registry.ollama.ai" / "library" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"layers": layers}), encoding="utf-8")
@@ -490,7 +518,7 @@ def test_a_model_of_ollama_is_found_in_its_store(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digest = "sha256:" + "a" * 64
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": digest}
-    manifest(tmp_path, "tiny/latest", [layer, {"mediaType": "other", "digest": "x"}])
+    write_manifest(tmp_path, "tiny/latest", [layer, {"mediaType": "other", "digest": "x"}])
     (tmp_path / "blobs").mkdir()
     blob = write_small_model(tmp_path / "blobs" / digest.replace(":", "-"))
     assert ollama_file("ollama:tiny") == blob
@@ -519,7 +547,7 @@ def test_a_manifest_that_is_none_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: object
 ) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
-    manifest(tmp_path, "tiny/latest", layers)
+    write_manifest(tmp_path, "tiny/latest", layers)
     with pytest.raises(GgufError, match=r"manifest|names . models"):
         ollama_file("ollama:tiny")
 

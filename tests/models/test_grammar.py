@@ -51,9 +51,9 @@ from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.test_constraints import EOS, drafted_text, lawful_text
 from tests.kit import tiny_checkpoints
-from tests.kit.letters import LETTERS, MODEL, READER, Untried, pair, text_of
-from tests.kit.live_verifier import environment
-from tests.present import present
+from tests.kit.letters import LETTERS, MODEL, READER, Untried, connect_pair, text_of
+from tests.kit.live_verifier import child_environment
+from tests.present import require
 
 PROMPT = [40, 50]
 SAMPLED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=400)
@@ -133,7 +133,7 @@ def test_every_text_fits_its_schema_and_drafts_change_nothing(
 
     def mask(output: Sequence[int]) -> bytes:
         alone.follow(output)
-        found = present(alone.mask())
+        found = require(alone.mask())
         return found
 
     expected = lawful_text(MODEL, PROMPT, params, mask)
@@ -364,12 +364,12 @@ sys.stdin.read()
 def test_none_outlives_a_parent_that_was_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, ENDLESS.text],
-        env=environment(),
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as parent:
-        (pid,) = map(int, present(parent.stdout).readline().split())
+        (pid,) = map(int, require(parent.stdout).readline().split())
         parent.kill()
     wait_until(lambda: not is_running(pid))
 
@@ -463,7 +463,7 @@ def test_a_mask_and_its_matcher_agree_on_the_text_of_added_tokens(
     bytes_of, dice = TokenBytes(words), random.Random(text)
     reader = GrammarReader(lambda: added_words)
     reader.trials = Untried()
-    make = present(reader(Constraint(kind, text)).matcher)
+    make = require(reader(Constraint(kind, text)).matcher)
     for _ in range(6):
         matcher = make()
         output: list[int] = []
@@ -499,7 +499,7 @@ def test_a_text_has_tokens_that_stand_for_it(added_words: str, text: str) -> Non
 def test_json_in_a_grammar_has_no_white_space_without_end(trying: GrammarReader) -> None:
     inner = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     constraint = Constraint(ConstraintKind.GRAMMAR, f'start: "(" %json {inner} ")"')
-    matcher = present(trying(constraint).matcher)()
+    matcher = require(trying(constraint).matcher)()
     opened = [LETTERS.index(letter) for letter in "({"]
     assert matcher.consume(opened) == 2
     taken = matcher.consume([LETTERS.index(" ")] * 100)
@@ -522,7 +522,7 @@ def test_a_text_that_asks_for_too_much_names_the_limit_and_harms_no_other_text()
     """Oracle: an earlier text of the same constraint goes on, and so does a new one."""
     reader = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     reader.trials = Untried()
-    make = present(reader(BOMB).matcher)
+    make = require(reader(BOMB).matcher)
     modest, greedy = make(), make()
     consume_letters(modest, "ab")
     dice = random.Random(1)
@@ -541,7 +541,7 @@ def test_a_verifier_blames_the_grammar_and_not_its_model() -> None:
     """The limit is met while a token is consumed, and the library raises no error."""
     reader = GrammarReader(lambda: make_letters_tokenizer(LETTERS, EOS))
     reader.trials = Untried()
-    texts = [present(reader(BOMB).matcher)() for _ in range(6)]
+    texts = [require(reader(BOMB).matcher)() for _ in range(6)]
     dice, failed = random.Random(1), 0
     while failed < 4:
         place = dice.randrange(6)
@@ -551,7 +551,7 @@ def test_a_verifier_blames_the_grammar_and_not_its_model() -> None:
                 assert texts[place].consume([token]) == 1  # its mask allows the token
         except ConstraintError as error:
             assert "limit step_lexer_fuel of 100,000" in str(error)  # noqa: PT017
-            texts[place] = present(reader(BOMB).matcher)()
+            texts[place] = require(reader(BOMB).matcher)()
             failed += 1
 
 
@@ -571,24 +571,24 @@ async def generate_text(one: Agent, constraint: Constraint, prompt: str = "cat")
 
 
 async def test_a_device_without_the_library_gets_the_same_text() -> None:
-    async with pair(READER, READER) as with_it, pair(READER, None) as without:
+    async with connect_pair(READER, READER) as with_it, connect_pair(READER, None) as without:
         text = await generate_text(with_it, CAT)
         assert set(json.loads(text)) == {"name", "lives"}
         assert await generate_text(without, CAT) == text
         for one in (with_it, without):
-            assert present(one.stats).counters.draft_failure == ""
+            assert require(one.stats).counters.draft_failure == ""
 
 
 async def test_a_verifier_says_what_it_cannot_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = schema({"type": "objekt"})
-    async with pair(READER, None) as one:
+    async with connect_pair(READER, None) as one:
         with pytest.raises(GenerationError, match="Invalid type: objekt") as caught:
             await generate_text(one, bad)
         assert caught.value.code is FaultCode.INVALID
         monkeypatch.setattr("edgespec.models.grammar.find_spec", lambda name: None)
         with pytest.raises(GenerationError, match=r"pip install 'edgespec\[grammar\]'"):
             await generate_text(one, CAT)
-    async with pair(None, None) as one:
+    async with connect_pair(None, None) as one:
         with pytest.raises(GenerationError, match="this verifier does not support json_schema"):
             await generate_text(one, CAT)
 

@@ -43,9 +43,9 @@ from edgespec.models.folders import (
 from edgespec.models.model_source import Purpose, read_graph_info, resolve_source
 from edgespec.models.tokenizer import TextTokenizer, TokenizerError, render_chat
 from tests.device.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
-from tests.kit.live_verifier import call
+from tests.kit.live_verifier import run_command
 from tests.kit.tiny_checkpoints import SENTENCES, tiny_config, write_checkpoint, write_tokenizer
-from tests.present import present
+from tests.present import require
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_bundled_follows_the_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_hub_id_is_downloaded_without_code(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, list[str]]] = []
 
-    def fake(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def find_no_version(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         asked.append((name, revision, allow_patterns))
         return str(source)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", find_no_version)
     assert resolve_source("owner/name", Purpose.TARGET).folder == source
     assert resolve_source("owner/name@v1", Purpose.TARGET).folder == source
     assert [(name, revision) for name, revision, _ in asked] == [
@@ -567,7 +567,7 @@ def test_one_variant_is_fetched_and_found_again_without_the_hub(hub: Hub, folder
     assert (hub.cache / "onnx" / "model.onnx_data").is_file()
     with pytest.raises(ModelFolderError, match="no variant 'int8'"):
         resolve_source("owner/name", Purpose.DRAFT, "int8")
-    drafter = present(load_drafter(AgentConfig(draft=DraftSection("owner/name"))))
+    drafter = require(load_drafter(AgentConfig(draft=DraftSection("owner/name"))))
     assert drafter.info.name == "name"
     hub.reachable = False
     assert sorted(resolve_source("owner/name", Purpose.DRAFT).graphs) == ["fp32", "q4"]
@@ -607,16 +607,16 @@ def bundled_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_tells_what_was_found(bundled_graphs: Path, folder: Path) -> None:
-    found = call("export", "--inspect", str(bundled_graphs)).output
+    found = run_command("export", "--inspect", str(bundled_graphs)).output
     assert "copies nothing" in found
     assert "attention_mask int64" in found
-    found = call("export", "--inspect", str(folder / "onnx" / "model_fp16.onnx")).output
+    found = run_command("export", "--inspect", str(folder / "onnx" / "model_fp16.onnx")).output
     assert "copies what is kept, 256 bytes a token" in found
     assert "float16, of every token fed" in found
     assert "q4" not in found
-    assert "made by `edgespec export`" in call("export", "--inspect", "bundled").output
+    assert "made by `edgespec export`" in run_command("export", "--inspect", "bundled").output
     (folder / "onnx" / "model_int8.onnx").write_bytes(b"nonsense")
-    result = call("export", "--inspect", str(folder))
+    result = run_command("export", "--inspect", str(folder))
     assert result.exit_code == 1
     assert "int8: cannot be used" in result.output
     assert "fp16:" in result.output

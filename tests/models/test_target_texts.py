@@ -34,10 +34,10 @@ from edgespec.models.lent_texts import is_lent
 from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.tokenizer import TextTokenizer, render_chat
 from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
-from tests.endpoint.live_endpoint import live
-from tests.kit.live_verifier import own_port, ready, serving, start
+from tests.endpoint.live_endpoint import start_endpoint
+from tests.kit.live_verifier import own_port, serve_toy, start, wait_until_ready
 from tests.kit.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from tests.present import present
+from tests.present import require
 
 ENDS = list(range(100, 116))
 GENERATION = {"do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2, "top_k": 200}
@@ -110,7 +110,10 @@ async def endpoint(config: AgentConfig) -> AsyncIterator[tuple[AsyncOpenAI, Any]
     text, watch = build.load_tokenizer(reference), VerifierMonitor({})
     sampling = build.with_model_sampling(config.sampling, reference)
     async with build.build_agent(config, target=info) as agent:
-        async with live(agent, text, watch, sampling=sampling) as found, found.client() as client:
+        async with (
+            start_endpoint(agent, text, watch, sampling=sampling) as found,
+            found.client() as client,
+        ):
             yield client, agent
 
 
@@ -138,7 +141,7 @@ async def answers(client: Any, agent: Any = None) -> Answers:
 
 @pytest.mark.parametrize("target", ["padded", "more", "renamed"])
 async def test_every_draft_gets_the_same_answers(folders: dict[str, Path], target: str) -> None:
-    async with serving(config=VerifierConfig(model=str(folders[target]), port=0)) as (address, _):
+    async with serve_toy(config=VerifierConfig(model=str(folders[target]), port=0)) as (address, _):
         found: dict[str, Answers] = {}
         for draft in ("none", "lookup", folders["small"], folders["other"]):
             async with endpoint(device(address, draft)) as (client, agent):
@@ -161,7 +164,7 @@ async def test_every_draft_gets_the_same_answers(folders: dict[str, Path], targe
 async def test_tokens_beyond_the_drafts_table_are_streamed_and_drafted_on(
     folders: dict[str, Path],
 ) -> None:
-    async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
+    async with serve_toy(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
         said, sent = dict[str, list[int]](), 0
         for draft in ("none", folders["small"]):
             config, info = await choose_verifier(device(where, draft))
@@ -170,7 +173,7 @@ async def test_tokens_beyond_the_drafts_table_are_streamed_and_drafted_on(
                 prompt = [350, 7, 9]
                 chunks = [chunk async for chunk in agent.generate(prompt, params)]
                 said[str(draft)] = [token for chunk in chunks for token in chunk.tokens]
-                counters = present(agent.stats).counters
+                counters = require(agent.stats).counters
                 assert not counters.draft_failure
                 sent += counters.sent
                 with pytest.raises(
@@ -184,7 +187,7 @@ async def test_tokens_beyond_the_drafts_table_are_streamed_and_drafted_on(
 
 
 async def test_a_draft_of_another_family_is_refused_in_numbers(folders: dict[str, Path]) -> None:
-    async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
+    async with serve_toy(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
         with pytest.raises(SetupError, match=r"bundled' has another tokenizer .* ids differ.* id"):
             await choose_verifier(device(where, "bundled"))
         async with BorrowingAgent(device(where, "bundled")) as agent:
@@ -204,9 +207,9 @@ async def test_an_older_verifier_is_met_with_the_drafts_texts_and_told_once(
     monkeypatch.setattr(TokenizerFetch, "fetch_announcement", older)
     said: list[str] = []
     small = str(folders["small"])
-    async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
+    async with serve_toy(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
         (answer,) = (await probe_all({where: build.connect(where)})).values()
-        info = present(answer.info).model
+        info = require(answer.info).model
         config = await with_tokenizer(device(where, small), info, said.append)
         assert config.tokenizer == small
         assert await with_tokenizer(config, info, said.append) == config
@@ -219,7 +222,7 @@ async def test_an_older_verifier_is_met_with_the_drafts_texts_and_told_once(
 
 async def test_only_what_the_draft_has_not_is_fetched(folders: dict[str, Path]) -> None:
     said: list[str] = []
-    async with serving(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
+    async with serve_toy(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
         config, info = await choose_verifier(device(where, folders["small"]))
         assert not said
         taken = Path(config.tokenizer)
@@ -235,11 +238,11 @@ async def test_a_service_that_was_there_first_takes_the_texts_of_who_comes(
     port = own_port()
     options = ["--draft", str(folders["small"]), "--verifier", f"127.0.0.1:{port}", "--port", "0"]
     options += [f"--set={key}={value}" for key, value in WAIT.items()]
-    with ready(start("serve", *options), r"ready on (http://\S+/v1)") as (url, _):
+    with wait_until_ready(start("serve", *options), r"ready on (http://\S+/v1)") as (url, _):
         config = VerifierConfig(model=str(folders["padded"]), port=port)
         async with AsyncOpenAI(base_url=url, api_key="none", timeout=300.0) as client:
             early = asyncio.create_task(answers(client))
-            async with serving(config=config) as (address, _):
+            async with serve_toy(config=config) as (address, _):
                 late = await early
                 async with endpoint(device(address, "none")) as (plain, agent):
                     expected = await answers(plain, agent)
@@ -287,11 +290,14 @@ async def test_a_strangers_table_is_compared_in_no_process_of_ours(
     monkeypatch.setattr(model_folders, "read_vocabulary", note)
     monkeypatch.setattr(model_source, "TextTokenizer", note_tokenizer)
     monkeypatch.setattr(model_source, "_tokenizers", WeakValueDictionary())
-    async with serving(config=VerifierConfig(model=str(folders["renamed"]), port=0)) as (where, _):
+    async with serve_toy(config=VerifierConfig(model=str(folders["renamed"]), port=0)) as (
+        where,
+        _,
+    ):
         config, info = await choose_verifier(device(where, folders["small"]))
         async with build.build_agent(config, target=info) as agent:
             renamed = TextTokenizer(folders["small"]).special_id("<|user|>")
-            assert present(agent.options.shared_ids).differing == {renamed}
+            assert require(agent.options.shared_ids).differing == {renamed}
     assert is_lent(Path(config.tokenizer))
     assert folders["small"] / "tokenizer.json" in read
     assert Path(config.tokenizer) / "tokenizer.json" not in read

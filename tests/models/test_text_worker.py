@@ -34,9 +34,9 @@ from edgespec.models.tokenizer import (
 )
 from tests.endpoint.live_endpoint import parse_reply, request_bytes
 from tests.endpoint.test_tools_and_text import CONVERSATIONS, FAMILIES, FORECASTS, TOKENS, USER
-from tests.kit.live_verifier import ready, start
+from tests.kit.live_verifier import start, wait_until_ready
 from tests.kit.tiny_checkpoints import write_tokenizer
-from tests.present import present
+from tests.present import require
 
 WITHIN_S = 300
 LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
@@ -51,7 +51,7 @@ def worker() -> Iterator[TextWorker]:
 
 
 def pid_of(worker: TextWorker) -> int:
-    return present(worker._process).pid
+    return require(worker._process).pid
 
 
 def render_or_refuse(template: ChatTemplate, messages: Any, tools: Any) -> str:
@@ -130,7 +130,7 @@ def test_a_child_that_was_killed_is_replaced_and_many_may_ask(worker: TextWorker
     template = ChatTemplate(GREETING, worker=worker)
     template.render([USER])
     os.kill(pid_of(worker), signal.SIGKILL)
-    present(worker._process).wait()
+    require(worker._process).wait()
     messages = [[{"role": "user", "content": f"{n}"}] for n in range(40)]
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(template.render, messages)) == [f"{n}!" for n in range(40)]
@@ -157,7 +157,7 @@ def test_a_child_has_no_secrets_and_no_library_that_it_does_not_use(
 def test_a_closed_worker_ends_what_runs_and_starts_nothing() -> None:
     worker = TextWorker(text_process.__file__)
     ChatTemplate(GREETING, worker=worker).render([USER])
-    process = present(worker._process)
+    process = require(worker._process)
     with ThreadPoolExecutor(1) as threads:
         endless = threads.submit(ChatTemplate(LOOPS, worker=worker).render, [USER])
         os.kill(process.pid, signal.SIGSTOP)  # stopped, so that its time limit cannot end it
@@ -177,8 +177,8 @@ def bundled_copy(folder: Path, template: str) -> Path:
 
 def test_only_the_bundled_template_is_rendered_in_this_process(tmp_path: Path) -> None:
     own = load_tokenizer(str(bundled_copy(tmp_path / "own", GREETING))).chat_template()
-    assert present(own).worker is template_worker()
-    assert present(load_tokenizer("bundled").chat_template()).worker is None
+    assert require(own).worker is template_worker()
+    assert require(load_tokenizer("bundled").chat_template()).worker is None
 
 
 def test_a_memory_budget_counts_the_child_and_bounds_it(
@@ -197,17 +197,17 @@ def test_a_memory_budget_counts_the_child_and_bounds_it(
     draft = DraftSection(memory_budget="1GiB")
     agent = build.build_agent(AgentConfig(draft=draft))
     assert template_worker().most_bytes == 64 << 20
-    present(agent.drafter).close()
+    require(agent.drafter).close()
 
 
 def test_serve_answers_others_and_ends_while_a_template_never_does(tmp_path: Path) -> None:
     draft = bundled_copy(tmp_path / "draft", LOOPS)
-    with ready(start("verifier", "--port", "0", "--pass-ms", "1")) as (address, _):
+    with wait_until_ready(start("verifier", "--port", "0", "--pass-ms", "1")) as (address, _):
         serve = start(
             *("serve", "--port", "0", "--verifier", address, "--draft", str(draft)),
             *("--set", "endpoint.drain_s=0"),
         )
-        with ready(serve, r"ready on http://127\.0\.0\.1:(\d+)/v1") as (port, process):
+        with wait_until_ready(serve, r"ready on http://127\.0\.0\.1:(\d+)/v1") as (port, process):
             chat = json.dumps({"messages": [USER], "max_tokens": 1}).encode()
             text = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
             with socket.create_connection(("127.0.0.1", int(port))) as endless:
@@ -264,7 +264,7 @@ def test_a_far_tokenizer_is_the_near_one(far: RemoteTokenizer, lent: Path) -> No
         assert far.special_id(text) == near.special_id(text)
     templates = far.chat_template(), near.chat_template()
     assert templates[0] == templates[1]
-    assert present(templates[0]).worker is not None
+    assert require(templates[0]).worker is not None
 
 
 @pytest.mark.parametrize(

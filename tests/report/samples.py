@@ -16,7 +16,7 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
@@ -47,7 +47,7 @@ _LABELS = (
 
 
 def five_arms(notes: tuple[str, ...] = ("Costs are those of a laptop's profile.",)) -> RunSummary:
-    arms = tuple(_arm(index) for index in range(len(ARMS)))
+    arms = tuple(_make_arm(index) for index in range(len(ARMS)))
     return RunSummary(
         name="household",
         about="Three devices at home share one access link and one verifier, 38 ms away.",
@@ -62,12 +62,12 @@ def five_arms(notes: tuple[str, ...] = ("Costs are those of a laptop's profile."
     )
 
 
-def _arm(index: int) -> ArmSummary:
+def _make_arm(index: int) -> ArmSummary:
     name, tpot_s = ARMS[index], _TPOT_S[index]
     tpots = [tpot_s * (0.7 + 0.02 * (i * 7 % 31)) for i in range(31)]
-    whole = _group(name, tpots, per_pass=1.0 + 0.55 * index)
+    whole = _make_group(name, tpots, per_pass=1.0 + 0.55 * index)
     groups = {
-        group: replace(_group(name, [value * factor for value in tpots], 1.0 + 0.5 * index))
+        group: replace(_make_group(name, [value * factor for value in tpots], 1.0 + 0.5 * index))
         for group, factor in (("laptops", 0.9), ("phones", 1.3))
     }
     load = VerifierSummary("edge-1", 0.61 - 0.09 * index, 1400 - 200 * index, 5.1, 1.6, None)
@@ -86,7 +86,7 @@ def _arm(index: int) -> ArmSummary:
     )
 
 
-def _group(arm: str, tpots: list[float], per_pass: float) -> GroupSummary:
+def _make_group(arm: str, tpots: list[float], per_pass: float) -> GroupSummary:
     drafts = arm != "target-only"
     return GroupSummary(
         requests=31,
@@ -107,15 +107,15 @@ def _group(arm: str, tpots: list[float], per_pass: float) -> GroupSummary:
     )
 
 
-def pictured() -> RunSummary:
+def make_pictured() -> RunSummary:
     """Return two of the arms with all the data of pictures."""
     run = five_arms()
     base, ours = run.arms[0], run.arms[4]
-    arms = tuple(_pictured(arm, index) for index, arm in enumerate((base, ours)))
+    arms = tuple(_make_pictured_arm(arm, index) for index, arm in enumerate((base, ours)))
     return replace(run, arms=arms, seeds=4)
 
 
-def _pictured(arm: ArmSummary, index: int) -> ArmSummary:
+def _make_pictured_arm(arm: ArmSummary, index: int) -> ArmSummary:
     levels = tuple(None if i == 3 else 40.0 - 20.0 * index + i for i in range(6))
     pace = Pace(
         10.0,
@@ -128,13 +128,14 @@ def _pictured(arm: ArmSummary, index: int) -> ArmSummary:
 
 
 def asked_alike() -> dict[str, Timeline]:
-    """Return a first request of each arm of ``pictured``."""
+    """Return a first request of each arm of ``make_pictured``."""
     return {
-        arm: _question(arm, step_s) for arm, step_s in (("target-only", 0.04), ("edgespec", 0.02))
+        arm: _make_timeline(arm, step_s)
+        for arm, step_s in (("target-only", 0.04), ("edgespec", 0.02))
     }
 
 
-def _question(arm: str, step_s: float) -> Timeline:
+def _make_timeline(arm: str, step_s: float) -> Timeline:
     lanes = (Lane.STALL, Lane.PASS) if arm == "target-only" else (Lane.DRAFT, Lane.PASS)
     spans = tuple(
         Span(f"{arm}#1", lane, 5.0 + step_s * number, 5.0 + step_s * (number + 1), lane.value)

@@ -33,14 +33,14 @@ from edgespec_sim.report.plots import first_sessions, lanes_plot, pace_plot
 from edgespec_sim.report.sweep_page import find_winner, render_sweep, summarise_wins, sweep_csv
 from edgespec_sim.report.timeline import Timeline, build_timeline, read_lines
 from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
-from tests.present import present
+from tests.present import require
 from tests.report.samples import (
     ARMS,
     SAMPLED,
     asked_alike,
     five_arms,
     made_up_sweep,
-    pictured,
+    make_pictured,
     traced_run,
 )
 
@@ -78,7 +78,7 @@ class Page(HTMLParser):
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "run": lambda: render(pictured()),
+    "run": lambda: render(make_pictured()),
     "sweep": lambda: render_sweep(made_up_sweep(), "household"),
 }
 
@@ -117,7 +117,7 @@ def both_ends(gain: float, ends: tuple[float, float] | None) -> RunSummary:
     base = run.arms[0]
 
     def arm(name: str, ms: float, gain: float) -> ArmSummary:
-        spread = replace(present(base.all.tpot_s), mean=ms / 1e3)
+        spread = replace(require(base.all.tpot_s), mean=ms / 1e3)
         whole = replace(base.all, tpot_s=spread)
         return replace(base, arm=name, all=whole, speedup=25.0 / ms, gain=gain)
 
@@ -149,7 +149,7 @@ def test_what_the_server_does_alone_is_not_a_devices_gain() -> None:
 
 
 def test_whatever_a_name_holds_is_only_text() -> None:
-    run = replace(pictured(), notes=(EVIL,))
+    run = replace(make_pictured(), notes=(EVIL,))
     arm = replace(run.arms[1], arm=EVIL * 20, label=EVIL, groups={EVIL: run.arms[1].all})
     evil = replace(
         run,
@@ -193,7 +193,7 @@ def test_csv_is_what_a_csv_reader_reads() -> None:
         for name in ("target-only", 'comma, "quote"\nline')
         for group in ("", "laptops", "phones")
     ]
-    assert float(arms[0]["tpot_s_p50"]) == present(run.arms[0].all.tpot_s).median
+    assert float(arms[0]["tpot_s_p50"]) == require(run.arms[0].all.tpot_s).median
     assert arms[0]["acceptance"] == ""
     requests = list(csv.DictReader(io.StringIO(document.requests_csv(run))))
     assert len(requests) == 4 * len(ARMS)
@@ -206,13 +206,13 @@ def test_csv_is_what_a_csv_reader_reads() -> None:
 
 def test_one_question_is_drawn_for_each_arm_from_its_asking() -> None:
     sessions = {arm: next(iter(first_sessions(one).values())) for arm, one in asked_alike().items()}
-    figure = present(lanes_plot(sessions, "The same question"))
+    figure = require(lanes_plot(sessions, "The same question"))
     names = [trace["name"] for trace in figure.data]
     assert names == ["target-only: pass", "target-only: stall", "edgespec: draft", "edgespec: pass"]
     assert all(min(trace["base"]) == 0.0 for trace in figure.data)
     assert "target-only 1.20 s, edgespec 600 ms" in figure.caption
     assert lanes_plot({}, "Nothing") is None
-    html = render(pictured(), None, asked_alike())
+    html = render(make_pictured(), None, asked_alike())
     assert html.split("<h2>")[0].count('id="plot-') == 2, "lanes, and time per token"
 
 
@@ -226,14 +226,14 @@ def with_interval(run: RunSummary, low: float, high: float) -> RunSummary:
 
 def test_who_wins_and_how_sure_that_is() -> None:
     run = five_arms()
-    unsure, certain = present(find_winner(run)), present(find_winner(with_interval(run, 1.2, 3.0)))
+    unsure, certain = require(find_winner(run)), require(find_winner(with_interval(run, 1.2, 3.0)))
     assert (unsure.arm.arm, unsure.is_certain, certain.is_certain) == ("edgespec", False, True)
     slow = replace(run, arms=run.arms[:2])
-    base, surely = present(find_winner(slow)), present(find_winner(with_interval(slow, 0.5, 0.7)))
+    base, surely = require(find_winner(slow)), require(find_winner(with_interval(slow, 0.5, 0.7)))
     assert (base.arm.arm, base.is_certain, surely.is_certain) == ("target-only", False, True)
     assert find_winner(replace(run, arms=run.arms[:1])) is None
     above_one = [replace(arm, speedup_interval=(1.2, 3.0)) for arm in run.arms[1:]]
-    close = present(find_winner(replace(run, arms=(run.arms[0], *above_one))))
+    close = require(find_winner(replace(run, arms=(run.arms[0], *above_one))))
     assert not close.is_certain, "faster than target-only for sure, but perhaps not than the others"
 
 
@@ -273,7 +273,7 @@ def test_pages_of_a_folder_share_one_library(tmp_path: Path) -> None:
     page = document.Document("one")
     document.write_page(tmp_path / "plain.html", page.html())
     assert [path.name for path in tmp_path.iterdir()] == ["plain.html"]
-    figure = present(pace_plot(pictured()))
+    figure = require(pace_plot(make_pictured()))
     page.figure(figure)
     document.write_page(tmp_path / "one.html", page.html())
     library = tmp_path / document.LIBRARY
@@ -292,7 +292,7 @@ def test_without_plotly_a_page_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    figure = present(pace_plot(pictured()))
+    figure = require(pace_plot(make_pictured()))
     page = document.Document("one")
     page.figure(figure)
     with pytest.raises(document.ReportError, match=r"need plotly: pip install 'edgespec\[sim\]'"):
@@ -301,8 +301,8 @@ def test_without_plotly_a_page_says_what_to_install(
 
 
 def test_a_summary_keeps_what_is_drawn(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(pictured().to_json(), encoding="utf-8")
-    assert read_summary(tmp_path / "summary.json") == pictured()
+    (tmp_path / "summary.json").write_text(make_pictured().to_json(), encoding="utf-8")
+    assert read_summary(tmp_path / "summary.json") == make_pictured()
     report_on([tmp_path])
     assert (tmp_path / "report.html").stat().st_size < 1.5e6
     assert first_generation_paths(tmp_path) == {}
@@ -371,7 +371,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
-    dom = draw_in_browser(render(pictured()), tmp_path, *options)
+    dom = draw_in_browser(render(make_pictured()), tmp_path, *options)
     check_plots(dom, 1)
     ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
     assert f"fill: {ink}" in dom, "the plots' letters"
@@ -379,7 +379,7 @@ def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ..
 
 @pytest.mark.slow
 def test_a_run_with_every_picture(tmp_path: Path) -> None:
-    html = render(pictured(), None, asked_alike())
+    html = render(make_pictured(), None, asked_alike())
     assert len(html) < 1.5e6
     # One request: time per token.
     check_plots(draw_in_browser(html, tmp_path), 2)

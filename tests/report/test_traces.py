@@ -41,8 +41,8 @@ from edgespec_sim.report.timeline import (
 )
 from edgespec_sim.run_summary import GroupSummary
 from edgespec_sim.sessions import message_bytes
-from tests.kit.live_verifier import serving
-from tests.present import present
+from tests.kit.live_verifier import serve_toy
+from tests.present import require
 from tests.report.samples import SAMPLED, agent_config, traced_run
 
 RTT_MS = 8.0
@@ -73,7 +73,7 @@ async def _run_really(folder: Path) -> RealRun:
         for prompt in PROMPTS:
             async for _ in agent.generate(prompt, SAMPLED):
                 pass
-            counters.append(present(agent.stats).counters)
+            counters.append(require(agent.stats).counters)
     return RealRun(tuple(counters), folder / "device.jsonl", folder / "verifier.jsonl")
 
 
@@ -94,7 +94,7 @@ def test_the_summary_agrees_with_the_devices_own_counters(real: RealRun) -> None
     for row, counters in zip(arm.rows, real.counters, strict=True):
         assert row.acceptance == counters.acceptance
         assert row.tokens_per_pass == counters.committed / counters.passes
-        assert present(row.ttft_s) > 1.5 * RTT_MS / 1e3
+        assert require(row.ttft_s) > 1.5 * RTT_MS / 1e3
     [load] = arm.verifiers
     assert 0.0 < load.utilisation < 1.0
     assert load.passes == total["passes"]
@@ -307,7 +307,7 @@ async def _trace_twice(folder: Path) -> None:
         TraceFile(folder / "hidden.jsonl", HIDDEN) as hidden,
     ):
         both = Both(plain, hidden)
-        async with serving() as (address, verifier):
+        async with serve_toy() as (address, verifier):
             verifier._tracer = both
             async with build_agent(agent_config(address, 0.0), tracer=both) as agent:
                 async for _ in agent.generate(SECRET, PARAMS, logprobs=3):

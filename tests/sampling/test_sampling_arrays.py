@@ -125,7 +125,7 @@ def test_a_broken_row_is_refused(bad: float) -> None:
         best_candidates(row([0.0, bad]), SamplingParams(), 4, 1)
 
 
-def expected(logits: Values, params: SamplingParams, position: int, width: int) -> list[int]:
+def expected_ids(logits: Values, params: SamplingParams, position: int, width: int) -> list[int]:
     """Return token ids, best first, by sorting whole rows in the way that ``warp`` specifies."""
     scores = (logits - logits.max()) / np.float32(params.temperature)
     ranked = np.argsort(-scores, kind="stable")
@@ -180,7 +180,7 @@ def test_nothing_is_lost_of_any_row(seed: int) -> None:
         )
         for width in (1, 4):
             found = best_candidates(logits, params, position, width, None, work)
-            assert [one.token for one in found] == expected(logits, params, position, width)
+            assert [one.token for one in found] == expected_ids(logits, params, position, width)
 
 
 SEEDS = st.integers(0, (1 << 64) - 1)

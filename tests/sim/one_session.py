@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from edgespec.core.device.estimates import Learned
+from edgespec.core.device.estimates import KeptEstimates
 from edgespec.core.device.events import Fail
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec_sim.cost_profile import constant
+from edgespec_sim.cost_profile import constant_law
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import HopPath
 from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
@@ -22,7 +22,7 @@ _LONGEST_S = 1e6
 _CONTEXT_LENGTH = 1 << 24
 
 
-def alone(
+def play_alone(
     target: TargetModel,
     drafter: Drafter,
     opened: Open,
@@ -30,14 +30,14 @@ def alone(
     rtt_s: float,
     step_s: float,
     pass_s: float,
-    learned: Learned | None = None,
+    learned: KeptEstimates | None = None,
 ) -> SimulatedDevice:
     """Play the only session of a verifier to its end; return its device. ``learned`` holds the
     estimates from earlier sessions of the device."""
     queue = EventQueue()
     limits = Limits(context_length=_CONTEXT_LENGTH)
     engine = VerifyEngine(target.info, limits, EngineLimits())
-    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(pass_s), ""))
+    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant_law(pass_s), ""))
     session = DraftSession(
         opened, policy, ReconnectPolicy(), drafter.info.context_length, learned=learned
     )

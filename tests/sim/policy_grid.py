@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.commands.plan_link import SCENARIO, link_settings
-from edgespec_sim.replication import TpotTotal, speedup
+from edgespec_sim.replication import TpotTotal, measure_speedup
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
 from edgespec_sim.world import run
 
@@ -123,7 +123,7 @@ def judge(cell: Cell, worlds: Sequence[Played]) -> Verdict:
     }
     verdicts = []
     for rival in [arm for arm in arms if arm is not cell.default]:
-        ratio, interval = speedup(totals[cell.default], totals[rival])
+        ratio, interval = measure_speedup(totals[cell.default], totals[rival])
         assert ratio is not None
         low, high = (interval.low, interval.high) if interval else (0.0, math.inf)
         verdicts.append(Verdict(cell, rival, ratio, low, high, len(worlds), ms))

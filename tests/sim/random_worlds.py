@@ -134,13 +134,13 @@ def _draw_options(seed: int) -> worlds.WorldOptions:
             eos_probability=dice.choice((0.02, 0.1)),
         ),
         drafter=dice.choice(DRAFTERS),
-        policies=tuple(_policy(dice) for _ in range(dice.choice((1, 1, 2, 3)))),
+        policies=tuple(_draw_policy(dice) for _ in range(dice.choice((1, 1, 2, 3)))),
         prompt_length=dice.choice((1, 2, 5, 12)),
-        sampling=_sampling(dice, vocabulary_size),
+        sampling=_draw_sampling(dice, vocabulary_size),
         run_ahead=dice.choice(tuple(RunAhead)),
         drafting=dice.random() < 0.95,
         draft_context_length=dice.choice((1 << 16, 1 << 16, 20)),
-        limits=_limits(dice),
+        limits=_draw_limits(dice),
         engine_limits=_engine_limits(dice),
         delay_s=dice.choice((0.0, 0.001, 0.02, 0.1)),
         jitter_s=dice.choice((0.0, 0.0, 0.01, 0.1)),
@@ -220,7 +220,7 @@ def _with_faults(options: worlds.WorldOptions, dice: random.Random) -> worlds.Wo
     )
 
 
-def _policy(dice: random.Random) -> DraftPolicy:
+def _draw_policy(dice: random.Random) -> DraftPolicy:
     width = dice.choice((1, 1, 2, 3))
     kind = dice.randrange(3)
     if kind == 0:
@@ -230,7 +230,7 @@ def _policy(dice: random.Random) -> DraftPolicy:
     return WindowedPolicy(width, dice.choice((None, 1, 4)), dice.choice((0.0, 0.02)))
 
 
-def _sampling(dice: random.Random, vocabulary_size: int) -> SamplingParams:
+def _draw_sampling(dice: random.Random, vocabulary_size: int) -> SamplingParams:
     stops = tuple(range(vocabulary_size - 1)) if dice.random() < 0.1 else ()
     params = SamplingParams(
         temperature=dice.choice((0.0, 0.0, 0.7, 1.0, 2.0)),
@@ -256,7 +256,7 @@ def _sampling(dice: random.Random, vocabulary_size: int) -> SamplingParams:
     )
 
 
-def _limits(dice: random.Random) -> Limits:
+def _draw_limits(dice: random.Random) -> Limits:
     return Limits(
         context_length=dice.choice((4096, 4096, 16, 30)),
         max_nodes_outstanding=dice.choice((128, 16, 3)),

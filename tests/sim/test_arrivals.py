@@ -26,7 +26,7 @@ from edgespec_sim.world.arrivals import (
     read_arrivals,
 )
 from edgespec_sim.world.run import Job, make_jobs, play, summarise
-from tests.present import present
+from tests.present import require
 from tests.sources import ROOT
 
 WORLD = sc.load_scenario(str(ROOT / "tests/sim/worlds/open.yaml"))
@@ -42,7 +42,7 @@ def list_counted_times(of: sc.Scenario) -> list[float]:
 
 @pytest.mark.parametrize("at", list(sc.AtDevice))
 def test_every_arm_meets_the_same_load(at: sc.AtDevice) -> None:
-    world = replace(WORLD, arrivals=replace(present(WORLD.arrivals), at=at))
+    world = replace(WORLD, arrivals=replace(require(WORLD.arrivals), at=at))
     for arm in world.arms:
         records = play(Job(world, arm, 0, 1, Path())).meters.records
         assert sorted(one.started_s for one in records) == pytest.approx(list_counted_times(world))
@@ -71,7 +71,7 @@ def test_little_load_is_attained() -> None:
     found = summarise(
         world, (1,), Path(), [(job.arm, play(job)) for job in make_jobs(world, 1, Path())]
     )
-    reached = present(found.arms[0].attainment)
+    reached = require(found.arms[0].attainment)
     assert reached.share == 1.0
     assert reached.goodput == pytest.approx(reached.asked / world.window_s)
     assert reached.share_interval[0] < 1.0 == reached.share_interval[1]

@@ -25,14 +25,14 @@ from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, path_loss_db
 from edgespec_sim.world.run import make_token_source
 from edgespec_sim.world.site import WorldSetup
-from tests.present import present
+from tests.present import require
 from tests.sources import ROOT
 
 HERE = Path()
 STEP_S = 0.5
 MEC = sc.load_scenario(str(ROOT / "tests/sim/worlds/mec.yaml"))
 CELLS = sc.load_scenario(str(ROOT / "tests/sim/worlds/cells.yaml"))
-WORK, RADIO = MEC.devices["phone"].workload, present(MEC.radio)
+WORK, RADIO = MEC.devices["phone"].workload, require(MEC.radio)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) 
     per_byte_s = 8.0 / (1e6 * radio_network.MAX_BITS_PER_HZ)
     access_s = radio_network.ACCESS_S
     # TCP, TLS and HTTP/2's settings take a round trip each, then the request takes its own.
-    on_air_s = present(record.ttft_s) - 3 * access_s - access_s - 0.020
+    on_air_s = require(record.ttft_s) - 3 * access_s - access_s - 0.020
     assert on_air_s > 2 * sc.FRAMING_BYTES * per_byte_s
     assert on_air_s < (2 * sc.FRAMING_BYTES + 400) * per_byte_s
     assert record.tpot_s == pytest.approx(0.020, rel=1e-3)
@@ -153,7 +153,7 @@ def make_cells(
     on. All phones make requests at once, for as long as the world lasts."""
     slots = [[[NEAR, FAR]] * phones] * 2 + [[[FAR, NEAR]] * phones] * 2
     write_gains(monkeypatch, *slots)
-    radio = replace(present(CELLS.radio), handover=handover)
+    radio = replace(require(CELLS.radio), handover=handover)
     devices = {"phone": replace(CELLS.devices["phone"], count=phones)}
     return replace(CELLS, radio=radio, devices=devices, **changes)  # type: ignore[arg-type]
 

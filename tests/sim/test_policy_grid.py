@@ -14,7 +14,7 @@ from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.estimates import (
     DraftEstimates,
     DraftEvidence,
-    Learned,
+    KeptEstimates,
     RowPrice,
     VerifierEstimates,
 )
@@ -84,7 +84,7 @@ TOKENS = 300
 
 
 def steps_of(
-    texts: int, policy: DraftPolicy, learned: Learned, *, right_from: int | None = None
+    texts: int, policy: DraftPolicy, learned: KeptEstimates, *, right_from: int | None = None
 ) -> list[int]:
     """Count the draft steps of each text of ``TOKENS`` tokens. The draft is always wrong, or
     follows the target's own law from text ``right_from`` on. Steps take 2 ms, passes 63 ms."""
@@ -95,14 +95,14 @@ def steps_of(
         drafter: Drafter = ToyDrafter(MODEL)
         if right_from is None or text < right_from:
             drafter = AdversarialDrafter(drafter, seed=text)
-        device = alone(ToyTarget(MODEL), drafter, request, policy, 0.02, 0.002, 0.063, learned)
+        device = play_alone(ToyTarget(MODEL), drafter, request, policy, 0.02, 0.002, 0.063, learned)
         assert len(device.delivery.tokens) == TOKENS
         found.append(device.session.counters.steps)
     return found
 
 
 def test_a_draft_that_is_never_right_is_given_up_for_the_process() -> None:
-    learned = Learned()
+    learned = KeptEstimates()
     steps = steps_of(12, GoodputPolicy(), learned)
     assert learned.evidence.hits == 0
     assert sum(steps) < 2 * learned.evidence.tried, "half of the steps or more are judged"
@@ -115,11 +115,11 @@ def test_a_draft_that_is_never_right_is_given_up_for_the_process() -> None:
 
 
 def test_a_published_scheme_drafts_on() -> None:
-    assert min(steps_of(3, WindowedPolicy(), Learned())) > TOKENS // 2
+    assert min(steps_of(3, WindowedPolicy(), KeptEstimates())) > TOKENS // 2
 
 
 def test_a_draft_that_begins_badly_is_not_given_up() -> None:
-    steps = steps_of(6, GoodputPolicy(), Learned(), right_from=1)
+    steps = steps_of(6, GoodputPolicy(), KeptEstimates(), right_from=1)
     assert min(steps[2:]) > TOKENS // 4, steps
 
 

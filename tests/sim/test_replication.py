@@ -15,14 +15,14 @@ import pytest
 
 from edgespec_sim import replication
 from edgespec_sim.replication import quantile_interval, share_interval
-from tests.present import present
+from tests.present import require
 
 BASE_S, ARM_S = 0.025, 0.016
 LUCK, SCATTER = 0.15, 0.1
 """Deviation of a world's difficulty and of its requests, in logarithms."""
 
 
-def world(dice: random.Random) -> tuple[replication.TpotTotal, replication.TpotTotal]:
+def draw_world(dice: random.Random) -> tuple[replication.TpotTotal, replication.TpotTotal]:
     """Make one seed's world: its difficulty affects both arms, which complete different numbers of
     requests."""
     luck = dice.gauss(0.0, LUCK)
@@ -38,11 +38,11 @@ def world(dice: random.Random) -> tuple[replication.TpotTotal, replication.TpotT
 TRUTH = BASE_S * math.exp((LUCK / 2) ** 2 / 2) / (ARM_S * math.exp(LUCK**2 / 2))
 
 
-def interval(
+def measure_interval(
     worlds: list[tuple[replication.TpotTotal, replication.TpotTotal]],
 ) -> replication.Interval:
-    _, found = replication.speedup([base for base, _ in worlds], [arm for _, arm in worlds])
-    return present(found)
+    _, found = replication.measure_speedup([base for base, _ in worlds], [arm for _, arm in worlds])
+    return require(found)
 
 
 def covers_truth(found: replication.Interval) -> bool:
@@ -52,7 +52,9 @@ def covers_truth(found: replication.Interval) -> bool:
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_of_a_fixed_number_of_seeds_95_percent_hold_the_truth(count: int) -> None:
     dice = random.Random(count)
-    held = sum(covers_truth(interval([world(dice) for _ in range(count)])) for _ in range(600))
+    held = sum(
+        covers_truth(measure_interval([draw_world(dice) for _ in range(count)])) for _ in range(600)
+    )
     assert 0.92 <= held / 600 <= 0.975
 
 
@@ -61,13 +63,15 @@ def test_looking_before_deciding_costs_little() -> None:
     truth."""
     dice, held = random.Random(1), 0
     for _ in range(200):
-        worlds = [world(dice) for _ in range(replication.MIN_SEEDS)]
+        worlds = [draw_world(dice) for _ in range(replication.MIN_SEEDS)]
         while (
-            wanted := replication.count_seeds_needed(len(worlds), interval(worlds).half_width, 0.05)
+            wanted := replication.count_seeds_needed(
+                len(worlds), measure_interval(worlds).half_width, 0.05
+            )
         ) > len(worlds):
-            worlds += [world(dice) for _ in range(wanted - len(worlds))]
-        assert interval(worlds).half_width <= 0.05
-        held += covers_truth(interval(worlds))
+            worlds += [draw_world(dice) for _ in range(wanted - len(worlds))]
+        assert measure_interval(worlds).half_width <= 0.05
+        held += covers_truth(measure_interval(worlds))
     assert held / 200 >= 0.9
 
 
@@ -108,7 +112,7 @@ def count_covering_studies(clusters: int, each: int, mixture: float) -> tuple[in
                     for _ in range(each)
                 ]
             )
-        found = present(quantile_interval(study, 0.95))
+        found = require(quantile_interval(study, 0.95))
         quantiles += found[1] <= limit <= found[2]
         _, (low, high) = share_interval(
             [(sum(value <= limit for value in one), len(one)) for one in study]
@@ -131,6 +135,6 @@ def test_requests_that_go_together_are_fewer_than_they_look() -> None:
 
 
 def test_what_never_came_is_beyond_all() -> None:
-    found = present(quantile_interval([[1.0, 2.0, math.inf], [1.0, math.inf, math.inf]], 0.95))
+    found = require(quantile_interval([[1.0, 2.0, math.inf], [1.0, math.inf, math.inf]], 0.95))
     assert found[0] == found[2] == math.inf
     assert quantile_interval([[], []], 0.95) is None

@@ -52,8 +52,8 @@ from edgespec_sim.token_sources.source import ToySource
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.run import Job, make_jobs, make_token_source, play, summarise
 from edgespec_sim.world.site import LinkView, WorldSetup
-from tests.kit.live_verifier import python
-from tests.present import present
+from tests.kit.live_verifier import run_python
+from tests.present import require
 from tests.sources import ROOT
 
 HERE = Path()
@@ -130,7 +130,7 @@ def test_steps_of_a_servers_draft_are_paid_for() -> None:
     the machine."""
     verifiers = {"server": replace(SERVED.verifiers["server"], busy_w=100.0)}
     for arm in run(replace(SERVED, verifiers=verifiers)).arms:
-        joules = present(arm.verifiers[0].energy_j)
+        joules = require(arm.verifiers[0].energy_j)
         assert arm.all.verifier_j_per_token == pytest.approx(joules / arm.all.tokens, rel=0.02)
 
 
@@ -157,8 +157,8 @@ def test_plain_streaming_is_as_fast_as_passes_come() -> None:
         SMALL, links={"wan": link}, devices={"one": device}, arms=(Arm.TARGET_ONLY,), message_ms=0.0
     )
     (arm,) = run(scenario).arms
-    assert present(arm.all.tpot_s).median == pytest.approx(0.025, rel=1e-6)
-    assert present(arm.all.ttft_s).median == pytest.approx(0.050 + 0.025 + 0.050, rel=1e-6)
+    assert require(arm.all.tpot_s).median == pytest.approx(0.025, rel=1e-6)
+    assert require(arm.all.ttft_s).median == pytest.approx(0.050 + 0.025 + 0.050, rel=1e-6)
     assert arm.all.tokens_per_pass == pytest.approx(1.0)
 
 
@@ -199,10 +199,10 @@ def test_a_connection_is_paid_for_once(event: str, connected: bool, extra_trips:
     elif event:
         world.queue.at(4.0, lambda: world.network._break_connections(0))
     records = world.run().meters.records
-    took_s = [present(one.ttft_s) for one in records]
+    took_s = [require(one.ttft_s) for one in records]
     assert took_s == pytest.approx([0.125 + 0.1 * trips for trips in extra_trips], rel=1e-6)
     without_tls = World(replace(scenario, connect_trips=2), Arm.TARGET_ONLY, "1", around)
-    first_s = present(without_tls.run().meters.records[0].ttft_s)
+    first_s = require(without_tls.run().meters.records[0].ttft_s)
     assert first_s == pytest.approx(0.125 + (0.0 if connected else 0.2), rel=1e-6)
 
 
@@ -216,7 +216,7 @@ def test_equal_seeds_give_equal_results_and_others_do_not() -> None:
 def test_energy_is_reported_where_all_of_it_is_known() -> None:
     device = replace(SMALL.devices["laptop"], draft_w=10.0, radio_power="wifi")
     arms = {arm.arm: arm.all for arm in run(replace(SMALL, devices={"laptop": device})).arms}
-    ours, plain = (present(arms[name].energy_j_per_token) for name in ("edgespec", "target-only"))
+    ours, plain = (require(arms[name].energy_j_per_token) for name in ("edgespec", "target-only"))
     # A radio that receives a token every pass never sleeps: 0.403 W except in pauses, for two
     # devices.
     tokens = arms["target-only"].tokens
@@ -317,7 +317,7 @@ def test_hashing_of_strings_does_not_matter() -> None:
         "from tests.sim.test_scenarios import load_tiny, run_to_json; "
         "print(run_to_json(load_tiny()), end='')"
     )
-    said = {python("-c", program, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
+    said = {run_python("-c", program, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
     assert said == {run_to_json(load_tiny())}
 
 
@@ -399,7 +399,7 @@ def test_other_arms_are_slowed_down_and_have_no_governor() -> None:
         == play_conditions(None, Arm.TARGET_ONLY).meters.rows()
     )
     slow, plain = (play_conditions(one, Arm.VANILLA).meters.whole().tpot_s for one in (hot, None))
-    assert present(slow).mean > present(plain).mean
+    assert require(slow).mean > require(plain).mean
 
 
 def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ def play_and_summarise(scenario: sc.Scenario) -> RunSummary:
 def tpot_s(scenario: sc.Scenario) -> float:
     (record,) = play_first_arm(scenario).meters.records
     assert record.complete
-    return present(record.tpot_s)
+    return require(record.tpot_s)
 
 
 def test_a_row_takes_its_time_on_each_link() -> None:

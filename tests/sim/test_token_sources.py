@@ -42,7 +42,7 @@ from edgespec_sim.token_sources.source import (
     load_tape,
 )
 from tests.sim.faults.checks import target_stream
-from tests.sim.one_session import alone
+from tests.sim.one_session import play_alone
 
 TOY = ToySource(ToyModel(64, order=3), 0.25, SamplingParams(temperature=0.7, seed=4))
 LAW = fit(load_tape("bundled-greedy"))
@@ -183,17 +183,17 @@ def make_coin(acceptance: float, ranks: int = 3) -> AcceptanceLaw:
     return AcceptanceLaw(chances, chances, chances, 1.0, 1.0, 0.0, "a coin")
 
 
-def ranks(law: AcceptanceLaw, count: int, *seed: int) -> tuple[int, ...]:
+def draw_ranks(law: AcceptanceLaw, count: int, *seed: int) -> tuple[int, ...]:
     return law.text(count, np.random.default_rng(seed), np.random.default_rng(0)).ranks
 
 
 def texts_of(law: AcceptanceLaw, tape: MatchTape, repeats: int) -> Ranks:
     """Draw texts with the tape's lengths, so that their cut ends are alike."""
     lengths = [len(g.ranks) for g in tape.generations] * repeats
-    return [ranks(law, n, 3, i) for i, n in enumerate(lengths)]
+    return [draw_ranks(law, n, 3, i) for i, n in enumerate(lengths)]
 
 
-def survival(texts: Ranks) -> list[float]:
+def measure_survival(texts: Ranks) -> list[float]:
     """Return the shares of the runs of accepted tokens before a miss that are at least 1, 2, 4, 8
     long."""
     runs: list[int] = []
@@ -208,7 +208,7 @@ def survival(texts: Ranks) -> list[float]:
     return [sum(run >= k for run in runs) / len(runs) for k in (1, 2, 4, 8)]
 
 
-def share(texts: Ranks, rank: int) -> float:
+def measure_share(texts: Ranks, rank: int) -> float:
     return sum(list(r).count(rank) for r in texts) / sum(map(len, texts))
 
 
@@ -218,10 +218,10 @@ def test_a_fitted_process_has_the_statistics_of_its_tape(name: str) -> None:
     texts = texts_of(law, tape, 40)
     for rank, tolerance in ((0, 0.01), (1, 0.01), (2, 0.01)):
         assert law.acceptance(rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
-        assert share(texts, rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
-    taped = survival([g.ranks for g in tape.generations])
-    tosses = survival(texts_of(make_coin(tape.acceptance()), tape, 40))
-    process = survival(texts)
+        assert measure_share(texts, rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
+    taped = measure_survival([g.ranks for g in tape.generations])
+    tosses = measure_survival(texts_of(make_coin(tape.acceptance()), tape, 40))
+    process = measure_survival(texts)
     # A tape of 24 texts has 300 to 800 runs: two standard errors are 0.03 to 0.06.
     assert process == pytest.approx(taped, abs=0.12)
     distance = np.abs(np.array([process, tosses]) - np.array(taped)).sum(axis=1)
@@ -232,9 +232,9 @@ def test_a_fitted_process_has_the_statistics_of_its_tape(name: str) -> None:
 def test_a_law_moves_to_a_mean(acceptance: float) -> None:
     law = law_of("bundled-greedy").at(acceptance)
     assert law.acceptance() == pytest.approx(acceptance, abs=1e-6)
-    texts = [ranks(law, 400, 9, i) for i in range(600)]
-    assert share(texts, 0) == pytest.approx(acceptance, abs=0.015)
-    assert share(texts, 1) == pytest.approx(law.acceptance(1), abs=0.01)
+    texts = [draw_ranks(law, 400, 9, i) for i in range(600)]
+    assert measure_share(texts, 0) == pytest.approx(acceptance, abs=0.015)
+    assert measure_share(texts, 1) == pytest.approx(law.acceptance(1), abs=0.01)
 
 
 Told = Sequence[tuple[int, float]]
@@ -296,14 +296,14 @@ def test_a_tape_without_confidences_gives_a_law_without() -> None:
     assert replace(law_of("bundled-greedy"), confidences=()) == law
     drawn = law.text(9, np.random.default_rng(1), np.random.default_rng(2))
     assert (drawn.logprobs, drawn.second_logprobs) == ((), ())
-    assert drawn.ranks == ranks(law_of("bundled-greedy"), 9, 1)
+    assert drawn.ranks == draw_ranks(law_of("bundled-greedy"), 9, 1)
 
 
 def test_a_fit_finds_a_planted_law() -> None:
     planted = AcceptanceLaw((0.98, 0.01), (0.5, 0.25), (0.6, 0.2), 2.0, 2.0, 0.85, "planted")
     generations = []
     for number in range(60):
-        drawn = ranks(planted, 200, 8, number)
+        drawn = draw_ranks(planted, 200, 8, number)
         generations.append(TapedGeneration(str(number), (number + 1,), (1,) * 200, drawn))
     found = fit(MatchTape("t", "d", 2, tuple(generations)))
     assert found.easy[0] == pytest.approx(0.98, abs=0.01)
@@ -346,7 +346,7 @@ def play(
 ) -> Played:
     policy, run_ahead = arm_settings(arm, gamma=3, policy=policy)
     request = Open("a", "", "", prompt, (), sampling, run_ahead, drafting=arm.drafts)
-    device = alone(target, drafter, request, policy, rtt_ms / 1e3, 0.008, 0.025)
+    device = play_alone(target, drafter, request, policy, rtt_ms / 1e3, 0.008, 0.025)
     seen = device.delivery
     return Played(
         tuple(seen.tokens),
@@ -367,7 +367,7 @@ def drafter() -> ToyDrafter:
 
 
 @cache
-def taped(kind: str) -> MatchTape:
+def make_tape(kind: str) -> MatchTape:
     sampling = SAMPLINGS[kind]
     generations = []
     for number in range(TEXTS):
@@ -380,7 +380,7 @@ def taped(kind: str) -> MatchTape:
     return MatchTape("toy", "toy draft", WIDTH, tuple(generations), (0,))
 
 
-def replayed(
+def replay_tape(
     tape: MatchTape,
     number: int,
     arm: Arm,
@@ -403,12 +403,12 @@ def replayed(
 @pytest.mark.parametrize("rtt_ms", [2, 30, 200])
 @pytest.mark.parametrize("arm", Arm)
 def test_a_tape_replays_the_models(arm: Arm, rtt_ms: float, kind: str) -> None:
-    tape, sampling = taped(kind), SAMPLINGS[kind]
+    tape, sampling = make_tape(kind), SAMPLINGS[kind]
     for number in range(TEXTS):
         prompt = prompt_of(number)
         real = play(ToyTarget(ENDS), drafter(), prompt, sampling, arm, rtt_ms)
         assert real.tokens == tape.generations[number].tokens
-        assert replayed(tape, number, arm, rtt_ms, sampling.max_tokens) == real
+        assert replay_tape(tape, number, arm, rtt_ms, sampling.max_tokens) == real
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
@@ -417,12 +417,12 @@ def test_by_confidence_a_tape_comes_near(rtt_ms: float, kind: str) -> None:
     """The draft's confidences after a wrong guess are on no tape, so a policy that reads them
     drafts differently now and then. All texts together take the same time and as many rows, within
     a few percent."""
-    tape, sampling, policy = taped(kind), SAMPLINGS[kind], make_policy()
+    tape, sampling, policy = make_tape(kind), SAMPLINGS[kind], make_policy()
     pairs = []
     for number in range(TEXTS):
         prompt = prompt_of(number)
         real = play(ToyTarget(ENDS), drafter(), prompt, sampling, Arm.EDGESPEC, rtt_ms, policy)
-        again = replayed(tape, number, Arm.EDGESPEC, rtt_ms, sampling.max_tokens, policy)
+        again = replay_tape(tape, number, Arm.EDGESPEC, rtt_ms, sampling.max_tokens, policy)
         assert again.tokens == real.tokens
         pairs.append((again, real))
     again_s, real_s = (sum(side[i].times_s[-1] for side in pairs) for i in range(2))

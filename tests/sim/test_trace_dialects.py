@@ -26,7 +26,7 @@ from edgespec_sim.links.network_trace import NetworkTrace, TraceError, rtt_line
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.network import LinkInstances, trace_notes
 from edgespec_sim.world.run import Job, make_jobs, play, summarise
-from tests.present import present
+from tests.present import require
 
 SERIES = (12.0, 30.4, 11.9, None, None, None, 45.7, 13.0, None, 12.2)
 """Round trips in ms of ten probes at intervals of a second; None means no answer."""
@@ -42,7 +42,7 @@ def read(folder: Path, text: str | bytes, name: str = "log.txt", columns: str = 
     return read_trace(path, Columns.of(columns) if columns else None)
 
 
-def log(first: int, head: str, line: Line, lost: Callable[[int], str], tail: str = "") -> str:
+def write_log(first: int, head: str, line: Line, lost: Callable[[int], str], tail: str = "") -> str:
     lines = [
         lost(first + index) if ms is None else line(first + index, ms)
         for index, ms in enumerate(SERIES)
@@ -55,7 +55,7 @@ def stamp(number: int, ms: float) -> str:
 
 
 DIALECTS = {
-    "linux": log(
+    "linux": write_log(
         1,
         "PING h (192.0.2.1) 56(84) bytes of data.",
         lambda n, ms: f"64 bytes from h (192.0.2.1): icmp_seq={n} ttl=57 time={ms} ms",
@@ -63,13 +63,13 @@ DIALECTS = {
         "\n--- h ping statistics ---\n10 packets transmitted, 6 received, 40% packet loss, time"
         " 9000ms\nrtt min/avg/max/mdev = 11.9/20.8/45.7/12.7 ms\n",
     ),
-    "linux -D -O": log(
+    "linux -D -O": write_log(
         1,
         "PING h (192.0.2.1) 56(84) bytes of data.",
         lambda n, ms: f"[{stamp(n, ms)}] 64 bytes from 192.0.2.1: icmp_seq={n} ttl=57 time={ms} ms",
         lambda n: f"[{stamp(n, 999)}] no answer yet for icmp_seq={n}",
     ),
-    "decimal commas": log(
+    "decimal commas": write_log(
         1,
         "PING h (192.0.2.1) 56(84) bytes of data.",
         lambda n, ms: f"64 bytes from 192.0.2.1: icmp_seq={n} ttl=57 time={ms} ms".replace(
@@ -77,7 +77,7 @@ DIALECTS = {
         ),
         lambda n: "",
     ),
-    "a clock that was set back": log(
+    "a clock that was set back": write_log(
         1,
         "PING h (192.0.2.1) 56(84) bytes of data.\n"
         "ping: Warning: time of day goes back (-12us), taking countermeasures",
@@ -87,7 +87,7 @@ DIALECTS = {
         ),
         lambda n: f"From 192.0.2.9 icmp_seq={n} Destination Host Unreachable",
     ),
-    "busybox": log(
+    "busybox": write_log(
         0,
         "PING h (192.0.2.1): 56 data bytes",
         lambda n, ms: f"64 bytes from 192.0.2.1: seq={n} ttl=57 time={ms:.3f} ms",
@@ -95,13 +95,13 @@ DIALECTS = {
         "\n--- h ping statistics ---\n10 packets transmitted, 6 packets received, 40% packet loss\n"
         "round-trip min/avg/max = 11.900/20.866/45.700 ms\n",
     ),
-    "macos": log(
+    "macos": write_log(
         0,
         "PING h (192.0.2.1): 56 data bytes",
         lambda n, ms: f"64 bytes from 192.0.2.1: icmp_seq={n} ttl=57 time={ms:.3f} ms",
         lambda n: f"Request timeout for icmp_seq {n}",
     ),
-    "macos --apple-time": log(
+    "macos --apple-time": write_log(
         0,
         "PING h (192.0.2.1): 56 data bytes",
         lambda n, ms: (
@@ -110,13 +110,13 @@ DIALECTS = {
         ),
         lambda n: f"Request timeout for icmp_seq {n}",
     ),
-    "ping6": log(
+    "ping6": write_log(
         0,
         "PING6(56=40+8+8 bytes) 2001:db8::2 --> 2001:db8::1",
         lambda n, ms: f"16 bytes from 2001:db8::1, icmp_seq={n} hlim=57 time={ms} ms",
         lambda n: f"Request timeout for icmp_seq={n}",
     ),
-    "a pipe to ts": log(
+    "a pipe to ts": write_log(
         1,
         "Nov 28 18:00:00 PING h (192.0.2.1) 56(84) bytes of data.",
         lambda n, ms: (
@@ -124,14 +124,14 @@ DIALECTS = {
         ),
         lambda n: "",
     ),
-    "fping": log(
+    "fping": write_log(
         0,
         "",
         lambda n, ms: f"192.0.2.1 : [{n}], 64 bytes, {ms} ms (20.1 avg, 0% loss)",
         lambda n: f"192.0.2.1 : [{n}], timed out (20.1 avg, 40% loss)",
         "\n192.0.2.1 : xmt/rcv/%loss = 10/6/40%, min/avg/max = 11.9/20.8/45.7\n",
     ).lstrip(),
-    "old fping -D": log(
+    "old fping -D": write_log(
         0,
         "",
         lambda n, ms: f"[{stamp(n, ms)}] h   : [{n}], 84 bytes, {ms} ms (20.1 avg, 0% loss)",
@@ -144,7 +144,7 @@ DIALECTS = {
 def test_a_dialect_of_ping_gives_the_series(name: str, tmp_path: Path) -> None:
     trace = read(tmp_path, DIALECTS[name])
     assert trace.time_s == pytest.approx(TIMES_S, abs=0.05)  # ts writes whole seconds
-    assert [1e3 * s for s in present(trace.rtt_s)] == pytest.approx(
+    assert [1e3 * s for s in require(trace.rtt_s)] == pytest.approx(
         [ms for ms in SERIES if ms is not None]
     )
     assert [one for outage in trace.outages_s for one in outage] == pytest.approx(
@@ -204,12 +204,12 @@ def test_lines_that_are_not_pings_are_counted(tmp_path: Path) -> None:
     assert any("2 lines are not from ping and were left out: 1, " in one for one in trace.remarks)
 
 
-def windows(reply: str, lost: str, head: str, tail: str) -> str:
+def write_windows_log(reply: str, lost: str, head: str, tail: str) -> str:
     lines = [lost if ms is None else reply.format(round(ms)) for ms in SERIES]
     return f"\r\n{head}\r\n" + "\r\n".join(lines) + f"\r\n\r\n{tail}\r\n"
 
 
-ENGLISH = windows(
+ENGLISH = write_windows_log(
     "Reply from 192.0.2.1: bytes=32 time={}ms TTL=57",
     "Request timed out.",
     "Pinging h [192.0.2.1] with 32 bytes of data:",
@@ -217,7 +217,7 @@ ENGLISH = windows(
     "\r\nApproximate round trip times in milli-seconds:\r\n"
     "    Minimum = 12ms, Maximum = 46ms, Average = 21ms\r\nControl-C\r\n^C",
 )
-GERMAN = windows(
+GERMAN = write_windows_log(
     "Antwort von 192.0.2.1: Bytes=32 Zeit={}ms TTL=57",
     "Zeitüberschreitung der Anforderung.",
     "Ping wird ausgeführt für h [192.0.2.1] mit 32 Bytes Daten:",
@@ -225,7 +225,7 @@ GERMAN = windows(
     "    (40% Verlust),\r\nCa. Zeitangaben in Millisek.:\r\n"
     "    Minimum = 12ms, Maximum = 46ms, Mittelwert = 21ms",
 )
-VERSION_6 = windows(
+VERSION_6 = write_windows_log(
     "Reply from 2001:db8::1: time={}ms",
     "Destination host unreachable.",
     "Pinging h [2001:db8::1] with 32 bytes of data:",
@@ -257,7 +257,7 @@ def test_windows_prints_a_probe_a_line(name: str, tmp_path: Path) -> None:
 
 def test_less_than_a_millisecond_is_half_of_one(tmp_path: Path) -> None:
     trace = read(tmp_path, ENGLISH.replace("time=30ms", "time<1ms"))
-    assert present(trace.rtt_s)[1] == 0.0005
+    assert require(trace.rtt_s)[1] == 0.0005
     assert any("1 answers in less than 1 ms" in one for one in trace.remarks)
 
 
@@ -297,7 +297,7 @@ def test_irtt_gives_the_series(packed: bool, tmp_path: Path) -> None:
     trace = read(tmp_path, gzip.compress(data) if packed else data, "rtt.json.gz")
     assert trace.time_s == pytest.approx(TIMES_S)
     assert [one for outage in trace.outages_s for one in outage] == pytest.approx([3, 6, 8, 9])
-    assert [1e3 * s for s in present(trace.rtt_s)] == pytest.approx([m for m in SERIES if m])
+    assert [1e3 * s for s in require(trace.rtt_s)] == pytest.approx([m for m in SERIES if m])
 
 
 MBPS = (10.0, 12.0, 0.0, 0.0, 8.0, 9.0)
@@ -352,7 +352,7 @@ def test_iperf3_gives_a_capacity_and_no_delay(name: str, tmp_path: Path) -> None
     other = ways.pop("down" if way == "up" else "up")
     assert (trace.rtt_s, other) == (None, None)
     assert trace.time_s == (0.0, 1.0, 4.0, 5.0)
-    assert present(ways[way]) == pytest.approx((10e6, 12e6, 8e6, 9e6))
+    assert require(ways[way]) == pytest.approx((10e6, 12e6, 8e6, 9e6))
     assert (trace.outages_s, trace.duration_s) == (((2.0, 4.0),), 6.0)
     assert any("full queue" in one for one in trace.remarks)
 
@@ -435,8 +435,8 @@ def test_a_table_is_read_by_its_columns(name: str, tmp_path: Path) -> None:
     text, columns = TABLES[name]
     trace = read(tmp_path, text, columns=columns)
     assert (trace.time_s[0], trace.time_s[-1]) == (0.0, 2.0)
-    assert present(trace.rtt_s)[0] == pytest.approx(0.012)
-    assert present(trace.rtt_s)[-1] == pytest.approx(0.014)
+    assert require(trace.rtt_s)[0] == pytest.approx(0.012)
+    assert require(trace.rtt_s)[-1] == pytest.approx(0.014)
     assert len(trace.time_s) in (2, 3)
 
 
@@ -587,7 +587,7 @@ def test_a_capacity_trace_has_the_delay_of_its_link_and_says_so(
     assert up.arrival(0.0, 100) == pytest.approx(0.04, abs=1e-5)
     assert down.arrival(0.0, 100) == pytest.approx(0.04, abs=1e-5)
     record = play(Job(scenario, Arm.TARGET_ONLY, 0, 1, tmp_path)).meters.records[0]
-    assert present(record.ttft_s) == pytest.approx(0.080 + 0.025, abs=1e-4)
+    assert require(record.ttft_s) == pytest.approx(0.080 + 0.025, abs=1e-4)
     notes = trace_notes(scenario, tmp_path)
     assert [note for note in notes if note.startswith("Warning")] == []
     assert any("has capacity but no delay; links.wan.rtt_ms is 80" in note for note in notes)

@@ -24,7 +24,7 @@ from edgespec_sim.links.column_tables import write_plain
 from edgespec_sim.links.formats import FORMATS, PACKET_BITS, read_trace
 from edgespec_sim.links.generators import KINDS, generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceError, TraceStatistics
-from tests.present import present
+from tests.present import require
 
 
 def read(folder: Path, text: str, name: str = "trace.dat") -> NetworkTrace:
@@ -33,12 +33,12 @@ def read(folder: Path, text: str, name: str = "trace.dat") -> NetworkTrace:
     return read_trace(path)
 
 
-def reply(number: int, rtt_ms: float = 20, stamp: str = "", end: str = "") -> str:
+def write_reply(number: int, rtt_ms: float = 20, stamp: str = "", end: str = "") -> str:
     return f"{stamp}64 bytes from 192.0.2.1: icmp_seq={number} ttl=56 time={rtt_ms} ms{end}\n"
 
 
 def test_plain_ping_numbers_its_probes_a_second_apart(tmp_path: Path) -> None:
-    lines = [reply(n) for n in (1, 2, 4, 5)]
+    lines = [write_reply(n) for n in (1, 2, 4, 5)]
     trace = read(tmp_path, "PING host (192.0.2.1) 56(84) bytes of data.\n" + "".join(lines))
     assert trace.source == "ping"
     assert trace.time_s == (0.0, 1.0, 3.0, 4.0)
@@ -50,7 +50,9 @@ def test_plain_ping_numbers_its_probes_a_second_apart(tmp_path: Path) -> None:
 
 def print_stamped(numbers: list[int], rtt_ms: float = 20.0) -> str:
     times = [1691249052.0 + 0.2 * n + rtt_ms / 1000 for n in numbers]
-    return "".join(reply(n, rtt_ms, f"[{t:.6f}] ") for n, t in zip(numbers, times, strict=True))
+    return "".join(
+        write_reply(n, rtt_ms, f"[{t:.6f}] ") for n, t in zip(numbers, times, strict=True)
+    )
 
 
 def test_stamped_ping_tells_loss_from_outages(tmp_path: Path) -> None:
@@ -65,10 +67,15 @@ def test_stamped_ping_tells_loss_from_outages(tmp_path: Path) -> None:
 
 
 def test_replies_out_of_order_and_duplicates_and_wrapped_numbers(tmp_path: Path) -> None:
-    text = reply(2, 30) + reply(1, 1500) + reply(3, 40) + reply(3, 99, end=" (DUP!)")
+    text = (
+        write_reply(2, 30)
+        + write_reply(1, 1500)
+        + write_reply(3, 40)
+        + write_reply(3, 99, end=" (DUP!)")
+    )
     trace = read(tmp_path, text)
     assert trace.rtt_s == (1.5, 0.03, 0.04)
-    wrapped = read(tmp_path, "".join(reply(n % 65536) for n in range(65530, 65540)))
+    wrapped = read(tmp_path, "".join(write_reply(n % 65536) for n in range(65530, 65540)))
     assert len(wrapped.time_s) == 10
     assert wrapped.outages_s == (), "it begins in the middle, as a tail of a log does"
 
@@ -83,7 +90,7 @@ def test_runs_are_joined_and_a_dead_one_is_an_outage(tmp_path: Path) -> None:
             f"{lost}% packet loss, time {(sent - 1) * 500}ms\n"
         )
 
-    one = head + reply(1) + reply(2) + tail(4, 2)
+    one = head + write_reply(1) + write_reply(2) + tail(4, 2)
     dead = head + tail(4, 0)
     trace = read(tmp_path, one + dead + one)
     assert trace.duration_s == 6.0
@@ -95,7 +102,7 @@ def test_cicv5g_is_read_by_position(tmp_path: Path) -> None:
     rows = [f"{ms} {ms + 17} 17 1.0 2.0 3.0 0.0 cell 18 -94 \n" for ms in (1000, 1050, 1100, 3150)]
     trace = read(tmp_path, "pub_time(ms) whatever it says\n" + "".join(rows))
     assert trace.time_s == (0.0, 0.05, 0.1, 2.15)
-    assert set(present(trace.rtt_s)) == {0.017}
+    assert set(require(trace.rtt_s)) == {0.017}
     assert list(trace.outages_s[0]) == pytest.approx([0.15, 2.15])
 
 
@@ -193,7 +200,7 @@ def test_a_pair_of_delivery_files_is_one_trace(tmp_path: Path) -> None:
     assert pair.name == "lte.up and lte.down"
     assert pair.duration_s == 2.4
     assert np.array(pair.outages_s) == pytest.approx(np.array([[0.2, 2.2]]))
-    ways = zip(present(pair.up_bits_per_s), present(pair.down_bits_per_s), strict=True)
+    ways = zip(require(pair.up_bits_per_s), require(pair.down_bits_per_s), strict=True)
     at = dict(zip(pair.time_s, ways, strict=True))
     assert at[0.0] == pytest.approx((120e3, 240e3))
     assert at[0.1] == pytest.approx((120e3, 120e3))
@@ -265,10 +272,10 @@ def test_the_plain_format_goes_round(
     for time_s in np.linspace(0, trace.duration_s, 20, endpoint=False):
         here = np.searchsorted(trace.time_s, time_s, side="right") - 1
         there = np.searchsorted(again.time_s, time_s, side="right") - 1
-        before_s, after_s = present(trace.rtt_s)[here], present(again.rtt_s)[there]
+        before_s, after_s = require(trace.rtt_s)[here], require(again.rtt_s)[there]
         assert after_s == pytest.approx(before_s, rel=1e-9)
         if trace.up_bits_per_s is not None:
-            assert present(again.up_bits_per_s)[there] == pytest.approx(trace.up_bits_per_s[here])
+            assert require(again.up_bits_per_s)[there] == pytest.approx(trace.up_bits_per_s[here])
         out = any(start_s <= time_s < end_s for start_s, end_s in trace.outages_s)
         if trace.loss is not None and not out:
             assert again.loss is not None
@@ -285,7 +292,12 @@ REFUSALS = (Path(__file__).parent / "trace_refusals.txt").read_text(encoding="ut
 def test_a_malformed_file_is_refused_at_its_line(tmp_path: Path, refusal: str) -> None:
     text, _, message = refusal.partition("=> ")
     text = re.sub(r"@<(.*?)>\*(\d+);?", lambda found: found[1] * int(found[2]), text.rstrip(" "))
-    for word, meant in ((r"\n", "\n"), (r"\r", "\r"), ("PING", reply(1)), ("DISH", STARLINK_HEAD)):
+    for word, meant in (
+        (r"\n", "\n"),
+        (r"\r", "\r"),
+        ("PING", write_reply(1)),
+        ("DISH", STARLINK_HEAD),
+    ):
         text = text.replace(word, meant)
     with pytest.raises(TraceError, match=re.escape(message)) as caught:
         read(tmp_path, text)
@@ -309,7 +321,7 @@ HEADS = (
     "",
     "time_s,rtt_ms\n0,1\n",
     "epoch,values\n1,1\n",
-    reply(1),
+    write_reply(1),
     "5\n",
     STARLINK_HEAD,
     "pub_time\n",
@@ -343,7 +355,7 @@ def test_every_indexed_file_is_read_with_its_statistics(data_dir: Path) -> None:
         assert trace.duration_s == pytest.approx(float(row["duration_s"]), rel=0.05)
         if row["loss_pct"]:
             out = sum(end_s - start_s for start_s, end_s in trace.outages_s) / trace.duration_s
-            lost = out + (1 - out) * float(np.mean(present(trace.loss)))
+            lost = out + (1 - out) * float(np.mean(require(trace.loss)))
             assert lost * 100 == pytest.approx(float(row["loss_pct"]), abs=0.3), where
     assert sources == {"ping", "cicv5g", "starlink", "rtt-csv"} <= {*FORMATS}
 

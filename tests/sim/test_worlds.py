@@ -35,7 +35,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.admission import SessionSlots
 from edgespec.core.verifier.block_ledger import BlockLedger
-from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.containment import Containment
 from edgespec.core.verifier.draft_inbox import DraftInbox
 from edgespec.core.verifier.pass_tree import PassTree, PassVerdict
@@ -52,7 +52,7 @@ from edgespec_sim.world.conservation import ConservationError, DirectionWatch
 from edgespec_sim.world.user import User
 from tests.mutants import Mutants
 from tests.sim.faults.worlds import WorldOptions, WorldResult, run_world
-from tests.sim.one_session import alone
+from tests.sim.one_session import play_alone
 from tests.sim.random_worlds import (
     GOVERNED_FROM,
     REPLAY,
@@ -243,7 +243,7 @@ def eviction_is_not_told(handle: Any, session: VerifySession, event: Any, now: f
 @MUTANTS.of(Containment, "probe_done", seeds=200)
 def probe_keeps_its_block(probe_done: Any, containment: Containment, broken: str | None) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(containment._keeper, "release", lambda key: None)
+        patched.setattr(containment._cache_scheduler, "release", lambda key: None)
         probe_done(containment, broken)
 
 
@@ -268,21 +268,27 @@ def blocks_are_never_freed(release: Any, ledger: BlockLedger, key: str) -> int:
     return 0
 
 
-@MUTANTS.of(CacheKeeper, "reserve", seeds=600)
-def published_before_its_pass(reserve: Any, keeper: CacheKeeper, key: str, length: int) -> Any:
+@MUTANTS.of(CacheScheduler, "reserve", seeds=600)
+def published_before_its_pass(
+    reserve: Any, cache_scheduler: CacheScheduler, key: str, length: int
+) -> Any:
     """Mistake: also publish blocks that a failing pass was to fill."""
-    table = reserve(keeper, key, length)
-    if keeper._sharing is not None and key in keeper.sessions:
-        keeper._sharing.publish(key, min(length, keeper.sessions[key].prefix.length))
+    table = reserve(cache_scheduler, key, length)
+    if cache_scheduler._sharing is not None and key in cache_scheduler.sessions:
+        cache_scheduler._sharing.publish(
+            key, min(length, cache_scheduler.sessions[key].prefix.length)
+        )
     return table
 
 
-@MUTANTS.of(CacheKeeper, "settle_pass", seeds=2400)
-def nodes_are_published(settle: Any, keeper: CacheKeeper, request: Any, length: int) -> None:
+@MUTANTS.of(CacheScheduler, "settle_pass", seeds=2400)
+def nodes_are_published(
+    settle: Any, cache_scheduler: CacheScheduler, request: Any, length: int
+) -> None:
     """Mistake: publish nodes before the target has moved them to their places."""
-    if keeper._sharing is not None:
-        keeper._sharing.publish(request.key, length - 1)
-    settle(keeper, request, length)
+    if cache_scheduler._sharing is not None:
+        cache_scheduler._sharing.publish(request.key, length - 1)
+    settle(cache_scheduler, request, length)
 
 
 @MUTANTS.of(BlockLedger, "adopt", seeds=600)
@@ -292,27 +298,29 @@ def holder_is_not_counted(adopt: Any, ledger: BlockLedger, key: str, at: int, bl
         ledger._holders[blocks[-1]] -= 1
 
 
-@MUTANTS.of(CacheKeeper, "_victims", seeds=200)
+@MUTANTS.of(CacheScheduler, "_victims", seeds=200)
 def older_ones_give_way(
-    victims: Any, keeper: CacheKeeper, key: str, spared: Any, now: float
+    victims: Any, cache_scheduler: CacheScheduler, key: str, spared: Any, now: float
 ) -> Any:
     """Mistake: any holder is a victim, so two sessions take blocks from each other in turns."""
-    return [other for other in keeper.sessions if other != key and other not in spared]
+    return [other for other in cache_scheduler.sessions if other != key and other not in spared]
 
 
-@MUTANTS.of(CacheKeeper, "_may_enter", seeds=200)
-def everybody_waits_for_the_first(may_enter: Any, keeper: CacheKeeper, key: str) -> bool:
+@MUTANTS.of(CacheScheduler, "_may_enter", seeds=200)
+def everybody_waits_for_the_first(
+    may_enter: Any, cache_scheduler: CacheScheduler, key: str
+) -> bool:
     """Mistake: sessions wait even if the room is enough for all, and for sessions of another
     credential."""
-    older = itertools.takewhile(lambda other: other != key, keeper.sessions)
-    return not any(map(keeper._is_outside, older))
+    older = itertools.takewhile(lambda other: other != key, cache_scheduler.sessions)
+    return not any(map(cache_scheduler._is_outside, older))
 
 
-@MUTANTS.of(CacheKeeper, "_find_order", seeds=1000)
-def the_order_is_that_of_opening(find_order: Any, keeper: CacheKeeper) -> Any:
+@MUTANTS.of(CacheScheduler, "_find_order", seeds=1000)
+def the_order_is_that_of_opening(find_order: Any, cache_scheduler: CacheScheduler) -> Any:
     """Mistake: blocks above a share are not returned to a newcomer."""
-    order = find_order(keeper)
-    line = [key for key in keeper.sessions if key in order.place_of]
+    order = find_order(cache_scheduler)
+    line = [key for key in cache_scheduler.sessions if key in order.place_of]
     return replace(order, line=line, place_of={key: at for at, key in enumerate(line)})
 
 
@@ -377,7 +385,7 @@ def tpot_of(arm: str, rtt_ms: int, seed: int) -> float:
     prompt = tuple(i % 64 for i in range(500))
     request = Open("arm", "", "", prompt, sampling=sampling, run_ahead=run_ahead)
     target, drafter = ToyTarget(model), ToyDrafter(model.perturbed(0.27))
-    device = alone(target, drafter, request, policy, rtt_ms / 1e3, STEP_S, PASS_S)
+    device = play_alone(target, drafter, request, policy, rtt_ms / 1e3, STEP_S, PASS_S)
     times_s = device.delivery.times_s
     assert len(times_s) == TOKENS
     return (times_s[-1] - times_s[0]) / (TOKENS - 1) * 1e3

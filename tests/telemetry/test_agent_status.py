@@ -49,8 +49,8 @@ from edgespec.telemetry.agent_status import (
 from edgespec.telemetry.metric_table import Table, make_registry
 from edgespec.verifier.build import load_target
 from tests.cli.test_chat import STATUS
-from tests.kit.live_verifier import GatedTarget, serving
-from tests.present import present
+from tests.kit.live_verifier import GatedTarget, serve_toy
+from tests.present import require
 from tests.report.test_pages import BROWSER, DARK
 from tests.sources import ROOT
 
@@ -71,7 +71,7 @@ async def count_generated(agent: Agent) -> int:
 async def test_counts_are_those_of_the_generations() -> None:
     # The verifier waits for drafts, so that there are drafts to count and to judge.
     waits = PolicySection(run_ahead=RunAhead.NEVER)
-    async with serving() as (address, _), agent_for(address, policy=waits) as agent:
+    async with serve_toy() as (address, _), agent_for(address, policy=waits) as agent:
         source = StatusSource(agent, (address,))
         counters = []
         for _ in range(2):
@@ -79,7 +79,7 @@ async def test_counts_are_those_of_the_generations() -> None:
             assert agent.stats is not None
             counters.append(agent.stats.counters)
         found = source.snapshot()
-        stats = present(agent.stats)
+        stats = require(agent.stats)
         verdict = assess_drafting(
             agent.options.policy, agent.verifier.price, stats.estimates, stats.counters
         )
@@ -140,7 +140,7 @@ def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_m
 
 
 async def test_of_several_verifiers_each_has_a_state(dead: str) -> None:
-    async with serving() as (here, _), agent_for((dead, here)) as agent:
+    async with serve_toy() as (here, _), agent_for((dead, here)) as agent:
         watch = VerifierMonitor({dead: connect(dead), here: connect(here)})
         source = StatusSource(agent, (dead, here), watch=watch)
         assert [one.address for one in source.snapshot().verifiers] == [dead, here]
@@ -319,7 +319,7 @@ class FirstDraft:
 async def test_the_numbers_come_with_events_once_and_without_a_text() -> None:
     """The target's first pass waits for a draft, so that the timeline holds one."""
     target = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=0)
-    async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
+    async with serve_toy(target) as (address, _), contextlib.AsyncExitStack() as stack:
         stack.callback(target.gate.set)
         config = AgentConfig(verifier=address, draft=DraftSection("toy"))
         async with build_agent(config, tracer=FirstDraft(target.gate)) as agent:
@@ -353,7 +353,7 @@ async def test_the_page_runs_its_own_script_only() -> None:
     fetches = re.findall(r"(?:src|href)=\"([^\"]*)\"", text) + re.findall(r"url\(|@import", text)
     assert sorted(fetches) == ["data:,", "status.json"]
     assert not re.findall(r"\son\w+=|\sstyle=", text)
-    async with serving() as (address, _):
+    async with serve_toy() as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
             async with status_page(StatusSource(agent, (address,))) as url:
                 headers, body = await fetch(url)
@@ -368,7 +368,7 @@ async def test_the_page_runs_its_own_script_only() -> None:
 async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> None:
     pacing = PacingSection(pass_ms=400.0)  # the generation takes longer than a browser's start
     slow = VerifierConfig(model="toy", port=0, pacing=pacing)
-    async with serving(config=slow) as (address, _):
+    async with serve_toy(config=slow) as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
             source = StatusSource(agent, (address,), "9.9")
             async with status_page(source) as url:

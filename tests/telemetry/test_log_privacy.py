@@ -25,7 +25,7 @@ from edgespec.telemetry.logs import JsonFormatter, TextFormatter, log_failure
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from tests.kit.letters import MODEL, READER, pair
+from tests.kit.letters import MODEL, READER, connect_pair
 from tests.sources import ROOT
 
 SECRET = "xylophone-of-the-client"
@@ -102,12 +102,12 @@ async def test_a_grammar_that_cannot_be_read_is_the_clients_error_and_in_no_log(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     constraint = Constraint(ConstraintKind.GRAMMAR, text)
-    async with pair(READER, None) as one:
+    async with connect_pair(READER, None) as one:
         with pytest.raises(GenerationError, match="not readable as GBNF") as caught:
             async for _ in one.generate("x", SamplingParams(constraint=constraint)):
                 pass
     assert caught.value.code is FaultCode.INVALID
-    assert SECRET not in logged(caplog)
+    assert SECRET not in logged_text(caplog)
 
 
 async def test_a_reader_that_breaks_quotes_no_client(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,10 +129,10 @@ async def test_a_reader_that_breaks_quotes_no_client(caplog: pytest.LogCaptureFi
     await stream.close()
     await transport.close()
     await verifier.stop()
-    assert "reading failed: RuntimeError" in logged(caplog)
-    assert SECRET not in logged(caplog)
+    assert "reading failed: RuntimeError" in logged_text(caplog)
+    assert SECRET not in logged_text(caplog)
 
 
-def logged(caplog: pytest.LogCaptureFixture) -> str:
+def logged_text(caplog: pytest.LogCaptureFixture) -> str:
     lines = [JsonFormatter().format(record) for record in caplog.records]
     return "\n".join([caplog.text, *(str(json.loads(line)) for line in lines)])

@@ -40,11 +40,11 @@ from edgespec.telemetry.verifier_counts import METRICS, PREFIX, StreamMeter, Str
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from tests.api.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
+from tests.api.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, make_config, tokens_of
 from tests.api.test_end_to_end import IDS as PROMPT_IDS
 from tests.endpoint.live_endpoint import ask, over_toy
-from tests.kit.live_verifier import daemon, start, until
-from tests.present import present
+from tests.kit.live_verifier import start, start_daemon, wait_until
+from tests.present import require
 from tests.sources import ROOT
 
 QUIET = VerifierConfig(model="toy", server_drafts=False)
@@ -93,7 +93,7 @@ def fetch(url: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def watched(
+async def start_watched(
     config: VerifierConfig | None = None, target: TargetModel | None = None
 ) -> AsyncIterator[Watched]:
     """Start a toy verifier over real gRPC, with metrics on a free port. Unless ``config`` is given,
@@ -119,14 +119,14 @@ PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
 async def generate(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:
-    count = len(tokens(await collect(agent, params)))
-    return count, present(agent.stats).counters
+    count = len(tokens_of(await collect(agent, params)))
+    return count, require(agent.stats).counters
 
 
 async def test_the_counts_are_those_of_the_devices() -> None:
-    async with watched() as found:
+    async with start_watched() as found:
         # so that there are drafts to count
-        settings = config(found.address, run_ahead=m.RunAhead.NEVER)
+        settings = make_config(found.address, run_ahead=m.RunAhead.NEVER)
         async with build_agent(settings) as one, build_agent(settings) as two:
             results = await asyncio.gather(generate(one, GREEDY), generate(two, SAMPLED))
         seen = await found.scrape()
@@ -149,10 +149,10 @@ async def test_who_drafted_what_is_told() -> None:
     """Metrics and ``Info`` must attribute drafts to their source. An emulated draft step is cheap
     compared with a pass, so the verifier drafts."""
     paces = PacingSection(pass_ms=20.0, draft_ms=1.0)
-    async with watched(settings := replace(QUIET, draft="toy", pacing=paces)) as found:
-        async with build_agent(config(found.address)) as agent:
+    async with start_watched(settings := replace(QUIET, draft="toy", pacing=paces)) as found:
+        async with build_agent(make_config(found.address)) as agent:
             count, counters = await generate(agent, GREEDY)
-        async with build_agent(config(found.address, draft="none")) as agent:
+        async with build_agent(make_config(found.address, draft="none")) as agent:
             count += (await generate(agent, GREEDY))[0]
         transport = connect(found.address)
         info = await transport.info()
@@ -160,7 +160,7 @@ async def test_who_drafted_what_is_told() -> None:
         seen = await found.scrape()
     assert "drafts itself with toy" in ready_line(settings, 1, load_target(settings), info)
     status = VerifierStatus("").with_info(info)
-    drafts = present(status.drafts)
+    drafts = require(status.drafts)
     assert seen.value("source_nodes_total", "device") == counters.rows == drafts.device_nodes
     assert seen.value("source_accepted_total", "device") == counters.accepted
     assert 0 < seen.value("source_accepted_total", "model") == drafts.model_accepted
@@ -176,7 +176,7 @@ async def test_who_drafted_what_is_told() -> None:
 
 async def scrape_when_idle(found: Watched) -> Scrape:
     """Fetch the metrics once the verifier has released every stream and session."""
-    await until(lambda: not (found.verifier.engine.sessions or found.verifier._streams))
+    await wait_until(lambda: not (found.verifier.engine.sessions or found.verifier._streams))
     return await found.scrape()
 
 
@@ -184,7 +184,7 @@ async def test_a_resumed_stream_is_not_counted_again() -> None:
     """The second stream already holds the first one's tokens. The third holds nothing, so it
     receives every token again."""
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    async with watched() as found:
+    async with start_watched() as found:
         transport = connect(found.address)
         held: list[int] = []
         for stop_at, begin in ((4, False), (12, False), (12, True)):
@@ -200,7 +200,7 @@ async def test_a_resumed_stream_is_not_counted_again() -> None:
                     held += message.tokens
             await stream.close()
         await transport.close()
-        await until(lambda: not found.verifier._streams)
+        await wait_until(lambda: not found.verifier._streams)
         seen = await found.scrape()
     assert seen.value("time_to_first_token_seconds_count") == 1
     assert seen.value("prompt_tokens_total") == len(IDS)
@@ -212,7 +212,7 @@ async def test_a_resumed_stream_is_not_counted_again() -> None:
 
 
 async def test_nothing_that_devices_send_makes_a_new_series() -> None:
-    async with watched() as found:
+    async with start_watched() as found:
         before = await found.scrape()
         transport = connect(found.address)
         for number in range(20):
@@ -221,7 +221,7 @@ async def test_nothing_that_devices_send_makes_a_new_series() -> None:
             await stream.send(m.Open(session, name if number % 2 else "", f"v{number}", IDS))
             assert isinstance(await stream.receive(), m.Fault)
         await transport.close()
-        async with build_agent(config(found.address)) as agent:
+        async with build_agent(make_config(found.address)) as agent:
             await collect(agent, SAMPLED)
         after = await scrape_when_idle(found)
     assert after.samples.keys() == before.samples.keys()
@@ -230,7 +230,7 @@ async def test_nothing_that_devices_send_makes_a_new_series() -> None:
 
 
 async def test_every_metric_is_exposed_and_told_in_the_docs() -> None:
-    async with watched() as found:
+    async with start_watched() as found:
         seen = await found.scrape()
     exposed = {(name, family.type) for name, family in seen.families.items() if "edgespec" in name}
     assert exposed == {
@@ -243,7 +243,7 @@ async def test_every_metric_is_exposed_and_told_in_the_docs() -> None:
 
 
 async def test_the_port_is_let_go_of() -> None:
-    async with watched() as found:
+    async with start_watched() as found:
         assert PREFIX in await asyncio.to_thread(fetch, f"{found.url}/metrics")
     with pytest.raises(urllib.error.URLError, match="refused"):
         await asyncio.to_thread(fetch, f"{found.url}/metrics")
@@ -395,14 +395,16 @@ def test_a_json_line_is_one_object_whatever_the_message_holds() -> None:
 
 
 async def test_every_stream_has_one_line_that_says_what_it_got(log: Lines) -> None:
-    async with watched() as found:
+    async with start_watched() as found:
         async with (
-            build_agent(config(found.address)) as one,
-            build_agent(config(found.address)) as two,
+            build_agent(make_config(found.address)) as one,
+            build_agent(make_config(found.address)) as two,
         ):
             chunks = await asyncio.gather(collect(one, GREEDY), collect(two, SAMPLED))
             stats = [agent.stats for agent in (one, two)]
-    assert sorted(line["tokens"] for line in log.streams) == sorted(len(tokens(c)) for c in chunks)
+    assert sorted(line["tokens"] for line in log.streams) == sorted(
+        len(tokens_of(c)) for c in chunks
+    )
     accepted = [one.counters.accepted for one in stats if one is not None]
     assert sorted(line["accepted"] for line in log.streams) == sorted(accepted)
     assert len({line["request"] for line in log.streams}) == 2
@@ -415,7 +417,10 @@ async def test_every_stream_has_one_line_that_says_what_it_got(log: Lines) -> No
 
 def test_all_that_a_daemon_and_a_device_say_is_json() -> None:
     form = ("--set", "log_format=json")
-    with daemon(*form, "--set", "log_level=info", "--metrics-port", "0") as (address, verifier):
+    with start_daemon(*form, "--set", "log_level=info", "--metrics-port", "0") as (
+        address,
+        verifier,
+    ):
         where = ("--verifier", address, "--draft", "toy", "--stats")
         with start("generate", PROMPT, *where, "-n", "8", *form) as device:
             _, errors = device.communicate(timeout=WITHIN_S)

@@ -52,15 +52,15 @@ from edgespec.training.texts import (
     Text,
     head_logits,
     hidden_rows,
-    padded,
+    pad_texts,
     read_pieces,
     row_parts,
     split,
     write,
 )
-from tests.kit.live_verifier import call
+from tests.kit.live_verifier import run_command
 from tests.kit.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
-from tests.present import present
+from tests.present import require
 from tools.train_pair import beginnings
 from tools.train_pair.bundle import cripple
 from tools.train_pair.corpus import Document
@@ -75,7 +75,7 @@ def never_stop() -> None:
     """Never request a stop."""
 
 
-def tiny(seed: int) -> Any:
+def make_tiny_model(seed: int) -> Any:
     torch.manual_seed(seed)
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -83,7 +83,7 @@ def tiny(seed: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=SIZE, **shape | heads | more)).eval()
 
 
-TARGET = tiny(1)
+TARGET = make_tiny_model(1)
 each_loss = pytest.mark.parametrize("name", LossName, ids=lambda name: name.value)
 
 
@@ -111,7 +111,7 @@ def test_a_loss_is_the_sum_of_its_paper(name: LossName) -> None:
     rows = zip(draft.exp().tolist(), target.exp().tolist(), strict=True)
     assert found.tolist() == pytest.approx([scalar_loss(name, q, p) for q, p in rows])
     found.sum().backward()
-    assert present(draft.grad).abs().max() > 0
+    assert require(draft.grad).abs().max() > 0
     assert (LOSSES[name](target, target) < found).all()
 
 
@@ -122,7 +122,7 @@ def test_the_rows_with_most_to_gain_are_selected() -> None:
     behind = [scalar_loss(kl, q, p) - scalar_loss(kl, r, p) for q, p, r in rows]
     for share, best in ((0.4, 2), (0.5, 3), (0.0, 1), (1.0, 6)):
         chosen = sorted(range(6), key=lambda row: -behind[row])[:best]
-        found = training.furthest(training.lag(draft, target, reference), share)
+        found = training.mark_furthest(training.measure_lag(draft, target, reference), share)
         assert found.tolist() == [row in chosen for row in range(6)]
 
 
@@ -130,7 +130,7 @@ def test_the_rows_with_most_to_gain_are_selected() -> None:
 def test_the_exporter_reproduces_rounded_weights(columns: int) -> None:
     weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
-    coarse = training.rounded(weight)
+    coarse = training.round_weight(weight)
     assert coarse.shape == weight.shape
     packed, scales = quantize_matrix(coarse.numpy(), 4)
     low, high = packed & 15, packed >> 4
@@ -160,7 +160,7 @@ def test_what_is_written_is_the_scalar_law_behind_each_prefix() -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_acceptance_is_the_share_of_equal_choices(recorded: bool) -> None:
-    draft = tiny(2)
+    draft = make_tiny_model(2)
     held = HeldBack(TARGET, (RECORDED if recorded else PIECES)[:4], 6, SIZE, never_stop)
     same = held.acceptance(TARGET)
     assert all(share == 1.0 for shares in same.values() for share in shares)
@@ -241,7 +241,7 @@ def begin_distillation(
 def run(folder: Path, stop_at: int = 0, pieces: list[Text] = PIECES, **how: Any) -> tuple[int, Any]:
     """Return the number of checks for a stop in a small training, and its weights. Check number
     ``stop_at`` stops the first run, and another run goes on."""
-    looks, draft = count(1), tiny(2)
+    looks, draft = count(1), make_tiny_model(2)
 
     def check() -> None:
         if next(looks) == stop_at:
@@ -255,7 +255,7 @@ def run(folder: Path, stop_at: int = 0, pieces: list[Text] = PIECES, **how: Any)
         found.run(Budget(steps=8), report, never_stop)
     except Interrupted:
         training.save_state(folder / "state", found.state())
-        draft = tiny(2)
+        draft = make_tiny_model(2)
         found = begin_distillation(draft, pieces, check, **how)
         found.restore(training.read_state(folder / "state"))
         found.run(Budget(steps=8), report, never_stop)
@@ -275,7 +275,7 @@ def test_a_stopped_run_ends_with_the_weights_of_a_whole_one(tmp_path: Path, name
 
 
 def test_a_draft_writes_its_own_texts_where_the_loss_asks_for_them() -> None:
-    draft, heat = tiny(2), [0.0, 0.7] * 2
+    draft, heat = make_tiny_model(2), [0.0, 0.7] * 2
     found = begin_distillation(draft, PIECES, loss=LossName.TOTAL_VARIATION)
     written = write(draft, PROMPTS[:4], heat, range(4), LENGTH // 2, never_stop)
     found.run(Budget(steps=1), lambda now: None, never_stop)
@@ -287,7 +287,7 @@ def test_a_draft_writes_its_own_texts_where_the_loss_asks_for_them() -> None:
 def test_selective_trains_a_reference_then_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(count: int, loss: LossName) -> list[dict[str, torch.Tensor]]:
         """Return the weights before a training and after each step; the first step's rate is 0."""
-        draft = tiny(2)
+        draft = make_tiny_model(2)
         found, seen = begin_distillation(draft, PIECES, loss=loss), [copy.deepcopy(draft)]
         found.run(Budget(steps=count), lambda now: seen.append(copy.deepcopy(draft)), never_stop)
         return [one.state_dict() for one in seen]
@@ -310,7 +310,7 @@ def test_the_seed_and_nothing_else_decides(tmp_path: Path) -> None:
 
 @each_loss
 def test_a_damaged_copy_of_the_target_gets_better(name: LossName) -> None:
-    draft = tiny(1)
+    draft = make_tiny_model(1)
     dice = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in draft.parameters():
@@ -343,7 +343,7 @@ def test_a_head_alone_gives_the_models_own_logits(name: str) -> None:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(HEADS[name]).eval()
     texts = [Text(PROMPTS[4] * 2, 3), Text(PROMPTS[1], 1)]
-    tokens, places = padded(texts, torch.device("cpu"))
+    tokens, places = pad_texts(texts, torch.device("cpu"))
     with torch.no_grad():
         whole = model(tokens).logits.flatten(0, 1)[places]
         output, rows = hidden_rows(model, tokens, places)
@@ -369,15 +369,15 @@ def test_gradients_in_parts_are_those_of_the_whole(
     monkeypatch.setattr(training, "head_logits", seen)
     # bfloat16 is off, because its rounding is larger than the tolerance here.
     monkeypatch.setattr(Distillation, "_autocast", lambda *_: nullcontext())
-    draft, texts = tiny(2), [Text(ids, 1) for ids in PROMPTS[:5]]
+    draft, texts = make_tiny_model(2), [Text(ids, 1) for ids in PROMPTS[:5]]
     found = begin_distillation(draft, RECORDED, loss=name, bits=32)
-    found._reference = reference = tiny(4) if name is LossName.SELECTIVE else None
+    found._reference = reference = make_tiny_model(4) if name is LossName.SELECTIVE else None
     whole = copy.deepcopy(draft)
     total = sum(len(text.tokens) - 1 for text in texts)
     loss = found._add_gradients(texts, total)
     assert max(largest) <= max(numbers, SIZE)
 
-    tokens, places = padded(texts, torch.device("cpu"))
+    tokens, places = pad_texts(texts, torch.device("cpu"))
 
     def law(model: Any) -> torch.Tensor:
         found: torch.Tensor = model(tokens).logits.flatten(0, 1)[places].log_softmax(-1)
@@ -386,16 +386,20 @@ def test_gradients_in_parts_are_those_of_the_whole(
     own, wanted = law(whole), law(TARGET).detach()
     values = LOSSES[name](own, wanted)
     if reference is not None:
-        values = values * training.furthest(training.lag(own, wanted, law(reference)), 0.4) / 0.4
+        values = (
+            values
+            * training.mark_furthest(training.measure_lag(own, wanted, law(reference)), 0.4)
+            / 0.4
+        )
     (values.sum() / total).backward()
     assert loss == pytest.approx(float(values.detach().sum()) / total, rel=1e-4)
     for mine, its in zip(draft.parameters(), whole.parameters(), strict=True):
-        assert torch.allclose(present(mine.grad), present(its.grad), rtol=1e-3, atol=1e-5)
+        assert torch.allclose(require(mine.grad), require(its.grad), rtol=1e-3, atol=1e-5)
 
 
 def test_the_plan_counts_what_fits() -> None:
     """Oracle: more room never means fewer texts, and the peak stays below the limit."""
-    settings, model, before = TrainingSettings(length=LENGTH), tiny(2), 0
+    settings, model, before = TrainingSettings(length=LENGTH), make_tiny_model(2), 0
     with pytest.raises(ValueError, match=r"but the limit is 256\.0 MiB: give a smaller draft"):
         plan_memory(TARGET, model, settings, 32, 1 << 20, 1 << 28)
     least = plan_memory(TARGET, model, settings, 32, 1 << 20, 1 << 30).peak_bytes
@@ -439,7 +443,7 @@ def test_no_step_begins_that_would_not_end_in_time(
 ) -> None:
     """The first step is exempt, because its duration is still unknown."""
     time, shares = Time(monkeypatch, step_s, 0.0), list[float]()
-    found = begin_distillation(tiny(2), RECORDED)
+    found = begin_distillation(make_tiny_model(2), RECORDED)
     found.run(Budget(minutes=1), lambda now: shares.append(now.share), never_stop)
     assert len(shares) == steps
     assert shares == sorted(shares)
@@ -452,7 +456,7 @@ def test_texts_are_written_as_long_as_they_are_learned_from(
 ) -> None:
     """A round of 4 texts takes 8 s. A minute has room for a few rounds and for steps."""
     time = Time(monkeypatch, 1.0, 1.0)
-    found = begin_distillation(tiny(2), PIECES)
+    found = begin_distillation(make_tiny_model(2), PIECES)
     steps: list[Progress] = []
     found.run(Budget(minutes=1), steps.append, never_stop, wrote=time.passes)
     assert 8 <= len(found.state()["texts"]) < 4 * 60 / 8
@@ -485,7 +489,7 @@ def test_a_time_that_is_over_before_the_first_text_says_so(
 ) -> None:
     time = Time(monkeypatch, 1.0, 10.0)
     with pytest.raises(training.TimeUpError):
-        begin_distillation(tiny(2), PIECES).run(
+        begin_distillation(make_tiny_model(2), PIECES).run(
             Budget(minutes=1), lambda now: None, never_stop, wrote=time.passes
         )
     assert time.now_s <= 70.0
@@ -495,7 +499,7 @@ def test_what_is_held_back_is_prepared_in_rounds(monkeypatch: pytest.MonkeyPatch
     """Held-back texts are written in rounds while there is time, at least one round. Texts from an
     earlier run are not written again. Oracle: all texts written at once."""
     monkeypatch.setattr(texts_module, "HELD_BACK_ROUND", 4)
-    how, draft = (LENGTH // 2, SIZE, never_stop), tiny(2)
+    how, draft = (LENGTH // 2, SIZE, never_stop), make_tiny_model(2)
     whole = HeldBack(TARGET, PIECES[:10], *how)
     kept: list[Any] = []
     first = HeldBack(TARGET, PIECES[:10], *how, kept=kept, is_enough=lambda: len(kept) == 2)
@@ -507,7 +511,7 @@ def test_what_is_held_back_is_prepared_in_rounds(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_loss_that_is_no_number_ends_the_run_by_name() -> None:
-    draft = tiny(2)
+    draft = make_tiny_model(2)
     found = begin_distillation(draft, RECORDED)
     torch.nn.init.constant_(draft.model.norm.weight, math.inf)
     with pytest.raises(ValueError, match=r"the loss is nan at step 0: give a --learning-rate"):
@@ -576,7 +580,7 @@ def stopped_at_step_three(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def learn(option: str, file: str, steps: int, folder: Path, out: Path, *more: object) -> Any:
     models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
     how = ("--steps", steps, "--learning-rate", 0.01, "--out", out)
-    return call("distill", *models, option, folder / file, *how, *more)
+    return run_command("distill", *models, option, folder / file, *how, *more)
 
 
 distill = partial(learn, "--prompts", "prompts.jsonl", 6)
@@ -614,7 +618,7 @@ def test_texts_that_were_written_are_kept_for_the_next_run(
     with the weights of an uninterrupted run."""
     monkeypatch.setattr(texts_module, "HELD_BACK_ROUND", 4)
     assert distill(folder, tmp_path / "whole").exit_code == 0
-    rounds, judged = list[int](), texts_module.choices
+    rounds, judged = list[int](), texts_module.draw_choices
 
     def stopped(*given: Any) -> Any:
         rounds.append(1)
@@ -622,7 +626,7 @@ def test_texts_that_were_written_are_kept_for_the_next_run(
             signal.raise_signal(signal.SIGINT)
         return judged(*given)
 
-    monkeypatch.setattr(texts_module, "choices", stopped)
+    monkeypatch.setattr(texts_module, "draw_choices", stopped)
     assert distill(folder, tmp_path / "out").exit_code == 130
     (chosen, judging) = training.read_state(tmp_path / "out.training")["held"]
     assert (len(chosen), len(judging)) == (1, 0)
@@ -637,13 +641,13 @@ def test_minutes_are_those_of_the_whole_command(
     """Oracle: the messages, and no written text lost. The second run has more time."""
     models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
     given = (*models, "--prompts", folder / "prompts.jsonl", "--out", tmp_path / "out")
-    over = call("distill", *given, "--minutes", 1e-4)
+    over = run_command("distill", *given, "--minutes", 1e-4)
     assert over.exit_code == 1
     said = " ".join(over.stderr.split())
     assert "minutes are over before the first step" in said
     assert "--resume with more --minutes continues" in said
     assert (tmp_path / "out.training").exists()
-    resumed = call("distill", *given, "--resume", "--steps", 1, "--force")
+    resumed = run_command("distill", *given, "--resume", "--steps", 1, "--force")
     assert resumed.exit_code == 0, resumed.output
     assert "writing texts held back: " in resumed.stderr
     assert "tokens/s" in resumed.stderr
@@ -806,7 +810,7 @@ def test_a_draft_that_has_trained_is_judged_after_the_time(
     monkeypatch.setattr("edgespec.cli.distill.time", late_clock)
     models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
     given = (*models, "--prompts", folder / "prompts.jsonl", "--out", tmp_path / "out")
-    done = call("distill", *given, "--minutes", 60, "--force")
+    done = run_command("distill", *given, "--minutes", 60, "--force")
     assert done.exit_code == 0, done.stderr
     assert late_s[0]
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -26,12 +26,12 @@ from edgespec_uara.cost import (
     PaperCost,
     Terms,
     Weights,
+    decide_by_weights,
+    decide_evenly,
     device_costs,
-    objective,
     rtt_s,
     sinr,
-    uniform,
-    weighted,
+    sum_objective,
 )
 from edgespec_uara.methods import Steps, best_gain, two_phase_matching
 from edgespec_uara.sweep import Choices
@@ -53,7 +53,7 @@ def test_the_printed_objective_is_the_papers_formula() -> None:
     ``Terms``."""
     now, cost = snapshot(3), PaperCost()
     now = replace(now, queue_slots=np.linspace(0.0, 1.5, 4))
-    decision = uniform(cost.terms(now), np.arange(24) % 4)
+    decision = decide_evenly(cost.terms(now), np.arange(24) % 4)
     found = device_costs(cost.terms(now), decision)
     for i in range(24):
         j, y, z = i % 4, 1 / 6, 1 / 6
@@ -82,7 +82,7 @@ def test_the_corrected_cost_adds_what_the_paper_leaves_out() -> None:
 
 def test_nothing_waits_for_the_uplink_in_the_printed_delay() -> None:
     given, everyone = terms(2), np.arange(24)
-    decision = uniform(given, everyone % 4)
+    decision = decide_evenly(given, everyone % 4)
     late_ms = given.uplink[everyone, everyone % 4] * 6 - given.draft
     assert (late_ms > 0).any()
     assert (late_ms < 0).any()
@@ -92,7 +92,7 @@ def test_nothing_waits_for_the_uplink_in_the_printed_delay() -> None:
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
 def test_a_decision_that_gives_too_much_is_refused(cost: PaperCost) -> None:
-    decision = uniform(cost.terms(snapshot()), np.arange(24) % 4)
+    decision = decide_evenly(cost.terms(snapshot()), np.arange(24) % 4)
     decision.check(4)
     for wrong, said in (
         (replace(decision, bandwidth=decision.bandwidth * 1.01), "gives 1.01"),
@@ -120,11 +120,11 @@ def test_a_general_solver_finds_the_same(cost: PaperCost, seed: int) -> None:
     given = cost.terms(snapshot(seed, devices=5, servers=2))
     association = np.zeros(5, dtype=np.int64)
 
-    scale = co.objective(given, co.uniform(given, association))
+    scale = co.sum_objective(given, co.decide_evenly(given, association))
 
     def value(logs: np.ndarray) -> float:
         shares = np.exp(logs)
-        return co.objective(given, co.Decision(association, shares[:5], shares[5:])) / scale
+        return co.sum_objective(given, co.Decision(association, shares[:5], shares[5:])) / scale
 
     found = minimize(
         value,
@@ -138,9 +138,9 @@ def test_a_general_solver_finds_the_same(cost: PaperCost, seed: int) -> None:
         options={"maxiter": 500, "ftol": 1e-12},
     )
     assert found.success, found.message
-    decision = co.optimal(given, association)
-    assert co.objective(given, decision) / scale == pytest.approx(found.fun, rel=1e-5)
-    assert co.objective(given, decision) / scale <= found.fun + 1e-7
+    decision = co.decide_optimally(given, association)
+    assert co.sum_objective(given, decision) / scale == pytest.approx(found.fun, rel=1e-5)
+    assert co.sum_objective(given, decision) / scale <= found.fun + 1e-7
 
 
 def test_every_price_clears_its_band() -> None:
@@ -179,9 +179,9 @@ def _weights(seed: int, devices: int = 24, servers: int = 4) -> Weights:
 def test_matching_never_raises_the_cost(cost: PaperCost, seed: int, steps: Steps) -> None:
     given, weights = terms(seed, cost), _weights(seed)
     start = np.random.default_rng(seed).integers(4, size=24)
-    before = objective(given, weighted(weights, start))
+    before = sum_objective(given, decide_by_weights(weights, start))
     matched = two_phase_matching(given, weights, start, steps)
-    after = objective(given, weighted(weights, matched))
+    after = sum_objective(given, decide_by_weights(weights, matched))
     assert after < before
 
 
@@ -191,15 +191,15 @@ def test_no_single_change_is_left_that_helps(cost: PaperCost) -> None:
     given, weights = cost.terms(snapshot(1, devices=9, servers=3)), _weights(1, 9, 3)
     start = best_gain(snapshot(1, devices=9, servers=3).gains)
     matched = two_phase_matching(given, weights, start)
-    at, least = matched, objective(given, weighted(weights, matched)) * (1 - 1e-6)
+    at, least = matched, sum_objective(given, decide_by_weights(weights, matched)) * (1 - 1e-6)
     for device, server in product(range(9), range(3)):
         moved = at.copy()
         moved[device] = server
-        assert objective(given, weighted(weights, moved)) >= least
+        assert sum_objective(given, decide_by_weights(weights, moved)) >= least
     for first, second in product(range(9), repeat=2):
         swapped = at.copy()
         swapped[first], swapped[second] = at[second], at[first]
-        assert objective(given, weighted(weights, swapped)) >= least
+        assert sum_objective(given, decide_by_weights(weights, swapped)) >= least
 
 
 @each_cost
@@ -209,7 +209,9 @@ def test_the_papers_inequality_makes_it_worse(cost: PaperCost, seed: int) -> Non
     even = Weights.even(given)
     right = two_phase_matching(given, even, start, Steps.SWAPS)
     printed = two_phase_matching(given, even, start, Steps.SWAPS, sign=-1.0)
-    least, before, most = (objective(given, uniform(given, at)) for at in (right, start, printed))
+    least, before, most = (
+        sum_objective(given, decide_evenly(given, at)) for at in (right, start, printed)
+    )
     assert least <= before < most
 
 
@@ -304,8 +306,8 @@ def test_a_saving_is_the_mean_over_the_baselines() -> None:
     played = {name: np.full(4, ms) for name, ms in zip("abc", (50.0, 100.0, 200.0), strict=True)}
     played |= {name: np.full(4, 80.0) for name in methods.PAPER_BASELINES}
     played["max-SINR"] = np.full(4, 60.0)
-    assert sweep.saving([played], "a", ("b", "c"), "mean").value == pytest.approx(0.625)
-    assert sweep.saving([played], "a", ("best",), "ratio").value == pytest.approx(1 / 6)
+    assert sweep.measure_saving([played], "a", ("b", "c"), "mean").value == pytest.approx(0.625)
+    assert sweep.measure_saving([played], "a", ("best",), "ratio").value == pytest.approx(1 / 6)
 
 
 def run(command: Callable[..., None], *arguments: str) -> Result:

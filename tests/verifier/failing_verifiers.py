@@ -11,7 +11,7 @@ from dataclasses import replace
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
@@ -19,7 +19,7 @@ from edgespec.device.build import build_agent
 from edgespec.models.toy import ToyTokenizer
 from edgespec.wire.access import ServerAccess
 from tests.kit.gate import Gate
-from tests.kit.live_verifier import serving, toy_text
+from tests.kit.live_verifier import serve_toy, toy_text
 
 TEXT = ToyTokenizer()
 PROMPT = "once upon a time"
@@ -36,7 +36,7 @@ WARY = FailoverPolicy(hedge_s=0.05, quiet_s=0.2, probe_s=0.3)
 
 
 @contextlib.asynccontextmanager
-async def gates(
+async def run_behind_gates(
     count: int, targets: Sequence[TargetModel | None] = (), access: ServerAccess | None = None
 ) -> AsyncIterator[list[tuple[Gate, int]]]:
     """Run verifiers in this process, each behind a gate; yield the gates with their ports."""
@@ -45,14 +45,14 @@ async def gates(
         for number in range(count):
             target = targets[number] if number < len(targets) else None
             last = access if number == count - 1 else None
-            serve = serving(target, config=PACED, access=last)
+            serve = serve_toy(target, config=PACED, access=last)
             address, _ = await stack.enter_async_context(serve)
             port = int(address.rpartition(":")[2])
             found.append((await stack.enter_async_context(Gate(port)), port))
         yield found
 
 
-def agent(
+def make_agent(
     *addresses: str,
     draft: str = "toy",
     reconnect: ReconnectPolicy = PATIENT,

@@ -26,7 +26,7 @@ from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import pack_mask
-from edgespec.core.protocol.sampling import SamplingParams, choose, masked, warp
+from edgespec.core.protocol.sampling import SamplingParams, choose, mask_logits, warp
 from edgespec.core.protocol.work import TokenScore, score_node, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, Chunk, GenerationError
@@ -36,11 +36,11 @@ from edgespec.verifier.build import load_target
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire import codec
 from edgespec_sim.sessions import message_bytes
-from tests.api.test_end_to_end import IDS, PROMPT, SAMPLED, collect, config, tokens
+from tests.api.test_end_to_end import IDS, PROMPT, SAMPLED, collect, make_config, tokens_of
 from tests.endpoint.live_endpoint import over_verifiers
-from tests.kit.live_verifier import GatedTarget, daemon, serving, start, toy_text
+from tests.kit.live_verifier import GatedTarget, serve_toy, start, start_daemon, toy_text
 from tests.kit.tiny_checkpoints import write_checkpoint
-from tests.present import present
+from tests.present import require
 
 WITHIN_S = 120
 
@@ -73,15 +73,15 @@ def check_same(found: list[TokenScore], right: list[TokenScore]) -> None:
 @pytest.mark.parametrize("draft", ["toy", "none"])
 async def test_each_token_has_the_score_of_its_own_row(draft: str) -> None:
     """Drafted trees and penalties do not matter: scores are of the raw distribution."""
-    async with serving() as (address, _):
-        async with build_agent(config(address, draft)) as agent:
+    async with serve_toy() as (address, _):
+        async with build_agent(make_config(address, draft)) as agent:
             chunks = await generate_scored(agent, SAMPLED, 3)
             plain = await generate_scored(agent, SAMPLED, 0)
             for wrong in (-1, 21):
                 with pytest.raises(ValueError, match=rf"is {wrong}, but must be in \[0, 20\]"):
                     await generate_scored(agent, SAMPLED, wrong)
     text = toy_text(IDS, SAMPLED)
-    assert tokens(chunks) == tokens(plain) == text
+    assert tokens_of(chunks) == tokens_of(plain) == text
     assert scores_of(plain) == []
     check_same(scores_of(chunks), score_by_law(text, 3))
     for chunk in chunks:
@@ -90,8 +90,8 @@ async def test_each_token_has_the_score_of_its_own_row(draft: str) -> None:
 
 async def test_a_lost_link_loses_no_score() -> None:
     target = GatedTarget(load_target(VerifierConfig(model="toy")), 8)
-    async with serving(target) as (address, verifier):
-        async with build_agent(config(address, "none")) as agent:
+    async with serve_toy(target) as (address, verifier):
+        async with build_agent(make_config(address, "none")) as agent:
             found: list[Chunk] = []
             async for chunk in agent.generate(PROMPT, SAMPLED, logprobs=2):
                 if not found:
@@ -99,13 +99,13 @@ async def test_a_lost_link_loses_no_score() -> None:
                         await stream.close()
                     target.gate.set()
                 found.append(chunk)
-            assert present(agent.stats).counters.reconnects == 1
-    assert tokens(found) == toy_text(IDS, SAMPLED)
-    check_same(scores_of(found), score_by_law(tokens(found), 2))
+            assert require(agent.stats).counters.reconnects == 1
+    assert tokens_of(found) == toy_text(IDS, SAMPLED)
+    check_same(scores_of(found), score_by_law(tokens_of(found), 2))
 
 
 def test_the_command_line_and_the_synchronous_agent_tell_them() -> None:
-    with daemon() as (address, _):
+    with start_daemon() as (address, _):
         line = ("generate", PROMPT, "--verifier", address, "--draft", "toy", "-n", "6")
         with start(*line, "--logprobs", "2") as device:
             out, _ = device.communicate(timeout=WITHIN_S)
@@ -116,7 +116,7 @@ def test_the_command_line_and_the_synchronous_agent_tell_them() -> None:
     logprobs = [score["logprob"] for chunk in chunked for score in chunk.get("logprobs", ())]
     assert logprobs == [score.logprob for score in scores_of(chunks)]
     assert len(logprobs) == 6
-    assert [token for one in chunked for token in one["tokens"]] == tokens(chunks)
+    assert [token for one in chunked for token in one["tokens"]] == tokens_of(chunks)
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +167,10 @@ def _target() -> ToyTarget:
 async def _passes(address: str, params: SamplingParams) -> int:
     """Return the number of passes of a generation; check that it is the target's own."""
     prompt = ToyTokenizer().encode("a circle")
-    async with build_agent(config(address, "none")) as agent:
+    async with build_agent(make_config(address, "none")) as agent:
         chunks = [chunk async for chunk in agent.generate(prompt, params)]
-        assert tokens(chunks) == toy_text(prompt, params, CIRCLING)
-        counters = present(agent.stats).counters
+        assert tokens_of(chunks) == toy_text(prompt, params, CIRCLING)
+        counters = require(agent.stats).counters
         assert (counters.rows, counters.accepted) == (0, 0)
         return counters.passes
 
@@ -183,7 +183,7 @@ async def test_a_device_without_a_draft_is_told_several_tokens_a_pass(
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks))
     monkeypatch.setattr("edgespec.verifier.daemon.time", clock)
-    async with serving(_target()) as (address, verifier):
+    async with serve_toy(_target()) as (address, verifier):
         assert verifier.engine.engine_limits.server_drafts
         assert await _passes(address, SamplingParams(max_tokens=120, ignore_eos=True)) < 60
 
@@ -214,8 +214,10 @@ def held_against_the_target(chunks: list[Chunk], params: SamplingParams) -> int:
 async def test_only_drafts_replace_and_each_is_told(params: SamplingParams) -> None:
     """A link breaks in the middle, and the generation goes on."""
     target = GatedTarget(load_target(OFFER), 8)
-    async with serving(target, config=OFFER) as (address, verifier):
-        settings = replace(config(address, run_ahead=m.RunAhead.NEVER, width=1), rule="dsd:0.05")
+    async with serve_toy(target, config=OFFER) as (address, verifier):
+        settings = replace(
+            make_config(address, run_ahead=m.RunAhead.NEVER, width=1), rule="dsd:0.05"
+        )
         async with build_agent(settings) as agent:
             chunks: list[Chunk] = []
             async for chunk in agent.generate(PROMPT, params, logprobs=1):
@@ -224,10 +226,10 @@ async def test_only_drafts_replace_and_each_is_told(params: SamplingParams) -> N
                         await stream.close()
                     target.gate.set()
                 chunks.append(chunk)
-            stats = present(agent.stats)
+            stats = require(agent.stats)
             replaced = held_against_the_target(chunks, params)
             assert 0 < replaced == stats.counters.replaced < stats.counters.accepted
-            assert (stats.rule, stats.counters.reconnects, len(tokens(chunks))) == (
+            assert (stats.rule, stats.counters.reconnects, len(tokens_of(chunks))) == (
                 *("dsd:0.05", 1),
                 200,
             )
@@ -242,15 +244,15 @@ async def test_only_drafts_replace_and_each_is_told(params: SamplingParams) -> N
 
 @pytest.mark.parametrize("rule", ["margin:1", "typical"])
 async def test_a_rule_that_is_not_offered_is_refused_before_any_token(rule: str) -> None:
-    async with serving(config=OFFER) as (address, _):
-        async with build_agent(replace(config(address), rule=rule)) as agent:
+    async with serve_toy(config=OFFER) as (address, _):
+        async with build_agent(replace(make_config(address), rule=rule)) as agent:
             with pytest.raises(GenerationError, match=r"offered: exact, dsd, typical:0.5,0.9$"):
                 await collect(agent, WARM)
-            assert present(agent.stats).counters.committed == 0
+            assert require(agent.stats).counters.committed == 0
 
 
 def test_the_command_line_labels_a_lossy_text() -> None:
-    with daemon("--rules", "dsd", "--rules", "typical") as (address, _):
+    with start_daemon("--rules", "dsd", "--rules", "typical") as (address, _):
         line = ("generate", PROMPT, "--verifier", address, "--draft", "toy", "-n", "60")
         chain = ("--set", "policy.width=1", "--set", "policy.run_ahead=never")
         with start(*line, *chain, "--json", "--stats", "--rule", "dsd:0") as device:
@@ -268,8 +270,10 @@ def test_the_command_line_labels_a_lossy_text() -> None:
 
 
 async def test_http_takes_a_rule_and_tells_of_it() -> None:
-    policy = config("x", name=PolicyName.FIXED, gamma=2, run_ahead=m.RunAhead.NEVER, width=1).policy
-    async with serving(config=OFFER) as (address, _):
+    policy = make_config(
+        "x", name=PolicyName.FIXED, gamma=2, run_ahead=m.RunAhead.NEVER, width=1
+    ).policy
+    async with serve_toy(config=OFFER) as (address, _):
         async with over_verifiers(address, policy=policy) as live, live.client() as client:
             asked: Any = {"model": "toy", "prompt": PROMPT, "max_tokens": 60, "seed": 3}
             for rule, lossy in ((None, False), ("dsd:0", True)):
@@ -332,7 +336,7 @@ def test_torchs_scores_of_nodes_are_the_scalar_ones() -> None:
             paths.append((*paths[1 + parent], request.tokens[node]))
             row = logits[first + 1 + parent].tolist()
             output = (2, 2, *paths[1 + parent])
-            law = warp(masked(row, block.masks[1 + parent]), block.params, (1,), output)
+            law = warp(mask_logits(row, block.masks[1 + parent]), block.params, (1,), output)
             right = score_node(law, row, request.tokens[node])
             if request.key in found:
                 one = found[request.key][node]

@@ -45,10 +45,10 @@ from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.test_constraints import Automaton
-from tests.kit.live_verifier import serving
+from tests.kit.live_verifier import serve_toy
 from tests.kit.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from tests.present import present
-from tests.verifier.torch_schedules import GREEDY, SAMPLINGS, recorded, torch_target
+from tests.present import require
+from tests.verifier.torch_schedules import GREEDY, SAMPLINGS, record_logits, torch_target
 
 LAW = ToyModel(48, order=2, sharpness=1.5, eos_token=0)
 Guess = Callable[[Sequence[int], int, SamplingParams], int]
@@ -280,7 +280,7 @@ def test_choices_are_the_best_by_the_law_in_its_scalar_form(
     """The law applies to all rows at once, and row by row as over a large vocabulary on a CPU."""
     monkeypatch.setattr(tensors, "_LARGE_VOCABULARY", 1 if large else 1 << 20)
     model = torch_target(folder, canonical=False)
-    logits = recorded(model)
+    logits = record_logits(model)
     drafter = PackedDrafter(model)
     for index, sampling in enumerate(SAMPLINGS):
         drafter.open(f"s{index}", 3, sampling)
@@ -329,7 +329,7 @@ def test_it_agrees_with_the_device_because_both_use_the_same_noise(temperature: 
     """Oracle: a device's drafter of the same weights, at four bits; another seed is the control."""
     folder = resolve_source("bundled", Purpose.DRAFT).folder
     text = TextTokenizer(folder).encode("def read_lines(path):\n    with open(path) as file:\n")
-    device = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
+    device = require(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
     drafter = PackedDrafter(TorchTarget(str(folder), name="d", vocabulary="v", canonical=False))
     sampling = SamplingParams(temperature=temperature, seed=7)
     device.begin(len(text), sampling)
@@ -612,7 +612,7 @@ def test_a_draft_whose_vocabulary_is_padded_more_serves(folder: Path, tmp_path: 
     padded = write_checkpoint(tmp_path / "padded", config, tiny_tensors(config))
     settings = VerifierConfig(model=str(folder), draft=str(padded), device="cpu")
     target = load_target(settings)
-    drafter = present(load_server_drafter(settings, target))
+    drafter = require(load_server_drafter(settings, target))
     drafter.open("s", 1, SamplingParams(temperature=100.0))
     tokens = [drafter.step([DraftStep("s", 0, (1,) * n)])[0] for n in range(1, 100)]
     assert {len(one) for one in tokens} > {CHOICES}
@@ -635,7 +635,7 @@ async def test_a_verifier_that_drafts_says_the_same_in_fewer_passes() -> None:
     accepted: dict[str, int] = {}
     for draft in ("", "bundled"):
         config = replace(_bundled(draft=draft), port=0, server_drafts=False, pacing=paces)
-        async with serving(config=config) as (address, verifier):
+        async with serve_toy(config=config) as (address, verifier):
             async with build_agent(AgentConfig(address, draft=device)) as agent:
                 texts[draft] = [
                     [t async for chunk in agent.generate(text, one) for t in chunk.tokens]

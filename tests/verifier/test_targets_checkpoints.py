@@ -44,7 +44,7 @@ from tests.verifier.torch_schedules import (
     check_random_schedule,
     decode_alone,
     decode_beside,
-    generated,
+    generate_greedily,
     torch_target,
 )
 
@@ -275,7 +275,7 @@ def _rounded_twin(folder: Path, number_format: str) -> Any:
         if isinstance(part, torch.nn.Linear):
             bits = quantized.HEAD_BITS if part is head else quantized.FORMATS[number_format]
             # The parameter is new, because a tied embedding keeps its own numbers.
-            part.weight = torch.nn.Parameter(quantized.rounded(part.weight, bits))
+            part.weight = torch.nn.Parameter(quantized.round_weight(part.weight, bits))
     return model
 
 
@@ -365,7 +365,7 @@ def test_layers_that_read_the_same_rows_are_one_product(folder: Path) -> None:
     plain = [getattr(model.model.layers[0].mlp, name) for name in ("gate_proj", "up_proj")]
     rows = torch.randn((3, plain[0].in_features), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        wanted = [rows @ quantized.rounded(layer.weight, 8).T for layer in plain]
+        wanted = [rows @ quantized.round_weight(layer.weight, 8).T for layer in plain]
         quantized.quantize_model("model", model, "int8")
         parts = [getattr(model.model.layers[0].mlp, name) for name in ("gate_proj", "up_proj")]
         whole = parts[0].whole
@@ -458,7 +458,7 @@ def _assert_served_as_unpacked(folder: Path, *, canonical: bool) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32
     )
-    texts = [generated(model, prompt, COUNT) for prompt in PROMPTS]
+    texts = [generate_greedily(model, prompt, COUNT) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 15
     assert decode_beside(target, PROMPTS, texts) == texts
     _load_refused(folder, "is quantised already", quantize="int8")

@@ -40,7 +40,7 @@ from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.kit.live_verifier import toy_text
 from tests.kit.tiny_checkpoints import write_checkpoint
-from tests.present import present
+from tests.present import require
 from tests.verifier.torch_schedules import GREEDY, decode_beside, random_tree, torch_target
 
 INFO = ModelInfo("tiny", "v", 50, 60)
@@ -254,10 +254,10 @@ def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None
 def test_settings_become_a_budget_or_none() -> None:
     assert pool_budget(VerifierConfig()) is None
     limits = LimitsSection(kv_budget="4GiB", max_rows_per_pass=7)
-    budget = present(pool_budget(VerifierConfig(limits=limits)))
-    assert (present(budget.kv).bytes, budget.gpu_share, budget.rows) == (4 << 30, None, 7)
+    budget = require(pool_budget(VerifierConfig(limits=limits)))
+    assert (require(budget.kv).bytes, budget.gpu_share, budget.rows) == (4 << 30, None, 7)
     limits = LimitsSection(gpu_memory_utilization=0.8)
-    share = present(pool_budget(VerifierConfig(limits=limits)))
+    share = require(pool_budget(VerifierConfig(limits=limits)))
     assert (share.kv, share.gpu_share) == (None, 0.8)
 
 
@@ -272,7 +272,7 @@ def test_any_schedule_gives_the_specified_text() -> None:
     assert decode_beside(ToyTarget(model), prompts, texts, every) == texts
 
 
-def _opened(**options: int) -> ToyTarget:
+def _make_opened_target(**options: int) -> ToyTarget:
     target = ToyTarget(**options)  # type: ignore[arg-type]
     target.open("s", 3, SamplingParams())
     target.forward([PassRequest("s", 0, (1, 2, 3), (4, 5, 6), (-1, 0, 0))])
@@ -280,12 +280,12 @@ def _opened(**options: int) -> ToyTarget:
 
 
 def test_what_the_cache_does_not_hold_is_an_error() -> None:
-    target = _opened()
+    target = _make_opened_target()
     with pytest.raises(ValueError, match="cache_length is 4, but 3 tokens are cached"):
         target.forward([PassRequest("s", 4, (7,))])
     for nodes in ([1], [0, 0], [1, 0], [3]):
         with pytest.raises(ValueError, match="not a path"):
-            _opened().keep("s", nodes)
+            _make_opened_target().keep("s", nodes)
     target.keep("s", [0, 2])
     assert target._sequence("s").tokens == [1, 2, 3, 4, 6]
     target.forward([PassRequest("s", 3, (4, 6, 7))])
@@ -293,7 +293,7 @@ def test_what_the_cache_does_not_hold_is_an_error() -> None:
         target.forward([PassRequest("s", 3, (4, 5))])
 
 
-def _sharing() -> ToyTarget:
+def _make_sharing_target() -> ToyTarget:
     """Return a target with two sequences of one text; the first one has filled blocks 1 to 3 of
     four rows each."""
     target = ToyTarget(ToyModel(vocabulary_size=32, order=2), cache=CacheShape(8, 4))
@@ -305,7 +305,7 @@ def _sharing() -> ToyTarget:
 
 
 def test_a_block_of_another_text_is_refused_though_its_tokens_are_the_same() -> None:
-    target = _sharing()
+    target = _make_sharing_target()
     other = (9, *TEXT[1:])
     target.open("other", len(other), SamplingParams(), other)
     target.forward([PassRequest("other", 0, other[:4], sample=False, blocks=(5,))])
@@ -314,7 +314,7 @@ def test_a_block_of_another_text_is_refused_though_its_tokens_are_the_same() -> 
 
 
 def test_a_block_that_another_request_reads_is_not_written() -> None:
-    target = _sharing()
+    target = _make_sharing_target()
     reads = PassRequest("first", 8, TEXT[8:], blocks=(1, 2, 3))
     writes = PassRequest("second", 4, TEXT[4:], blocks=(1, 2, 4))
     for batch in ([reads, writes], [writes, reads]):

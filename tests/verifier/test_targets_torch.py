@@ -46,7 +46,7 @@ from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, Layer
 from edgespec.verifier.targets.recorded_passes import RecordedPasses
 from edgespec.verifier.targets.row_tiles import RowTiles
 from edgespec.verifier.targets.torch_target import TorchTarget
-from tests.kit.live_verifier import python
+from tests.kit.live_verifier import run_python
 from tests.kit.tiny_checkpoints import FAMILY_MODELS, family_model, tiny_config, write_checkpoint
 from tests.verifier import torch_schedules as schedules
 from tests.verifier.torch_schedules import Recorder, Serving
@@ -66,7 +66,7 @@ def test_greedy_texts_are_those_of_generate(family: str, tmp_path: Path) -> None
     assert set(FAMILY_MODELS) == set(FAMILIES) == set(MODEL_TYPES)
     model = family_model(family)
     model.save_pretrained(tmp_path)
-    texts = [schedules.generated(model, prompt, 40) for prompt in PROMPTS]
+    texts = [schedules.generate_greedily(model, prompt, 40) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 15
     for canonical in (None, False):
         target = schedules.torch_target(tmp_path, canonical=canonical)
@@ -78,7 +78,7 @@ def test_greedy_texts_are_those_of_generate(family: str, tmp_path: Path) -> None
 def test_a_least_length_is_that_of_generate(folder: Path, canonical: bool) -> None:
     """The end tokens are the likeliest tokens of the free text, so each would come early."""
     model = family_model("qwen3")
-    free = schedules.generated(model, PROMPTS[1], 30)
+    free = schedules.generate_greedily(model, PROMPTS[1], 30)
     ends = list(dict.fromkeys(free[:12]))
     ids = torch.tensor([PROMPTS[1]])
     out = model.generate(
@@ -595,7 +595,7 @@ def test_canonical_mode_holds_under_every_forced_instruction_set(
     wide: Path, forced: dict[str, str]
 ) -> None:
     models = f"{wide}:float32", f"{wide}:bfloat16"
-    done = python("-m", "tests.verifier.torch_schedules", *models, env=forced)
+    done = run_python("-m", "tests.verifier.torch_schedules", *models, env=forced)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("canonical (row tiles of ") == 2, done.stdout
     if (

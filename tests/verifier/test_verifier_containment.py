@@ -42,10 +42,10 @@ from edgespec.verifier.constraint_reader import ConstraintReader
 from edgespec.verifier.daemon import SendQueue, Verifier
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
-from tests.api.test_end_to_end import GREEDY, IDS, collect, config, tokens
+from tests.api.test_end_to_end import GREEDY, IDS, collect, make_config, tokens_of
 from tests.core.test_constraints import Automaton, AutomatonMatcher
-from tests.kit.live_verifier import ready, serving, start, toy_text
-from tests.present import present
+from tests.kit.live_verifier import serve_toy, start, toy_text, wait_until_ready
+from tests.present import require
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
 PROMPT = (1, 2, 3)
@@ -82,7 +82,7 @@ class Fragile(ToyTarget):
 
 
 @asynccontextmanager
-async def running(
+async def run_verifier(
     target: ToyTarget | None = None,
     wrap: Callable[[int, VerifierStream], Any] = lambda number, stream: stream,
     **options: Any,
@@ -140,11 +140,11 @@ async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> No
         if what == operation and "bad" in keys:
             raise RuntimeError("chosen to fail")
 
-    async with running(Fragile(fails)) as (verifier, transport):
+    async with run_verifier(Fragile(fails)) as (verifier, transport):
         streams = [await _open(transport, key) for key in ("a", "bad", "c")]
         (first, bad, last) = await asyncio.gather(*(_read(stream) for stream in streams))
         assert (first, last) == ((TEXT, None), (TEXT, None))
-        tokens, fault = bad[0], present(bad[1])
+        tokens, fault = bad[0], require(bad[1])
         assert fault.code is m.FaultCode.INTERNAL
         assert fault.code.retryable
         assert tokens == TEXT[: len(tokens)]
@@ -185,7 +185,7 @@ async def test_a_draft_model_that_raises_ends_drafts_and_no_text(operation: str)
             failed.append(key)
             raise RuntimeError("chosen to fail")
 
-    async with running(drafter=FragileDraft(fails)) as (verifier, transport):
+    async with run_verifier(drafter=FragileDraft(fails)) as (verifier, transport):
         for number in range(4 * PROBE_EVERY):
             streams = [await _open(transport, f"{key}{number}") for key in "abc"]
             said = await asyncio.gather(*(_read(stream) for stream in streams))
@@ -213,7 +213,7 @@ class HeldStep:
 async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(ending: str) -> None:
     held = HeldStep()
 
-    async with running(drafter=FragileDraft(held)) as (verifier, transport):
+    async with run_verifier(drafter=FragileDraft(held)) as (verifier, transport):
         stream = await _open(transport, "a")
         await asyncio.to_thread(held.reached.wait, 60.0)
         if ending == "revoke":
@@ -224,7 +224,7 @@ async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(endi
         said, fault = await _read(stream)
         assert said == TEXT[: len(said)]
         assert (
-            present(fault).code
+            require(fault).code
             is {"stop": m.FaultCode.SHUTTING_DOWN, "revoke": m.FaultCode.UNAUTHENTICATED}[ending]
         )
         held.go_on.set()
@@ -255,17 +255,17 @@ async def test_a_target_that_always_raises_or_is_lost_breaks_the_verifier_and_bl
         if what == operation and (calls > 3 or isinstance(error, TargetLostError)):
             raise error
 
-    async with running(Fragile(fails)) as (verifier, transport):
+    async with run_verifier(Fragile(fails)) as (verifier, transport):
         streams = [await _open(transport, key) for key in ("a", "b")]
         for said, fault in await asyncio.gather(*(_read(stream) for stream in streams)):
             assert said == TEXT[: len(said)]
             if operation != "close" or said != TEXT:
-                assert present(fault).code is m.FaultCode.SHUTTING_DOWN
-                assert present(fault).retry_after_s > 0
+                assert require(fault).code is m.FaultCode.SHUTTING_DOWN
+                assert require(fault).retry_after_s > 0
         await verifier.broken.wait()
-        assert str(error) in present(verifier.why_broken)
+        assert str(error) in require(verifier.why_broken)
         _, late = await _read(await _open(transport, "late"))
-        assert present(late).code is m.FaultCode.SHUTTING_DOWN
+        assert require(late).code is m.FaultCode.SHUTTING_DOWN
 
 
 async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
@@ -279,7 +279,7 @@ async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
             reached.set()
             assert go_on.wait(60.0)
 
-    async with running(Fragile(sticks)) as (verifier, transport):
+    async with run_verifier(Fragile(sticks)) as (verifier, transport):
         assert await _read(await _open(transport, "a")) == (TEXT, None)
         await asyncio.to_thread(reached.wait)
         stopping = asyncio.create_task(verifier.stop())
@@ -310,8 +310,8 @@ async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_ne
     trace = tmp_path / "trace.jsonl"
     params = replace(GREEDY, max_tokens=60, ignore_eos=True)
     breaking = start(f"--set=trace={trace}", module="tests.verifier.test_verifier_containment")
-    with ready(breaking) as (address, process):
-        async with build_agent(config(address)) as agent:
+    with wait_until_ready(breaking) as (address, process):
+        async with build_agent(make_config(address)) as agent:
             text = asyncio.create_task(collect(agent, params))
             assert await asyncio.to_thread(process.wait) == 1
             assert process.stderr is not None
@@ -319,8 +319,8 @@ async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_ne
             last = trace.read_text(encoding="utf-8").splitlines()[-1]
             assert '"name":"GiveUp"' in last  # the trace is written to its end
             assert not text.done()
-            async with serving(port=int(address.rpartition(":")[2])):
-                assert tokens(await text) == toy_text(IDS, params)
+            async with serve_toy(port=int(address.rpartition(":")[2])):
+                assert tokens_of(await text) == toy_text(IDS, params)
 
 
 async def test_a_context_that_the_cache_makes_shorter_is_announced_as_it_is_served() -> None:
@@ -342,7 +342,7 @@ async def test_a_context_that_the_cache_makes_shorter_is_announced_as_it_is_serv
 async def test_an_engine_that_raises_breaks_the_verifier(
     event: type[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running() as (verifier, transport):
+    async with run_verifier() as (verifier, transport):
         handle = verifier.engine.handle
 
         def broken(stimulus: ee.EngineEvent, now: float) -> tuple[ee.EngineAction, ...]:
@@ -364,7 +364,7 @@ async def test_an_engine_that_raises_breaks_the_verifier(
         assert verifier.why_broken == what
         tokens, fault = await watching
         if tokens != TEXT:
-            assert present(fault).code is m.FaultCode.SHUTTING_DOWN
+            assert require(fault).code is m.FaultCode.SHUTTING_DOWN
 
 
 # --- streams --------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ async def test_a_stream_that_raises_ends_alone(place: str) -> None:
 
         return Changed(stream, **{place: raising}) if number == 2 else stream
 
-    async with running(wrap=wrap) as (verifier, transport):
+    async with run_verifier(wrap=wrap) as (verifier, transport):
         streams = [await _open(transport, key) for key in ("a", "bad", "c")]
         reading = (_read(stream) for stream in streams)
         first, bad, last = await asyncio.gather(*reading, return_exceptions=True)
@@ -424,7 +424,7 @@ async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> No
 
         return Changed(stream, send=send, send_now=lambda message: False) if number == 1 else stream
 
-    async with running(wrap=wrap) as (verifier, transport):
+    async with run_verifier(wrap=wrap) as (verifier, transport):
         reading = asyncio.ensure_future(_read(await _open(transport, "held")))
         assert await _read(await _open(transport, "free")) == (TEXT, None)
         # Its greeting was not sent, so the end of its first pass found it behind.
@@ -458,7 +458,7 @@ async def test_a_cancelled_reader_of_a_backlog_loses_nothing() -> None:
 async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> None:
     records: list[StreamRecord] = []
     meter = StreamMeter(records.append)
-    async with running(telemetry=meter) as (verifier, transport):
+    async with run_verifier(telemetry=meter) as (verifier, transport):
         long = SamplingParams(max_tokens=200, ignore_eos=True)
         stream = await _open(transport, "a", long)
         await stream.receive()
@@ -466,7 +466,7 @@ async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> N
         assert verifier.revoke([nobody]) == 1
         assert not verifier.engine.sessions
         _, fault = await _read(stream)
-        assert present(fault).code is m.FaultCode.UNAUTHENTICATED
+        assert require(fault).code is m.FaultCode.UNAUTHENTICATED
     assert [record.reason for record in records] == ["unauthenticated"]
     assert {reason: n for reason, n in meter.finished.items() if n} == {"unauthenticated": 1}
 
@@ -500,7 +500,7 @@ class Held:
 
 
 async def test_an_open_that_comes_as_its_stream_ends_leaves_no_session_attached() -> None:
-    async with running() as (verifier, _):
+    async with run_verifier() as (verifier, _):
         first: asyncio.Future[m.Open] = asyncio.get_running_loop().create_future()
         stream = Held(first)
         serving = asyncio.create_task(verifier.serve(stream))
@@ -529,7 +529,7 @@ async def test_a_constraint_that_outgrows_its_bounds_in_mid_text_is_invalid_and_
     loop = Automaton(({7: 0},), frozenset())
     target = ToyTarget(replace(MODEL, eos_token=0), cache=CACHE)
     read = lambda asked: replace(asked, matcher=lambda: Outgrown(loop))  # noqa: E731
-    async with running(target, read_constraint=read) as (_, transport):
+    async with run_verifier(target, read_constraint=read) as (_, transport):
         held = replace(SAMPLING, constraint=Constraint(ConstraintKind.REGEX, "7*"))
         streams = [await _open(transport, "a"), await _open(transport, "bad", held)]
         (text, _), (tokens, fault) = await asyncio.gather(*map(_read, streams))

@@ -61,8 +61,8 @@ from edgespec.verifier.vllm.worker import (
 )
 from edgespec.wire.codec import ProtocolViolation, decode_info, encode_info
 from edgespec.wire.pb import speculation_pb2 as pb
-from tests.api.test_end_to_end import collect, config, tokens
-from tests.kit.live_verifier import serving, toy_text
+from tests.api.test_end_to_end import collect, make_config, tokens_of
+from tests.kit.live_verifier import serve_toy, toy_text
 from tests.verifier.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
 
 PROMPT_TEXT = "the quick brown fox jumps"
@@ -228,11 +228,11 @@ def test_what_the_engine_proposes_is_a_draft_like_any(params: SamplingParams) ->
 async def test_a_verifier_drafts_with_what_the_engine_proposes(params: SamplingParams) -> None:
     """Each generation is drafted by the engine, by the device or by both."""
     engine = FakeVllm(0.1, right=0.9)
-    async with serving(fake_target(engine, speculator_tokens=3)) as (address, verifier):
+    async with serve_toy(fake_target(engine, speculator_tokens=3)) as (address, verifier):
 
         async def text(draft: str) -> list[int]:
-            async with build_agent(config(address, draft, width=1)) as agent:
-                return tokens(await collect(agent, params, PROMPT_TEXT))
+            async with build_agent(make_config(address, draft, width=1)) as agent:
+                return tokens_of(await collect(agent, params, PROMPT_TEXT))
 
         texts = await asyncio.gather(*(text(draft) for draft in ("none", "toy", "none", "toy")))
         assert texts == [toy_text(PROMPT, params)] * 4
@@ -873,7 +873,7 @@ class _Drafter:
         return hidden.argmax(dim=-1), None
 
 
-def _speculating(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner, Any]:
+def _make_speculating_runner(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner, Any]:
     """Return a runner with a drafter, whose step accepts one draft of ``a``."""
     texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7]}
     runner = _Runner(
@@ -889,7 +889,7 @@ def _speculating(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner
 def test_a_drafter_chooses_by_our_law_with_the_noise_of_its_places() -> None:
     """The text of c is not computed to its end. Oracle: the scalar specification after the tokens
     of the step and the earlier proposals."""
-    runner, output = _speculating(PENALISED, [False, False, True])
+    runner, output = _make_speculating_runner(PENALISED, [False, False, True])
     draft = runner.drafter._sample_draft_tokens
     chains = [list(output.edgespec_rows["a"][0][:2]), [*output.edgespec_rows["b"][0]]]
     for place in range(3):
@@ -913,7 +913,7 @@ def test_a_drafter_chooses_by_our_law_with_the_noise_of_its_places() -> None:
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_drafter_follows_the_text_in_every_step() -> None:
-    runner, _ = _speculating(SamplingParams(), [False] * 3)
+    runner, _ = _make_speculating_runner(SamplingParams(), [False] * 3)
     step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
     assert runner.execute_model(step) == "on"
     hidden = _logits(3)

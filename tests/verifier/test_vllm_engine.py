@@ -32,11 +32,11 @@ from edgespec.verifier.build import load_target
 from edgespec.verifier.vllm.core import VllmCore
 from edgespec.verifier.vllm.loading import check_install, self_test
 from edgespec.verifier.vllm.target import VllmTarget
-from tests.api.test_end_to_end import collect, tokens
-from tests.kit.live_verifier import ready, serving, start
+from tests.api.test_end_to_end import collect, tokens_of
+from tests.kit.live_verifier import serve_toy, start, wait_until_ready
 
 
-def _missing() -> str:
+def _find_missing() -> str:
     try:
         check_install()
     except SetupError as error:
@@ -44,7 +44,7 @@ def _missing() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(_missing()), reason=_missing())]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(_find_missing()), reason=_find_missing())]
 PROMPT = "It was a cold morning in November, and the old man"
 GREEDY = SamplingParams(max_tokens=100)
 SAMPLED = replace(
@@ -65,7 +65,7 @@ SMALL = ("--enforce-eager", "--kv-cache-memory-bytes", "200000000")
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
-    with ready(start("verifier", *options, "--", *SMALL)) as (found, _):
+    with wait_until_ready(start("verifier", *options, "--", *SMALL)) as (found, _):
         yield found
 
 
@@ -81,11 +81,11 @@ def _agent(address: str, draft: str, width: int = 1) -> AgentConfig:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_texts_are_those_of_the_native_engine(address: str, params: SamplingParams) -> None:
     native = load_target(VerifierConfig(model="bundled", canonical=False))
-    async with serving(native) as (other, _), build_agent(_agent(other, "none")) as agent:
-        expected = tokens(await collect(agent, params, PROMPT))
+    async with serve_toy(native) as (other, _), build_agent(_agent(other, "none")) as agent:
+        expected = tokens_of(await collect(agent, params, PROMPT))
     for draft, width in (("none", 1), ("lookup", 1), ("random", 3)):
         async with build_agent(_agent(address, draft, width)) as agent:
-            assert tokens(await collect(agent, params, PROMPT)) == expected, draft
+            assert tokens_of(await collect(agent, params, PROMPT)) == expected, draft
 
 
 def _adapter(folder: Path, merged: Path) -> None:
@@ -119,7 +119,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
     _adapter(folder / "sql", folder / "merged")
     options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
     flags = ("--lora-modules", f"sql={folder / 'sql'}")
-    with ready(start("verifier", *options, "--", *SMALL, *flags)) as (found, _):
+    with wait_until_ready(start("verifier", *options, "--", *SMALL, *flags)) as (found, _):
         yield found, folder / "merged"
 
 
@@ -132,8 +132,8 @@ async def test_texts_of_an_adapter_are_those_of_the_merged_model(
     expected = {}
     for name, model in (("", "bundled"), ("sql", str(merged))):
         native = load_target(VerifierConfig(model=model, canonical=False))
-        async with serving(native) as (other, _), build_agent(_agent(other, "none")) as agent:
-            expected[name] = tokens(await collect(agent, params, PROMPT))
+        async with serve_toy(native) as (other, _), build_agent(_agent(other, "none")) as agent:
+            expected[name] = tokens_of(await collect(agent, params, PROMPT))
     assert expected[""] != expected["sql"]
     for draft in ("none", "lookup"):
         async with (
@@ -143,7 +143,7 @@ async def test_texts_of_an_adapter_are_those_of_the_merged_model(
             texts = await asyncio.gather(
                 collect(base, params, PROMPT), collect(sql, params, PROMPT)
             )
-            assert [tokens(one) for one in texts] == [expected[""], expected["sql"]], draft
+            assert [tokens_of(one) for one in texts] == [expected[""], expected["sql"]], draft
 
 
 def test_an_adapter_that_vllm_cannot_load_is_an_error(tmp_path: Path) -> None:
@@ -183,11 +183,11 @@ async def test_a_verifier_whose_vllm_has_a_draft_model(address: str) -> None:
     options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
     flags = (*SMALL, "--speculative-config", settings)
     texts: list[list[list[int]]] = []
-    with ready(start("verifier", *options, "--", *flags)) as (own, _):
+    with wait_until_ready(start("verifier", *options, "--", *flags)) as (own, _):
         for one, kind in ((address, "none"), (own, "none"), (own, "lookup")):
             async with build_agent(_agent(one, kind)) as agent:
                 found = [await collect(agent, params, PROMPT) for params in (GREEDY, SAMPLED)]
-            texts.append([tokens(text) for text in found])
+            texts.append([tokens_of(text) for text in found])
     assert texts[1] == texts[0]
     assert texts[2] == texts[0]
 
@@ -260,7 +260,7 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.Monke
 OWN, LENGTH, SESSIONS = 4, 64, 8
 
 
-def _eagle(folder: Path) -> Path:
+def _write_eagle_head(folder: Path) -> Path:
     """Write an EAGLE head with random numbers for the bundled target."""
     config = json.loads(
         (resolve_source("bundled", Purpose.TARGET).folder / "config.json").read_text()
@@ -389,7 +389,7 @@ def speculating(
         case "draft_model":
             settings["model"] = str(resolve_source("bundled", Purpose.DRAFT).folder)
         case "eagle":
-            settings["model"] = str(_eagle(tmp_path_factory.mktemp("eagle") / "head"))
+            settings["model"] = str(_write_eagle_head(tmp_path_factory.mktemp("eagle") / "head"))
     flags = (
         *SMALL,
         *("--block-size", "32", "--num-gpu-blocks-override", "20"),

@@ -50,7 +50,7 @@ class Recorder:
         settings = {"device": "cpu", "max_cached_tokens": 8192, "canonical": True, **options}
         self.target = TorchTarget(str(folder), name="tiny", vocabulary="v", dtype=dtype, **settings)
         self.vocabulary_size = self.target.info.vocabulary_size
-        self._recorded = recorded(self.target)
+        self._recorded = record_logits(self.target)
 
     @property
     def logits(self) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Recorder:
         return torch.stack(rows)
 
 
-def recorded(target: TorchTarget) -> deque[torch.Tensor]:
+def record_logits(target: TorchTarget) -> deque[torch.Tensor]:
     """Record the logits of the target's last pass, from now on."""
     run, found = target._run, deque[torch.Tensor](maxlen=1)
 
@@ -152,7 +152,7 @@ def _sampled_rows(request: PassRequest) -> int:
 # --- texts ----------------------------------------------------------------------------------
 
 
-def generated(model: Any, prompt: list[int], count: int) -> list[int]:
+def generate_greedily(model: Any, prompt: list[int], count: int) -> list[int]:
     """Return ``count`` greedy tokens of transformers' own ``generate``, whatever the end
     token is."""
     ids = torch.tensor([prompt])
@@ -214,7 +214,7 @@ def decode_beside(
         for request, result in zip(batch, target.forward(batch), strict=True):
             assert request.key == result.key
             index = int(request.key[1:])
-            kept, new = accepted(request, result)
+            kept, new = accept_nodes(request, result)
             target.keep(request.key, kept)
             cached[index] = len(written[index]) + len(kept)
             written[index] += new
@@ -242,7 +242,7 @@ def _random_draft(rng: random.Random, right: Sequence[int], vocabulary_size: int
     return tuple(tokens), tuple(parents)
 
 
-def accepted(request: PassRequest, result: PassResult) -> tuple[list[int], list[int]]:
+def accept_nodes(request: PassRequest, result: PassResult) -> tuple[list[int], list[int]]:
     """Return the nodes that are the target's own tokens, and the tokens that the pass commits."""
     kept: list[int] = []
     new = [result.targets[0]]

@@ -55,8 +55,8 @@ from edgespec.wire import access, certificates
 from edgespec.wire.access import KeyFile, ServerAccess, load_device_access
 from tests.kit import guarded
 from tests.kit.guarded import Pki
-from tests.kit.live_verifier import call, own_port, serving
-from tests.present import present
+from tests.kit.live_verifier import own_port, run_command, serve_toy
+from tests.present import require
 
 
 def now() -> datetime:
@@ -66,7 +66,7 @@ def now() -> datetime:
 
 
 def certs(*arguments: str | Path) -> Result:
-    return call("certs", *arguments)
+    return run_command("certs", *arguments)
 
 
 def certificate(path: Path) -> x509.Certificate:
@@ -192,7 +192,7 @@ def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
 
 
 def keys(*arguments: str | Path) -> Result:
-    return call("keys", *arguments)
+    return run_command("keys", *arguments)
 
 
 def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_all_files_that_say_who_is_who_are_looked_at(
 def test_a_configuration_that_others_can_write_is_refused(tmp_path: Path) -> None:
     (path := tmp_path / "verifier.yaml").write_text("model: toy\n")
     path.chmod(0o666)
-    result = call("verifier", "--config", path, "--help-all")
+    result = run_command("verifier", "--config", path, "--help-all")
     assert result.exit_code == 2
     assert "others can write this file" in result.output
 
@@ -380,7 +380,7 @@ async def serve_with_keys(
 ) -> AsyncIterator[tuple[str, Verifier, ServerAccess]]:
     config = replace(guarded.verifier_config(keys=path), pacing=PacingSection(pass_ms))
     access = ServerAccess(config)
-    async with serving(config=config, access=access) as (address, verifier):
+    async with serve_toy(config=config, access=access) as (address, verifier):
         yield address, verifier, access
 
 
@@ -430,7 +430,7 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
             with pytest.raises(GenerationError, match=f"{why}.*EDGESPEC_API_KEY") as caught:
                 await guarded.collect(agent)
             assert caught.value.code is FaultCode.UNAUTHENTICATED
-            assert present(agent.stats).counters.reconnects == 0  # not tried again
+            assert require(agent.stats).counters.reconnects == 0  # not tried again
         with pytest.raises(SetupError, match=rf"UNAUTHENTICATED: .*{why}.*EDGESPEC_API_KEY"):
             await choose_verifier(config)
         check = await checks.check_verifier(address, config)
@@ -502,7 +502,7 @@ def test_a_file_without_a_key_is_named(content: str, why: str, tmp_path: Path) -
 
 
 async def test_the_text_is_the_same_over_mutual_tls(pki: Pki) -> None:
-    async with serving(config=guarded.verifier_config(pki.server(mutual=True))) as (address, _):
+    async with serve_toy(config=guarded.verifier_config(pki.server(mutual=True))) as (address, _):
         async with build_agent(guarded.device_config(address, pki.device(shown=True))) as agent:
             assert await guarded.collect(agent) == guarded.EXPECTED
 
@@ -534,7 +534,7 @@ async def test_a_handshake_that_fails_is_explained(
     servers = {"own": pki.server(), "mutual": pki.server(mutual=True), "other": strangers.server()}
     devices = {"own": own, "other": strangers.device(), "shown by other": replace(other, ca=own.ca)}
     shown, known = servers.get(server), devices.get(device)
-    async with serving(config=guarded.verifier_config(shown)) as (address, _):
+    async with serve_toy(config=guarded.verifier_config(shown)) as (address, _):
         config = guarded.device_config(address, known)
         transport = connect(address, access=load_device_access(config))
         for ask in (transport.info, transport.connect):
@@ -553,7 +553,7 @@ async def test_a_handshake_that_fails_is_explained(
 
 async def test_a_certificate_for_another_name_is_taken_under_that_name(strangers: Pki) -> None:
     known = strangers.device(server_name="gpu-box.example")
-    async with serving(config=guarded.verifier_config(strangers.server())) as (address, _):
+    async with serve_toy(config=guarded.verifier_config(strangers.server())) as (address, _):
         async with build_agent(guarded.device_config(address, known)) as agent:
             assert await guarded.collect(agent) == guarded.EXPECTED
 
@@ -562,7 +562,7 @@ async def test_every_loopback_address_shows_the_newest_certificate(tmp_path: Pat
     mine = Pki(tmp_path)
     config = replace(guarded.verifier_config(mine.server()), port=own_port())
     access = ServerAccess(config)
-    async with serving(config=config, access=access):
+    async with serve_toy(config=config, access=access):
         for renewed in (False, True):
             if renewed:
                 mine.renew_server()

@@ -24,7 +24,7 @@ from edgespec.device.build import connect
 from edgespec.wire.access import DeviceAccess
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, check_health
 from tests.kit import echo_verifier
-from tests.kit.live_verifier import serving
+from tests.kit.live_verifier import serve_toy
 
 VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
@@ -48,7 +48,7 @@ async def a_proxy() -> AsyncIterator[tuple[str, list[bytes]]]:
 async def test_a_verifier_on_this_machine_is_reached_without_a_proxy(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with a_proxy() as (url, asked), serving() as (address, _):
+    async with a_proxy() as (url, asked), serve_toy() as (address, _):
         monkeypatch.setenv(variable, url)
         transport = connect(address)
         try:
@@ -56,7 +56,7 @@ async def test_a_verifier_on_this_machine_is_reached_without_a_proxy(
         finally:
             await transport.close()
         assert not asked
-    async with echo_verifier.served() as (server, _):
+    async with echo_verifier.serve_streams() as (server, _):
         where = f"127.0.0.1:{server.port}"
         assert await check_health(where, DeviceAccess(), echo_verifier.PATIENCE_S) == SERVING
 

@@ -38,10 +38,10 @@ from tests.kit.echo_verifier import (
     PATIENCE_S,
     echo,
     held_up,
-    opened,
+    is_alive,
+    open_stream,
     raw_call,
-    served,
-    works,
+    serve_streams,
 )
 
 CALLS = CallLimits(
@@ -59,10 +59,10 @@ async def _read_to_end(stream: DeviceStream) -> LinkError:
 
 
 async def test_a_stream_without_an_open_gives_way_to_a_new_one() -> None:
-    async with served(max_streams=2, peer_share=1.0) as (_, transport):
-        first = await opened(transport)
+    async with serve_streams(max_streams=2, peer_share=1.0) as (_, transport):
+        first = await open_stream(transport)
         idle = await transport.connect()
-        second = await opened(transport)
+        second = await open_stream(transport)
         fault = await asyncio.wait_for(idle.receive(), PATIENCE_S)
         assert isinstance(fault, Fault)
         assert fault.code is FaultCode.OVERLOADED
@@ -70,19 +70,19 @@ async def test_a_stream_without_an_open_gives_way_to_a_new_one() -> None:
         third = await transport.connect()
         refusal = await third.receive()
         assert refusal == Fault(FaultCode.OVERLOADED, "2 streams are open, the limit is 2", 1.0)
-        assert await works(first)
-        assert await works(second)
+        assert await is_alive(first)
+        assert await is_alive(second)
 
 
 async def test_a_peer_cannot_take_all_slots() -> None:
-    async with served(max_streams=4, peer_share=0.5) as (_, transport):
-        held = [await opened(transport) for _ in range(2)]
+    async with serve_streams(max_streams=4, peer_share=0.5) as (_, transport):
+        held = [await open_stream(transport) for _ in range(2)]
         third = await transport.connect()
         refusal = await third.receive()
         text = "2 streams of ipv4:127.0.0.1 are open, the limit is 2"
         assert refusal == Fault(FaultCode.OVERLOADED, text, 1.0)
         await held[0].close()
-        assert await works(held[1])
+        assert await is_alive(held[1])
 
 
 async def test_a_refused_stream_gives_its_slot_back_though_nobody_reads() -> None:
@@ -103,7 +103,7 @@ async def test_a_refused_stream_gives_its_slot_back_though_nobody_reads() -> Non
         refused.set()
         await asyncio.Event().wait()  # a driver that never ends
 
-    async with served(refuse, max_streams=1) as (_, transport), raw_call(transport) as call:
+    async with serve_streams(refuse, max_streams=1) as (_, transport), raw_call(transport) as call:
         await call.write(encode_uplink(Cancel()))
         await asyncio.wait_for(refused.wait(), PATIENCE_S)
         again = await transport.connect()
@@ -122,7 +122,7 @@ async def test_a_device_that_never_reads_is_let_go() -> None:
         except LinkError as error:
             ended.set_result(error)
 
-    async with served(flood, stalled_s=0.3) as (_, transport), raw_call(transport) as call:
+    async with serve_streams(flood, stalled_s=0.3) as (_, transport), raw_call(transport) as call:
         await call.write(encode_uplink(OPEN))
         error = await asyncio.wait_for(ended, PATIENCE_S)
         assert "did not read for 0.3 s" in str(error)
@@ -136,8 +136,8 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
     for name in ("MIN_DELAY_S", "MAX_DELAY_S"):
         monkeypatch.setattr(f"edgespec.wire.callers.{name}", 3600.0)
     calls = replace(CALLS, peer_rate=1e-3, max_wait_s=1e-3)
-    async with served(max_streams=1, opens=calls) as (_, transport):
-        first = await opened(transport)
+    async with serve_streams(max_streams=1, opens=calls) as (_, transport):
+        first = await open_stream(transport)
         waiting = [await transport.connect() for _ in range(64)]
         await transport.info()  # answered after the 64 calls wait
         monkeypatch.setattr("edgespec.wire.callers.MAX_DELAY_S", 0.0)
@@ -148,15 +148,15 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
             except LinkError as refused:
                 error = refused
             assert "65 calls of ipv4:127.0.0.1 are under way, the limit is 65" in str(error)
-        assert await works(first)
+        assert await is_alive(first)
         await waiting[0].close()
 
 
 async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() -> None:
     rate = 1e-3
     calls = replace(CALLS, peer_rate=rate)
-    async with served(opens=calls) as (_, transport):
-        first = await opened(transport)
+    async with serve_streams(opens=calls) as (_, transport):
+        first = await open_stream(transport)
         second = await transport.connect()
         fault = await second.receive()
         assert isinstance(fault, Fault)
@@ -169,13 +169,13 @@ async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() 
         assert told is not None, fault.message
         # A turn takes 1000 s, less the time since the first one.
         assert 1 / rate - PATIENCE_S < float(told[1]) <= 1 / rate
-        assert await works(first)
+        assert await is_alive(first)
 
 
 async def test_health_and_reflection_are_asked_in_the_same_line() -> None:
     calls = replace(CALLS, peer_rate=1e-3, peer_burst=2.0)
-    async with served(infos=calls) as (_, transport):
-        stream = await opened(transport)
+    async with serve_streams(infos=calls) as (_, transport):
+        stream = await open_stream(transport)
         channel = grpc.aio.insecure_channel(transport.address)
         health: Any = health_pb2_grpc.HealthStub(channel)
         question = health_pb2.HealthCheckRequest()
@@ -194,11 +194,11 @@ async def test_health_and_reflection_are_asked_in_the_same_line() -> None:
                 await ask()
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await channel.close(None)
-        assert await works(stream)
+        assert await is_alive(stream)
 
 
 async def test_an_open_beyond_the_context_is_refused_in_words_about_tokens() -> None:
-    async with served(limits=WireLimits.for_context(1024)) as (server, _):
+    async with serve_streams(limits=WireLimits.for_context(1024)) as (server, _):
         wide = GrpcTransport(f"127.0.0.1:{server.port}", limits=WireLimits.for_context(1 << 20))
         stream = await wide.connect()
         await stream.send(Open("session", "", "", (7,) * 2000))
@@ -367,8 +367,11 @@ class Keys:
 
 
 @asynccontextmanager
-async def guarded(keys: Keys, **options: Any) -> AsyncIterator[tuple[GrpcServer, str]]:
-    async with served(keys.serve, authenticate=keys.known.get, **options) as (server, transport):
+async def start_guarded(keys: Keys, **options: Any) -> AsyncIterator[tuple[GrpcServer, str]]:
+    async with serve_streams(keys.serve, authenticate=keys.known.get, **options) as (
+        server,
+        transport,
+    ):
         yield server, transport.address
 
 
@@ -383,13 +386,13 @@ async def device(address: str, key: str) -> AsyncIterator[GrpcTransport]:
 
 async def test_many_wrong_keys_are_refused_and_right_ones_come_through() -> None:
     keys = Keys()
-    async with guarded(keys, max_streams=2) as (_, address), device(address, "one") as known:
+    async with start_guarded(keys, max_streams=2) as (_, address), device(address, "one") as known:
         async with grpc.aio.insecure_channel(address) as channel:
             ask: Any = channel.unary_unary("/edgespec.v1.Verifier/Info", None, None)
             wrong = (("authorization", "Bearer three"),)
             calls = [ask(b"", metadata=wrong) for _ in range(40)]
             # it uses no slot and no turn of the unknown peers
-            assert await works(await opened(known))
+            assert await is_alive(await open_stream(known))
             codes = [await call.code() for call in calls]
         assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
     assert keys.served == ["one"]
@@ -412,17 +415,17 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
                 await stream.send(m.Commit(3, ()))
 
     keys.serve = listen  # type: ignore[method-assign]
-    async with guarded(keys, uplink=uplink, watch=watch) as (_, address):
+    async with start_guarded(keys, uplink=uplink, watch=watch) as (_, address):
         async with device(address, "one") as greedy, device(address, "two") as modest:
-            mine = await opened(modest)
-            flood = [await opened(greedy) for _ in range(3)]
+            mine = await open_stream(modest)
+            flood = [await open_stream(greedy) for _ in range(3)]
             for position in range(50):
                 for stream in flood:
                     await stream.send(m.Received(position, 0))
             async with asyncio.timeout(PATIENCE_S):
                 while not watch.waits[WaitReason.CREDENTIAL.value]:
                     await modest.info()
-            assert all([await works(mine) for _ in range(5)])
+            assert all([await is_alive(mine) for _ in range(5)])
             late = await greedy.connect()  # a new stream does not avoid the debt
             await late.send(OPEN)
             fault = await asyncio.wait_for(late.receive(), PATIENCE_S)
@@ -435,11 +438,13 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
 
 async def test_one_keys_line_is_not_anothers() -> None:
     keys = Keys()
-    async with guarded(keys, opens=ONE_FOR_GOOD) as (server, address):
+    async with start_guarded(keys, opens=ONE_FOR_GOOD) as (server, address):
         async with device(address, "one") as greedy, device(address, "two") as modest:
-            assert await works(await opened(greedy))
+            assert await is_alive(await open_stream(greedy))
             waiting = [await greedy.connect() for _ in range(5)]
-            assert await works(await opened(modest))  # although it calls from the same address
+            assert await is_alive(
+                await open_stream(modest)
+            )  # although it calls from the same address
             assert server.stream_count == 2
             for stream in waiting:
                 await stream.close()
@@ -455,9 +460,9 @@ async def test_a_key_that_is_revoked_in_the_line_is_not_served() -> None:
         asked += 1
         return keys.known.pop(key) if asked == 3 else keys.known.get(key)
 
-    async with served(keys.serve, authenticate=known, opens=ONE_A_SECOND) as (_, transport):
+    async with serve_streams(keys.serve, authenticate=known, opens=ONE_A_SECOND) as (_, transport):
         async with device(transport.address, "one") as mine:
-            await opened(mine)
+            await open_stream(mine)
             waiting = await mine.connect()
             await waiting.send(OPEN)
             assert await asyncio.wait_for(waiting.receive(), PATIENCE_S) == WRONG_KEY

@@ -40,14 +40,14 @@ from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
 from tests.kit import echo_verifier
 from tests.kit.gate import Gate
-from tests.kit.guarded import certs
-from tests.kit.live_verifier import call as run
-from tests.kit.live_verifier import daemon, environment
+from tests.kit.guarded import run_certs
+from tests.kit.live_verifier import child_environment, start_daemon
+from tests.kit.live_verifier import run_command as run
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
-    async with echo_verifier.served() as (_, transport):
-        stream = await echo_verifier.opened(transport)
+    async with echo_verifier.serve_streams() as (_, transport):
+        stream = await echo_verifier.open_stream(transport)
         for _ in range(3):
             waiting = asyncio.ensure_future(stream.receive())
             await asyncio.sleep(0)
@@ -66,7 +66,7 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
     given: list[int] = []
     read_now = asyncio.Event()
 
-    async def impatient(stream: VerifierStream) -> None:
+    async def leave_early(stream: VerifierStream) -> None:
         await stream.receive()
         number = 0
         while True:
@@ -83,7 +83,7 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         given.append(number + 1)
         await stream.receive()
 
-    async with echo_verifier.served(impatient) as (_, transport):
+    async with echo_verifier.serve_streams(leave_early) as (_, transport):
         stream = await transport.connect()
         await stream.send(echo_verifier.OPEN)
         await asyncio.wait_for(read_now.wait(), echo_verifier.PATIENCE_S)
@@ -108,8 +108,8 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
 async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, details: str) -> None:
     limits = WireLimits(max_message_bytes=4096)
     too_large = len(payload) > 4096
-    async with echo_verifier.served(limits=limits) as (_, transport):
-        good = await echo_verifier.opened(transport)
+    async with echo_verifier.serve_streams(limits=limits) as (_, transport):
+        good = await echo_verifier.open_stream(transport)
         async with echo_verifier.raw_call(transport) as call:
             await call.write(payload)
             if not too_large:
@@ -119,13 +119,13 @@ async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, deta
         code = grpc.StatusCode.RESOURCE_EXHAUSTED if too_large else grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.code() is code
         assert details in str(caught.value.details())
-        assert await echo_verifier.works(good)
+        assert await echo_verifier.is_alive(good)
 
 
 async def test_a_verifier_over_a_bound_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     long = pb.VerifierMessage(commit=pb.Commit(tokens=[7] * 4097)).SerializeToString()
-    async with echo_verifier.served() as (_, transport):
-        stream = await echo_verifier.opened(transport)
+    async with echo_verifier.serve_streams() as (_, transport):
+        stream = await echo_verifier.open_stream(transport)
         monkeypatch.setattr("edgespec.wire.codec.encode_downlink", lambda *_: long)
         await stream.send(m.Draft(1, (0, 1), (7, 8), 3, 9))
         with pytest.raises(LinkError, match=r"Commit.tokens has 4097 entries") as caught:
@@ -136,14 +136,17 @@ async def test_a_verifier_over_a_bound_is_refused_for_good(monkeypatch: pytest.M
 async def test_a_bug_in_the_verifier_ends_its_own_stream_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with echo_verifier.served() as (_, transport):
-        good, bad = await echo_verifier.opened(transport), await echo_verifier.opened(transport)
+    async with echo_verifier.serve_streams() as (_, transport):
+        good, bad = (
+            await echo_verifier.open_stream(transport),
+            await echo_verifier.open_stream(transport),
+        )
         await bad.send(m.Received(1, 1))
         fault = await bad.receive()
         assert fault == m.Fault(m.FaultCode.INTERNAL, "the verifier failed: ZeroDivisionError")
         with pytest.raises(LinkError, match="INTERNAL: the verifier failed"):
             await bad.receive()
-        assert await echo_verifier.works(good)
+        assert await echo_verifier.is_alive(good)
     (failed,) = [one for one in caplog.records if one.levelname == "ERROR"]
     assert "ZeroDivisionError" in getattr(failed, "failure", "")
     assert "ZeroDivisionError: a bug" not in getattr(failed, "failure", "") + caplog.text
@@ -166,7 +169,7 @@ async def test_a_fault_arrives_before_the_status_that_matches_it(name: str, stat
         await stream.send(m.Commit(3, (1,)))
         await stream.send(fault)
 
-    async with echo_verifier.served(refuse) as (_, transport):
+    async with echo_verifier.serve_streams(refuse) as (_, transport):
         stream = await transport.connect()
         await stream.send(echo_verifier.OPEN)
         assert await stream.receive() == m.Commit(3, (1,))
@@ -186,7 +189,7 @@ async def test_a_fault_reaches_a_device_that_is_sending() -> None:
             await stream.send(m.Commit(position, (1,)))
         await stream.send(fault)
 
-    async with echo_verifier.served(refuse) as (_, transport):
+    async with echo_verifier.serve_streams(refuse) as (_, transport):
         for _ in range(20):
             stream = await transport.connect()
             for node_id in range(1, 200):
@@ -209,7 +212,7 @@ async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wai
         while True:
             heard.put_nowait(await stream.receive())
 
-    async with echo_verifier.served(listen) as (_, transport):
+    async with echo_verifier.serve_streams(listen) as (_, transport):
         stream = await transport.connect()
         receiving = asyncio.ensure_future(stream.receive())
         for position in range(50):
@@ -256,7 +259,7 @@ async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
 
 @contextmanager
 def verifier_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    quiet = environment() | {"GRPC_VERBOSITY": "NONE"}
+    quiet = child_environment() | {"GRPC_VERBOSITY": "NONE"}
     process = subprocess.Popen(
         [sys.executable, __file__], stdout=subprocess.PIPE, text=True, env=quiet
     )
@@ -275,7 +278,7 @@ async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
     with verifier_process() as (_, address):
         async with Gate(int(address.rpartition(":")[2])) as gate:
             transport = GrpcTransport(gate.address)
-            stream = await echo_verifier.opened(transport)
+            stream = await echo_verifier.open_stream(transport)
             gate.swallow()
             with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
                 await asyncio.wait_for(stream.receive(), echo_verifier.PATIENCE_S)
@@ -290,7 +293,7 @@ async def test_an_idle_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(channel_options, "PING_TIMEOUT_S", echo_verifier.PATIENCE_S)
     with verifier_process() as (_, address):
         transport = GrpcTransport(address)
-        stream = await echo_verifier.opened(transport)
+        stream = await echo_verifier.open_stream(transport)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.receive(), 2.5)
         await stream.send(m.Received(1, 1))
@@ -327,7 +330,7 @@ async def test_a_stopped_device_is_noticed_in_time(monkeypatch: pytest.MonkeyPat
         except LinkError as error:
             gone.set_result(error)
 
-    async with echo_verifier.served(watch) as (server, _), Gate(server.port) as gate:
+    async with echo_verifier.serve_streams(watch) as (server, _), Gate(server.port) as gate:
         # The device itself sends no pings.
         monkeypatch.setattr(channel_options, "PING_INTERVAL_S", 3600.0)
         transport = GrpcTransport(gate.address)
@@ -339,14 +342,14 @@ async def test_a_stopped_device_is_noticed_in_time(monkeypatch: pytest.MonkeyPat
 
 
 async def _serve_until_killed() -> None:
-    async with echo_verifier.served() as (server, _):
+    async with echo_verifier.serve_streams() as (server, _):
         sys.stdout.write(f"{server.port}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 
 
 async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:
-    async with echo_verifier.served() as (server, _):
+    async with echo_verifier.serve_streams() as (server, _):
         gone = f"127.0.0.1:{server.port}"
     transport = GrpcTransport(gone)
     attempts: list[Callable[[], Awaitable[object]]] = [transport.connect, transport.info]
@@ -360,7 +363,7 @@ async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:
 
 
 async def test_health_is_reported_and_ends_before_the_service() -> None:
-    async with echo_verifier.served() as (server, transport):
+    async with echo_verifier.serve_streams() as (server, transport):
         channel = grpc.aio.insecure_channel(transport.address)
         health: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "edgespec.v1.Verifier"):
@@ -368,10 +371,10 @@ async def test_health_is_reported_and_ends_before_the_service() -> None:
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        running = await echo_verifier.opened(transport)
+        running = await echo_verifier.open_stream(transport)
         stopping = asyncio.ensure_future(server.stop(grace_s=30))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await echo_verifier.works(running)
+        assert await echo_verifier.is_alive(running)
         late = await transport.connect()
         fault = await late.receive()
         assert fault == echo_verifier.STOPPING
@@ -383,7 +386,7 @@ async def test_health_is_reported_and_ends_before_the_service() -> None:
 
 
 async def test_reflection_lists_the_service() -> None:
-    async with echo_verifier.served() as (_, transport):
+    async with echo_verifier.serve_streams() as (_, transport):
         channel = grpc.aio.insecure_channel(transport.address)
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
         call = stub.ServerReflectionInfo()
@@ -405,7 +408,7 @@ def call(address: str, *arguments: str, seconds: str = "60") -> Result:
 
 
 def test_a_verifier_that_serves_is_exit_code_0() -> None:
-    with daemon() as (address, _):
+    with start_daemon() as (address, _):
         result = call(address)
     assert (result.exit_code, result.stdout) == (0, f"{SERVING}\n")
 
@@ -429,7 +432,7 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    async with echo_verifier.served() as (server, _):
+    async with echo_verifier.serve_streams() as (server, _):
         where = f"127.0.0.1:{server.port}"
         assert await check_health(where, DeviceAccess(), echo_verifier.PATIENCE_S) == SERVING
 
@@ -438,8 +441,8 @@ async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.Monk
 def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with a CA and a certificate for ``NAME``."""
     folder = tmp_path_factory.mktemp("tls")
-    certs("ca", "--dir", folder)
-    certs("server", NAME, "--dir", folder)
+    run_certs("ca", "--dir", folder)
+    run_certs("server", NAME, "--dir", folder)
     return folder
 
 
@@ -447,7 +450,7 @@ async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
     ours = load_tls_access(DeviceTlsSection(ca=str(identity / "ca.pem"))).credentials
     systems = load_tls_access(DeviceTlsSection(enabled=True)).credentials
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
-    async with echo_verifier.served(
+    async with echo_verifier.serve_streams(
         echo_verifier.echo, credentials=lambda: grpc.ssl_server_credentials([pair])
     ) as (server, _):
         address = f"127.0.0.1:{server.port}"

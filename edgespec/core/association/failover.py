@@ -31,7 +31,7 @@ from edgespec.core.association.known_verifiers import (
     Route,
 )
 from edgespec.core.association.policies import Association
-from edgespec.core.protocol.checks import check_range, one_line
+from edgespec.core.protocol.checks import check_range, make_one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, describe_model_mismatch
 
 _MIN_S, _MAX_S = 1e-3, 3600.0
@@ -226,8 +226,8 @@ class Failover:
     ) -> Actions:
         candidate = self._verifier_in_use(route)
         if candidate is None or code is FaultCode.INVALID:
-            return [ev.Leave(route.number, one_line(why), None, code.retryable)]
-        candidate.error = one_line(why)
+            return [ev.Leave(route.number, make_one_line(why), None, code.retryable)]
+        candidate.error = make_one_line(why)
         candidate.breaker.hold(now, retry_after_s)
         match code:
             case FaultCode.RESYNC:  # not the verifier's fault; its cache may still be useful
@@ -253,7 +253,7 @@ class Failover:
         self._record_failure(route, route.address_in_use, why, retryable, now)
         if not route.has_progressed:
             route.tried.add(route.address_in_use)
-        return [self._leave(route, one_line(why), now)]
+        return [self._leave(route, make_one_line(why), now)]
 
     def _on_quiet(self, route: Route, now: float) -> Actions:
         candidate = self._verifier_in_use(route)
@@ -279,10 +279,10 @@ class Failover:
         self, route: Route, address: str, why: str, retryable: bool, now: float
     ) -> None:
         if not retryable:
-            route.unfit[address] = one_line(why)
+            route.unfit[address] = make_one_line(why)
         if (candidate := self.candidates.listed.get(address)) is None:
             return
-        candidate.error = one_line(why)
+        candidate.error = make_one_line(why)
         if retryable:
             candidate.breaker.record_failure(now)
         elif candidate.breaker.state is CLOSED:
@@ -315,7 +315,7 @@ class Failover:
         else:
             alive = event.alive
             if not (alive and candidate.breaker.state is CLOSED):
-                candidate.error = one_line(event.why)
+                candidate.error = make_one_line(event.why)
                 candidate.breaker.open(now)
         actions: Actions = []
         for route in self.routes.values():

@@ -105,7 +105,7 @@ class WindowedPolicy:
     """Cost of a step, as a share of the pass time that it may save. Where steps are short, one runs
     behind a less likely node as well, down to a chance of step_price * step_s / pass_s. A step of 2
     ms beside passes of 20 ms is worth it from 0.16 * 2 / 20 = 0.016 on."""
-    gather: float | None = None
+    gather_share: float | None = None
     """Share of a pass, as in ``GoodputPolicy``."""
     min_candidate_chance: ClassVar[float] = 0.0
     drops_useless_draft: ClassVar[bool] = False
@@ -143,7 +143,7 @@ class WindowedPolicy:
         return best or None
 
     def should_send(self, view: DraftView) -> bool:
-        return view.unsent > 0 and sends_now(view, self.gather, by_rank=True)
+        return view.unsent > 0 and sends_now(view, self.gather_share, by_rank=True)
 
     def _least_chance(self, view: DraftView, step_s: float, hit_rate: float) -> float:
         """Return the least chance of a node at which a step behind it saves more than it costs: its

@@ -1,6 +1,6 @@
 """Measurements of a device: its link, its draft steps, the verifier's passes, its draft's accuracy.
 
-Estimates about the draft (``Learned``) and about a verifier (``VerifierEstimates``) outlive a
+Estimates about the draft (``KeptEstimates``) and about a verifier (``VerifierEstimates``) outlive a
 generation.
 """
 
@@ -120,7 +120,7 @@ class DraftChances:
 
 
 @dataclass(slots=True)
-class Learned:
+class KeptEstimates:
     """Estimates that are kept between generations: pass the same object to the next
     ``DraftSession``."""
 
@@ -139,21 +139,21 @@ class Learned:
         return self.sampled if sampling.temperature > 0.0 else self.greedy
 
 
-class LearnedByModel:
+class KeptEstimatesByModel:
     """Estimates for each model that is requested by name.
 
     ``usual`` are those for the model called ``name``. Beyond ``MAX_OTHER_MODELS`` the estimates of
     the model requested longest ago are dropped."""
 
-    def __init__(self, name: str, usual: Learned) -> None:
+    def __init__(self, name: str, usual: KeptEstimates) -> None:
         self._name, self._usual = name, usual
-        self._others: dict[str, Learned] = {}
+        self._others: dict[str, KeptEstimates] = {}
 
-    def for_model(self, name: str) -> Learned:
+    def for_model(self, name: str) -> KeptEstimates:
         """Return the estimates for the next session of this model."""
         if name == self._name:
             return self._usual
-        learned = self._others.pop(name, None) or Learned(step_s=self._usual.step_s)
+        learned = self._others.pop(name, None) or KeptEstimates(step_s=self._usual.step_s)
         self._others[name] = learned
         if len(self._others) > MAX_OTHER_MODELS:
             del self._others[next(iter(self._others))]
@@ -211,7 +211,7 @@ class DraftEstimates(VerifierEstimates):
 
     @classmethod
     def of(
-        cls, verifier: VerifierEstimates, learned: Learned, sampling: SamplingParams
+        cls, verifier: VerifierEstimates, learned: KeptEstimates, sampling: SamplingParams
     ) -> DraftEstimates:
         """Begin a generation with the estimates of earlier ones, which it goes on updating.
 

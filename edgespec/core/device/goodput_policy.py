@@ -63,7 +63,7 @@ class GoodputPolicy:
     width: int = 2
     min_gain: float = MIN_GAIN
     """Tokens that a step has to save."""
-    gather: float | None = None
+    gather_share: float | None = None
     """None: every step's nodes are sent at once. A number: nodes are sent together, just in time
     for the next pass, within this share of a pass before it, or when none is in flight."""
     window: int | None = None
@@ -84,7 +84,7 @@ class GoodputPolicy:
         alone = not view.in_flight and view.unsent <= self.width
         if alone and self.best_leaf(view)[1] < self.min_gain:
             return False  # a probe: drafted to measure the acceptance rate, not to be sent
-        return sends_now(view, self.gather, by_rank=False)
+        return sends_now(view, self.gather_share, by_rank=False)
 
     def best_leaf(self, view: DraftView) -> tuple[int, float]:
         """Return the leaf behind which a step would bring most, and how many tokens that is."""
@@ -250,12 +250,12 @@ def make_policy(
     """Return the policy called ``name``. ``gamma`` and ``window`` None adapt to the estimates."""
     match name:
         case PolicyName.WINDOWED:
-            return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)
+            return WindowedPolicy(width=width, window=window, gather_share=GATHER_SHARE)
         case PolicyName.PEARL:
             return PearlPolicy(gamma=gamma, width=width)
         case PolicyName.FIXED:
             return FixedPolicy(gamma=gamma, width=width)
         case PolicyName.GOODPUT:
-            return GoodputPolicy(width, gather=GATHER_SHARE, window=window)
+            return GoodputPolicy(width, gather_share=GATHER_SHARE, window=window)
         case _:
             assert_never(name)

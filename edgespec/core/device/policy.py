@@ -207,19 +207,19 @@ def is_full(view: DraftView, width: int, window: int | None) -> bool:
     return drafted >= most or view.room < width
 
 
-def sends_now(view: DraftView, gather: float | None, *, by_rank: bool) -> bool:
-    """Return whether to send the unsent nodes now, with ``gather`` as in ``GoodputPolicy``.
+def sends_now(view: DraftView, gather_share: float | None, *, by_rank: bool) -> bool:
+    """Return whether to send the unsent nodes now, with ``gather_share`` as in ``GoodputPolicy``.
 
     ``by_rank`` means that a node's chance is the rate of its rank, and not what the draft model
     reports."""
-    if gather is None or view.resting:
+    if gather_share is None or view.resting:
         return True
     if not view.in_flight:
-        return not _is_worth_a_longer_chain(view, gather, by_rank)
-    return _time_left_s(view) < view.step_s + gather * view.pass_s
+        return not _is_worth_a_longer_chain(view, gather_share, by_rank)
+    return _time_left_s(view) < view.step_s + gather_share * view.pass_s
 
 
-def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> bool:
+def _is_worth_a_longer_chain(view: DraftView, gather_share: float, by_rank: bool) -> bool:
     """Return whether one more node in the next pass is worth the time of its step, if none is in
     flight.
 
@@ -235,7 +235,7 @@ def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> b
     one.
     """
     pass_s, step_s = view.pass_s, view.step_s
-    if view.idle_s is None or view.idle_s + view.rtt_s + step_s > (1.0 - gather) * pass_s:
+    if view.idle_s is None or view.idle_s + view.rtt_s + step_s > (1.0 - gather_share) * pass_s:
         return False
     rate = min(view.estimates.acceptance.rate(0), _SURE_RATE)
     chance, children = 1.0, view.tree.roots

@@ -2,7 +2,7 @@
 
 Theory of operation. The session owns the committed prefix (the tokens delivered to the user, which
 are the truth on reconnect), the tree of draft nodes behind it, and the plan of what to draft next.
-Three things run side by side: the link (``LinkKeeper``), at most one draft step, and the stream of
+Three things run side by side: the link (``LinkSession``), at most one draft step, and the stream of
 commits (``CommitReader``). Every event ends in ``_send_and_draft``, which sends what the policy
 decides to send and starts the step that it decides to start.
 
@@ -23,8 +23,8 @@ from edgespec.core.device import events as ev
 from edgespec.core.device.commit_reader import CommitBounds, CommitReader, DraftOutbox
 from edgespec.core.device.device_lookup import DeviceLookup
 from edgespec.core.device.device_model import DeviceModel
-from edgespec.core.device.estimates import DraftEstimates, Learned, VerifierEstimates
-from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
+from edgespec.core.device.estimates import DraftEstimates, KeptEstimates, VerifierEstimates
+from edgespec.core.device.link_session import LinkSession, ReconnectPolicy
 from edgespec.core.device.policy import DeviceSource, DraftPolicy, DraftView
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.text_lookup import TextTables
@@ -59,7 +59,7 @@ class DraftSession:
         jitter_seed: int = 0,
         vocabulary_size: int = 0,
         verifier: VerifierEstimates | None = None,
-        learned: Learned | None = None,
+        learned: KeptEstimates | None = None,
         text: TextTables | None = None,
     ) -> None:
         self.request = request
@@ -74,7 +74,7 @@ class DraftSession:
         self._bounds = CommitBounds(length, sampling.max_tokens, vocabulary_size)
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
-        verifier, learned = verifier or VerifierEstimates(), learned or Learned()
+        verifier, learned = verifier or VerifierEstimates(), learned or KeptEstimates()
         self.estimates = DraftEstimates.of(verifier, learned, sampling)
         self.counters = ev.DraftCounters()
         self._model = DeviceModel(self.tree, self.estimates, self.counters)
@@ -87,7 +87,7 @@ class DraftSession:
             counters=self.counters,
             sources=sources if self._lookup is None else (*sources, self._lookup),
         )
-        self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
+        self.link = LinkSession(reconnect, jitter_seed, self.counters)
         self._announced_no_draft = False
         """Whether a draft without nodes was sent since the verifier's last commit."""
         self._busy_since: float | None = None

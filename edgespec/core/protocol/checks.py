@@ -20,20 +20,20 @@ def check_range(
         raise ValueError(f"{name} is {value}, but must be in {bracket}{low}, {high}]")
 
 
-def limited(default: Any, low: float, high: float) -> Any:
+def range_field(default: Any, low: float, high: float) -> Any:
     """Return a dataclass field whose value must lie in [low, high].
 
     Each element of a tuple is checked. The default value is always allowed."""
     return field(default=default, metadata={"limits": (low, high)})
 
 
-def among(default: Any, known: tuple[object, ...]) -> Any:
+def choice_field(default: Any, known: tuple[object, ...]) -> Any:
     """Return a dataclass field whose value must be one of ``known``."""
     return field(default=default, metadata={"known": known})
 
 
 def check_limits(section: Any) -> None:
-    """Check the fields of ``section`` that ``limited`` or ``among`` made.
+    """Check the fields of ``section`` that ``range_field`` or ``choice_field`` made.
 
     Raises ``ValueError`` with the field, its value and its limits."""
     for one in fields(section):
@@ -74,7 +74,7 @@ def make_printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in _HARMLESS else REPLACEMENT for c in text)
 
 
-def one_line(message: str) -> str:
+def make_one_line(message: str) -> str:
     """Return ``message`` as one printable line of at most ``MAX_MESSAGE_LENGTH`` characters."""
     short = message[:MAX_MESSAGE_LENGTH]
     return make_printable(" ".join(short.split())) + (
@@ -97,7 +97,9 @@ def is_unicode(text: str) -> bool:
 State = TypeVar("State", bound=Enum)
 
 
-def transition(moves: Mapping[tuple[State, State], str], source: State, target: State) -> State:
+def check_transition(
+    moves: Mapping[tuple[State, State], str], source: State, target: State
+) -> State:
     """Return ``target``, the state that a session enters.
 
     ``moves`` is the session's transition table, from which ``docs/session-states.md`` is drawn; a

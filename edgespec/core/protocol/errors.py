@@ -38,7 +38,7 @@ class FaultCode(Enum):
     @property
     def retryable(self) -> bool:
         """Whether the device may open the stream again, a bounded number of times
-        (``core/device/link_keeper.py``)."""
+        (``core/device/link_session.py``)."""
         return self in (
             FaultCode.RESYNC,
             FaultCode.OVERLOADED,

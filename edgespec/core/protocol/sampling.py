@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from edgespec.core.protocol.checks import check_limits, check_range, limited
+from edgespec.core.protocol.checks import check_limits, check_range, range_field
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind, allows
 
 # Shared noise: Gumbel(seed, position, token id) as a pure function. argmax(logits + Gumbel noise)
@@ -39,7 +39,7 @@ GOLDEN = 0x9E3779B9
 SECOND_KEY = 0x7F4A7C15
 
 
-def mix(value: int) -> int:
+def mix_bits(value: int) -> int:
     """Return ``value`` mixed by a bijection of 32-bit integers in which every input bit changes
     about half of the output bits."""
     value &= MASK_32
@@ -52,13 +52,13 @@ def seed_key(seed: int) -> int:
     """Return the part of the noise key that all positions of a seed share. ``seed`` is taken modulo
     2**64."""
     low, high = seed & MASK_32, (seed >> 32) & MASK_32
-    return mix(mix(low ^ GOLDEN) + high)
+    return mix_bits(mix_bits(low ^ GOLDEN) + high)
 
 
 def position_keys(seed: int, position: int) -> tuple[int, int]:
     """Return the two round keys of a position. ``seed`` is taken modulo 2**64."""
-    first = mix(seed_key(seed) ^ (position * GOLDEN & MASK_32))
-    return first, mix(first + SECOND_KEY)
+    first = mix_bits(seed_key(seed) ^ (position * GOLDEN & MASK_32))
+    return first, mix_bits(first + SECOND_KEY)
 
 
 def noise_bits(seed: int, position: int, token: int) -> int:
@@ -114,33 +114,33 @@ class SamplingParams:
 
     Raises ``ValueError`` with the field, the value and the limit."""
 
-    temperature: float = limited(0.0, 0.0, 100.0)
+    temperature: float = range_field(0.0, 0.0, 100.0)
     """Divide the logits by this. 0 takes the likeliest token; higher values make the output more
     varied."""
-    top_k: int = limited(0, 0, 1 << 24)
+    top_k: int = range_field(0, 0, 1 << 24)
     """Keep the k likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probability reaches this share."""
-    min_p: float = limited(0.0, 0.0, 1.0)
+    min_p: float = range_field(0.0, 0.0, 1.0)
     """Drop tokens whose probability is below this share of the likeliest token's."""
-    repetition_penalty: float = limited(1.0, MIN_REPETITION_PENALTY, 100.0)
+    repetition_penalty: float = range_field(1.0, MIN_REPETITION_PENALTY, 100.0)
     """Above 1, tokens that occur in the prompt or the output become less likely."""
-    presence_penalty: float = limited(0.0, -100.0, 100.0)
+    presence_penalty: float = range_field(0.0, -100.0, 100.0)
     """Subtract this from the logit of each token that occurs in the output."""
-    frequency_penalty: float = limited(0.0, -100.0, 100.0)
+    frequency_penalty: float = range_field(0.0, -100.0, 100.0)
     """Subtract this from a token's logit once for each time that it occurs in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     """Amounts that are added to the logits of single token ids, such as ``{42: -1.5}``."""
-    seed: int = limited(0, 0, (1 << 64) - 1)
+    seed: int = range_field(0, 0, (1 << 64) - 1)
     """Seed of the sampling noise. The same seed gives the same output."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output."""
     stop: tuple[str, ...] = ()
     """End the output before any given string. The device searches for the strings; they are never
     sent and never shown."""
-    max_tokens: int = limited(256, 1, MAX_TOKENS)
+    max_tokens: int = range_field(256, 1, MAX_TOKENS)
     """Generate at most this many tokens."""
-    min_tokens: int = limited(0, 0, MAX_TOKENS)
+    min_tokens: int = range_field(0, 0, MAX_TOKENS)
     """Generate at least this many tokens: before that no end token, stop token or stop string ends
     the output. It still ends where its constraint allows nothing else."""
     ignore_eos: bool = False
@@ -234,7 +234,7 @@ def choose(
 
     It depends on the logits of that position, the tokens before it and ``mask``, the mask of the
     constraint and of ``MinTokensMask``."""
-    scores = warp(masked(logits, mask), params, prompt, output)
+    scores = warp(mask_logits(logits, mask), params, prompt, output)
     if not params.is_greedy:
         scores = [
             s + gumbel(noise_bits(params.seed, position, token)) if s > -math.inf else s
@@ -243,7 +243,7 @@ def choose(
     return max(range(len(scores)), key=lambda token: (scores[token], -token))
 
 
-def masked(logits: Sequence[float], mask: bytes | None) -> Sequence[float]:
+def mask_logits(logits: Sequence[float], mask: bytes | None) -> Sequence[float]:
     """Return ``logits`` with -inf for each token that ``mask`` forbids. None forbids nothing."""
     if mask is None:
         return logits

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.sampling import GOLDEN, SamplingParams, mix
+from edgespec.core.protocol.sampling import GOLDEN, SamplingParams, mix_bits
 
 _EMPTY_HASH = 0x65646765
 
@@ -53,7 +53,7 @@ class CommittedPrefix:
     def hash_at(self, length: int) -> int:
         hashes = self._hashes
         for token in self.tokens[len(hashes) - 1 : length]:
-            hashes.append(mix(hashes[-1] * GOLDEN + token))
+            hashes.append(mix_bits(hashes[-1] * GOLDEN + token))
         return hashes[length]
 
     def starts_with(self, tokens: Sequence[int]) -> bool:

@@ -41,12 +41,12 @@ def score_token(logits: Sequence[float], token: int, count: int) -> TokenScore:
     log 0.75 = -0.288, with a margin of log 3 = 1.099."""
     norm = _log_sum_exp(logits)
     order = sorted(range(len(logits)), key=lambda one: (-logits[one], one))
-    top = tuple([(one, _bounded(logits[one] - norm)) for one in order[:count]])
+    top = tuple([(one, _bound_logprob(logits[one] - norm)) for one in order[:count]])
     margin = logits[order[0]] - logits[order[1]] if len(order) > 1 else -MIN_LOGPROB
-    return TokenScore(_bounded(logits[token] - norm), min(margin, -MIN_LOGPROB), top)
+    return TokenScore(_bound_logprob(logits[token] - norm), min(margin, -MIN_LOGPROB), top)
 
 
-def _bounded(logprob: float) -> float:
+def _bound_logprob(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
@@ -92,7 +92,7 @@ def score_node(law: Sequence[float], logits: Sequence[float], token: int) -> Nod
     logprobs = [logit - norm for logit in law]
     entropy = -math.fsum([math.exp(one) * one for one in logprobs if one > -math.inf])
     rank = sum([logit > law[token] for logit in law])
-    raw = _bounded(logits[token] - _log_sum_exp(logits))
+    raw = _bound_logprob(logits[token] - _log_sum_exp(logits))
     return NodeScore(
         logprob=logprobs[token],
         best_logprob=max(logprobs),

@@ -14,8 +14,8 @@ that is last in its text.
 
 Invariants: a block is free or stands in as many tables as it has holders, once in each; free and
 held blocks add up to ``block_count``; a name belongs to one block and a block has at most one name;
-only a block with one holder and no name is *writable*. ``cache_keeper.py`` decides which sessions
-give up blocks and which share them.
+only a block with one holder and no name is *writable*. ``cache_scheduler.py`` decides which
+sessions give up blocks and which share them.
 """
 
 from __future__ import annotations

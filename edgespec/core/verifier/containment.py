@@ -6,7 +6,7 @@ from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session_registry import SessionRegistry
 
@@ -24,11 +24,15 @@ class Containment:
     """
 
     def __init__(
-        self, registry: SessionRegistry, scheduler: PassScheduler, keeper: CacheKeeper
+        self, registry: SessionRegistry, scheduler: PassScheduler, cache_scheduler: CacheScheduler
     ) -> None:
         self.broken: str | None = None
         """Reason why this verifier serves no requests any more; None while it does."""
-        self._registry, self._scheduler, self._keeper = registry, scheduler, keeper
+        self._registry, self._scheduler, self._cache_scheduler = (
+            registry,
+            scheduler,
+            cache_scheduler,
+        )
         self._suspect: tuple[str, str, float] | None = None
         """Key of the session that failed alone, the reason, and the time."""
 
@@ -58,10 +62,10 @@ class Containment:
 
     def _probe(self, key: str, why: str, now: float) -> None:
         self._suspect = key, why, now
-        self._keeper.withdraw(key)
-        self._keeper.release(key)
+        self._cache_scheduler.withdraw(key)
+        self._cache_scheduler.release(key)
         self._registry.dispatch(key, ev.Cached(0), now)
-        table = self._keeper.reserve(_PROBE_KEY, 1)
+        table = self._cache_scheduler.reserve(_PROBE_KEY, 1)
         request = PassRequest(_PROBE_KEY, 0, (0,), blocks=table)
         self._registry.actions.append(ee.RunProbe(request))
 
@@ -70,7 +74,7 @@ class Containment:
         works."""
         assert self._suspect is not None
         (key, why, _), self._suspect = self._suspect, None
-        self._keeper.release(_PROBE_KEY)
+        self._cache_scheduler.release(_PROBE_KEY)
         if broken is None:
             self.end_session(key, FaultCode.INTERNAL, why)
         else:
@@ -79,7 +83,7 @@ class Containment:
     def end_session(self, key: str, code: FaultCode, why: str) -> None:
         """End one session; its device may come back after a second."""
         if code is FaultCode.INTERNAL:
-            self._keeper.withdraw(key)
+            self._cache_scheduler.withdraw(key)
         self._registry.remove(key, Fault(code, why, retry_after_s=1.0))
 
     def give_up(self, why: str) -> None:

@@ -21,7 +21,7 @@ from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
-from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.containment import RESTART_FAULT, Containment
 from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.scheduler import PassScheduler
@@ -84,7 +84,7 @@ class VerifyEngine:
         self.sessions = self.registry.sessions
         ledger = None if cache is None else BlockLedger(cache)
         shares = engine_limits.share_prefixes is not SharePrefixes.NONE
-        self.keeper = CacheKeeper(
+        self.cache_scheduler = CacheScheduler(
             ledger,
             self.sessions,
             self._owner_of if shares else None,
@@ -92,12 +92,12 @@ class VerifyEngine:
         )
         self._scheduler = PassScheduler(
             limits=engine_limits,
-            keeper=self.keeper,
+            cache_scheduler=self.cache_scheduler,
             offer_rows=self.registry.offer_rows,
             credential_of=self.registry.credential_of,
             draft_times=self.registry.draft_sources.times,
         )
-        self.keeper.is_over_rate = self._scheduler.fairness.is_over_rate
+        self.cache_scheduler.is_over_rate = self._scheduler.fairness.is_over_rate
         self.draft_counts = self.registry.draft_sources.counts
         self._round: RunningRound | None = None
         """The round of the server model that runs now."""
@@ -106,7 +106,7 @@ class VerifyEngine:
         """Tokens that the engine speculator proposes in the pass that runs."""
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
-        self._containment = Containment(self.registry, self._scheduler, self.keeper)
+        self._containment = Containment(self.registry, self._scheduler, self.cache_scheduler)
 
     @property
     def broken(self) -> str | None:
@@ -199,7 +199,7 @@ class VerifyEngine:
                     registry.remove(key, None)
                 elif session is None or session.state is ev.FINISHED:
                     self._scheduler.forget(key)
-                    self.keeper.release(key)
+                    self.cache_scheduler.release(key)
                     registry.close_sequence(key)
                     self._schedule_review(key, now)
                 else:
@@ -328,7 +328,7 @@ class VerifyEngine:
             self.registry.dispatch(key, done, now)
             tokens += session.prefix.length - length_before
             self._scheduler.fairness.spend_tokens(key, session.prefix.length - length_before, now)
-            self.keeper.settle_pass(request, session.prefix.length)
+            self.cache_scheduler.settle_pass(request, session.prefix.length)
             device.nodes += request.device_nodes
             device.accepted += session.device_accepted - accepted_before
         if tokens:  # a pass without tokens did not sample

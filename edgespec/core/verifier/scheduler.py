@@ -2,9 +2,9 @@
 
 Theory of operation. Sessions that might use a pass wait in a queue, longest waiting first. When no
 pass runs, each is offered the remaining room: at most ``max_rows_per_session`` rows, and no more
-than fit in the cache (``cache_keeper.py``). A session that declines leaves the queue until an event
-changes it, or until others run a pass that it can share. A session for which there is no room keeps
-its place. After a failed pass, its sessions are tried one at a time.
+than fit in the cache (``cache_scheduler.py``). A session that declines leaves the queue until an
+event changes it, or until others run a pass that it can share. A session for which there is no
+room keeps its place. After a failed pass, its sessions are tried one at a time.
 
 Decode first: sessions that decode come before sessions that feed a prompt, and a row is kept for
 each of them before any session's drafts get it. Prompts follow in the order of ``PromptQueue``.
@@ -26,7 +26,7 @@ from edgespec.core.protocol.estimators import ASSUMED_PASS_S, SlopeEstimator
 from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
-from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
 from edgespec.core.verifier.row_price import RowPriceEstimator
@@ -289,14 +289,14 @@ class PassScheduler:
     def __init__(
         self,
         limits: EngineLimits,
-        keeper: CacheKeeper,
+        cache_scheduler: CacheScheduler,
         offer_rows: OfferRows,
         credential_of: Mapping[str, Credential] | None = None,
         draft_times: DraftTimes | None = None,
     ) -> None:
         self.running: Batch | None = None
         self.passes = 0
-        self._limits, self._keeper, self._offer_rows = limits, keeper, offer_rows
+        self._limits, self._cache_scheduler, self._offer_rows = limits, cache_scheduler, offer_rows
         self.fairness = Fairness({} if credential_of is None else credential_of)
         self._waiting: dict[str, int] = {}
         """The queue: the number of the pass at which each session joined it, by session id."""
@@ -339,7 +339,7 @@ class PassScheduler:
         """
         assert self.running is None
         forming = self._begin_forming(began_at)
-        self._keeper.begin_pass(now)
+        self._cache_scheduler.begin_pass(now)
         line, first_prompt, prompt_room = self._order_queue(sessions, now)
         room = forming.rows_left
         prompt_rows_kept = (
@@ -366,9 +366,9 @@ class PassScheduler:
                 break
         if forming.parts and self.isolated_keys.isdisjoint(forming.parts):
             self._offer_again(sessions, forming, now)
-        for key in self._keeper.evicted:
+        for key in self._cache_scheduler.evicted:
             self.enqueue(key)
-        self._keeper.evicted.clear()
+        self._cache_scheduler.evicted.clear()
         parts = tuple(forming.parts.values())
         if parts:
             self.running = Batch(now, parts)
@@ -487,7 +487,7 @@ class PassScheduler:
         it. ``others`` is the number of sessions behind it in the queue."""
         parts, most = forming.parts, min(free, self._limits.max_rows_per_session)
         if session.rows_to_feed:
-            most = self._keeper.rows_for(key, most, parts, others, now)
+            most = self._cache_scheduler.rows_for(key, most, parts, others, now)
             if most == 0:
                 return None
         forming.offered_keys.append(key)
@@ -501,7 +501,7 @@ class PassScheduler:
                 self._awaiting_draft[key] = None
             return None
         self._awaiting_draft.pop(key, None)
-        if table := self._keeper.reserve(key, request.cache_length + request.row_count):
+        if table := self._cache_scheduler.reserve(key, request.cache_length + request.row_count):
             request = request.with_blocks(table)
         parts[key] = session, request
         forming.rows_left -= request.row_count

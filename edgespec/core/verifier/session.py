@@ -28,7 +28,7 @@ from hmac import compare_digest
 from typing import Final, assert_never
 
 from edgespec.core.protocol.acceptance import AcceptanceRule, Walk
-from edgespec.core.protocol.checks import transition
+from edgespec.core.protocol.checks import check_transition
 from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.messages import (
     EXACT_RULE,
@@ -102,7 +102,7 @@ class Attachment:
         return echo, round((now - held_at) * 1e6)
 
 
-class ScoreKeeper:
+class KeptScores:
     """Keeps the scores of committed tokens until the device has acknowledged them, so that they can
     be sent again after a reconnect. A session that requested no scores has none."""
 
@@ -157,7 +157,7 @@ def catch_up_commits(
     prefix: CommittedPrefix,
     held: int,
     finish: FinishReason | None,
-    scores: ScoreKeeper,
+    scores: KeptScores,
     replaced: Sequence[int] = (),
 ) -> Iterator[Commit]:
     """Yield the commits that bring a device with ``held`` tokens up to date, within the wire's
@@ -218,7 +218,7 @@ class VerifySession:
         self._price_share, self._trees = PricedShare(request), trees
         self._server_drafts = server_drafts
         self.device = Attachment(self.prefix.length, now, detached_at=now)
-        self._idle_since, self._scores = now, ScoreKeeper()
+        self._idle_since, self._scores = now, KeptScores()
         self._drafts_at = math.inf
         """Time until which the session rather waits for its device than for the server model."""
         self._pass: ev.RunningPass | None = None
@@ -288,7 +288,7 @@ class VerifySession:
             case ev.PassFailed():
                 self._pass = None
                 if self.state is ev.PASSING:
-                    self.state = transition(VERIFY_MOVES, self.state, ev.READY)
+                    self.state = check_transition(VERIFY_MOVES, self.state, ev.READY)
                 return ()
             case ev.Cached(length):
                 assert self._pass is None
@@ -315,7 +315,10 @@ class VerifySession:
         self.device = Attachment(held, now)
         self.deadline, self._idle_since = None, now
         if self.finish is None and (finish := self._ending.finish_reason(self.prefix)) is not None:
-            self.state, self.finish = transition(VERIFY_MOVES, self.state, ev.FINISHED), finish
+            self.state, self.finish = (
+                check_transition(VERIFY_MOVES, self.state, ev.FINISHED),
+                finish,
+            )
         self._update_unacknowledged(now)
         name, fingerprint = self._model.name, self._model.fingerprint
         constrained = request.sampling.constraint is not None
@@ -365,7 +368,7 @@ class VerifySession:
     def _end_cancelled(self) -> None:
         """End the session as cancelled; nothing more is delivered or awaited."""
         self.finish = FinishReason.CANCELLED
-        self.state = transition(VERIFY_MOVES, self.state, ev.FINISHED)
+        self.state = check_transition(VERIFY_MOVES, self.state, ev.FINISHED)
         self.device.received = self.prefix.length
 
     def _on_received(self, message: Received, now: float) -> tuple[ev.VerifyAction, ...]:
@@ -398,7 +401,7 @@ class VerifySession:
         queue_s = self.inbox.pop_queue_s(now) if request.device_nodes else 0.0
         started_at = now if offer.began_at is None else offer.began_at
         self._pass = ev.RunningPass(request, started_at, queue_s)
-        self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
+        self.state = check_transition(VERIFY_MOVES, self.state, ev.PASSING)
         return (ev.RunPass(request),)
 
     @property
@@ -459,7 +462,7 @@ class VerifySession:
         self._idle_since, self._drafts_at = now, math.inf
         self.cache_length += len(done.request.feed)
         if not done.request.sample:
-            self.state = transition(VERIFY_MOVES, self.state, ev.READY)
+            self.state = check_transition(VERIFY_MOVES, self.state, ev.READY)
             if self.attached and now - self.device.last_sent_at >= READ_REPORT_S:
                 return ev.Keep(()), self._send(self._keepalive(), now)
             return (ev.Keep(()),)
@@ -488,7 +491,7 @@ class VerifySession:
         )
         send = (self._send(commit, now),) if self.attached else ()
         next_state = ev.READY if self.finish is None else ev.FINISHED
-        self.state = transition(VERIFY_MOVES, self.state, next_state)
+        self.state = check_transition(VERIFY_MOVES, self.state, next_state)
         self._update_unacknowledged(now)
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
 

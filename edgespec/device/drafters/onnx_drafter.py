@@ -491,14 +491,14 @@ class ForeignDrafter(GraphDrafter):
             path, threads or dg.default_threads(dg.weights_bytes(path)), providers
         )
         self.graph = graph = dg.read_graph(path, session, hint)
-        limited, capacity = _limit_length(info, context_length, DEFAULT_CONTEXT_LIMIT, window)
+        range_field, capacity = _limit_length(info, context_length, DEFAULT_CONTEXT_LIMIT, window)
         size = graph.logits.shape[-1]
         size = size if isinstance(size, int) else info.vocabulary_size
         super().__init__(
             path,
             session,
             graph,
-            replace(limited, vocabulary_size=size),
+            replace(range_field, vocabulary_size=size),
             capacity=max(capacity, _CHECKED_LENGTH),
             proposable_count=min(token_count or size, size),
             window=window,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from edgespec.core import ports
 from edgespec.core.device.token_cache import TokenCache
-from edgespec.core.protocol.sampling import SamplingParams, gumbel, masked, noise_bits, warp
+from edgespec.core.protocol.sampling import SamplingParams, gumbel, mask_logits, noise_bits, warp
 from edgespec.core.toy_model import ToyModel
 
 DEFAULT_CONTEXT_LENGTH = 1 << 16
@@ -64,7 +64,7 @@ class ToyDrafter(SilentDrafter):
 
     def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         cache, params = self._cache, self._cache.sampling
-        logits = masked(self._model.logits(cache.tokens), cache.allowed_mask())
+        logits = mask_logits(self._model.logits(cache.tokens), cache.allowed_mask())
         if max(logits) == -math.inf:
             return ()
         prompt, output = (cache.prompt, cache.output) if params.is_penalised else ((), ())

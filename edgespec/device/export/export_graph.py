@@ -49,25 +49,27 @@ def rope_tables(
 
     The product is computed in float32, as the reference implementation does: at long positions a
     float64 product would differ from the values of the training."""
-    angles = np.outer(np.arange(context_length, dtype=np.float32), _frequencies(rope, head_dim))
+    angles = np.outer(
+        np.arange(context_length, dtype=np.float32), _compute_frequencies(rope, head_dim)
+    )
     factor = np.float32(_yarn_sharpness(rope) if rope["rope_type"] == "yarn" else 1.0)
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def _frequencies(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
+def _compute_frequencies(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies: NDArray[Any] = 1.0 / np.float32(rope["rope_theta"]) ** exponents
     match rope["rope_type"]:
         case "linear":
             frequencies = frequencies / float(rope["factor"])
         case "llama3":
-            frequencies = _llama3(rope, frequencies)
+            frequencies = _scale_llama3(rope, frequencies)
         case "yarn":
-            frequencies = _yarn(rope, frequencies, head_dim)
+            frequencies = _scale_yarn(rope, frequencies, head_dim)
     return frequencies.astype(np.float32)
 
 
-def _llama3(rope: Mapping[str, Any], plain: NDArray[Any]) -> NDArray[Any]:
+def _scale_llama3(rope: Mapping[str, Any], plain: NDArray[Any]) -> NDArray[Any]:
     length = float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = length * plain / (2.0 * math.pi)
@@ -75,7 +77,7 @@ def _llama3(rope: Mapping[str, Any], plain: NDArray[Any]) -> NDArray[Any]:
     return np.asarray((1.0 - share) * (plain / float(rope["factor"])) + share * plain)
 
 
-def _yarn(rope: Mapping[str, Any], plain: NDArray[Any], head_dim: int) -> NDArray[Any]:
+def _scale_yarn(rope: Mapping[str, Any], plain: NDArray[Any], head_dim: int) -> NDArray[Any]:
     length, theta = float(rope["original_max_position_embeddings"]), float(rope["rope_theta"])
 
     def dimension(turns: float) -> float:

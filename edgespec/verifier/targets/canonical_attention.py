@@ -114,7 +114,7 @@ class CanonicalAttention:
         place = np.minimum(np.arange(size), counts[:, None] - 1)
         picked = rows.first_rows[one_each, None] + place
         ends = rows.bases[one_each] + paths[one_each]
-        groups = _groups(rows, one_each, picked, counts, ends, batch=self._batch)
+        groups = _make_groups(rows, one_each, picked, counts, ends, batch=self._batch)
         for session in np.flatnonzero(~easy).tolist():
             groups += _groups_of(rows, session, self._sizes)
         return CanonicalLayout(tuple(groups), int(rows.positions.max()))
@@ -231,7 +231,7 @@ def _one_path(parents: tuple[int, ...]) -> int:
     return -1 if others or path.tolist() != list(range(len(path))) else len(path)
 
 
-def _groups(
+def _make_groups(
     rows: BatchRows,
     sessions: Indices,
     picked: Indices,
@@ -304,7 +304,7 @@ def _groups_of(rows: BatchRows, session: int, sizes: tuple[int, ...]) -> list[Ca
             tile = members[start : start + size]
             padded = np.pad(tile, (0, size - len(tile)), mode="edge")
             count = np.array([len(tile)])
-            groups += _groups(rows, which, first + padded[None], count, line_end, path)
+            groups += _make_groups(rows, which, first + padded[None], count, line_end, path)
             start += size
     return groups
 

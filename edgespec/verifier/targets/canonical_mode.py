@@ -79,18 +79,18 @@ def run_self_test(
     ``pool`` is left as it was. With fewer than ``TOKENS_NEEDED`` free tokens the test fails."""
     if pool.free_tokens < TOKENS_NEEDED:
         return f"{pool.free_tokens} free tokens, {TOKENS_NEEDED} needed"
-    text = _text(vocabulary_size)
+    text = _make_text(vocabulary_size)
     wrong = [(token + 1) % vocabulary_size for token in text]
     reference = schedule_logits(pool, single or run, _single_steps(text))
     schedules = {
-        "chunked": (_chunks(text, [7, 16, 20, 21]), reference),
-        "other prefill": (_chunks(text, [1, 3, _PROMPT + 4]), reference),
-        "tree": (_tree(text, wrong), reference),
-        "packed": (_packed(text, wrong), reference),
-        "beside one like it": (_beside(text, wrong), reference),
+        "chunked": (_feed_chunks(text, [7, 16, 20, 21]), reference),
+        "other prefill": (_feed_chunks(text, [1, 3, _PROMPT + 4]), reference),
+        "tree": (_feed_tree(text, wrong), reference),
+        "packed": (_feed_packed(text, wrong), reference),
+        "beside one like it": (_feed_beside_another(text, wrong), reference),
     }
     for count in _SIBLINGS:
-        schedules[f"each of {count} equal siblings"] = _siblings(text, count), reference[1:2]
+        schedules[f"each of {count} equal siblings"] = _feed_siblings(text, count), reference[1:2]
     failed = []
     for name, (schedule, wanted) in schedules.items():
         logits = schedule_logits(pool, run, schedule)
@@ -104,7 +104,7 @@ def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
     the text."""
     if pool.free_tokens < TOKENS_NEEDED:
         return True
-    text = _text(vocabulary_size)
+    text = _make_text(vocabulary_size)
     logits = schedule_logits(pool, run, iter([([_feed(text, 0, _LENGTH)], [0], [])]))
     return bool(torch.isfinite(logits.amax(dim=-1)).all())
 
@@ -114,12 +114,12 @@ def tree_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> torch.Tenso
     no room."""
     if pool.free_tokens < TOKENS_NEEDED:
         return None
-    text = _text(vocabulary_size)
+    text = _make_text(vocabulary_size)
     wrong = [(token + 1) % vocabulary_size for token in text]
-    return schedule_logits(pool, run, _tree(text, wrong))
+    return schedule_logits(pool, run, _feed_tree(text, wrong))
 
 
-def _text(vocabulary_size: int) -> list[int]:
+def _make_text(vocabulary_size: int) -> list[int]:
     return [noise_bits(1, position, 0) % vocabulary_size for position in range(_LENGTH)]
 
 
@@ -153,7 +153,7 @@ def _single_steps(text: list[int]) -> Iterator[Step]:
         yield [_feed(text, position, position + 1)], [0], []
 
 
-def _chunks(text: list[int], cuts: list[int]) -> Iterator[Step]:
+def _feed_chunks(text: list[int], cuts: list[int]) -> Iterator[Step]:
     """Feed up to each cut; what is behind the prompt is fed as a chain of right guesses."""
     start = 0
     for stop in [*[cut for cut in cuts if cut < _PROMPT], _PROMPT - 1]:
@@ -183,20 +183,20 @@ def _tree_request(text: list[int], wrong: list[int]) -> tuple[PassRequest, list[
     return PassRequest(_KEY, _PROMPT - 2, feed, tuple(tokens), tuple(parents)), chain
 
 
-def _tree(text: list[int], wrong: list[int]) -> Iterator[Step]:
+def _feed_tree(text: list[int], wrong: list[int]) -> Iterator[Step]:
     yield [_feed(text, 0, _PROMPT - 2, sample=False)], [], []
     request, chain = _tree_request(text, wrong)
     yield [request], [0, *(1 + node for node in chain)], chain
 
 
-def _packed(text: list[int], wrong: list[int]) -> Iterator[Step]:
+def _feed_packed(text: list[int], wrong: list[int]) -> Iterator[Step]:
     yield [_feed(text, 0, _PROMPT - 2, sample=False)], [], []
     request, chain = _tree_request(text, wrong)
     other = PassRequest(_OTHER, 0, tuple(wrong))
     yield [request, other], [0, *(1 + node for node in chain)], chain
 
 
-def _beside(text: list[int], wrong: list[int]) -> Iterator[Step]:
+def _feed_beside_another(text: list[int], wrong: list[int]) -> Iterator[Step]:
     """Feed one token at a time in passes that another session with as many rows shares."""
     others = [replace(_feed(wrong, 0, _PROMPT), key=_OTHER)]
     others += [
@@ -207,7 +207,7 @@ def _beside(text: list[int], wrong: list[int]) -> Iterator[Step]:
         yield [*requests, other], wanted, kept
 
 
-def _siblings(text: list[int], count: int) -> Iterator[Step]:
+def _feed_siblings(text: list[int], count: int) -> Iterator[Step]:
     """The first token behind the prompt, ``count`` times: all at one position, at many places."""
     yield [_feed(text, 0, _PROMPT - 1, sample=False)], [], []
     tokens, parents = (text[_PROMPT],) * count, (-1,) * count
@@ -318,7 +318,7 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     if base in GPU_BASES:
         bases, attention = GPU_BASES, SIZES[base]  # a GPU's asks for none
     else:
-        attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
+        attention = _choose_widest(bases, lambda base: _attention_sizes(loaded, heads, base))
     attention = attention[:1] if one_row else attention
     inner_width = loaded.model.config.intermediate_size
     row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
@@ -329,10 +329,10 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     found: list[tuple[TiledLayer, tuple[int, ...]]] = []
     known: dict[tuple[object, ...], tuple[int, ...]] = {}
     for layer in _linear_layers(loaded):
-        kind = _kind(layer)
+        kind = _find_kind(layer)
         if kind not in known:
             own = bases if isinstance(layer, torch.nn.Linear) else (base,)
-            sizes = _widest(own, partial(_layer_sizes, layer))
+            sizes = _choose_widest(own, partial(_layer_sizes, layer))
             known[kind] = sizes[:1] if one_row else sizes
         if not known[kind]:
             failures.append(
@@ -347,7 +347,9 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     return replace(tiles, largest=largest, attention_batch=batch)
 
 
-def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+def _choose_widest(
+    bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]
+) -> tuple[int, ...]:
     """Return the sizes of the base whose agreeing sizes reach furthest. The smallest base wins a
     tie."""
     best: tuple[int, ...] = ()
@@ -360,7 +362,7 @@ def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) ->
     return best
 
 
-def _kind(layer: TiledLayer) -> tuple[object, ...]:
+def _find_kind(layer: TiledLayer) -> tuple[object, ...]:
     """Return a key that is equal for layers whose products are computed alike."""
     if isinstance(layer, PackedLinear):
         return (layer.dtype, layer.in_features, layer.out_features, layer.bias is None)

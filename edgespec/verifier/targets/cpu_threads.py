@@ -53,7 +53,7 @@ def map_all(work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Resul
     Raises what the first failed part raised, after all have ended."""
     if _count == 1 or len(parts) == 1:
         return [work(part) for part in parts]
-    futures = [_pool(_count).submit(_on_one_thread, work, part) for part in parts]
+    futures = [_make_pool(_count).submit(_on_one_thread, work, part) for part in parts]
     wait(futures)
     return [future.result() for future in futures]
 
@@ -66,5 +66,5 @@ def _on_one_thread(work: Callable[[Part], Result], part: Part) -> Result:
 
 
 @cache
-def _pool(count: int) -> ThreadPoolExecutor:
+def _make_pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="pass")

@@ -53,15 +53,15 @@ def _graph_shape(model: Any) -> GraphShape:
         heads=int(config.num_attention_heads),
         kv_heads=int(config.num_key_value_heads or config.num_attention_heads),
         head_dim=int(layers[0].self_attn.head_dim),
-        windows=tuple(sorted({_window(config, index) for index in range(len(layers))})),
+        windows=tuple(sorted({_find_window(config, index) for index in range(len(layers))})),
     )
 
 
-def _activation(config: Any) -> str:
+def _find_activation(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
-def _window(config: Any, layer: int) -> int:
+def _find_window(config: Any, layer: int) -> int:
     """Return the attention window of a layer in tokens, or 0 for the whole text."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -164,7 +164,7 @@ class _GraphBuilder:
         gate_up = self._product(f"{name}.gate_up", layer.mlp, ("gate_proj", "up_proj"), normed)
         gate, up = f"{name}.gate", f"{name}.up"
         graph.node("Split", [gate_up], gate, outputs=[gate, up], axis=-1, num_outputs=2)
-        kind, form = _ACTIVATIONS[_activation(self._config)]
+        kind, form = _ACTIVATIONS[_find_activation(self._config)]
         active = graph.node(kind, [gate], f"{name}.active", **form)
         inner = graph.node("Mul", [active, up], f"{name}.inner")
         down = self._product(f"{name}.down", layer.mlp, ("down_proj",), inner)
@@ -197,7 +197,7 @@ class _GraphBuilder:
         )
         if cap := getattr(module, "attn_logit_softcapping", None):
             scores = self._capped(f"{name}.capped", scores, float(cap))
-        window = _window(self._config, index)
+        window = _find_window(self._config, index)
         scores = graph.node("Add", [scores, f"hidden.{window}"], f"{name}.masked")
         weights = graph.node("Softmax", [scores], f"{name}.softmax", axis=-1)
         weights = graph.node("Mul", [weights, f"seen.{window}"], f"{name}.weights")

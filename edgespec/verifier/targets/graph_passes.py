@@ -383,11 +383,11 @@ def find_counts(model: GraphModel) -> Counts | str:
     """Return the counts with which a row has the bits that it has alone, or a description of why
     there are none. They are tried on a graph of one layer, whose shapes all layers share."""
     probe = _Probe(model)
-    rows = _widest(lambda base: agreeing_sizes(probe.rows, probe.tokens, base, ROW_COUNTS))
+    rows = _choose_widest(lambda base: agreeing_sizes(probe.rows, probe.tokens, base, ROW_COUNTS))
     if not rows:
         return "a run of the graph gives equal rows different bits"
     sizes = tuple(size for size in GROUP_ROWS if size in rows)
-    group_rows = _widest(lambda base: agreeing_sizes(probe.group, probe.tokens, base, sizes))
+    group_rows = _choose_widest(lambda base: agreeing_sizes(probe.group, probe.tokens, base, sizes))
     if not group_rows:
         return "attention gives equal rows different bits"
     if why_not := probe.lines(group_rows):
@@ -402,7 +402,7 @@ def probe_logits(model: GraphModel) -> Array:
     return found
 
 
-def _widest(sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+def _choose_widest(sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
     """Return the counts of the base whose counts reach furthest. The smallest base wins a tie."""
     best: tuple[int, ...] = ()
     for base in BASES:

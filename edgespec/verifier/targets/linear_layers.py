@@ -95,7 +95,7 @@ def pack_model(model: Any) -> int:
     """Replace large linear layers of ``model``, on a CPU and in float32 or bfloat16, by packed
     ones. Return how many were replaced: none where torch lacks oneDNN or its products are wrong on
     this machine, which is logged."""
-    found = _packable(model)
+    found = _find_packable(model)
     if not found:
         return 0
     there = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
@@ -109,7 +109,7 @@ def pack_model(model: Any) -> int:
             with torch.inference_mode():
                 packed = PackedLinear(layer.weight, layer.bias, tied_to=tied_to)
                 if layer.weight.shape not in shapes:
-                    why_not = _difference(name, layer, packed)
+                    why_not = _describe_difference(name, layer, packed)
         except (AttributeError, RuntimeError) as error:  # an operator that is missing or refuses
             why_not = str(error).partition("\n")[0]
         else:
@@ -149,7 +149,7 @@ def unpack_model(model: Any) -> int:
     return len(names)
 
 
-def _packable(model: Any) -> dict[str, str]:
+def _find_packable(model: Any) -> dict[str, str]:
     """Return the names of plain layers with enough weights and no hooks, each with the name of the
     embedding that has the same weights, or an empty one."""
     readers: dict[int, list[tuple[str, torch.nn.Module]]] = defaultdict(list)
@@ -166,7 +166,7 @@ def _packable(model: Any) -> dict[str, str]:
             and part.weight.device.type == "cpu"
             and part.weight.dtype in formats
             and part.weight.numel() >= LEAST_WEIGHTS
-            and not _hooked(part)
+            and not _has_hooks(part)
         ):
             others = [reader for reader in readers[id(part.weight)] if reader[1] is not part]
             if not others:
@@ -176,7 +176,7 @@ def _packable(model: Any) -> dict[str, str]:
     return found
 
 
-def _hooked(part: torch.nn.Module) -> bool:
+def _has_hooks(part: torch.nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks)
 
 
@@ -184,7 +184,7 @@ def _narrow(model: Any, name: str) -> None:
     """Store the embedding ``name`` in bfloat16 where that changes no number of it."""
     part = model.get_submodule(name)
     # Subclasses, such as Gemma's, compute something beside the look-up.
-    if type(part) is not torch.nn.Embedding or part.max_norm is not None or _hooked(part):
+    if type(part) is not torch.nn.Embedding or part.max_norm is not None or _has_hooks(part):
         return
     weight = part.weight.detach()
     if weight.dtype != torch.float32:
@@ -196,12 +196,12 @@ def _narrow(model: Any, name: str) -> None:
         model.set_submodule(name, NarrowEmbedding(table))
 
 
-def _difference(name: str, layer: torch.nn.Linear, packed: PackedLinear) -> str:
+def _describe_difference(name: str, layer: torch.nn.Linear, packed: PackedLinear) -> str:
     """Return a description of how the products of some rows differ, which is empty where they
     agree."""
     rows = _tried_rows(layer).to(packed.dtype)
     expected = functional.linear(rows, layer.weight, layer.bias).float()
-    error, size = _error(packed.product(rows), expected)
+    error, size = _measure_error(packed.product(rows), expected)
     if error <= _TOLERANCES[packed.dtype] * size and torch.equal(packed.unpacked(), layer.weight):
         return ""
     return f"the packed product of {name} differs by {error:.2g} of {size:.2g}"
@@ -212,6 +212,6 @@ def _tried_rows(layer: torch.nn.Linear) -> torch.Tensor:
     return torch.randn((_TRIED_ROWS, layer.in_features), generator=generator)
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+def _measure_error(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     """Return the largest difference from ``expected``, and the largest magnitude in it."""
     return float((found.float() - expected).abs().max()), float(expected.abs().max())

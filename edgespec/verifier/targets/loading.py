@@ -73,13 +73,13 @@ def check_family(config: Any, context_length: int | None = None) -> int:
             "the model attends in both directions (use_bidirectional_attention); supported are "
             "causal models"
         )
-    for rope in _ropes(config):
+    for rope in _find_ropes(config):
         _check_rope(rope, length)
     _check_layers(config)
     return length
 
 
-def _ropes(config: Any) -> Iterator[dict[str, Any]]:
+def _find_ropes(config: Any) -> Iterator[dict[str, Any]]:
     rope = getattr(config, "rope_parameters", None) or {}
     if _LAYER_TYPES.isdisjoint(rope):
         yield rope
@@ -188,7 +188,7 @@ def check_types(path: str) -> None:
     Raises ``UnsupportedModelError`` naming the tensors; ``OSError``, or what safetensors raises,
     for a file that cannot be read."""
     others = []
-    for file in _files(Path(path)):
+    for file in _list_weight_files(Path(path)):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # it is no mapping
                 kind = tensors.get_slice(name).get_dtype()
@@ -197,11 +197,11 @@ def check_types(path: str) -> None:
     if others:
         raise UnsupportedModelError(
             f"{path}: {_count(others)} not stored as real numbers, though config.json names no"
-            f" quantization_config: {_some(sorted(others))}"
+            f" quantization_config: {_show_some(sorted(others))}"
         )
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_weight_files(folder: Path) -> list[Path]:
     if (folder / _WEIGHTS).is_file() or not (index := folder / f"{_WEIGHTS}.index.json").is_file():
         return [one for one in (folder / _WEIGHTS,) if one.is_file()]
     shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -214,21 +214,21 @@ def check_loading(path: str, info: dict[str, Any]) -> None:
 
     Raises ``UnsupportedModelError`` naming tensors that are missing, unexpected or of another
     shape."""
-    missing = _names(info["missing_keys"])
+    missing = _list_names(info["missing_keys"])
     hint = ""
     if "lm_head.weight" in missing:
         hint = " (config.json says tie_word_embeddings: false, so the head is a tensor of its own)"
     shapes = sorted(
-        f"{name} is {_shape(found)} in the checkpoint, {_shape(wanted)} in the model"
+        f"{name} is {_show_shape(found)} in the checkpoint, {_show_shape(wanted)} in the model"
         for name, found, wanted in info["mismatched_keys"]
     )
     homeless = "in the checkpoint for which the model has no place"
     kinds = (
         ("missing", missing, hint),
-        (homeless, _names(info["unexpected_keys"]), ""),
+        (homeless, _list_names(info["unexpected_keys"]), ""),
         ("of another shape", shapes, ""),
     )
-    faults = [f"{_count(one)} {what}: {_some(one)}{more}" for what, one, more in kinds if one]
+    faults = [f"{_count(one)} {what}: {_show_some(one)}{more}" for what, one, more in kinds if one]
     faults.extend(str(message) for message in info.get("error_msgs") or ())
     if faults:
         raise UnsupportedModelError(
@@ -248,7 +248,7 @@ def check_numbers(path: str, model: Any) -> None:
             )
 
 
-def _names(keys: Iterable[str]) -> list[str]:
+def _list_names(keys: Iterable[str]) -> list[str]:
     return sorted(key for key in keys if not _DERIVED.search(key))
 
 
@@ -256,12 +256,12 @@ def _count(names: list[str]) -> str:
     return f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'}"
 
 
-def _some(names: list[str]) -> str:
+def _show_some(names: list[str]) -> str:
     more = len(names) - _NAMED_TENSORS
     return ", ".join(names[:_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
-def _shape(size: Iterable[int]) -> str:
+def _show_shape(size: Iterable[int]) -> str:
     return " x ".join(map(str, size)) or "a scalar"
 
 
@@ -310,17 +310,17 @@ def load_model(
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
-    model, weight_count = _read(path, config, _dtype(dtype, where), where, quantize)
+    model, weight_count = _read(path, config, _choose_dtype(dtype, where), where, quantize)
     graph = None
     if quantize:
-        graph = _quantized(path, model, quantize, served_length if as_graph else 0)
+        graph = _quantize(path, model, quantize, served_length if as_graph else 0)
     return LoadedModel(
         model=model,
         layer_count=config.num_hidden_layers,
         key_width=_key_width(config),
         vocabulary_size=config.vocab_size,
         context_length=served_length,
-        eos_token_ids=_eos(model),
+        eos_token_ids=_read_eos(model),
         dtype=model.dtype,
         device=where,
         weight_count=weight_count,
@@ -328,7 +328,7 @@ def load_model(
     )
 
 
-def _quantized(path: str, model: Any, quantize: str, context_length: int) -> GraphModel | None:
+def _quantize(path: str, model: Any, quantize: str, context_length: int) -> GraphModel | None:
     """Round the weights of ``model``. Return its layers as one graph, or None where their products
     were rounded one by one: for a family that the graph does not know, or a context of 0."""
     check_dense(path, model, quantize)
@@ -348,7 +348,7 @@ def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     check_family(config)
     stored = getattr(config, "dtype", None) or torch.float32
-    loaded = _dtype(dtype, device_of(device))
+    loaded = _choose_dtype(dtype, device_of(device))
     element = stored if isinstance(loaded, str) else loaded
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     return DraftMemory(
@@ -426,13 +426,13 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+def _choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name != "auto":
         return DTYPES[name]
     return torch.float32 if device.type == "cpu" else "auto"
 
 
-def _eos(model: Any) -> tuple[int, ...]:
+def _read_eos(model: Any) -> tuple[int, ...]:
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = model.config.eos_token_id

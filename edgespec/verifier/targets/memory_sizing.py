@@ -45,7 +45,7 @@ class DraftMemory:
 
     def __str__(self) -> str:
         return (
-            f"the draft model's weights take {_gib(self.weights)}, its keys and values "
+            f"the draft model's weights take {_show_gib(self.weights)}, its keys and values "
             f"{self.token_bytes / 1024:.1f} KiB a token"
         )
 
@@ -82,8 +82,8 @@ class MemoryFigures:
 
     def __str__(self) -> str:
         return (
-            f"{_gib(self.total)} of memory, {_gib(self.free)} free beside the weights, a pass of "
-            f"{self.rows} rows takes {_gib(self.activations)}, keys and values "
+            f"{_show_gib(self.total)} of memory, {_show_gib(self.free)} free beside the weights, a "
+            f"pass of {self.rows} rows takes {_show_gib(self.activations)}, keys and values "
             f"{self.token_bytes / 1024:.1f} KiB a token"
         )
 
@@ -122,7 +122,7 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     if whole * with_copy > room:
         fits = int(max(0.0, room) / with_copy) // BLOCK_SIZE * BLOCK_SIZE
         raise UnsupportedModelError(
-            f"{named}: {whole} cached tokens take {_gib(whole * token_bytes)}, but there "
+            f"{named}: {whole} cached tokens take {_show_gib(whole * token_bytes)}, but there "
             f"is room for {fits} ({said})"
         )
     return whole
@@ -135,9 +135,9 @@ def check_draft_fits(draft: DraftMemory, tokens: int, device: torch.device) -> N
     needed = draft.weights + tokens * draft.token_bytes
     if needed > free:
         raise UnsupportedModelError(
-            f"the draft model takes {_gib(needed)} with {tokens} cached tokens, as many as the "
-            f"target has, but {_gib(free)} are free beside the target ({draft}); give a smaller "
-            "draft, or fewer limits.max_cached_tokens"
+            f"the draft model takes {_show_gib(needed)} with {tokens} cached tokens, as many as "
+            f"the target has, but {_show_gib(free)} are free beside the target ({draft}); give a "
+            "smaller draft, or fewer limits.max_cached_tokens"
         )
 
 
@@ -217,5 +217,5 @@ def _resident_peak(run: Callable[[], object], _: torch.device) -> int:
     return max(0, peak - before)
 
 
-def _gib(size_bytes: float) -> str:
+def _show_gib(size_bytes: float) -> str:
     return f"{size_bytes / _GIB:.2f} GiB"

@@ -179,7 +179,7 @@ def lines_of(rows: BatchRows, tile_rows: int) -> Lines:
     return found
 
 
-def staged(array: npt.NDArray[Any], goal: torch.Tensor) -> None:
+def stage_copy(array: npt.NDArray[Any], goal: torch.Tensor) -> None:
     """Copy ``array`` to ``goal`` without making the host wait for a GPU."""
     tensor = torch.from_numpy(array)
     goal.copy_(tensor.pin_memory() if goal.device.type == "cuda" else tensor, non_blocking=True)

@@ -27,7 +27,7 @@ _LEAST_LANES = 32
 
 
 @triton.jit
-def _capped(score, soft_cap):
+def _cap_score(score, soft_cap):
     # tanh by exp of a negative number: it cannot overflow.
     bent = tl.exp(-2.0 * tl.abs(score) / soft_cap)
     return tl.where(score < 0, -1.0, 1.0) * soft_cap * (1.0 - bent) / (1.0 + bent)
@@ -111,7 +111,7 @@ def attend_keys(
             k = tl.load(keys + place, mask=inside, other=0.0)
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             if HAS_CAP:
-                score = _capped(score, soft_cap)
+                score = _cap_score(score, soft_cap)
             seen = exists[None, :] & (key[None, :] < position[:, None])
             if HAS_WINDOW:
                 seen = seen & (position[:, None] - key[None, :] < window)
@@ -177,7 +177,7 @@ def add_up(
     k = tl.load(keys + own, mask=wanted, other=0.0).to(tl.float32)
     score = tl.sum(q * k, axis=1) * scale
     if HAS_CAP:
-        score = _capped(score, soft_cap)
+        score = _cap_score(score, soft_cap)
     step = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * LANES
     place = (tile * tl.num_programs(1) + kv_head) * LANES + lane
     stretches = tl.cdiv(tl.max(position), STRETCH)

@@ -50,7 +50,7 @@ class QuantizedLinear(torch.nn.Module):
         self.out_features = sum(layer.out_features for layer in layers)
         self.bits = bits
         weight = torch.cat([layer.weight.detach().float() for layer in layers])
-        self._session = _session(round_matrix(weight.numpy(), bits))
+        self._session = _make_session(round_matrix(weight.numpy(), bits))
         biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -121,7 +121,7 @@ def quantize_model(path: str, model: Any, number_format: str) -> None:
     Raises ``UnsupportedModelError`` where onnxruntime or onnx is missing, and where this machine's
     products are wrong."""
     head, tried = model.get_output_embeddings(), set[int]()
-    for names in list(_products(model)):
+    for names in list(_list_products(model)):
         layers = [model.get_submodule(name) for name in names]
         bits = HEAD_BITS if layers[0] is head else FORMATS[number_format]
         whole = QuantizedLinear(layers, bits)
@@ -136,7 +136,7 @@ def quantize_model(path: str, model: Any, number_format: str) -> None:
             first = last
 
 
-def _products(model: Any) -> Iterator[tuple[str, ...]]:
+def _list_products(model: Any) -> Iterator[tuple[str, ...]]:
     """Yield the names of all linear layers. Layers that read the same rows come together."""
     linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
     for name in sorted(linear):
@@ -162,7 +162,8 @@ def _check_product(
     generator = torch.Generator().manual_seed(whole.in_features)
     rows = torch.randn((_TRIED_ROWS, whole.in_features), generator=generator)
     expected = torch.cat(
-        [functional.linear(rows, rounded(one.weight, whole.bits), one.bias) for one in layers], -1
+        [functional.linear(rows, round_weight(one.weight, whole.bits), one.bias) for one in layers],
+        -1,
     )
     error, size = (whole(rows) - expected).abs().max(), expected.abs().max()
     if not error <= _TOLERANCE * size:
@@ -173,12 +174,12 @@ def _check_product(
         )
 
 
-def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
+def round_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return float32 [outputs, inputs]: the weights that the rounded integers represent."""
     return torch.from_numpy(round_matrix(weight.detach().float().numpy(), bits).values())
 
 
-def _session(matrix: RoundedMatrix) -> Any:
+def _make_session(matrix: RoundedMatrix) -> Any:
     """Return an onnxruntime session that multiplies ``rows`` by one rounded matrix."""
     try:
         from onnx import TensorProto, helper, numpy_helper

@@ -33,7 +33,7 @@ from edgespec.verifier.targets.paged_attention import (
     PagedLayout,
     Shape,
     lines_of,
-    staged,
+    stage_copy,
 )
 from edgespec.verifier.targets.pass_batch import Indices
 from edgespec.verifier.targets.pass_plan import BatchRows, PassPlan, sampled_rows, write_slots
@@ -95,7 +95,7 @@ class RecordedPasses:
         None, without any effect, for a pass that is not recorded."""
         sampled = sampled_rows(rows)
         lines = lines_of(rows, self._attention.tile_rows)
-        bucket = _bucket(rows, len(sampled), lines)
+        bucket = _find_bucket(rows, len(sampled), lines)
         if bucket is None:
             return None
         found = self._known.get(bucket)
@@ -139,10 +139,10 @@ class RecordedPasses:
         return _Recorded(shape, wide, narrow, plan)
 
 
-def _bucket(rows: BatchRows, sampled: int, lines: Lines) -> _Bucket | None:
+def _find_bucket(rows: BatchRows, sampled: int, lines: Lines) -> _Bucket | None:
     """Return the smallest bucket that a pass fits into, or None."""
-    row_count, tiles = _least(ROWS, rows.row_count), _least(_TILES, len(lines.tiles))
-    most_keys = _least(_KEYS, int(rows.lengths.max()))
+    row_count, tiles = _find_least(ROWS, rows.row_count), _find_least(_TILES, len(lines.tiles))
+    most_keys = _find_least(_KEYS, int(rows.lengths.max()))
     shape = lines.shape
     if row_count is None or tiles is None or most_keys is None or not sampled:
         return None
@@ -158,11 +158,11 @@ def _fill(found: _Recorded, rows: BatchRows, sampled: Indices, lines: Lines) -> 
     wide[padded : padded + count] = rows.positions
     wide[2 * padded : 2 * padded + count] = write_slots(rows)
     wide[3 * padded : 3 * padded + len(sampled)] = sampled
-    staged(wide, found.wide)
-    staged(lines.packed(found.shape), found.narrow)
+    stage_copy(wide, found.wide)
+    stage_copy(lines.packed(found.shape), found.narrow)
 
 
-def _least(sizes: tuple[int, ...], count: int) -> int | None:
+def _find_least(sizes: tuple[int, ...], count: int) -> int | None:
     """Return the smallest of ``sizes`` that is not below ``count``, or None."""
     return next((size for size in sizes if size >= count), None)
 

@@ -123,7 +123,7 @@ class TorchTarget(SimpleTarget):
         )
         if pool_budget is not None:
             max_cached_tokens = memory_sizing.starting_tokens(pool_budget, loaded.device)
-        self._pool = _pool(loaded, max_cached_tokens)
+        self._pool = _make_pool(loaded, max_cached_tokens)
         self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = CanonicalAttention(_PLAIN_TILES)
@@ -242,7 +242,7 @@ class TorchTarget(SimpleTarget):
             figures = replace(figures, activations=figures.activations + MEMORY_BYTES)
         longest = -(-self.info.context_length // kv_pool.BLOCK_SIZE) * kv_pool.BLOCK_SIZE
         tokens = memory_sizing.pool_tokens(budget, figures, self._max_sessions * longest)
-        self._pool = _pool(loaded, tokens)
+        self._pool = _make_pool(loaded, tokens)
         logger.info("%d cached tokens: %s", tokens, figures)
         self._notes.append(
             f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
@@ -404,7 +404,7 @@ def _would_gain(loaded: LoadedModel) -> bool:
     return loaded.device.type == "cpu" and dense and loaded.weight_count >= _LARGE_WEIGHTS
 
 
-def _pool(loaded: LoadedModel, max_cached_tokens: int) -> kv_pool.KvPool:
+def _make_pool(loaded: LoadedModel, max_cached_tokens: int) -> kv_pool.KvPool:
     return kv_pool.KvPool(
         loaded.layer_count, loaded.key_width, max_cached_tokens, loaded.dtype, loaded.device
     )

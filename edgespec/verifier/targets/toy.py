@@ -61,7 +61,7 @@ class ToyMemory:
             self._check_writes(batch)
         for request, tokens in zip(batch, cached, strict=True):
             marks = self._marks.setdefault(request.key, array("q"))
-            marks.extend(_marks(marks, tokens[len(marks) :]))
+            marks.extend(_make_marks(marks, tokens[len(marks) :]))
             self._check(request, marks)
         for request in batch:
             self._tables[request.key] = request.blocks
@@ -104,7 +104,7 @@ class ToyMemory:
     def _row_marks(self, request: PassRequest) -> list[int]:
         known = self._marks[request.key]
         del known[request.cache_length :]
-        fed = _marks(known, request.feed)
+        fed = _make_marks(known, request.feed)
         known.extend(fed)
         nodes: list[int] = []
         for token, parent in zip(request.tokens, request.parents, strict=True):
@@ -116,7 +116,7 @@ class ToyMemory:
         return self._tables[key][block] * self._block_tokens + offset
 
 
-def _marks(known: Sequence[int], tokens: Sequence[int]) -> list[int]:
+def _make_marks(known: Sequence[int], tokens: Sequence[int]) -> list[int]:
     """The marks of ``tokens`` behind a text with these marks; the same in every process."""
     mark = known[-1] if known else _BEGINNING
     marks: list[int] = []
@@ -246,7 +246,7 @@ class ToyTarget(SimpleTarget):
         if request.node_scores:
             for token, parent in zip(request.tokens, request.parents, strict=True):
                 row, mask = rows[1 + parent], masks[1 + parent]
-                law = laws.warp(laws.masked(row, mask), params, *said[1 + parent])
+                law = laws.warp(laws.mask_logits(row, mask), params, *said[1 + parent])
                 nodes_scored.append(work.score_node(law, row, token))
         return PassResult(request.key, targets, tuple(scores), node_scores=tuple(nodes_scored))
 

@@ -489,22 +489,22 @@ def explain_never(question: CapacityQuestion, arm: Arm, uncontended: Observation
     passes = scenario.verifiers[question.kind].pass_time
     law = law_of(passes, Operation.TARGET_PASS, folder)
     prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
-    prefill = f"sending a request takes a round trip, its prompt {_ms(law.seconds(prompt))}"
+    prefill = f"sending a request takes a round trip, its prompt {_show_ms(law.seconds(prompt))}"
     parts = [
-        f"{what} p95 has an objective of {_ms(limit_s)}, but is {_ms(found[0])} for requests that"
-        f" have a verifier to themselves{why}"
+        f"{what} p95 has an objective of {_show_ms(limit_s)}, but is {_show_ms(found[0])} for"
+        f" requests that have a verifier to themselves{why}"
         for what, found, limit_s, why in (
             ("TPOT", uncontended.tpot_p95_s, slo.tpot_s, ""),
             ("TTFT", uncontended.ttft_p95_s, slo.ttft_s, f": {prefill}"),
         )
         if found[0] > limit_s
     ]
-    drafting = f", a draft step {_ms(step_s)}" if arm.drafts else ""
-    parts.append(f"a round trip is {_ms(rtt_s)}{drafting}, a pass {_ms(law.seconds(1))}")
+    drafting = f", a draft step {_show_ms(step_s)}" if arm.drafts else ""
+    parts.append(f"a round trip is {_show_ms(rtt_s)}{drafting}, a pass {_show_ms(law.seconds(1))}")
     return "; ".join(parts) + f" ({describe_cost_source(passes)})"
 
 
-def _ms(time_s: float) -> str:
+def _show_ms(time_s: float) -> str:
     return f"{1e3 * time_s:.1f} ms"
 
 

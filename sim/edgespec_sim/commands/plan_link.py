@@ -21,7 +21,7 @@ from edgespec.bench.arms import Arm
 from edgespec.cli.options import option
 from edgespec.cli.running import reporting_errors
 from edgespec_sim.commands import play
-from edgespec_sim.replication import TpotTotal, speedup
+from edgespec_sim.replication import TpotTotal, measure_speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
 from edgespec_sim.world.run import find_fastest_without_device
@@ -119,14 +119,14 @@ def advise(
     take = min(cheap, key=lambda arm: (arms[arm].all.wasted_per_token, arm is not fastest))
     # A device that is hardly faster than the server alone may still take work off the GPU.
     saves_gpu = MIN_GAIN * gpu_ms_per_token(arms[take]) <= gpu_ms_per_token(arms[baseline])
-    if not take.drafts or (_gain(totals, baseline, take)[0] < MIN_GAIN and not saves_gpu):
+    if not take.drafts or (_measure_gain(totals, baseline, take)[0] < MIN_GAIN and not saves_gpu):
         others = [arm for arm in arms if arm.drafts]
         rival = max(others, key=lambda arm: arms[arm].speedup or 0.0, default=baseline)
-        gain, ends = _gain(totals, baseline, rival)
+        gain, ends = _measure_gain(totals, baseline, rival)
         sure = None if ends is None else ends[1] < MIN_GAIN
         reason = _explain_no_device(arms, baseline, rival, (gain, ends), draft_ms, pass_ms)
         return LinkAdvice(baseline, reason, baseline, gain, ends, sure)
-    gain, ends = _gain(totals, baseline, take)
+    gain, ends = _measure_gain(totals, baseline, take)
     sure = None if ends is None else ends[0] > 1.0
     return LinkAdvice(
         take,
@@ -141,9 +141,9 @@ def advise(
 _Gain = tuple[float, tuple[float, float] | None]
 
 
-def _gain(totals: Mapping[Arm, Sequence[TpotTotal]], baseline: Arm, arm: Arm) -> _Gain:
+def _measure_gain(totals: Mapping[Arm, Sequence[TpotTotal]], baseline: Arm, arm: Arm) -> _Gain:
     """Return how many times as fast ``arm`` is as ``baseline``, and the 95 % interval."""
-    value, interval = speedup(totals[baseline], totals[arm])
+    value, interval = measure_speedup(totals[baseline], totals[arm])
     assert value is not None, "both have a time per token"
     return value, None if interval is None else (interval.low, interval.high)
 
@@ -160,7 +160,7 @@ def gpu_ms_per_token(arm: ArmSummary) -> float:
 
 
 def _is_equally_fast(fastest: Sequence[TpotTotal], arm: Sequence[TpotTotal]) -> bool:
-    value, interval = speedup(fastest, arm)
+    value, interval = measure_speedup(fastest, arm)
     if interval is not None and interval.low < interval.high:
         return interval.high >= 1.0
     return value is not None and value * _EQUAL_RATIO >= 1.0

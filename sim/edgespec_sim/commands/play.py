@@ -297,9 +297,9 @@ def service_table(summary: RunSummary) -> Table | None:
     for name in (
         "\narm",
         "TTFT ms\np50",
-        f"p95 (95 %)\n{_objective(first.slo_ttft_s)}",
+        f"p95 (95 %)\n{_show_objective(first.slo_ttft_s)}",
         "TPOT ms\np50",
-        f"p95 (95 %)\n{_objective(first.slo_tpot_s)}",
+        f"p95 (95 %)\n{_show_objective(first.slo_tpot_s)}",
         "attained\n(95 %)",
         "goodput\nrequests/s",
         "\nasked",
@@ -315,9 +315,9 @@ def service_table(summary: RunSummary) -> Table | None:
         table.add_row(
             arm.name,
             tables.quantile_ms(arm.all.ttft_s, 0.5),
-            _p95(arm.all.ttft_s, attained.ttft_p95_interval),
+            _show_p95(arm.all.ttft_s, attained.ttft_p95_interval),
             tables.quantile_ms(arm.all.tpot_s, 0.5),
-            _p95(arm.all.tpot_s, attained.tpot_p95_interval),
+            _show_p95(arm.all.tpot_s, attained.tpot_p95_interval),
             f"{100 * attained.share:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
             f"{attained.goodput:.2f}",
             str(attained.asked),
@@ -326,11 +326,11 @@ def service_table(summary: RunSummary) -> Table | None:
     return table
 
 
-def _objective(slo_s: float | None) -> str:
+def _show_objective(slo_s: float | None) -> str:
     return "no objective" if slo_s is None else f"objective {1e3 * slo_s:g}"
 
 
-def _p95(spread: Spread | None, ends: tuple[float, float] | None) -> str:
+def _show_p95(spread: Spread | None, ends: tuple[float, float] | None) -> str:
     if spread is None or ends is None:
         return "–"
     return f"{1e3 * spread.p95:.1f} ({1e3 * ends[0]:.1f}–{1e3 * ends[1]:.1f})"
@@ -413,7 +413,7 @@ class Workers:
         self, processes: int, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._processes, self._clock = processes, clock
-        self._bar = _progress(quiet)
+        self._bar = _make_progress(quiet)
         self._lines_every_s = 10.0 if self._bar.disable and not quiet else math.inf
         self._line_at = math.inf
         self._doing, self._until_s = "", math.inf
@@ -495,7 +495,7 @@ def _play_task(task: Task, report: Callable[[float], None]) -> WorldOutcome:
         return play(task.job, FirstGenerationTracer(tracer) if task.first else tracer, report)
 
 
-def _progress(quiet: bool) -> Progress:
+def _make_progress(quiet: bool) -> Progress:
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

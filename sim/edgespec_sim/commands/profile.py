@@ -44,7 +44,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import build
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.telemetry.trace import TraceFile
-from edgespec_sim.cost_profile import CostProfile, ProfileError, TimeLaw, constant
+from edgespec_sim.cost_profile import CostProfile, ProfileError, TimeLaw, constant_law
 from edgespec_sim.report.timeline import TraceLine, read_lines
 
 QUANTILES = 21
@@ -207,12 +207,12 @@ def fit_law(samples: Sequence[Sample]) -> TimeLaw:
         one.seconds / expected_s if (expected_s := _expected_s(one, law)) else 1.0
         for one in samples
     ]
-    highest = _quantiles(ratios, 100)[_CLIP_PERCENT]
-    spread = _quantiles([min(ratio, highest) for ratio in ratios], QUANTILES - 1)
+    highest = _cut_quantiles(ratios, 100)[_CLIP_PERCENT]
+    spread = _cut_quantiles([min(ratio, highest) for ratio in ratios], QUANTILES - 1)
     return replace(law, spread=tuple(round(float(ratio), 5) for ratio in spread))
 
 
-def _quantiles(values: Sequence[float], parts: int) -> Sequence[float]:
+def _cut_quantiles(values: Sequence[float], parts: int) -> Sequence[float]:
     """Return the least value, the values that cut the rest into ``parts`` equal parts, and the
     greatest."""
     found: list[float] = np.quantile(values, np.linspace(0.0, 1.0, parts + 1)).tolist()
@@ -223,7 +223,7 @@ def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfi
     message = fit_law(samples.messages)
     # A pass starts in the very event that ends the previous one. The time between two passes is
     # then part of the pass, and this law is 0.
-    turnaround = fit_law(samples.turnarounds) if samples.turnarounds else constant(0.0)
+    turnaround = fit_law(samples.turnarounds) if samples.turnarounds else constant_law(0.0)
     connect_s = 0.0
     if samples.connects:
         connect_s = max(0.0, median(samples.connects) - message.seconds(1))
@@ -505,7 +505,7 @@ def _fit_and_write(device: Path, verifier: Path, out: Path, name: str, stderr: C
     """Fit the profile, write it to ``out`` and print its figures. Raises ``ValueError`` and
     ``OSError``."""
     samples = collect_samples(read_lines([device]), read_lines([verifier]))
-    found = fit_profile(samples, name, report.origin())
+    found = fit_profile(samples, name, report.describe_origin())
     write_output(out, found.to_json())
     steps, passes = found.draft_step, found.target_pass
     for what, law, mine in (

@@ -17,7 +17,7 @@ from edgespec_sim.links.network_trace import (
     in_outage,
     values_at,
 )
-from edgespec_sim.links.trace_text import TraceText, find_outages, stamp_s, table, usual_step_s
+from edgespec_sim.links.trace_text import TraceText, find_outages, read_table, stamp_s, usual_step_s
 
 # --- the plain format --------------------------------------------------------------------------
 # The format ``time_s[,rtt_ms,loss,up_mbps,down_mbps]`` is read and written. The header names the
@@ -57,7 +57,7 @@ def read_plain(text: TraceText) -> NetworkTrace:
         )
     required = [name for name in ("time_s", "rtt_ms") if name in columns]
     rows: list[dict[str, float]] = []
-    for number, cells in table(text, header):
+    for number, cells in read_table(text, header):
         rows.append(_plain_row(text, number, cells, rows[-1] if rows else {}, required))
     if not rows:
         raise text.no_rows()
@@ -214,7 +214,7 @@ class Columns:
 def known_columns(line: str) -> Columns | None:
     """Return the columns of a header that names a time and a delay or a capacity unambiguously.
     None otherwise."""
-    cells = _cells(line, _delimiter(line))
+    cells = _cut_cells(line, _find_delimiter(line))
     found = dict[str, tuple[str, str]]()
     for cell in cells:
         if (quantity := _KNOWN_COLUMNS.get(cell)) is not None:
@@ -239,14 +239,14 @@ def explain_columns(lines: Sequence[str]) -> str:
     """Describe how a file of unknown format can be read as a table, with the columns that it
     has."""
     _, line = _first_line(lines)
-    cells = _cells(line, _delimiter(line))
+    cells = _cut_cells(line, _find_delimiter(line))
     wanted = (
         "a table can be read if you name its columns of time and of delay, loss or capacity, by"
         " name or number"
     )
     if len(cells) < 2:
         return f"{wanted}: edgespec-sim trace FILE {_EXAMPLE}"
-    if all(_number(cell) is not None for cell in cells):
+    if all(_parse_number(cell) is not None for cell in cells):
         return (
             f"{wanted}: edgespec-sim trace FILE --columns time_s=1,rtt_s=2 (it has {len(cells)}"
             " columns without names)"
@@ -258,14 +258,14 @@ def explain_columns(lines: Sequence[str]) -> str:
 def read_columns(text: TraceText, columns: Columns) -> NetworkTrace:
     """Read a table whose columns the user has named. Raises ``TraceError``."""
     header, line = _first_line(text.lines)
-    delimiter = _delimiter(line)
-    names = _cells(line, delimiter)
+    delimiter = _find_delimiter(line)
+    names = _cut_cells(line, delimiter)
     places = {quantity: _find_column(text, header, names, one) for quantity, one in columns.columns}
-    has_header = any(_number(names[place]) is None for place in places.values())
+    has_header = any(_parse_number(names[place]) is None for place in places.values())
     comma = delimiter != ","
     values: dict[str, float] = {}
     rows: list[tuple[float, dict[str, float]]] = []
-    for number, cells in _rows(text, header + has_header, delimiter):
+    for number, cells in _read_rows(text, header + has_header, delimiter):
         if text.may_be_cut(number):
             break
         time_s: float | None = None
@@ -340,12 +340,12 @@ def _first_line(lines: Sequence[str]) -> tuple[int, str]:
     return 1, ""
 
 
-def _delimiter(line: str) -> str:
+def _find_delimiter(line: str) -> str:
     """Return the separator of a line's cells. A blank stands for any amount of white space."""
     return next((one for one in "\t;," if one in line), " ")
 
 
-def _cells(line: str, delimiter: str) -> list[str]:
+def _cut_cells(line: str, delimiter: str) -> list[str]:
     if delimiter == " ":
         return _WORD.findall(line)
     try:
@@ -354,16 +354,16 @@ def _cells(line: str, delimiter: str) -> list[str]:
         return []
 
 
-def _rows(text: TraceText, first: int, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _read_rows(text: TraceText, first: int, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the cells of each line from ``first`` on, without comments, empty lines
     and repetitions of the header."""
     header = text.lines[first - 2] if first > 1 else None
     for number, line in enumerate(text.lines[first - 1 :], start=first):
         if line.strip() and not line.startswith("#") and line != header:
-            yield number, _cells(line, delimiter)
+            yield number, _cut_cells(line, delimiter)
 
 
-def _number(cell: str) -> float | None:
+def _parse_number(cell: str) -> float | None:
     try:
         return float(cell.replace(",", "."))
     except ValueError:

@@ -58,8 +58,8 @@ from edgespec_sim.links.trace_text import (
     find_outages,
     from_probes,
     read_lines,
+    read_table,
     stamp_s,
-    table,
     usual_step_s,
 )
 
@@ -75,7 +75,7 @@ _HEADER: Final = "epoch,values"
 def read_rtt_csv(text: TraceText) -> NetworkTrace:
     samples: dict[float, list[float]] = {}
     latest_s = 0.0
-    for number, cells in table(text):
+    for number, cells in read_table(text):
         epoch_s = text.number(number, cells.get("epoch", ""), "the epoch in seconds")
         if samples and epoch_s < latest_s:
             raise text.error(number, f"an epoch not before {latest_s:g}")
@@ -124,7 +124,7 @@ def read_starlink(text: TraceText) -> NetworkTrace:
     up: list[bool] = []
     rows: list[tuple[float, float, float]] = []
     drops = False
-    for number, cells in table(text):
+    for number, cells in read_table(text):
         drops |= drop_column in cells
         time_s = stamp_s(text, number, cells.get(time_column, ""), "a time in ISO 8601")
         if times_s and time_s <= times_s[-1]:

@@ -179,32 +179,32 @@ def generate(kind: str, seed: int, duration_s: float) -> NetworkTrace:
     chance = np.random.default_rng((KINDS.index(kind), seed))
     source = f"generator {kind}, seed {seed}"
     if kind == "wifi":
-        return _wifi(chance, source, duration_s)
+        return _generate_wifi(chance, source, duration_s)
     law = LAWS[kind]
     # Each column has its own random stream, so that a change of one does not affect the others.
     delays, losses, gaps, up, down = chance.spawn(5)
     step_s = max(law.step_s, duration_s / MAX_GENERATED_ROWS)
-    times_s = _rows(step_s, duration_s)
+    times_s = _make_rows(step_s, duration_s)
     return NetworkTrace(
         name=kind,
         source=source,
-        time_s=_floats(times_s),
-        rtt_s=_floats(_rtt_s(delays, law, times_s, step_s, duration_s)),
+        time_s=_to_floats(times_s),
+        rtt_s=_to_floats(_rtt_s(delays, law, times_s, step_s, duration_s)),
         duration_s=duration_s,
-        loss=None if law.loss is None else _floats(_loss(losses, law.loss, times_s)),
-        up_bits_per_s=_capacity(up, law.up, len(times_s), step_s),
-        down_bits_per_s=_capacity(down, law.down, len(times_s), step_s),
-        outages_s=_outages(gaps, law.outages, duration_s),
+        loss=None if law.loss is None else _to_floats(_draw_loss(losses, law.loss, times_s)),
+        up_bits_per_s=_draw_capacity(up, law.up, len(times_s), step_s),
+        down_bits_per_s=_draw_capacity(down, law.down, len(times_s), step_s),
+        outages_s=_draw_outages(gaps, law.outages, duration_s),
     )
 
 
-def _rows(step_s: float, duration_s: float) -> Array:
+def _make_rows(step_s: float, duration_s: float) -> Array:
     times_s = np.arange(max(math.ceil(duration_s / step_s), 1), dtype=np.float64)
     times_s *= step_s
     return times_s[times_s < duration_s]
 
 
-def _floats(values: Array) -> tuple[float, ...]:
+def _to_floats(values: Array) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
@@ -215,18 +215,18 @@ def _rtt_s(
     left = 1.0 - law.epoch_share - law.daily_share - sum(share for share, _ in law.parts)
     process = math.sqrt(left) * chance.standard_normal(count)
     for share, correlation_s in law.parts:
-        process += math.sqrt(share) * _correlated(chance, count, step_s / correlation_s)
+        process += math.sqrt(share) * _draw_correlated(chance, count, step_s / correlation_s)
     if law.epoch_share:
-        process += math.sqrt(law.epoch_share) * _epochs(chance, times_s, law.epoch_s)
+        process += math.sqrt(law.epoch_share) * _draw_epochs(chance, times_s, law.epoch_s)
     if law.daily_share:
-        process += math.sqrt(law.daily_share) * _daily(times_s, min(_DAY_S, duration_s), law)
+        process += math.sqrt(law.daily_share) * _draw_daily(times_s, min(_DAY_S, duration_s), law)
     normal = NormalDist()
     points = [normal.inv_cdf(probability) for probability, _ in law.quantiles_ms]
     logs = [math.log(rtt_ms / 1000.0) for _, rtt_ms in law.quantiles_ms]
     return np.exp(np.interp(process, points, logs))
 
 
-def _correlated(chance: np.random.Generator, count: int, step: float) -> Array:
+def _draw_correlated(chance: np.random.Generator, count: int, step: float) -> Array:
     """Return standard normal values with correlation exp(-distance). ``step`` is the distance
     between rows."""
     keep = math.exp(-step)
@@ -239,7 +239,7 @@ def _correlated(chance: np.random.Generator, count: int, step: float) -> Array:
     return np.array(values)
 
 
-def _epochs(chance: np.random.Generator, times_s: Array, epoch_s: float) -> Array:
+def _draw_epochs(chance: np.random.Generator, times_s: Array, epoch_s: float) -> Array:
     """Return one value per epoch, interpolated linearly to the next, since a dish reports means
     over the length of an epoch. The result is scaled to variance 1 everywhere."""
     place = times_s / epoch_s + chance.random()
@@ -250,7 +250,7 @@ def _epochs(chance: np.random.Generator, times_s: Array, epoch_s: float) -> Arra
     return np.asarray(mixed / np.hypot(1.0 - share, share))
 
 
-def _daily(times_s: Array, day_s: float, law: NetworkLaw) -> Array:
+def _draw_daily(times_s: Array, day_s: float, law: NetworkLaw) -> Array:
     """Return standard normal values over a day, highest at the peak hour."""
     normal = NormalDist()
     table = np.array([normal.inv_cdf((rank + 0.5) / 1000) for rank in range(1000)])
@@ -260,7 +260,7 @@ def _daily(times_s: Array, day_s: float, law: NetworkLaw) -> Array:
     return np.asarray(table[np.clip(rank, 0, 999)])
 
 
-def _loss(chance: np.random.Generator, law: LossLaw, times_s: Array) -> Array:
+def _draw_loss(chance: np.random.Generator, law: LossLaw, times_s: Array) -> Array:
     window = (times_s / law.window_s).astype(np.int64)
     lossy = chance.random(int(window[-1]) + 1) < law.share
     # The amount is spread over a factor of 3 around the law's mean, since losses vary in density.
@@ -268,16 +268,16 @@ def _loss(chance: np.random.Generator, law: LossLaw, times_s: Array) -> Array:
     return np.asarray(np.where(lossy, amount, 0.0)[window])
 
 
-def _capacity(
+def _draw_capacity(
     chance: np.random.Generator, law: CapacityLaw | None, count: int, step_s: float
 ) -> tuple[float, ...] | None:
     if law is None:
         return None
-    level = _correlated(chance, count, step_s / law.correlation_s)
-    return _floats(law.median_mbps * 1e6 * np.exp(law.log_spread * level))
+    level = _draw_correlated(chance, count, step_s / law.correlation_s)
+    return _to_floats(law.median_mbps * 1e6 * np.exp(law.log_spread * level))
 
 
-def _outages(
+def _draw_outages(
     chance: np.random.Generator, laws: tuple[OutageLaw, ...], duration_s: float
 ) -> tuple[tuple[float, float], ...]:
     found: list[tuple[float, float]] = []
@@ -298,8 +298,8 @@ def _outages(
     return tuple(apart)
 
 
-def _wifi(chance: np.random.Generator, source: str, duration_s: float) -> NetworkTrace:
-    times_s = _rows(max(WIFI_STEP_S, duration_s / MAX_GENERATED_ROWS), duration_s)
+def _generate_wifi(chance: np.random.Generator, source: str, duration_s: float) -> NetworkTrace:
+    times_s = _make_rows(max(WIFI_STEP_S, duration_s / MAX_GENERATED_ROWS), duration_s)
     count = len(times_s)
     late_s = 0.001 * chance.poisson(1.0, count)
     share = (WIFI_JITTER_S - 0.001) / 0.090
@@ -308,4 +308,4 @@ def _wifi(chance: np.random.Generator, source: str, duration_s: float) -> Networ
     # Packets stay in order: none arrives before one that was sent earlier.
     arrival_s = np.maximum.accumulate(times_s + late_s)
     rtt_s = WIFI_BASE_S + arrival_s - times_s
-    return NetworkTrace("wifi", source, _floats(times_s), _floats(rtt_s), duration_s)
+    return NetworkTrace("wifi", source, _to_floats(times_s), _to_floats(rtt_s), duration_s)

@@ -26,9 +26,9 @@ def read_json(text: TraceText) -> NetworkTrace:
     data = _parse_json(text)
     try:
         if isinstance(data.get("round_trips"), list):
-            return _irtt(text, data)
+            return _read_irtt(text, data)
         if isinstance(data.get("intervals"), list):
-            return _iperf3(text, data)
+            return _read_iperf3(text, data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, TraceError):
             raise
@@ -79,7 +79,7 @@ def _is_event(event: Mapping[str, Any], name: str) -> bool:
     return event.get("event") == name and isinstance(event.get("data"), dict)
 
 
-def _irtt(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
+def _read_irtt(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
     """Read a report of irtt. Times are in nanoseconds, of the monotonic clock if it has them, else
     of the wall clock."""
     interval_s = float(data["config"]["params"]["interval"]) / 1e9
@@ -110,7 +110,7 @@ Rates = list[tuple[float, float, float]]
 """Start and end of each interval in seconds, and its bits per second."""
 
 
-def _iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
+def _read_iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
     """Read a report of iperf3. ``sum`` is the direction up unless the test is reversed;
     ``sum_bidir_reverse`` is down."""
     test = data["start"].get("test_start", {})
@@ -138,11 +138,11 @@ def _make_capacity_trace(
 ) -> NetworkTrace:
     """Make a trace of the rates carried. Intervals without any are joined to the next one, so that
     bytes are conserved; ``OUTAGE_S`` or more of them are an outage."""
-    ways = [way for way in (_steps(text, up), _steps(text, down)) if way is not None]
+    ways = [way for way in (_make_steps(text, up), _make_steps(text, down)) if way is not None]
     if not ways:
         raise text.no_rows()
     end_s = min(end_s for _, _, _, end_s in ways)
-    up_way, down_way = (_steps(text, rates) for rates in (up, down))
+    up_way, down_way = (_make_steps(text, rates) for rates in (up, down))
     times_s = sorted({time_s for way in ways for time_s in way[0] if time_s < end_s})
     outages_s = sorted({outage for way in ways for outage in way[2] if outage[0] < end_s})
     return NetworkTrace(
@@ -166,7 +166,7 @@ _Way = tuple[list[float], list[float], list[tuple[float, float]], float]
 """Times, rates, outages and the end of one direction."""
 
 
-def _steps(text: TraceText, rates: Rates) -> _Way | None:
+def _make_steps(text: TraceText, rates: Rates) -> _Way | None:
     if not any(rate > 0.0 for _, _, rate in rates):
         return None
     first_s = rates[0][0]

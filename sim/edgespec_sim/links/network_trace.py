@@ -137,7 +137,7 @@ class TraceStatistics:
             rtt_median_s=median_s,
             rtt_p95_s=p95_s,
             rtt_p99_s=p99_s,
-            autocorrelation=_autocorrelation(rtt_s, up, lag),
+            autocorrelation=_measure_autocorrelation(rtt_s, up, lag),
             loss=mean_loss(trace),
             outage_max_s=longest_outage_s(trace),
         )
@@ -234,7 +234,7 @@ def in_outage(trace: NetworkTrace, times_s: Array) -> npt.NDArray[np.bool_]:
     return np.asarray(np.searchsorted(edges_s, times_s, side="right") % 2 == 1)
 
 
-def _autocorrelation(rtt_s: Array, up: npt.NDArray[np.bool_], lag: int) -> float:
+def _measure_autocorrelation(rtt_s: Array, up: npt.NDArray[np.bool_], lag: int) -> float:
     if len(rtt_s) <= lag + 1:
         return 0.0
     both = up[:-lag] & up[lag:]

@@ -185,15 +185,15 @@ class TraceSchedules:
         if loss is not None:
             loss = tuple(1.0 - math.sqrt(1.0 - both) for both in loss)
         return cls(
-            delay=lm.StepSchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s)
+            delay=lm.StepSchedule(_make_steps(trace, trace.rtt_s, 0.5), trace.duration_s)
             if trace.rtt_s is not None
             else None,
-            loss=lm.StepSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
+            loss=lm.StepSchedule(_make_steps(trace, loss), trace.duration_s) if loss else None,
             outages=lm.OutageSchedule(trace.outages_s, trace.duration_s)
             if trace.outages_s
             else None,
-            up_capacity=_capacity(trace, trace.up_bits_per_s),
-            down_capacity=_capacity(trace, trace.down_bits_per_s),
+            up_capacity=_make_capacity(trace, trace.up_bits_per_s),
+            down_capacity=_make_capacity(trace, trace.down_bits_per_s),
         )
 
     def make_queues(self, offset_s: float = 0.0, others: Queues | None = None) -> Queues:
@@ -236,7 +236,7 @@ def make_both_links(
     return lm.LinkModel(up, queues[0]), lm.LinkModel(down, queues[1])
 
 
-def _steps(
+def _make_steps(
     trace: NetworkTrace, column: tuple[float, ...], scale: float = 1.0
 ) -> tuple[tuple[float, float], ...]:
     # The last row of a trace may be at its very end, but a period must be longer than its steps.
@@ -244,7 +244,9 @@ def _steps(
     return tuple((time_s, value * scale) for time_s, value in rows if time_s < trace.duration_s)
 
 
-def _capacity(trace: NetworkTrace, column: tuple[float, ...] | None) -> lm.CapacitySchedule | None:
+def _make_capacity(
+    trace: NetworkTrace, column: tuple[float, ...] | None
+) -> lm.CapacitySchedule | None:
     if column is None:
         return None
-    return lm.CapacitySchedule(_steps(trace, column), trace.duration_s)
+    return lm.CapacitySchedule(_make_steps(trace, column), trace.duration_s)

@@ -127,7 +127,7 @@ def _unpack(path: Path, data: bytes) -> bytes:
     return found
 
 
-def table(
+def read_table(
     text: TraceText, header: int = 1, delimiter: str = ","
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the number of each line after line ``header``, and its cells by column.

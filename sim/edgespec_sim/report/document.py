@@ -119,14 +119,14 @@ def write_page(path: Path, html: str) -> None:
 
     Raises ``OSError``, and ``ReportError`` if there are figures and plotly is not installed."""
     if _SOURCE in html:
-        library = _library()
+        library = _read_library()
         beside = path.parent / LIBRARY
         if not beside.is_file() or beside.read_text(encoding="utf-8") != library:
             beside.write_text(library, encoding="utf-8")
     path.write_text(html, encoding="utf-8")
 
 
-def _library() -> str:
+def _read_library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

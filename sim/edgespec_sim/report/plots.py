@@ -23,7 +23,7 @@ OURS_COLOR: Final = "#d55e00"
 _OTHERS: Final = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc2")
 
 
-def colors(arms: Sequence[str]) -> dict[str, str]:
+def choose_colors(arms: Sequence[str]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     others = 0
     for arm in arms:
@@ -37,12 +37,12 @@ def colors(arms: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def label(name: str) -> str:
+def make_label(name: str) -> str:
     """Escape and shorten a name for plotly; axes and legends cannot break a line."""
     return escape(name if len(name) <= 28 else name[:27] + "…")
 
 
-def layout(height: int, **more: Any) -> dict[str, Any]:
+def make_layout(height: int, **more: Any) -> dict[str, Any]:
     """Return the layout that all plots share, updated by ``more``; the axes are ``xaxis`` and
     ``yaxis``."""
     return {
@@ -56,12 +56,12 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def axis(title: str = "", **more: Any) -> dict[str, Any]:
+def make_axis(title: str = "", **more: Any) -> dict[str, Any]:
     shown = {"text": title, "font": {"size": 13}}  # at most as wide as the plot on a phone
     return {"title": shown, "automargin": True, "zeroline": False, **more}
 
 
-def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: str) -> Any:
+def make_band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: str) -> Any:
     """Return a filled area between two lines, without an entry in the legend."""
     return {
         "type": "scatter",
@@ -89,21 +89,21 @@ def pace_plot(run: RunSummary) -> Figure | None:
     lines = [(arm, found) for arm in run.arms if (found := _pace_series(arm)) is not None]
     if not lines:
         return None
-    paint = colors([arm.arm for arm in run.arms])
+    paint = choose_colors([arm.arm for arm in run.arms])
     data: list[dict[str, Any]] = []
     for arm, series in lines:
         if series.low:
-            data += _area(series, paint[arm.arm])
+            data += _make_area(series, paint[arm.arm])
     data += [_pace_line(arm, series, paint[arm.arm], run.duration_s) for arm, series in lines]
     means_ms = [1e3 * arm.all.tpot_s.mean for arm, _ in lines if arm.all.tpot_s is not None]
     known = [v for _, one in lines for v in (*one.values, *one.high) if v is not None]
     top, cut = 1.05 * max(known), False
     if means_ms and top > _TALLEST * max(means_ms):
         top, cut = _TALLEST * max(means_ms), True
-    shape = layout(
+    shape = make_layout(
         380,
-        xaxis=axis("seconds into the run", range=[0, run.duration_s]),
-        yaxis=axis("time per token, ms", range=[0, top]),
+        xaxis=make_axis("seconds into the run", range=[0, run.duration_s]),
+        yaxis=make_axis("time per token, ms", range=[0, top]),
         showlegend=True,
     )
     means = ", ".join(
@@ -131,19 +131,19 @@ def _pace_series(arm: ArmSummary) -> Pace | None:
     return None if found is None or sum(v is not None for v in found.values) < 2 else found
 
 
-def _area(series: Pace, color: str) -> list[dict[str, Any]]:
+def _make_area(series: Pace, color: str) -> list[dict[str, Any]]:
     points = [
-        (_middle(series, step), low, high)
+        (_find_middle(series, step), low, high)
         for step, (low, high) in enumerate(zip(series.low, series.high, strict=True))
         if low is not None and high is not None
     ]
     if len(points) < 2:
         return []
     xs, lows, highs = (list(column) for column in zip(*points, strict=True))
-    return [band(xs, lows, highs, color)]
+    return [make_band(xs, lows, highs, color)]
 
 
-def _middle(series: Pace, step: int) -> float:
+def _find_middle(series: Pace, step: int) -> float:
     return round((step + 0.5) * series.step_s, 6)
 
 
@@ -153,11 +153,11 @@ def _pace_line(arm: ArmSummary, series: Pace, color: str, duration_s: float) -> 
         "type": "scatter",
         "mode": "lines+markers",  # A step between two empty steps shows only as a marker.
         "marker": {"size": 4},
-        "name": label(arm.name),
-        "x": [_middle(series, step) for step in range(len(series.values))],
+        "name": make_label(arm.name),
+        "x": [_find_middle(series, step) for step in range(len(series.values))],
         "y": [None if value is None else round(value, 4) for value in series.values],
         "line": {"color": color, "width": 3 if is_ours(arm.arm) or base else 1.5},
-        "hovertemplate": f"{label(arm.name)}: %{{y:.3g}} ms at %{{x:.3g}} s<extra></extra>",
+        "hovertemplate": f"{make_label(arm.name)}: %{{y:.3g}} ms at %{{x:.3g}} s<extra></extra>",
     }
 
 
@@ -222,7 +222,7 @@ def lanes_plot(lanes_by_name: Mapping[str, Lanes], what: str) -> Figure | None:
     y = 0.0
     for name, one in lanes_by_name.items():
         names.append((y, name))
-        data += _marks(one, y + _NAME / 2)
+        data += _make_marks(one, y + _NAME / 2)
         y += _NAME
         for lane in Lane:
             own = [(row, span) for row, span in one.spans if span.lane is lane]
@@ -231,12 +231,12 @@ def lanes_plot(lanes_by_name: Mapping[str, Lanes], what: str) -> Figure | None:
                 data.append(_lane_bars(name, lane, own, y))
                 y += _LANE
     ends = {name: max(span.end_s for _, span in one.spans) for name, one in lanes_by_name.items()}
-    shape = layout(
+    shape = make_layout(
         round(y) + 110,
-        xaxis=axis(
+        xaxis=make_axis(
             "seconds since the request was sent", range=[0, min(_WINDOW_S, max(ends.values()))]
         ),
-        yaxis=axis(
+        yaxis=make_axis(
             range=[y, 0],
             tickvals=[at for at, _ in ticks],
             ticktext=[name for _, name in ticks],
@@ -259,7 +259,7 @@ def lanes_plot(lanes_by_name: Mapping[str, Lanes], what: str) -> Figure | None:
     return Figure(data, shape, caption, f"{what}; drawn: {took}")
 
 
-def _marks(one: Lanes, y: float) -> list[dict[str, Any]]:
+def _make_marks(one: Lanes, y: float) -> list[dict[str, Any]]:
     end_s = max(span.end_s for _, span in one.spans)
     marks = [mark for mark in one.marks if mark.at_s <= end_s]
     if not marks:
@@ -270,7 +270,7 @@ def _marks(one: Lanes, y: float) -> list[dict[str, Any]]:
             "mode": "markers",
             "x": [round(mark.at_s, 6) for mark in marks],
             "y": [y] * len(marks),
-            "text": [label(mark.name) for mark in marks],
+            "text": [make_label(mark.name) for mark in marks],
             "marker": {"symbol": "x", "size": 7, "color": _MARK_COLOR},
             "hovertemplate": "%{text}<extra></extra>",
         }
@@ -283,7 +283,7 @@ def _lane_bars(name: str, lane: Lane, own: list[tuple[int, Span]], top: float) -
     return {
         "type": "bar",
         "orientation": "h",
-        "name": label(f"{name}: {lane.value}"),
+        "name": make_label(f"{name}: {lane.value}"),
         "base": [round(span.start_s, 5) for _, span in placed],
         "x": [round(span.end_s - span.start_s, 5) for _, span in placed],
         "y": [round(top + height * (row + 0.5), 2) for row, _ in placed],
@@ -291,19 +291,21 @@ def _lane_bars(name: str, lane: Lane, own: list[tuple[int, Span]], top: float) -
         "marker": {"color": _LANE_COLORS[lane], "line": {"width": 0.4, "color": _EDGE}},
         "text": [_describe_span(span) for _, span in placed],
         "textposition": "none",
-        "hovertemplate": f"{label(name)}, {lane.value}: %{{text}}<extra></extra>",
+        "hovertemplate": f"{make_label(name)}, {lane.value}: %{{text}}<extra></extra>",
     }
 
 
 def _describe_span(span: Span) -> str:
-    args = "".join(f"<br>{label(key)}: {label(str(value))}" for key, value in span.args.items())
+    args = "".join(
+        f"<br>{make_label(key)}: {make_label(str(value))}" for key, value in span.args.items()
+    )
     took = f"{1e3 * (span.end_s - span.start_s):.3g} ms at {span.start_s:.4g} s"
-    return f"{label(span.name)}, {took}{args}"
+    return f"{make_label(span.name)}, {took}{args}"
 
 
 def _name_annotation(at: float, name: str) -> dict[str, Any]:
     return {
-        "text": f"<b>{label(name)}</b>",
+        "text": f"<b>{make_label(name)}</b>",
         "xref": "paper",
         "x": 0,
         "xanchor": "left",

@@ -13,7 +13,7 @@ from typing import Any, Final
 from edgespec.bench.arms import Arm
 from edgespec_sim.report import tables
 from edgespec_sim.report.document import Document, Figure, arm_cells, csv_text, group_cells
-from edgespec_sim.report.plots import axis, band, colors, label, layout
+from edgespec_sim.report.plots import choose_colors, make_axis, make_band, make_label, make_layout
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 
 # The arm with the lowest mean time per token wins a point. The win is certain if the 95 % interval
@@ -140,7 +140,7 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
     page.paragraph(summarise_wins(points), "headline")
     page.paragraph(_describe_points(points, keys), "facts")
     for metric in _METRICS:
-        if panels := _panels(points, keys, metric):
+        if panels := _make_panels(points, keys, metric):
             page.heading(metric.name)
             page.add('<div class="grid">')
             for figure in panels:
@@ -151,7 +151,7 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
         page.heading("Notes")
         page.items(notes)
     page.heading("All points")
-    page.add(_table(points, keys))
+    page.add(_make_table(points, keys))
     return page.html()
 
 
@@ -184,7 +184,7 @@ def _describe_points(points: Points, keys: Sequence[str]) -> str:
     return " · ".join([f"{len(points):,} runs, {kind}", *parts])
 
 
-def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure]:
+def _make_panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure]:
     known = [v for _, run in points for arm in run.arms if (v := metric.value(arm)) is not None]
     by_panel: dict[str, list[tuple[Varied, RunSummary]]] = {}
     for varied, run in points if known else ():
@@ -192,22 +192,22 @@ def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure
         by_panel.setdefault(rest, []).append((varied, run))
     x_key = keys[0] if keys else ""
     return [
-        _panel(metric, inside, x_key, rest, 1.06 * max(known))
+        _make_panel(metric, inside, x_key, rest, 1.06 * max(known))
         for rest, inside in list(by_panel.items())[:_PANELS_MAX]
     ]
 
 
-def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -> Figure:
+def _make_panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -> Figure:
     arms = list(dict.fromkeys(arm.name for _, run in points for arm in run.arms))
-    paint = colors(arms)
+    paint = choose_colors(arms)
     xs: list[Any] = [_make_cell(varied[x_key]) if x_key else 0 for varied, _ in points]
-    if _numeric(xs):
+    if _is_numeric(xs):
         places = sorted(range(len(xs)), key=xs.__getitem__)
         points, xs = [points[place] for place in places], [xs[place] for place in places]
     data = []
     for name in arms:
         mine = [
-            (label(x) if isinstance(x, str) else x, value, metric.ends(arm))
+            (make_label(x) if isinstance(x, str) else x, value, metric.ends(arm))
             for x, (_, run) in zip(xs, points, strict=True)
             for arm in run.arms
             if arm.name == name and (value := metric.value(arm)) is not None
@@ -218,22 +218,22 @@ def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -
         sure = [ends for _, _, ends in mine if ends is not None]
         if len(sure) == len(mine) > 1:
             lows, highs = [low for low, _ in sure], [high for _, high in sure]
-            data.append(band(line_xs, lows, highs, paint[name]))
+            data.append(make_band(line_xs, lows, highs, paint[name]))
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": label(name),
+                "name": make_label(name),
                 "x": line_xs,
                 "y": [value for _, value, _ in mine],
                 "line": {"color": paint[name], "width": 3 if tables.is_ours(name) else 1.5},
                 "marker": {"size": 6},
             }
         )
-    shape = layout(
+    shape = make_layout(
         400,
-        xaxis=axis(label(x_key), **_scale(xs)),
-        yaxis=axis(metric.unit, range=[0, top]),
+        xaxis=make_axis(make_label(x_key), **_choose_scale(xs)),
+        yaxis=make_axis(metric.unit, range=[0, top]),
         showlegend=True,
         # It stands below, because a narrow panel has no room for it beside the buttons.
         legend={"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top"},
@@ -245,12 +245,12 @@ def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -
     return Figure(data, shape, f"{metric.name}{where}.{bands}", what)
 
 
-def _numeric(xs: Sequence[object]) -> bool:
+def _is_numeric(xs: Sequence[object]) -> bool:
     return all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
 
 
-def _scale(xs: Sequence[Any]) -> dict[str, Any]:
-    if not _numeric(xs):
+def _choose_scale(xs: Sequence[Any]) -> dict[str, Any]:
+    if not _is_numeric(xs):
         return {"type": "category"}
     low, high = min(xs), max(xs)
     wide = low > 0 and high / low > _LOGARITHMIC_FROM
@@ -260,7 +260,7 @@ def _scale(xs: Sequence[Any]) -> dict[str, Any]:
     return {"type": "log", **({"tickvals": values} if len(values) <= _TICKS_MAX else {"dtick": 1})}
 
 
-def _table(points: Points, keys: Sequence[str]) -> str:
+def _make_table(points: Points, keys: Sequence[str]) -> str:
     first, *others = keys or [""]
     header = (first or "run", *others, "arm", "TPOT mean ms", "p95 ms", "TTFT p50 ms", "speed-up")
     rows = []

@@ -370,12 +370,12 @@ def build_timeline(lines: Iterable[TraceLine], *, one_clock: bool = False) -> Ti
         if len(parts.spans) + parts.ends + len(parts.marks) >= MAX_SPANS:
             truncated = True
             break
-    offsets = {} if one_clock else _offsets(parts)
+    offsets = {} if one_clock else _estimate_offsets(parts)
     spans = [span for span in parts.spans if span.lane not in _DEVICE_LANES]
     for span in parts.spans:
         if span.lane in _DEVICE_LANES:
             spans.append(_shift(span, offsets.get(span.session, 0.0)))
-    spans += _crossings(parts, offsets)
+    spans += _pair_crossings(parts, offsets)
     placed = [
         replace(mark, at_s=mark.at_s + (offsets.get(mark.session, 0.0) if on_device else 0.0))
         for on_device, mark in parts.marks
@@ -383,7 +383,7 @@ def build_timeline(lines: Iterable[TraceLine], *, one_clock: bool = False) -> Ti
     return _start_at_zero(spans, placed, offsets, truncated)
 
 
-def _offsets(parts: _TraceParts) -> dict[str, float]:
+def _estimate_offsets(parts: _TraceParts) -> dict[str, float]:
     """Estimate the seconds to add to each session's device clock, from messages that were sent and
     arrived exactly once."""
     least: dict[tuple[str, Lane], float] = {}
@@ -400,7 +400,7 @@ def _offsets(parts: _TraceParts) -> dict[str, float]:
     }
 
 
-def _crossings(parts: _TraceParts, offsets: Mapping[str, float]) -> Iterator[Span]:
+def _pair_crossings(parts: _TraceParts, offsets: Mapping[str, float]) -> Iterator[Span]:
     for key, ends in parts.arrived.items():
         shift_s = offsets.get(key.session, 0.0)
         up_s, down_s = (shift_s, 0.0) if key.lane is Lane.UPLINK else (0.0, shift_s)
@@ -458,12 +458,14 @@ _ROWS_MAX: Final = 1000
 
 def perfetto_json(timeline: Timeline) -> str:
     """Return the timeline as one JSON object for the viewers."""
-    events = list(_metadata(timeline)) + sorted(_events(timeline), key=lambda event: event["ts"])
+    events = list(_write_metadata(timeline)) + sorted(
+        _write_events(timeline), key=lambda event: event["ts"]
+    )
     document = {"displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _metadata(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _write_metadata(timeline: Timeline) -> Iterator[dict[str, Any]]:
     numbers = _process_numbers(timeline)
     for session, pid in numbers.items():
         yield _metadata_event("process_name", pid, 0, name=session)
@@ -483,7 +485,7 @@ def _metadata_event(what: str, pid: int, tid: int, **args: str | int) -> dict[st
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _write_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     numbers = _process_numbers(timeline)
     for row, span in assign_rows(timeline.spans):
         start_us = round(span.start_s * 1e6)

@@ -15,7 +15,13 @@ from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
-from edgespec.core.protocol.checks import Section, among, check_limits, check_range, limited
+from edgespec.core.protocol.checks import (
+    Section,
+    check_limits,
+    check_range,
+    choice_field,
+    range_field,
+)
 from edgespec_sim.scenario.verifiers import DEFAULT_SESSIONS, RADIOS, MemorySum, memory_sum
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
@@ -31,9 +37,9 @@ class BackhaulSection(Section):
     """The network between the base stations. Each station has one line for all its traffic to the
     others."""
 
-    rtt_ms: float = limited(4.0, 0.0, _MINUTE_MS)
+    rtt_ms: float = range_field(4.0, 0.0, _MINUTE_MS)
     """Round-trip time between any two stations."""
-    mbps: float = limited(1000.0, 0.1, 1e6)
+    mbps: float = range_field(1000.0, 0.1, 1e6)
     """Capacity of each station's line, each way."""
 
 
@@ -43,7 +49,7 @@ class CellHandoverSection(Section):
     to the verifier of another cell crosses the backhaul. A running session stays with its
     verifier."""
 
-    gap_ms: float = limited(60.0, 0.0, _MINUTE_MS)
+    gap_ms: float = range_field(60.0, 0.0, _MINUTE_MS)
     """Interruption of the radio link at a handover."""
     backhaul: BackhaulSection = field(default_factory=BackhaulSection)
 
@@ -60,17 +66,17 @@ FRAMING_BYTES = 84
 class OutageSection(Section):
     """An interruption during which nothing passes; messages wait for its end."""
 
-    at_s: float = limited(0.0, 0.0, 1e6)
-    for_s: float = limited(1.0, 0.001, 1e6)
+    at_s: float = range_field(0.0, 0.0, 1e6)
+    for_s: float = range_field(1.0, 0.001, 1e6)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverSection(Section):
     """Periodic moves of the device to another cell."""
 
-    every_s: float = limited(60.0, 0.1, 1e6)
+    every_s: float = range_field(60.0, 0.1, 1e6)
     """Mean time between two handovers; the intervals scatter by a quarter."""
-    gap_ms: float = limited(60.0, 0.0, _HOUR_MS)
+    gap_ms: float = range_field(60.0, 0.0, _HOUR_MS)
     """Interruption at each handover. 3GPP TS 36.133 allows about 50 ms; measured tails reach
     seconds."""
     breaks: bool = False
@@ -81,7 +87,7 @@ class HandoverSection(Section):
 class LinkSection:
     """One hop of a path. Its delay comes from ``rtt_ms``, from a ``trace``, or from both."""
 
-    rtt_ms: float = limited(0.0, 0.0, _HOUR_MS)
+    rtt_ms: float = range_field(0.0, 0.0, _HOUR_MS)
     """Propagation delay, both ways together. It is added to the delay of a trace, as the path
     behind the trace. With a trace that has only capacity it is the whole delay."""
     trace: str = ""
@@ -89,24 +95,24 @@ class LinkSection:
     trace_columns: str = ""
     """Meaning of the trace file's columns, in the syntax of ``edgespec-sim trace --columns``:
     ``time_s=NAME,rtt_ms=NAME``. Empty: the file has a known format."""
-    trace_spread_s: float = limited(0.0, 0.0, 1e6)
+    trace_spread_s: float = range_field(0.0, 0.0, 1e6)
     """Offset between the devices' starts in the trace: device i starts at i times this. 0: all
     devices see the same conditions at the same time."""
-    jitter_ms: float = limited(0.0, 0.0, _HOUR_MS)
+    jitter_ms: float = range_field(0.0, 0.0, _HOUR_MS)
     """Mean of an exponential extra delay each way. A trace with delays has its own jitter
     instead."""
-    loss: float = limited(0.0, 0.0, 0.9)
+    loss: float = range_field(0.0, 0.0, 0.9)
     """Share of packets lost; a trace with losses overrides it. A lost packet is sent again and
     delays everything behind it. A device keeps one TCP connection for all its requests."""
-    up_mbps: float = limited(math.inf, 1e-4, _MAX_MBPS)
-    down_mbps: float = limited(math.inf, 1e-4, _MAX_MBPS)
+    up_mbps: float = range_field(math.inf, 1e-4, _MAX_MBPS)
+    down_mbps: float = range_field(math.inf, 1e-4, _MAX_MBPS)
     """Capacity. The capacity columns of a trace, if it has them, replace it."""
     shared: bool = False
     """Whether all devices send through one queue, instead of one queue each."""
-    cross_up: float = limited(0.0, 0.0, 0.95)
-    cross_down: float = limited(0.0, 0.0, 0.95)
+    cross_up: float = range_field(0.0, 0.0, 0.95)
+    cross_down: float = range_field(0.0, 0.0, 0.95)
     """Share of the capacity that other traffic uses, in [0, 0.95]. It needs a finite capacity."""
-    framing_bytes: int = limited(FRAMING_BYTES, 0, 1500)
+    framing_bytes: int = range_field(FRAMING_BYTES, 0, 1500)
     """Bytes that each message takes besides its payload."""
     outages: tuple[OutageSection, ...] = ()
     handover: HandoverSection | None = None
@@ -130,16 +136,16 @@ class LinkSection:
 class RadioSection(Section):
     """Mobile edge: devices move among the base stations of the verifiers."""
 
-    area_m: float = limited(1000.0, 10.0, 1e5)
+    area_m: float = range_field(1000.0, 10.0, 1e5)
     """Side of the square that contains all devices and stations. The stations stand on a grid."""
-    bandwidth_mhz: float = limited(10.0, 0.1, 1000.0)
+    bandwidth_mhz: float = range_field(10.0, 0.1, 1000.0)
     """Bandwidth of each base station, each way. Its devices share the airtime, and all stations use
     the same band."""
-    device_dbm: float = limited(20.0, -20.0, 40.0)
+    device_dbm: float = range_field(20.0, -20.0, 40.0)
     """Power that a device radiates while it sends, at any distance. Its amplifier draws more."""
-    load: float = limited(0.0, 0.0, 0.95)
+    load: float = range_field(0.0, 0.0, 0.95)
     """Share of every cell's airtime that other traffic uses, each way, in [0, 0.95]."""
-    speed_m_per_s: float = limited(1.5, 0.0, 100.0)
+    speed_m_per_s: float = range_field(1.5, 0.0, 100.0)
     """Mean speed of the random waypoint model: each leg has half to one and a half times this
     speed. 0: no device moves."""
     handover: CellHandoverSection | None = None
@@ -177,15 +183,15 @@ class ArrivalsSection:
     kind: ArrivalKind = ArrivalKind.POISSON
     rate: float = 0.0
     """poisson: requests per second of all devices together."""
-    rates: tuple[float, ...] = limited((), 0.0, MAX_RATE_PER_S)
+    rates: tuple[float, ...] = range_field((), 0.0, MAX_RATE_PER_S)
     """diurnal: requests per second at 0 h, 1 h, ... 23 h, interpolated linearly; the day
     repeats."""
-    compress: float = limited(1.0, 1.0, 86_400.0)
+    compress: float = range_field(1.0, 1.0, 86_400.0)
     """diurnal: seconds of the day that pass in one second of the world. Rates are not changed, so a
     day compressed into 24 minutes has a sixtieth of its requests."""
     file: str = ""
     """recorded: a CSV file with ``time_s`` (or ``timestamp``), and optionally the lengths."""
-    speed: float = limited(1.0, 1e-3, 1e4)
+    speed: float = range_field(1.0, 1e-3, 1e4)
     """recorded: speed-up of the playback, which raises the rate by the same factor."""
     at: AtDevice = AtDevice.OWN
 
@@ -254,8 +260,8 @@ class SloSection(Section):
     """Service objectives: 95 % of the requests must meet each of them. A request attains them if it
     ended well and met both."""
 
-    ttft_p95_ms: float | None = limited(None, 0.1, 3_600_000.0)
-    tpot_p95_ms: float | None = limited(None, 0.1, 3_600_000.0)
+    ttft_p95_ms: float | None = range_field(None, 0.1, 3_600_000.0)
+    tpot_p95_ms: float | None = range_field(None, 0.1, 3_600_000.0)
 
     @property
     def ttft_s(self) -> float:
@@ -276,10 +282,10 @@ class ConditionSection(Section):
     """A device's conditions from ``at_s`` on. A value that is left out keeps its value from the row
     before; one that no row gives is unknown, as on a device without such a sensor."""
 
-    at_s: float = limited(MISSING, 0.0, 1e6)
-    resident_mib: float | None = limited(None, 0.0, 1e6)
+    at_s: float = range_field(MISSING, 0.0, 1e6)
+    resident_mib: float | None = range_field(None, 0.0, 1e6)
     """Memory of the agent's process without the draft's keys and values."""
-    slowdown: float | None = limited(None, 0.01, 100.0)
+    slowdown: float | None = range_field(None, 0.01, 100.0)
     """Factor on the duration of draft steps, for every arm that drafts."""
 
 
@@ -290,12 +296,12 @@ class ConditionsSection:
 
     course: tuple[ConditionSection, ...]
     """Rows in order of time, beginning at 0; the last row holds until the end."""
-    budget_mib: float | None = limited(None, 1.0, 1e6)
+    budget_mib: float | None = range_field(None, 1.0, 1e6)
     """Memory budget of the process; null: no budget. ``resident_mib`` of the course counts in
     it."""
-    window: int = limited(4096, SMALLEST_WINDOW, 1 << 20)
+    window: int = range_field(4096, SMALLEST_WINDOW, 1 << 20)
     """Most tokens whose keys and values the draft holds, if there is a budget."""
-    token_kib: float = limited(112.0, 1e-3, 1e5)
+    token_kib: float = range_field(112.0, 1e-3, 1e5)
     """Size of one token's keys and values. The default is Qwen3-0.6B's: 28 layers of 8 heads of 128
     in float16."""
 
@@ -321,15 +327,15 @@ class TokensSection:
     """How well drafts agree with the target, and the source of that agreement."""
 
     source: TokensFrom = TokensFrom.PROCESS
-    acceptance: float | None = limited(None, 0.01, 0.99)
+    acceptance: float | None = range_field(None, 0.01, 0.99)
     """process: mean share of first candidates that are right; null: the share of the tape."""
     tape: str = "bundled-greedy"
     """A file, or the name of a bundled tape. tape: it is replayed; process: its shape is fitted."""
-    noise: float = limited(0.25, 0.0, 10.0)
+    noise: float = range_field(0.25, 0.0, 10.0)
     """toy: distance of the draft from the target, in units of the target's sharpness."""
-    temperature: float = limited(0.0, 0.0, 100.0)
+    temperature: float = range_field(0.0, 0.0, 100.0)
     """toy: sampling temperature. A tape has its own."""
-    lossy_threshold: float | None = limited(None, 0.0, 1.0)
+    lossy_threshold: float | None = range_field(None, 0.0, 1.0)
     """toy: a LOSSY rule (``dsd``) that also accepts drafts of at least this probability, relative
     to the target's best token. null: commit exactly the target's own tokens."""
 
@@ -350,16 +356,16 @@ class TokensSection:
 class WorkloadSection(Section):
     """The behaviour of each user: send a request, read, think, repeat."""
 
-    prompt_tokens: int = limited(64, 0, 32_000)
+    prompt_tokens: int = range_field(64, 0, 32_000)
     """Mean length of a prompt. 0: the prompts of the tape, only with tokens from a tape."""
-    output_tokens: int = limited(128, 1, 32_000)
-    length_spread: float = limited(0.0, 0.0, 3.0)
+    output_tokens: int = range_field(128, 1, 32_000)
+    length_spread: float = range_field(0.0, 0.0, 3.0)
     """Relative standard deviation of both lengths, log-normal; 0: all equal."""
-    think_s: float = limited(5.0, 0.0, 1e6)
+    think_s: float = range_field(5.0, 0.0, 1e6)
     """Mean pause between an output and the user's next request, exponential."""
-    requests: int = limited(0, 0, 1_000_000)
+    requests: int = range_field(0, 0, 1_000_000)
     """Number of requests after which a user stops; 0: continue until the world ends."""
-    start_within_s: float = limited(1.0, 0.0, 1e6)
+    start_within_s: float = range_field(1.0, 0.0, 1e6)
     """First requests are spread evenly over this time."""
     start_thinking: bool = False
     """Start the users in a thinking pause instead, so that the world begins near its steady
@@ -370,16 +376,16 @@ class WorkloadSection(Section):
 class DeviceSection(Section):
     """A group of equal devices."""
 
-    count: int = limited(1, 1, MAX_DEVICES)
+    count: int = range_field(1, 1, MAX_DEVICES)
     path: tuple[str, ...] = ()
     """Links from the device outwards."""
     draft: CostSection = field(default_factory=lambda: CostSection(ms=8.0))
     workload: WorkloadSection = field(default_factory=WorkloadSection)
-    draft_w: float = limited(0.0, 0.0, 1000.0)
+    draft_w: float = range_field(0.0, 0.0, 1000.0)
     """Power of a running draft step above idle, in watts."""
     policy: PolicyName = DEFAULT_POLICY
     """Draft policy of the arm ``edgespec``."""
-    radio_power: str = among("", ("", *RADIOS))
+    radio_power: str = choice_field("", ("", *RADIOS))
     """lte or wifi: published power of the radio in each of its states. Without this key or
     ``draft_w``, no energy is reported."""
     conditions: ConditionsSection | None = None
@@ -397,11 +403,11 @@ class Scenario:
     )
     links: Mapping[str, LinkSection] = field(default_factory=dict)
     about: str = ""
-    duration_s: float = limited(60.0, 0.1, 1e6)
+    duration_s: float = range_field(60.0, 0.1, 1e6)
     warm_up_s: float = 0.0
     """Start of the window in which requests count. Requests sent before it, or after
     ``duration_s``, do not count."""
-    drain_s: float | None = limited(None, 0.0, 1e5)
+    drain_s: float | None = range_field(None, 0.0, 1e5)
     """Time after ``duration_s`` in which requests that count may still end, under the same load.
     null: 60 with ``arrivals``, else 0, so that the world's end cuts them off."""
     arrivals: ArrivalsSection | None = None
@@ -410,18 +416,18 @@ class Scenario:
     tokens: TokensSection = field(default_factory=TokensSection)
     arms: tuple[Arm, ...] = tuple(Arm)
     """Arms to compare. Default: all, those with a server's draft only if a verifier has one."""
-    gamma: int | None = limited(None, 1, 32)
+    gamma: int | None = range_field(None, 1, 32)
     """Draft length of the arm ``vanilla``; null: the best length by its own estimates."""
     association: Association = Association.LOWEST_DELAY
     """How a verifier is chosen for each request: listed, lowest-delay or rendezvous."""
     radio: RadioSection | None = None
-    shards: int = limited(1, 1, 1024)
+    shards: int = range_field(1, 1, 1024)
     """Number of separate worlds that devices and verifiers are divided among."""
-    message_ms: float = limited(0.3, 0.0, 1000.0)
+    message_ms: float = range_field(0.3, 0.0, 1000.0)
     """One-way time of a message besides the link: codec, event loops, sockets
     (docs/measurements.md)."""
-    lease_s: float = limited(30.0, 0.0, 86_400.0)
-    connect_trips: int = limited(3, 0, 10)
+    lease_s: float = range_field(30.0, 0.0, 86_400.0)
+    connect_trips: int = range_field(3, 0, 10)
     """Round trips of a new connection before its first request: one each for TCP, TLS 1.3 and the
     settings of HTTP/2, so 2 without TLS. A request on an existing connection does not pay them."""
     connected: bool = False

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from edgespec.core.protocol.checks import Section, among, check_limits, limited
+from edgespec.core.protocol.checks import Section, check_limits, choice_field, range_field
 from edgespec_sim.cost_profile import TimeLaw, read_profile
 from edgespec_sim.links.network_trace import find_file
 
@@ -123,13 +123,13 @@ class CostSection:
     """Time of a draft step or a pass: given, from a profile, or computed from a machine's data
     sheet."""
 
-    ms: float | None = limited(None, 0.0, _MINUTE_MS)
+    ms: float | None = range_field(None, 0.0, _MINUTE_MS)
     """Milliseconds of a step or pass of one row."""
-    row_ms: float = limited(0.0, 0.0, _MINUTE_MS)
+    row_ms: float = range_field(0.0, 0.0, _MINUTE_MS)
     """Milliseconds that each further row adds."""
-    context_us: float = limited(0.0, 0.0, 1e6)
+    context_us: float = range_field(0.0, 0.0, 1e6)
     """Microseconds that each cached token adds."""
-    jitter: float = limited(0.0, 0.0, 2.0)
+    jitter: float = range_field(0.0, 0.0, 2.0)
     """Relative standard deviation of the time, log-normal."""
     profile: str = ""
     """A file that ``edgespec profile`` wrote."""
@@ -149,26 +149,26 @@ class CostSection:
 class StagesSection:
     """A target whose layers are spread over a chain of nodes (decentralized)."""
 
-    nodes: int = limited(4, 1, 128)
-    link_ms: float = limited(10.0, 0.0, _MINUTE_MS)
+    nodes: int = range_field(4, 1, 128)
+    link_ms: float = range_field(10.0, 0.0, _MINUTE_MS)
     """One-way delay between two neighbouring nodes. The way from the last node to the first costs
     nothing: the last one samples, and the first one only needs the tokens, which travel with the
     next pass."""
-    slots: int = limited(1, 1, 128)
+    slots: int = range_field(1, 1, 128)
     """Passes in progress at once; sessions are divided among them."""
-    link_mbps: float = limited(math.inf, 1e-3, 1e6)
+    link_mbps: float = range_field(math.inf, 1e-3, 1e6)
     """Capacity of each link between two neighbours; passes go through it one after another."""
-    hidden_bytes: int = limited(8192, 1, 1 << 24)
+    hidden_bytes: int = range_field(8192, 1, 1 << 24)
     """Bytes of a row on such a link: 4096 activations of two bytes in an 8 B model."""
-    lost_at_s: tuple[float, ...] = limited((), 0.0, 1e6)
+    lost_at_s: tuple[float, ...] = range_field((), 0.0, 1e6)
     """Times at which a node is lost. Passes in progress fail, its layers' part of every cache is
     gone, and devices resume with their committed tokens."""
-    spares: int = limited(0, 0, 128)
+    spares: int = range_field(0, 0, 128)
     """Idle nodes with the weights loaded. When none is left, the other nodes take over the
     layers."""
-    reroute_s: float = limited(2.0, 0.0, 1e6)
+    reroute_s: float = range_field(2.0, 0.0, 1e6)
     """Seconds until a lost node is replaced. The other nodes keep their weights meanwhile."""
-    jitter_ms: float = limited(0.0, 0.0, _MINUTE_MS)
+    jitter_ms: float = range_field(0.0, 0.0, _MINUTE_MS)
     """Mean of an exponential extra delay of each pass on each link."""
 
     def __post_init__(self) -> None:
@@ -188,11 +188,11 @@ class StagesSection:
 class ServerDraftSection(Section):
     """The verifier's own draft model, packed over its sessions, on the machine of its passes."""
 
-    ms: float = limited(2.5, 0.0, _MINUTE_MS)
+    ms: float = range_field(2.5, 0.0, _MINUTE_MS)
     """Milliseconds of a step of one row."""
-    row_ms: float = limited(0.0, 0.0, _MINUTE_MS)
+    row_ms: float = range_field(0.0, 0.0, _MINUTE_MS)
     """Milliseconds that each further row adds."""
-    acceptance: float | None = limited(None, 0.01, 0.99)
+    acceptance: float | None = range_field(None, 0.01, 0.99)
     """process: mean share of its candidates that are right, with errors independent of the
     devices'. null: it is the devices' draft model, with the same errors."""
 
@@ -202,7 +202,7 @@ class ServerDraftSection(Section):
 
 @dataclass(frozen=True, slots=True)
 class VerifierSection(Section):
-    count: int = limited(1, 1, 10_000)
+    count: int = range_field(1, 1, 10_000)
     pass_time: CostSection = field(default_factory=lambda: CostSection(ms=25.0))
     path: tuple[str, ...] = ()
     """Links behind the devices' own links, on the way to this verifier's site."""
@@ -213,16 +213,16 @@ class VerifierSection(Section):
     machine: str = ""
     """MODEL@MACHINE whose memory the verifier has. Empty: that of ``pass_time.roofline``, if
     any."""
-    max_sessions: int | None = limited(None, 1, MAX_DEVICES)
+    max_sessions: int | None = range_field(None, 1, MAX_DEVICES)
     """Most sessions at a time. null: as many as the memory holds, or 64 if the scenario does not
     name a machine."""
-    max_rows_per_pass: int = limited(1024, 1, 1 << 20)
-    gpu_power: str = among("", ("", *GPU_POWERS))
+    max_rows_per_pass: int = range_field(1024, 1, 1 << 20)
+    gpu_power: str = choice_field("", ("", *GPU_POWERS))
     """h200, h100, a100-80g or l4: published power of each of the verifier's machines."""
-    busy_w: float = limited(0.0, 0.0, 1e6)
+    busy_w: float = range_field(0.0, 0.0, 1e6)
     """Power of each machine while a pass runs, in place of ``gpu_power``'s. The data sheet's
     maximum is an upper bound, and fans and host are not included. 0: unknown, and not reported."""
-    idle_w: float | None = limited(None, 0.0, 1e6)
+    idle_w: float | None = range_field(None, 0.0, 1e6)
     """Power of each machine that is on while no pass runs. null: that of ``gpu_power``, else
     unknown."""
 
@@ -390,7 +390,7 @@ def law_of(section: CostSection, operation: Operation, folder: Path, share: floa
     if section.profile:
         profile = read_profile(find_file(section.profile, folder))
         law = profile.draft_step if operation is Operation.DRAFT_STEP else profile.target_pass
-        law = _scaled(law, share)
+        law = _scale_law(law, share)
     elif section.roofline:
         law = roofline_law(section.roofline, share)
     else:
@@ -410,7 +410,7 @@ def describe_cost_source(section: CostSection) -> str:
     return f"assumed ({section.ms:g} ms)"
 
 
-def _scaled(law: TimeLaw, share: float) -> TimeLaw:
+def _scale_law(law: TimeLaw, share: float) -> TimeLaw:
     if share == 1.0:
         return law
     table = tuple((rows, share * seconds) for rows, seconds in law.table)

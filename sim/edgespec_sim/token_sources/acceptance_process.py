@@ -163,13 +163,13 @@ def fit(tape: MatchTape) -> AcceptanceLaw:
         share_beta=beta,
         persistence=hidden.persistence,
         origin=f"fitted to {tape.draft} drafting for {tape.target}",
-        confidences=_confidences(tape, hidden.places),
+        confidences=_fit_confidences(tape, hidden.places),
     )
     # Shift the mean to that of the tape, which the moments of the shares meet only roughly.
     return replace(law.at(min(max(tape.acceptance(), 0.001), 0.999)), origin=law.origin)
 
 
-def _confidences(tape: MatchTape, places: Floats) -> tuple[tuple[ConfidencePair, ...], ...]:
+def _fit_confidences(tape: MatchTape, places: Floats) -> tuple[tuple[ConfidencePair, ...], ...]:
     """Return the log-probabilities of each kind of place, as quantiles over the first candidate's.
     Empty if the tape lacks them in any text. ``places`` holds how far each position is easy, hard
     and after a miss."""

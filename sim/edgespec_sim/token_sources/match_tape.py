@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from edgespec.config.files import TooLargeError, read_text, write_output
 from edgespec.config.loading import build
 from edgespec.core.protocol.work import Candidate
-from edgespec.telemetry.trace import plain
+from edgespec.telemetry.trace import to_plain_data
 
 FORMAT: Final = "edgespec-tape"
 VERSION: Final = 1
@@ -123,9 +123,9 @@ def walk_along(
 
 def write_tape(tape: MatchTape, path: Path) -> None:
     """Write one JSON object per line: a head, then one line for each generation."""
-    head = {"format": FORMAT, "version": VERSION, **plain(tape)}
+    head = {"format": FORMAT, "version": VERSION, **to_plain_data(tape)}
     del head["generations"]
-    texts = [{k: v for k, v in plain(one).items() if v != []} for one in tape.generations]
+    texts = [{k: v for k, v in to_plain_data(one).items() if v != []} for one in tape.generations]
     lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in (head, *texts)]
     write_output(path, "".join(lines))
 

@@ -62,8 +62,8 @@ def read_arrivals(path: Path) -> list[_Recorded]:
                 where = f"{path}:{rows.line_num}"
                 if len(found) == MAX_ROWS:
                     raise TraceError(f"{path}: more than {MAX_ROWS} arrivals, which is the limit")
-                at_s = _seconds(row.get("time_s"), where)
-                prompt, output = (_length(row, f"{one}_tokens", where) for one in _LENGTHS)
+                at_s = _read_seconds(row.get("time_s"), where)
+                prompt, output = (_read_length(row, f"{one}_tokens", where) for one in _LENGTHS)
                 found.append((at_s, prompt, output))
                 if len(found) > 1 and found[-1][0] < found[-2][0]:
                     raise TraceError(f"{where}: time is earlier than in the row before")
@@ -76,7 +76,7 @@ def read_arrivals(path: Path) -> list[_Recorded]:
     return [(at_s - found[0][0], prompt, output) for at_s, prompt, output in found]
 
 
-def _seconds(value: str | None, where: str) -> float:
+def _read_seconds(value: str | None, where: str) -> float:
     try:
         at_s = float(value or "")
     except ValueError:
@@ -91,7 +91,7 @@ def _seconds(value: str | None, where: str) -> float:
     return at_s
 
 
-def _length(row: Mapping[str, str | None], name: str, where: str) -> int | None:
+def _read_length(row: Mapping[str, str | None], name: str, where: str) -> int | None:
     value = row.get(name)
     if not value:
         return None
@@ -132,7 +132,7 @@ def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival,
     groups = [group for group, devices in scenario.devices.items() for _ in range(devices.count)]
     dice = random.Random(f"{seed}/arrivals")
     arrivals = []
-    for number, (at_s, prompt, output) in enumerate(_times(section, until_s, dice, folder)):
+    for number, (at_s, prompt, output) in enumerate(_read_times(section, until_s, dice, folder)):
         device = dice.randrange(len(groups))
         load = scenario.devices[groups[device]].workload
         # Lengths are drawn even if the file has them, so that the other requests do not depend on
@@ -145,7 +145,7 @@ def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival,
     return tuple(arrivals)
 
 
-def _times(
+def _read_times(
     section: ArrivalsSection, until_s: float, dice: random.Random, folder: Path
 ) -> Iterator[_Recorded]:
     if section.kind is ArrivalKind.RECORDED:

@@ -29,7 +29,7 @@ class ConservationError(AssertionError):
     """The simulated world broke one of its laws: a bug in the simulator or in the product."""
 
 
-def broken(now_s: float, what: str) -> ConservationError:
+def broken_law(now_s: float, what: str) -> ConservationError:
     """Make the error. Its text is built only for a broken law, since millions of messages break
     none."""
     return ConservationError(f"at {now_s:.6f} s: {what}")
@@ -52,21 +52,21 @@ class DirectionWatch:
     def arrived(self, message: object, now_s: float) -> None:
         what, least_s = self.what, self.least_s
         if not self.in_transit:
-            raise broken(now_s, f"{what}: a message arrived that was never sent")
+            raise broken_law(now_s, f"{what}: a message arrived that was never sent")
         expected, sent_s, size_bytes = self.in_transit.popleft()
         took_s = now_s - sent_s
         if message is not expected:
-            raise broken(now_s, f"{what}: {message} overtook {expected}")
+            raise broken_law(now_s, f"{what}: {message} overtook {expected}")
         if took_s < least_s - SLACK_S:
             why = f"took {took_s:.6f} s, but the path alone takes {least_s:.6f}"
-            raise broken(now_s, f"{what}: {why}")
+            raise broken_law(now_s, f"{what}: {why}")
         self.delivered_bytes += size_bytes
 
     def check(self, now_s: float) -> None:
         in_transit = sum(size_bytes for _, _, size_bytes in self.in_transit)
         if self.sent_bytes != self.delivered_bytes + in_transit:
             sent = f"{self.what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered"
-            raise broken(now_s, f"{sent}, {in_transit} under way")
+            raise broken_law(now_s, f"{sent}, {in_transit} under way")
 
 
 class StreamWatch:
@@ -101,11 +101,11 @@ class StreamWatch:
         end = commit.position + len(commit.tokens)
         if end > session.prefix.length:
             why = f"tokens up to {end} {verb}, {session.prefix.length} committed"
-            raise broken(now_s, f"{self._key}: {why}")
+            raise broken_law(now_s, f"{self._key}: {why}")
 
 
 def check_device(name: str, now_s: float, drafting_s: float, step_s: float) -> None:
     """Check a device's drafting time. ``step_s`` is how long the last draft step may exceed the
     end."""
     if drafting_s > now_s + step_s + SLACK_S:
-        raise broken(now_s, f"{name} drafted for {drafting_s:.3f} s")
+        raise broken_law(now_s, f"{name} drafted for {drafting_s:.3f} s")

@@ -166,7 +166,7 @@ class Meters:
             memory_tightened=int(total(lambda one: one.memory_tightened)),
             memory_loosened=int(total(lambda one: one.memory_loosened)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
-            mismatches=_mismatches(records),
+            mismatches=_count_mismatches(records),
             verifier_j_per_token=_energy_per_token([one.verifier_j for one in records], tokens),
             verifier_idle_j_per_token=_energy_per_token(
                 [one.verifier_idle_j for one in records], tokens
@@ -192,7 +192,7 @@ def _make_row(one: RequestRecord) -> RequestRow:
     )
 
 
-def _mismatches(records: Sequence[RequestRecord]) -> int | None:
+def _count_mismatches(records: Sequence[RequestRecord]) -> int | None:
     lossy = any(one.lossy for one in records)
     return None if lossy else sum(one.mismatches for one in records)
 

@@ -181,13 +181,13 @@ class Attachment:
     begins in the cell with the strongest signal."""
 
     def __init__(self, gains: Floats) -> None:
-        self._filtered_db = _db(gains)
+        self._filtered_db = _to_db(gains)
         self.cells = self._filtered_db.argmax(axis=1)
 
     def measure(self, gains: Floats) -> list[CellChange]:
         """Update the filtered gains and ``cells`` one step later. Returns the devices that change
         cells."""
-        self._filtered_db += 2.0 ** (-FILTER_K / 4.0) * (_db(gains) - self._filtered_db)
+        self._filtered_db += 2.0 ** (-FILTER_K / 4.0) * (_to_db(gains) - self._filtered_db)
         best = self._filtered_db.argmax(axis=1)
         devices = np.arange(len(best))
         lead_db = self._filtered_db[devices, best] - self._filtered_db[devices, self.cells]
@@ -200,7 +200,7 @@ class Attachment:
         return changes
 
 
-def _db(gains: Floats) -> Floats:
+def _to_db(gains: Floats) -> Floats:
     return np.asarray(10.0 * np.log10(np.maximum(gains, 1e-30)))
 
 
@@ -320,8 +320,8 @@ class RadioNetwork:
         gains = self._gains.next_gains(self._walk.positions_m, self.stations_m, moved_m)
         changes = self._attach(gains)
         band_hz = section.bandwidth_mhz * 1e6
-        device_w, station_w = _watts(section.device_dbm), _watts(_STATION_DBM)
-        noise_w = _watts(NOISE_DBM_HZ) * band_hz
+        device_w, station_w = _to_watts(section.device_dbm), _to_watts(_STATION_DBM)
+        noise_w = _to_watts(NOISE_DBM_HZ) * band_hz
         up_noise_w = noise_w * 10.0 ** (STATION_NOISE_DB / 10.0)
         down_noise_w = noise_w * 10.0 ** (DEVICE_NOISE_DB / 10.0)
         sends = np.minimum(self._device_s / _STEP_S, 1.0)
@@ -388,7 +388,7 @@ def _uplink_noise(gains: Floats, serving: Floats, sends: Floats, load: float) ->
     return ours + others
 
 
-def _watts(dbm: float) -> float:
+def _to_watts(dbm: float) -> float:
     return float(10.0 ** (dbm / 10.0 - 3.0))
 
 

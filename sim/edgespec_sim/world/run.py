@@ -310,11 +310,11 @@ def summarise(
     outcomes are consumed. ``notes`` come first among the summary's notes."""
     losses = make_loss_notes(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
-    speedups = _speedups(worlds, Arm.TARGET_ONLY)
+    speedups = _measure_speedups(worlds, Arm.TARGET_ONLY)
     alone = find_fastest_without_device(
         {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
     )
-    gains = {} if alone is None else _speedups(worlds, alone)
+    gains = {} if alone is None else _measure_speedups(worlds, alone)
     attained = {arm: measure_attainment(scenario, mine, len(seeds)) for arm, mine in worlds.items()}
     arms = []
     for arm in scenario.arms:
@@ -355,13 +355,15 @@ def summarise(
 _Speedup = tuple[float | None, replication.Interval | None]
 
 
-def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]], baseline: Arm) -> dict[Arm, _Speedup]:
+def _measure_speedups(
+    worlds: Mapping[Arm, Sequence[WorldOutcome]], baseline: Arm
+) -> dict[Arm, _Speedup]:
     """Return every arm's speed-up over the arm ``baseline``. Empty if that arm was not played."""
     totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
     base = totals.get(baseline)
     if base is None:
         return {}
-    found = {arm: replication.speedup(base, mine) for arm, mine in totals.items()}
+    found = {arm: replication.measure_speedup(base, mine) for arm, mine in totals.items()}
     return {**found, baseline: (found[baseline][0], None)}
 
 
@@ -383,7 +385,7 @@ def widest_half_width(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | N
     interval yet, or an arm has no complete request. 0 if there is no arm to compare with."""
     arms = dict.fromkeys(arm for arm, _ in outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in arms}
-    speedups = _speedups(worlds, Arm.TARGET_ONLY)
+    speedups = _measure_speedups(worlds, Arm.TARGET_ONLY)
     others = [found for arm, found in speedups.items() if arm is not Arm.TARGET_ONLY]
     if not others:
         return 0.0

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.draft_window import DraftWindow
-from edgespec.core.device.estimates import Learned, VerifierEstimates
+from edgespec.core.device.estimates import KeptEstimates, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import make_policy
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.memory import DraftAllowance, MemoryGuard, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
@@ -243,7 +243,7 @@ class User:
             self._drafter = self._guarded_draft.drafter
         self._verifiers: dict[str, VerifierEstimates] = {}
         """Estimates of each verifier, such as its latest price of a row."""
-        self._learned = Learned()
+        self._learned = KeptEstimates()
         self.sent_s = 0.0
         """Time at which the running request was sent; it may have waited here."""
         self._request_count = 0

@@ -228,7 +228,7 @@ def check_session(
 def check_ledger(engine: VerifyEngine) -> None:
     """Check the blocks: each is free, or held by existing sessions while they need it, and no two
     sessions hold a block that one of them may write."""
-    ledger = engine.keeper.ledger
+    ledger = engine.cache_scheduler.ledger
     if ledger is None:
         return
     tables = {key: ledger.table(key) for key in ledger.holders}
@@ -253,29 +253,29 @@ def check_ledger(engine: VerifyEngine) -> None:
 
 
 class EntryCheck:
-    """Checks every refusal of the cache keeper at the moment in which it happens.
+    """Checks every refusal of the cache scheduler at the moment in which it happens.
 
-    It states the law of ``cache_keeper.py`` a second time, by other means: it computes shares by
+    It states the law of ``cache_scheduler.py`` a second time, by other means: it computes shares by
     progressive filling, and counts the blocks that a session could have.
     """
 
     def __init__(self, engine: VerifyEngine) -> None:
         self._engine = engine
-        self._true = engine.keeper.rows_for
-        engine.keeper.rows_for = self.rows_for  # type: ignore[method-assign]
+        self._true = engine.cache_scheduler.rows_for
+        engine.cache_scheduler.rows_for = self.rows_for  # type: ignore[method-assign]
 
     def rows_for(
         self, key: str, most: int, spared: Collection[str], waiting: int, now: float
     ) -> int:
         rows = self._true(key, most, spared, waiting, now)
-        ledger = self._engine.keeper.ledger
+        ledger = self._engine.cache_scheduler.ledger
         if rows == 0 and ledger is not None and not ledger.held_count(key):
             self._check_refused(key, spared, ledger)
         return rows
 
     def _check_refused(self, key: str, spared: Collection[str], ledger: BlockLedger) -> None:
         """Check that the session has no block and received none."""
-        sessions, is_over_rate = self._engine.sessions, self._engine.keeper.is_over_rate
+        sessions, is_over_rate = self._engine.sessions, self._engine.cache_scheduler.is_over_rate
         outside, owned = [], dict[str, list[tuple[str, int]]]()
         for other, session in sessions.items():
             held, device = ledger.held_count(other), session.device
@@ -342,6 +342,6 @@ def check_at_rest(engine: VerifyEngine) -> None:
     require(engine.deadline is None, f"the engine waits for {engine.deadline}")
     check_ledger(engine)
     check_credentials(engine)
-    if (ledger := engine.keeper.ledger) is not None:
+    if (ledger := engine.cache_scheduler.ledger) is not None:
         held = ledger.block_count - ledger.free_count
         require(not held, f"{held} blocks are held by nobody")

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.events import DraftCounters, Fail, Finish, LinkState
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.memory import SMALLEST_WINDOW, DraftAllowance, MemoryGuard
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
@@ -177,7 +177,7 @@ _CLOCK_RATE = MEASURE_EVERY_S / _GUARD_LOOK_S
 """Ratio of a guarded drafter's clock to the world's."""
 
 
-def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Drafter:
+def guard_drafter(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Drafter:
     """Put the drafter under a memory budget, if the options have one."""
     others = options.resident_bytes
     if others is None:
@@ -532,7 +532,7 @@ class _World:
             text=TextTables(ngrams=True) if options.device_text else None,
         )
         inner = CheckedDrafter(options.drafter(options.model), session.tree)
-        drafter = guarded(inner, options, self.queue)
+        drafter = guard_drafter(inner, options, self.queue)
         device = SimulatedDevice(
             self.queue,
             session,
@@ -698,15 +698,15 @@ class _World:
         )
         passes = sum(target.passes for target in self.targets)
         rows = sum(target.rows for target in self.targets)
-        keeper = self.server.engine.keeper
+        cache_scheduler = self.server.engine.cache_scheduler
         drafts = [engine.draft_counts for engine in self.engines]
         return WorldResult(
             tuple(results),
             passes,
             rows,
             self.faults,
-            keeper.evictions,
-            keeper.prefix_hit_tokens,
+            cache_scheduler.evictions,
+            cache_scheduler.prefix_hit_tokens,
             sum(one.model.nodes for one in drafts),
             sum(one.model.accepted for one in drafts),
             sum(one.failures for one in drafts),

@@ -176,7 +176,7 @@ class CacheOrder:
     within_share: set[str]
 
 
-class CacheKeeper:
+class CacheScheduler:
     """Decides how the blocks of ``ledger`` are used, and shares them where texts begin alike.
 
     ``ledger`` is None if the target has room for all that is admitted; then nothing is counted.

@@ -8,9 +8,9 @@ token, or that more of the prompt is computed. Without progress either a stream 
 three end in another attempt while the bound allows it, the fourth ends in ``Fail``.
 
 Invariants: in every state but ``IDLE`` and ``DONE`` there is a ``deadline``, so no session waits
-for ever. Text from the verifier passes ``one_line`` before it gets into a ``Fail``. A generation
-never goes on with another model than it began with: if the verifier now serves another model, that
-counts as a stream without tokens and is retried within the same limit.
+for ever. Text from the verifier passes ``make_one_line`` before it gets into a ``Fail``. A
+generation never goes on with another model than it began with: if the verifier now serves another
+model, that counts as a stream without tokens and is retried within the same limit.
 
 Before attempt n = 1, 2, ... the session waits for
 
@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from edgespec.core.device import events as ev
-from edgespec.core.protocol.checks import check_range, one_line, transition
+from edgespec.core.protocol.checks import check_range, check_transition, make_one_line
 from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, ModelIdentity, Open, Opened
 from edgespec.core.protocol.sampling import noise_bits
 
@@ -87,7 +87,7 @@ class ReconnectPolicy:
                 raise ValueError(f"{name} is {value}, but must be at most {limit}, which is {most}")
 
 
-class LinkKeeper:
+class LinkSession:
     """Keeps ``state`` and ``deadline`` of one session. Its methods return the actions to take."""
 
     def __init__(
@@ -152,7 +152,7 @@ class LinkKeeper:
         if self._first_model is None or model.is_model_of(self._first_model):
             return []
         why = f"the verifier serves {model} now, but the generation began on {self._first_model}"
-        return [ev.Transmit(Cancel()), *self.abandon(one_line(why), now)]
+        return [ev.Transmit(Cancel()), *self.abandon(make_one_line(why), now)]
 
     def note_opened(self, now: float) -> None:
         self._is_opened, self._waiting_since = True, now
@@ -202,7 +202,7 @@ class LinkKeeper:
 
     def on_link_down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:
         """Handle a stream that ended or could not be opened."""
-        why = one_line(event.why)
+        why = make_one_line(event.why)
         if not event.retryable:
             return self.end(ev.Fail(why, is_disconnected=True))
         at_once = event.again_s is not None and event.again_s <= 0.0
@@ -210,7 +210,7 @@ class LinkKeeper:
 
     def on_fault(self, fault: Fault, now: float) -> list[ev.DraftAction]:
         """Handle a fault with which the verifier ended the stream."""
-        why, code = one_line(fault.message), fault.code
+        why, code = make_one_line(fault.message), fault.code
         if not code.retryable:
             return self.end(ev.Fail(why, code))
         if not self._is_opened and code not in _BUSY:
@@ -282,4 +282,4 @@ class LinkKeeper:
         return self._waiting_since + self._policy.progress_s - self._wasted_s
 
     def _move(self, state: ev.LinkState, deadline: float | None) -> None:
-        self.state, self.deadline = transition(ev.DRAFT_MOVES, self.state, state), deadline
+        self.state, self.deadline = check_transition(ev.DRAFT_MOVES, self.state, state), deadline
