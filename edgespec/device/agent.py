@@ -43,6 +43,7 @@ from edgespec.core.protocol.errors import (
     Unauthenticated,
 )
 from edgespec.core.protocol.errors import GenerationError as GenerationError
+from edgespec.core.protocol.messages import MAX_TOKEN_ID
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
@@ -51,7 +52,6 @@ from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import probe_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
-from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.grammar import GrammarReader
 from edgespec.models.shared_ids import SharedIds
 from edgespec.telemetry.recording import Recording, RecordingError

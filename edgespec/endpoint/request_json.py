@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from edgespec.core.protocol.checks import is_unicode
-from edgespec.core.protocol.messages import FaultCode
+from edgespec.core.protocol.messages import MAX_TOKEN_ID, FaultCode
 from edgespec.device.agent import GenerationError
-from edgespec.models.folders import MAX_TOKEN_ID
 
 _TYPES: Final = {
     401: "authentication_error",

@@ -18,6 +18,7 @@ from typing import Any, Final
 from edgespec.core.association.policies import hash_conversation_name
 from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.core.protocol.messages import MAX_TOKEN_ID
 from edgespec.core.protocol.sampling import (
     MAX_BIASES,
     MAX_STOP_CHARACTERS,
@@ -35,7 +36,6 @@ from edgespec.endpoint.request_json import (
     invalid_request,
     shown_value,
 )
-from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.tokenizer import MAX_MESSAGES
 
 COMMON: Final = frozenset(

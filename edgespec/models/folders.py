@@ -22,12 +22,12 @@ from urllib.parse import urlsplit
 from edgespec.config.files import user_folder
 from edgespec.config.proxies import bypass_proxy_if_near, proxy_of_url
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.messages import MAX_TOKEN_ID
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import added_tokens
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_GENERATION_BYTES = 1 << 20
-MAX_TOKEN_ID = (1 << 24) - 1
 _FINGERPRINT_DIGITS = 32
 
 

@@ -46,7 +46,8 @@ from edgespec.models.grammar_trial import (
     TrialFailedError,
 )
 from edgespec.models.model_source import Purpose, SourceKind, resolve_source
-from edgespec.models.tokenizer import TextTokenizer, TokenBytes
+from edgespec.models.remote_tokenizer import RemoteTokenizer
+from edgespec.models.tokenizer import TextTokenizer, TokenBytes, TokenizerError
 from edgespec.models.toy import TOY_ALPHABET, TOY_EOS
 
 if TYPE_CHECKING:
@@ -361,21 +362,61 @@ class GuidanceVocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, special_ids: Iterable[int]) -> None:
-        """Take over ``tokenizer``, whose settings are changed."""
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special_ids: Iterable[int],
+        added: Mapping[str, int],
+        encode: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Make the vocabulary of any tokenizer.
+
+        Args:
+            tokens: Bytes of each id.
+            special_ids: Ids of the special tokens.
+            added: Ids of the added tokens, special or not, by their text.
+            encode: Returns the ids of a text in which no special token is meant, or none at all
+                where it fails."""
+        special, size = frozenset(special_ids), len(tokens)
+        self.tokens = [*tokens, b"<end of the text>"]
+        self.eos_token_id = size
+        self.special_token_ids = [*sorted(special), size]
+        self.added = {text: number for text, number in added.items() if number not in special}
+        self._encode = encode
+        self._id_of_bytes: dict[bytes, int] | None = None
+        self._max_token_bytes = 0
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer, special_ids: Iterable[int]) -> GuidanceVocabulary:
+        """Return the vocabulary of ``tokenizer``, and change its settings."""
         tokenizer.encode_special_tokens = True  # a constraint's text is never special
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer, self._bytes_of = tokenizer, TokenBytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
-        special = frozenset(special_ids)
         size = max([tokenizer.get_vocab_size(), *(number + 1 for number in added)])
-        self.tokens = [*map(self._bytes_of, range(size)), b"<end of the text>"]
-        self.eos_token_id = size
-        self.special_token_ids = [*sorted(special), size]
-        self.added = {one.content: number for number, one in added.items() if number not in special}
-        self._id_of_bytes: dict[bytes, int] | None = None
-        self._max_token_bytes = 0
+        return cls(
+            tokens=list(map(TokenBytes(tokenizer), range(size))),
+            special_ids=special_ids,
+            added={one.content: number for number, one in added.items()},
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        )
+
+    @classmethod
+    def from_remote(cls, tokenizer: RemoteTokenizer) -> GuidanceVocabulary:
+        """Return the vocabulary of a tokenizer that another process holds."""
+
+        def encode(text: str) -> Sequence[int]:
+            try:
+                return tokenizer.encode_plain(text)
+            except TokenizerError:  # the longest matching tokens are used then
+                return ()
+
+        return cls(
+            tokens=list(map(tokenizer.token_bytes, range(tokenizer.id_count))),
+            special_ids=tokenizer.special_ids,
+            added=tokenizer.added,
+            encode=encode,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> GuidanceVocabulary:
@@ -385,7 +426,7 @@ class GuidanceVocabulary:
 
         tokenizer = Tokenizer.from_str(text)
         added = tokenizer.get_added_tokens_decoder().items()
-        return cls(tokenizer, [number for number, token in added if token.special])
+        return cls.from_tokenizer(tokenizer, [number for number, token in added if token.special])
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Return tokens that stand for exactly this text, as the tokenizer would encode it."""
@@ -396,8 +437,8 @@ class GuidanceVocabulary:
             return self._longest_tokens(written)
         # Some tokenizers put a space before a text, but not behind this character.
         for before in ("", "\x02"):
-            ids = list(self._tokenizer.encode(before + shown, add_special_tokens=False).ids)
-            words = list(map(self._bytes_of, ids))
+            ids = list(self._encode(before + shown))
+            words = [self.tokens[token] for token in ids]
             while before and words and not words[0].endswith(b"\x02"):
                 del ids[0], words[0]
             if before:
@@ -561,9 +602,14 @@ def device_grammar_reader(reference: str) -> ReadConstraint | None:
 
 
 def _load_vocabulary(reference: str, purpose: Purpose) -> Any:
-    """Return a vocabulary for ``GrammarReader``. Raises ``ValueError`` naming the file."""
+    """Return a vocabulary for ``GrammarReader``. A tokenizer that a verifier lent stays in its own
+    process. Raises ``ValueError`` naming the file."""
     source = resolve_source(reference, purpose)
     if source.kind is SourceKind.TOY:
         return make_letters_tokenizer(TOY_ALPHABET, TOY_EOS)
+    if source.kind is SourceKind.LENT:
+        lent = source.load_tokenizer()
+        assert isinstance(lent, RemoteTokenizer)
+        return GuidanceVocabulary.from_remote(lent)
     text = TextTokenizer(source.folder)
-    return GuidanceVocabulary(text.copy_tokenizer(), text.special_ids)
+    return GuidanceVocabulary.from_tokenizer(text.copy_tokenizer(), text.special_ids)

@@ -59,6 +59,11 @@ class RemoteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self._call_child("encode", text, add_special_tokens))
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of ``text`` as plain text, even where it has the name of a special
+        token."""
+        return list(self._call_child("encode_plain", text))
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(tokens) == 1 and tokens[0] in self._texts_at_start:
             return str(self._texts_at_start[tokens[0]])

@@ -71,6 +71,7 @@ class _Answers:
             self._answers |= {
                 "facts": lambda: tokenizer.facts,
                 "encode": tokenizer.encode,
+                "encode_plain": tokenizer.encode_plain,
                 "decode": tokenizer.decode,
             }
 
@@ -159,6 +160,11 @@ class _Tokenizer:
     def encode(self, text: str, special: bool) -> list[int]:
         assert self._tokenizer is not None
         return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def encode_plain(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        with self._tokenizer.special_tokens_as_text():
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: list[int], skip_special: bool) -> str:
         assert self._tokenizer is not None

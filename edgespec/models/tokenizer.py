@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache, cached_property
@@ -458,6 +459,16 @@ class TextTokenizer:
         # offsets in the text, which are not needed.
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encodings[0].ids)
+
+    @contextmanager
+    def special_tokens_as_text(self) -> Iterator[None]:
+        """Encode the names of special tokens as the plain text that they are, within this block.
+        All threads that use this object are affected."""
+        self._tokenizer.encode_special_tokens = True
+        try:
+            yield
+        finally:
+            self._tokenizer.encode_special_tokens = False
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole sequence. Special tokens are left out unless

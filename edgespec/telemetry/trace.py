@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self, TextIO
 
 from edgespec.config.files import open_to_write
+from edgespec.core.protocol.messages import MAX_TOKEN_ID
 
 TOKEN_FIELDS: Final = frozenset("tokens prompt committed feed text targets stop_token_ids".split())
 """Names of fields in the core's classes that are sequences of token ids."""
 _MAX_SUBSTITUTES: Final = 1 << 20
-_MAX_TOKEN_ID: Final = (1 << 31) - 1
 
 
 class HiddenTokens:
@@ -65,7 +65,7 @@ class HiddenTokens:
 
     def substitute_token(self, token: int) -> int:
         """Return the substitute of a token: another id of the same size as a varint."""
-        if not 0 <= token <= _MAX_TOKEN_ID:
+        if not 0 <= token <= MAX_TOKEN_ID:
             return token
         if token in self._substitutes:
             return self._substitutes[token]
@@ -76,7 +76,7 @@ class HiddenTokens:
             self._used.clear()
         varint_bytes = max(1, -(-token.bit_length() // 7))
         minimum = 0 if varint_bytes == 1 else 1 << 7 * (varint_bytes - 1)
-        count = min(1 << 7 * varint_bytes, _MAX_TOKEN_ID + 1) - minimum
+        count = min(1 << 7 * varint_bytes, MAX_TOKEN_ID + 1) - minimum
         while (substitute := minimum + secrets.randbelow(count)) in self._used:
             continue
         self._used.add(substitute)

@@ -28,6 +28,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.core.protocol.messages import MAX_TOKEN_ID
 from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.wire.pb import speculation_pb2 as pb
@@ -36,9 +37,6 @@ MAX_UINT32 = (1 << 32) - 1
 MAX_UINT64 = (1 << 64) - 1
 WINDOW_BYTES = 1 << 18
 """Unread bytes of one stream that its sender may have under way (HTTP/2 flow control)."""
-MAX_TOKEN: Final = (1 << 24) - 1
-"""Largest token id on the wire, larger than in any vocabulary. Each end checks its own
-vocabulary."""
 _MAX_DRAFT_NODES: Final = 256
 # Bytes of a token id, and of everything in an Open besides tokens: names, biases, stop ids.
 _TOKEN_BYTES, _OPEN_BYTES = 4, 1 << 16
@@ -110,9 +108,9 @@ def check_tokens(field: str, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens as a tuple. Raises ``ProtocolViolation`` naming the first one out of
     range."""
     checked = tuple(tokens)
-    if checked and not (min(checked) >= 0 and max(checked) <= MAX_TOKEN):
+    if checked and not (min(checked) >= 0 and max(checked) <= MAX_TOKEN_ID):
         for index, token in enumerate(checked):
-            check_number(f"{field}[{index}]", token, 0, MAX_TOKEN)
+            check_number(f"{field}[{index}]", token, 0, MAX_TOKEN_ID)
     return checked
 
 
@@ -297,7 +295,7 @@ def _decode_draft(wire: pb.Draft) -> m.Draft:
         for at, delta in enumerate(deltas):
             if not 0 <= delta < first + at:
                 check_number(f"Draft.parent_deltas[{at}]", delta, 0, first + at - 1)
-    if count and max(tokens) > MAX_TOKEN:  # No token is negative on the wire.
+    if count and max(tokens) > MAX_TOKEN_ID:  # No token is negative on the wire.
         check_tokens("Draft.tokens", tokens)
     if 0 not in parents:
         return m.Draft(first, parents, tokens)

@@ -18,10 +18,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from edgespec.config import AgentConfig, DraftSection
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.device import build
 from edgespec.device.build import load_tokenizer
-from edgespec.models import text_process, text_worker
-from edgespec.models.folders import vocabulary_fingerprint
+from edgespec.models import grammar, text_process, text_worker
+from edgespec.models.folders import cache_folder, vocabulary_fingerprint
+from edgespec.models.grammar import GuidanceVocabulary
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.text_process import template_worker
@@ -265,6 +267,38 @@ def test_a_far_tokenizer_is_the_near_one(far: RemoteTokenizer, lent: Path) -> No
     templates = far.chat_template(), near.chat_template()
     assert templates[0] == templates[1]
     assert require(templates[0]).worker is not None
+
+
+def test_a_far_vocabulary_is_the_near_one(far: RemoteTokenizer, lent: Path) -> None:
+    """Oracle: the same folder in this process, also for texts with names of special tokens."""
+    near = TextTokenizer(lent)
+    one = GuidanceVocabulary.from_remote(far)
+    other = GuidanceVocabulary.from_tokenizer(near.copy_tokenizer(), near.special_ids)
+    assert (one.tokens, one.eos_token_id, one.added) == (
+        other.tokens,
+        other.eos_token_id,
+        other.added,
+    )
+    assert one.special_token_ids == other.special_token_ids
+    for text in ("", "the quick", " a\u20ac", "<s>the</s>", *near.added, "\x02"):
+        assert one(text) == other(text)
+        assert not set(one(text)) & set(one.special_token_ids)
+    assert far.encode("<s>the</s>") == near.encode("<s>the</s>")
+
+
+def test_constraints_read_a_lent_tokenizer_in_its_own_process(
+    lent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    folder = cache_folder() / "tokenizers" / "abc"
+    shutil.copytree(lent, folder)
+    monkeypatch.setattr(grammar, "TextTokenizer", None)
+    read = require(grammar.device_grammar_reader(str(folder)))
+    made = read(Constraint(ConstraintKind.REGEX, "the quick"))
+    text = TextTokenizer(lent).encode("the quick", add_special_tokens=False)
+    matcher = require(made.matcher)()
+    assert matcher.consume(text) == len(text)
+    assert matcher.can_end
 
 
 @pytest.mark.parametrize(

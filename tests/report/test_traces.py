@@ -22,7 +22,7 @@ import pytest
 from edgespec.cli.running import trace_to
 from edgespec.config import AgentConfig, VerifierConfig
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.protocol.messages import Commit, Draft, Open, Received
+from edgespec.core.protocol.messages import MAX_TOKEN_ID, Commit, Draft, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.telemetry.trace import TOKEN_FIELDS, HiddenTokens, TraceFile, Tracer
@@ -354,7 +354,7 @@ def test_lines_differ_in_tokens_alone(traces: tuple[Path, Path]) -> None:
 
 
 def test_names_are_as_many_and_as_long_as_the_tokens() -> None:
-    hide, tokens = HiddenTokens(), [*range(300), *range(16_380, 16_390), (1 << 31) - 1]
+    hide, tokens = HiddenTokens(), [*range(300), *range(16_380, 16_390), MAX_TOKEN_ID]
     names = [hide.substitute_token(one) for one in tokens]
     assert len(set(names)) == len(tokens)
     assert [max(1, -(-one.bit_length() // 7)) for one in names] == [

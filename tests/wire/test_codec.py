@@ -30,7 +30,7 @@ from edgespec.wire.pb import speculation_pb2 as pb
 LIMITS = codec.WireLimits(context_length=128)
 
 UINT32 = st.integers(0, 2**32 - 1)
-TOKEN = st.integers(0, codec.MAX_TOKEN)
+TOKEN = st.integers(0, m.MAX_TOKEN_ID)
 NAME = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
 SHARE = st.floats(0.0, 1.0, exclude_min=True)
 PENALTY = st.floats(-100.0, 100.0)

@@ -19,6 +19,9 @@ PROTOCOL_VERSION = 1
 EXACT_RULE = "exact"
 MAX_COMMIT_TOKENS = 4096
 """Tokens in one ``Commit``. A device that resumes further behind gets several commits."""
+MAX_TOKEN_ID = (1 << 24) - 1
+"""Largest token id in messages and files, some sixty times the largest vocabularies. Each end
+checks ids against its own vocabulary too."""
 MAX_ADAPTERS = 64
 """Models that one verifier serves beside its own: that model with one adapter each."""
 MAX_NAME_BYTES = 256

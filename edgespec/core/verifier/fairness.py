@@ -52,8 +52,9 @@ CONTENDED_S = 30.0
 """Seconds for which a credential that wanted a pass is expected to want another one."""
 LOOP_S = 2e-4
 """Seconds that a session in a pass costs the event loop at least. The commit is made and written
-while the next pass runs, so the durations of passes do not show this cost. The estimate errs low:
-0.3 ms were measured (docs/measurements.md).
+while the next pass runs, so the durations of passes do not show this cost. The value lies between
+the processor times that ``benchmarks/daemon_load.py`` measured with 64 sessions and more: 0.08 to
+0.11 ms on quiet cores and 0.2 to 0.3 ms on busy ones (docs/measurements.md).
 """
 # Tolerance for comparing bucket levels: a sum of floats may stay this short of a paid debt.
 _TOKEN = 1e-6

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.core.device.memory import KvType
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.messages import MAX_TOKEN_ID
 
 FORMAT = 1
 BITS = (4, 8, 32)
@@ -22,7 +23,6 @@ MANIFEST_FILE = "edgespec.json"
 MODEL_FILE = "model.onnx"
 MAX_CONTEXT_LENGTH = 1 << 20
 MAX_VOCABULARY_SIZE = 1 << 20
-MAX_TOKEN_ID = (1 << 24) - 1
 MAX_FILE_BYTES = 1 << 40
 _REQUIRED = ("bits", "table_bits", "block_size", "layers", "kv_heads", "head_dim")
 _NUMBERS = {
