@@ -79,6 +79,11 @@ class StoredCorpus:
         """Cached lookup with the contract of ``Corpus.after``."""
 
     def _after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
+        """Return the length of the longest text in the corpus that is a suffix of ``end``, and the
+        tokens that follow it there with their shares, most frequent first. Both are empty below
+        ``_MIN_MATCH``.
+
+        At most ``_SAMPLE`` places of the suffix array are looked at, evenly spaced."""
         wanted = b"".join([(token + 1).to_bytes(_WORD_BYTES, "big") for token in reversed(end)])
         near, last = self._find_place(bisect_left, wanted), self.length - 1
         length = max(

@@ -224,6 +224,9 @@ class Failover:
     def _on_refused(
         self, route: Route, code: FaultCode, why: str, retry_after_s: float, now: float
     ) -> Actions:
+        """Handle a fault that a verifier sent: note what it means for this verifier, and leave it.
+
+        INVALID says nothing about the verifier: every other one would answer it too."""
         candidate = self._verifier_in_use(route)
         if candidate is None or code is FaultCode.INVALID:
             return [ev.Leave(route.number, make_one_line(why), None, code.retryable)]
@@ -304,6 +307,7 @@ class Failover:
         return actions
 
     def _on_probe(self, event: ev.ProbeAnswered | ev.ProbeFailed, now: float) -> Actions:
+        """Handle the answer or the failure of a probe."""
         candidate = self.candidates.listed.get(event.address)
         if candidate is None:
             return []

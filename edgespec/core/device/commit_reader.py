@@ -117,6 +117,7 @@ class CommitReader:
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
         self._acknowledged = tree.prefix.length
         self._echo: tuple[int, float] | None = None
+        """The position that the verifier is to repeat, and when it was sent."""
         self._commit_at: float | None = None
 
     def new_stream(self) -> None:
@@ -151,7 +152,11 @@ class CommitReader:
         return Deliver(position, tokens, kinds, commit.logprobs[overlap:]) if tokens else None
 
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
-        """Return the acknowledgement if one is due, else None."""
+        """Return the acknowledgement if one is due, else None: after ``_acknowledge_every`` tokens,
+        or with ``last``, at the end.
+
+        It also measures the round-trip time. The position in it is repeated as an echo by the next
+        commit; one echo is under way at a time, and further acknowledgements have echo 0."""
         length = self._prefix.length
         if not last and length - self._acknowledged < self._acknowledge_every:
             return None
@@ -177,6 +182,9 @@ class CommitReader:
         return right
 
     def _commit_one(self, token: int, accepted: bool, replaced: bool) -> TokenKind:
+        """Commit one token, count it, and return its kind for the user.
+
+        A token is CORRECTED if nodes for its position were sent and none of them was it."""
         children = self._tree.roots
         missed = False
         if children and self.judge(children, token) is None:
@@ -193,6 +201,8 @@ class CommitReader:
         return TokenKind.CORRECTED if missed else TokenKind.DECODED
 
     def _measure(self, commit: Commit, now: float) -> None:
+        """Update the counters and estimates from a commit. A commit with ``verify_us`` 0 belongs to
+        no pass, such as one that is sent again after a reconnect."""
         counters = self.counters
         counters.stale += commit.stale
         counters.rows += commit.rows

@@ -320,6 +320,8 @@ class CacheScheduler:
         return self._order
 
     def _find_order(self) -> CacheOrder:
+        """Return the order of the sessions that hold blocks or want some, as the head of this file
+        defines it."""
         ledger = self.ledger
         assert ledger is not None
         members: list[str] = []

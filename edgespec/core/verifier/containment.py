@@ -42,6 +42,9 @@ class Containment:
         return None if self._suspect is None else self._suspect[2]
 
     def batch_failed(self, failure: ee.BatchFailed, now: float) -> None:
+        """Handle a failed pass. Its sessions stay, except one that is known to be at fault; if none
+        is, they are tried again one by one, and a session that was alone in the pass leads to a
+        probe."""
         batch = self._scheduler.finish_pass(now)
         for session, request in batch.parts:
             key = request.key
@@ -61,6 +64,10 @@ class Containment:
                 self._probe(key, failure.why, now)
 
     def _probe(self, key: str, why: str, now: float) -> None:
+        """Request a probe of the target, because the session ``key`` failed in a pass of its own.
+
+        Its blocks are freed first, so that the probe has room. The session itself stays until the
+        probe has ended."""
         self._suspect = key, why, now
         self._cache_scheduler.withdraw(key)
         self._cache_scheduler.release(key)
@@ -87,6 +94,7 @@ class Containment:
         self._registry.remove(key, Fault(code, why, retry_after_s=1.0))
 
     def give_up(self, why: str) -> None:
+        """End all sessions and this verifier, whose target is broken."""
         self.broken = why
         for key in tuple(self._registry.sessions):
             self._registry.remove(key, RESTART_FAULT)

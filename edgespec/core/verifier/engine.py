@@ -230,6 +230,8 @@ class VerifyEngine:
             self._sweep(now)
 
     def _sweep(self, now: float) -> None:
+        """End what hangs: a pass without an end, which breaks the verifier, and sessions whose
+        device acknowledges nothing. Send keepalives to silent streams."""
         limits, batch = self.engine_limits, self._scheduler.running
         since = self._containment.probing_since if batch is None else batch.started_at
         if self._round is not None:
@@ -298,6 +300,8 @@ class VerifyEngine:
         self.registry.actions.append(ee.ReportDraftsOff(why))
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
+        """Give each session of a finished pass its result, and count tokens and nodes. A session
+        that closed meanwhile is passed over."""
         batch = self._scheduler.finish_pass(now, event.target_s, self._draft_steps)
         tokens, device = 0, self.draft_counts.device
         self.draft_counts.steps += self._draft_steps

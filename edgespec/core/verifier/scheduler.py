@@ -177,6 +177,13 @@ class PrefillBudget:
         return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(rows)))
 
     def _affordable_rows(self, arriving: float, tokens_per_pass: float) -> int:
+        """Return how many prompt rows a pass may carry in the long run. The arguments are those of
+        ``note_pass``.
+
+        ``base_rows`` are the rows that take as long as a pass without prompts. Two limits are
+        computed in it, and the larger one counts: what a burst of prompts may add to a pass, and
+        what must be fed to keep up with the prompts that arrive. Until a slope is known the budget
+        stays as it is."""
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
             return self._budget

@@ -310,6 +310,8 @@ class VerifySession:
     # --- the link --------------------------------------------------------------------------
 
     def _on_attach(self, request: Open, now: float) -> tuple[ev.VerifyAction, ...]:
+        """Take a stream that opens this session or resumes it: send ``Opened``, and every token
+        that the device does not hold yet."""
         held = len(request.prompt) + len(request.committed)
         self.inbox.reset(request.drafting)
         self.device = Attachment(held, now)
@@ -388,6 +390,8 @@ class VerifySession:
     # --- passes ----------------------------------------------------------------------------
 
     def _on_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
+        """Answer the scheduler's offer of rows: run a pass now, or wait for a draft until
+        ``deadline``."""
         if not self.rows_to_feed:
             return ()
         assert offer.max_rows >= 1
@@ -455,6 +459,8 @@ class VerifySession:
         return () if start is None else (ev.WantChain(start),)
 
     def _on_pass_done(self, event: ev.PassDone, now: float) -> tuple[ev.VerifyAction, ...]:
+        """Commit what a pass has decided and send it. A pass that did not sample has only fed a
+        part of the prompt, and commits nothing."""
         assert self._pass is not None
         done, self._pass = self._pass, None
         if self.state is ev.FINISHED:  # cancelled meanwhile

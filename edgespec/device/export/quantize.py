@@ -136,7 +136,7 @@ def halve_cache(model: onnx.ModelProto) -> None:
 
 def scale_cache(model: onnx.ModelProto, scales: Scales) -> None:
     """Give ``model``, which has a float32 cache, an int8 cache with a static scale for each
-    channel.
+    channel. ``scales`` holds the scales of keys and of values for each layer.
 
     This needs an onnxruntime whose CPU attention accepts such a cache (tried: 1.31)."""
     graph = model.graph

@@ -296,6 +296,11 @@ class _GraphBuilder:
     def _block_product(
         self, name: str, rows: str, rounded: RoundedMatrix, layers: list[Any]
     ) -> str:
+        """Add the product of ``rows`` with the weights of ``layers``, which were rounded as one
+        matrix.
+
+        Their biases become one too; a layer without one adds zeros. Return the name of the
+        result."""
         bias = None
         if any(layer.bias is not None for layer in layers):
             parts = [

@@ -126,18 +126,18 @@ class ConstrainedRows:
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
-        self._texts: dict[str, ConstrainedText] = {}
-        self._held: dict[str, MinTokensMask] = {}
+        self._constrained: dict[str, ConstrainedText] = {}
+        self._minimums: dict[str, MinTokensMask] = {}
 
     def open(self, key: str, sampling: SamplingParams) -> None:
         """Begin a session. Raises ``ConstraintError`` for a constraint that cannot be kept here."""
         self.close(key)
         if sampling.min_tokens:
-            self._held[key] = MinTokensMask(
+            self._minimums[key] = MinTokensMask(
                 sampling, self._info.vocabulary_size, self._info.eos_token_ids
             )
         if sampling.constraint is not None:
-            self._texts[key] = ConstrainedText(sampling.constraint, self._info.eos_token_ids)
+            self._constrained[key] = ConstrainedText(sampling.constraint, self._info.eos_token_ids)
 
     def masks(
         self, key: str, sequence: SequenceText, nodes: Sequence[int], parents: Sequence[int]
@@ -146,7 +146,7 @@ class ConstrainedRows:
         None where no text gets, and where nothing is constrained. Raises ``ModelOutputError`` where
         the grammar is lost."""
         found = self._constraint_masks(key, sequence, nodes, parents)
-        generated, held = len(sequence.tokens) - sequence.prompt_length, self._held.get(key)
+        generated, held = len(sequence.tokens) - sequence.prompt_length, self._minimums.get(key)
         if held is None or generated >= sequence.sampling.min_tokens:
             return found
         depths = (0, *node_depths(parents))
@@ -158,7 +158,7 @@ class ConstrainedRows:
     ) -> list[bytes | None]:
         if sequence.sampling.constraint is None:
             return [None] * (1 + len(nodes))
-        text, output = self._texts[key], sequence.tokens[sequence.prompt_length :]
+        text, output = self._constrained[key], sequence.tokens[sequence.prompt_length :]
         try:
             if (taken := text.follow(output)) < len(output):
                 why = f"the grammar takes {taken} of the {len(output)} tokens generated"
@@ -168,5 +168,5 @@ class ConstrainedRows:
             raise ModelOutputError(key, str(error), requested=True) from error
 
     def close(self, key: str) -> None:
-        self._texts.pop(key, None)
-        self._held.pop(key, None)
+        self._constrained.pop(key, None)
+        self._minimums.pop(key, None)

@@ -119,6 +119,8 @@ class RecordedPasses:
         return found.logits[: len(sampled)]
 
     def _prepared(self, bucket: _Bucket) -> _Recorded:
+        """Allocate the inputs of a pass of this bucket's sizes. A recorded pass reads them at fixed
+        addresses, so all index arrays are parts of two tensors, one for each width of integer."""
         device, tile_rows = self._pool.device, self._attention.tile_rows
         blocks = bucket.most_keys // BLOCK_SIZE
         shape = Shape(bucket.rows, bucket.tiles, bucket.tiles, blocks, _NODES, tile_rows)
