@@ -184,7 +184,7 @@ class CommitReader:
     def _commit_one(self, token: int, accepted: bool, replaced: bool) -> TokenKind:
         """Commit one token, count it, and return its kind for the user.
 
-        A token is CORRECTED if nodes for its position were sent and none of them was it."""
+        A token is CORRECTED if nodes for its position were sent, but none is this token."""
         children = self._tree.roots
         missed = False
         if children and self.judge(children, token) is None:
