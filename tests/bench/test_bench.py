@@ -600,7 +600,7 @@ def test_the_bundled_pair_shows_its_logits() -> None:
     """The likeliest token of each row is the one that ``forward`` commits, and the draft is
     compared at each place."""
     target = load_target(VerifierConfig(model="bundled", device="cpu"))
-    drafter = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
+    drafter = require(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
     greedy, prompt, tokens = SamplingParams(), (5, 9, 14), list[int]()
     target.open("s", len(prompt), greedy)
     for _ in range(6):
