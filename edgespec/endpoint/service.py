@@ -666,7 +666,9 @@ class Endpoint:
         one choice."""
         conversion, request = await self.run_reader(self._read_converted, convert, data)
         if request.n > 1:
-            raise invalid("n", f"n is {request.n}, but this API has one output for a request")
+            raise invalid_request(
+                "n", f"n is {request.n}, but this API has one output for a request"
+            )
         return conversion, request
 
     def _read_converted(

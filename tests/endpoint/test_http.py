@@ -133,7 +133,7 @@ async def test_a_full_queue_refuses_and_the_rest_is_served_in_order(api: Api) ->
         assert third.status == api.overloaded
         assert third.headers["retry-after"] == "1"
         assert "1 requests wait" in api.error_message(third.json)
-        await until(lambda: live.endpoint.counts.requests[api.path, str(api.overloaded)] == 1)
+        await wait_until(lambda: live.endpoint.counts.requests[api.path, str(api.overloaded)] == 1)
         held.gate.set()
         for reply in (await first, await second):
             assert api.text(reply) == "ab"
@@ -145,7 +145,7 @@ async def test_a_full_queue_is_a_rate_limit_at_openai_and_an_overload_at_anthrop
     settings = EndpointSection(max_concurrent=1, max_queue=1)
     async with over_script(ScriptedAgent(["a", "b"], between=held), settings=settings) as live:
         running = [asyncio.create_task(ask(live, PATH, HELLO)) for _ in range(2)]
-        await until(lambda: live.endpoint.admission.waiting == 1)
+        await wait_until(lambda: live.endpoint.admission.waiting == 1)
         for api, kind in ((APIS[0], "rate_limit_error"), (APIS[3], "overloaded_error")):
             assert (await ask(live, api.path, api.request())).error["type"] == kind
         held.gate.set()
@@ -231,7 +231,7 @@ async def test_an_error_in_the_middle_has_the_shape_of_its_api(api: Api) -> None
             assert json.loads(last)["message"] == why
         else:
             assert api.error_message(json.loads(last)) == why
-        await until(lambda: live.endpoint.counts.requests[api.path, "cut"] == 1)
+        await wait_until(lambda: live.endpoint.counts.requests[api.path, "cut"] == 1)
         whole = await ask(live, api.path, api.request())
         assert (whole.status, api.error_message(whole.json)) == (500, why)
 
