@@ -68,16 +68,16 @@ _LONGEST_REASON = 300
 _PROMPT = option("Prompt to continue instead of the built-in ones; may be repeated", "--prompt")
 _RTT_MS = option("Milliseconds of round trip of the emulated link", "--rtt-ms", panel="Emulation")
 _MODEL = option(
-    "Target model: a folder, a Hub id, a name of `edgespec models` or bundled; by default"
-    f" {REAL_PAIR} if it can be had, else bundled",
+    "Target model: a folder, a .gguf file, a Hub id, a name of `edgespec models` or"
+    f" bundled; by default {REAL_PAIR} if it can be had, else bundled",
     "--model",
     metavar="MODEL",
     envvar="EDGESPEC_MODEL",
     show_default=False,
 )
 _DRAFT = option(
-    "Draft model: a folder, a Hub id, a name of `edgespec models`, bundled or lookup; by default"
-    " that of the target's pair, else bundled",
+    "Draft model: a folder, a .gguf file, a Hub id, a name of `edgespec models`, bundled or"
+    " lookup; by default that of the target's pair, else bundled",
     "--draft",
     metavar="MODEL",
     envvar="EDGESPEC_DRAFT",

@@ -46,7 +46,9 @@ _SAY_EVERY_S: Final = 10.0
 _what, _text, _how = (partial(option, panel=panel) for panel in ("Models", "Texts", "Training"))
 _DEFAULTS = TrainingSettings()
 _TARGET = _what("Target model, as of `edgespec verifier`", metavar="MODEL")
-_DRAFT = _what("Draft to begin with: a Hugging Face folder or a Hub id", metavar="MODEL")
+_DRAFT = _what(
+    "Draft to begin with: a Hugging Face folder, a .gguf file or a Hub id", metavar="MODEL"
+)
 _OUT = _what("Folder to write, which must be empty or not exist; with --online, a draft", "--out")
 _RESUME = _what("Continue the run that was stopped or refused", "--resume")
 _FORCE = _what("Write the draft even if it is not better", "--force")

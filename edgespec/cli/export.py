@@ -29,7 +29,11 @@ from edgespec.models.model_source import Purpose, SourceKind, resolve_source
 DEFAULT_BITS = 4
 
 
-_SOURCE = typer.Argument(metavar="SOURCE", help="Checkpoint: a Hugging Face folder or a Hub id")
+_SOURCE = typer.Argument(
+    metavar="SOURCE",
+    help="Checkpoint: a Hugging Face folder, a .gguf file, a Hub id, ollama:NAME or"
+    " hf.co/USER/REPO:QUANT",
+)
 _OUT = typer.Argument(metavar="OUT", help="Folder to write, which must be empty or not exist")
 _BITS = option("Bits of each weight: 4 (smallest and fastest), 8 or 32", "--bits")
 _CONTEXT = option(

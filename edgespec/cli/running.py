@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import typer
 
@@ -21,10 +22,13 @@ from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError, host_names, join_host_port
 from edgespec.config.files import remove_temporary_folders
+from edgespec.core.protocol.checks import make_printable
 from edgespec.device.agent import GenerationError
+from edgespec.models.conversion_reports import ConversionReport, watch_conversions
 from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter, log_failure
 from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
 
+_SHOWN_EVERY_S: Final = 0.1
 # A closed terminal (SIGHUP) must not leave a child process behind.
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _T = TypeVar("_T")
@@ -43,19 +47,65 @@ def say(text: str) -> None:
 
     A line that cannot be written, because the disk is full or the reader has gone, is lost without
     an error: the work that it reports, such as a drain, must go on."""
-    for handler in logging.root.handlers:
-        if isinstance(handler.formatter, JsonFormatter):  # all of stderr has to be JSON
-            record = logging.LogRecord(__name__, logging.INFO, "", 0, text, None, None)
-            text = handler.formatter.format(record)
-            break
+    if (formatter := _json_formatter()) is not None:  # all of stderr has to be JSON
+        text = formatter.format(logging.LogRecord(__name__, logging.INFO, "", 0, text, None, None))
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def _json_formatter() -> JsonFormatter | None:
+    """Return the formatter of the log if the log is JSON, else None."""
+    for handler in logging.root.handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            return handler.formatter
+    return None
+
+
+class ConversionDisplay:
+    """Shows on stderr how far the conversion of a GGUF file is, and at its end what became of the
+    file. The progress is shown on a terminal only."""
+
+    def __init__(self) -> None:
+        self._shown_s = -math.inf
+        """``elapsed_s`` of the report that was shown last."""
+
+    def show(self, report: ConversionReport) -> None:
+        """Show one report."""
+        has_line = sys.stderr.isatty() and _json_formatter() is None
+        if report.folder is not None:
+            if has_line:
+                self._write("\r\x1b[K")
+            say(describe_conversion(report))
+        elif has_line and report.elapsed_s - self._shown_s >= _SHOWN_EVERY_S:
+            self._shown_s = report.elapsed_s
+            self._write(
+                f"\rconverting {make_printable(report.file)}: {report.done_tensors} of"
+                f" {report.tensors} tensors, {report.done_bytes >> 20:,} of"
+                f" {report.total_bytes >> 20:,} MiB, {report.elapsed_s:.0f} s\x1b[K"
+            )
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def describe_conversion(report: ConversionReport) -> str:
+    """Return the line about a finished conversion: what the file's types became, and the loss."""
+    loss = "nothing is lost"
+    if report.relative_error:
+        loss = f"rounding changed the weights by {report.relative_error:.2%} (root mean square)"
+    return (
+        f"converted {make_printable(report.file)} ({report.types}) to {report.written_type}:"
+        f" {report.total_bytes >> 20:,} MiB in {report.elapsed_s:.1f} s, {loss}; kept in"
+        f" {report.folder}"
+    )
 
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
     """Turn errors that users can cause in this block into one clear message and an exit code. At
-    log level debug the traceback is logged as well."""
+    log level debug the traceback is logged as well. Conversions of models are shown on stderr."""
+    watch_conversions(ConversionDisplay().show)
     try:
         yield
     except Interrupted as stopped:

@@ -99,9 +99,9 @@ class VerifierConfig:
     """Target model: a folder, a .gguf file, a Hub id, a name that `edgespec pull` fetched,
     ollama:NAME, hf.co/USER/REPO:QUANT, bundled or toy (for tests)."""
     draft: str = ""
-    """Small model with which the verifier drafts as well: a folder, a Hub id, bundled or toy; use
-    it for devices that draft badly or not at all. It needs the target's tokenizer, and shares the
-    target's hardware and the memory of ``limits``. Empty uses no such model."""
+    """Small model with which the verifier drafts as well: a folder, a .gguf file, a Hub id, bundled
+    or toy; use it for devices that draft badly or not at all. It needs the target's tokenizer, and
+    shares the target's hardware and the memory of ``limits``. Empty uses no such model."""
     name: str = ""
     """Name by which devices can ask for the target. Empty derives it from ``model``."""
     engine: str = choice_field(NATIVE, (NATIVE, VLLM))

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor, type_name, values_of
+from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor, values_of
 
 Array = NDArray[Any]
 
@@ -56,8 +56,14 @@ _EXPERT_PARTS: Final = {
 }
 _LAYER: Final = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
+_LONG_FACTORS: Final = "rope_factors_long.weight"
+_SHORT_FACTORS: Final = "rope_factors_short.weight"
+_IN_CONFIG: Final = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+"""Tensors that a checkpoint has in its configuration."""
+_PARTLY_ROTATED: Final = ("phi3",)
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT: Final = 8192
+_MAX_LAYERS: Final = 4096
 _WITHOUT_ROPE_EVERY: Final = 4
 """SmolLM3 leaves the rotary embedding out of every fourth layer; GGUF does not say so."""
 
@@ -78,6 +84,16 @@ class Architecture:
     """Returns the configuration that only this family has."""
 
 
+def _count_layers(file: GgufFile, prefix: str) -> int:
+    """Return the number of layers. Raises ``GgufError`` beyond ``_MAX_LAYERS``."""
+    count = file.needed(f"{prefix}.block_count", int)
+    if not 1 <= count <= _MAX_LAYERS:
+        raise GgufError(
+            f"{file.path}: {prefix}.block_count is {count}, but must be in [1, {_MAX_LAYERS}]"
+        )
+    return int(count)
+
+
 def _read_gemma(file: GgufFile, prefix: str) -> dict[str, Any]:
     return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
@@ -90,7 +106,7 @@ def _list_layer_types(layers: int, full_every: int) -> list[str]:
 
 
 def _read_gemma2(file: GgufFile, prefix: str) -> dict[str, Any]:
-    layers = file.needed(f"{prefix}.block_count", int)
+    layers = _count_layers(file, prefix)
     # The 27B model scales by hidden size / heads, the others by the size of a head.
     scale = 144 if layers == 46 else file.needed(f"{prefix}.attention.key_length", int)
     return {
@@ -104,7 +120,7 @@ def _read_gemma2(file: GgufFile, prefix: str) -> dict[str, Any]:
 
 
 def _read_gemma3(file: GgufFile, prefix: str) -> dict[str, Any]:
-    layers = file.needed(f"{prefix}.block_count", int)
+    layers = _count_layers(file, prefix)
     theta = file.value(f"{prefix}.rope.freq_base", float, 1e6)
     whole: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if (factor := file.value(f"{prefix}.rope.scaling.factor", float, 1.0)) != 1.0:
@@ -133,9 +149,51 @@ def _read_granite(file: GgufFile, prefix: str) -> dict[str, Any]:
 
 
 def _read_phi3(file: GgufFile, prefix: str) -> dict[str, Any]:
-    if "rope_factors_long.weight" in file.tensors:
-        raise GgufError(f"{file.path}: the long-context variant of Phi-3 (longrope) is not served")
-    return {"sliding_window": file.value(f"{prefix}.attention.sliding_window", int)}
+    own: dict[str, Any] = {"sliding_window": file.value(f"{prefix}.attention.sliding_window", int)}
+    if (long := file.tensors.get(_LONG_FACTORS)) is None:
+        return own
+    if (short := file.tensors.get(_SHORT_FACTORS)) is None:
+        raise GgufError(f"{file.path}: has {_LONG_FACTORS}, but no {_SHORT_FACTORS}")
+    original = file.needed(f"{prefix}.rope.scaling.original_context_length", int)
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": file.value(f"{prefix}.rope.freq_base", float, 10_000.0),
+        "long_factor": _read_factors(file, prefix, long),
+        "short_factor": _read_factors(file, prefix, short),
+        "original_max_position_embeddings": original,
+    }
+    if (factor := file.value(f"{prefix}.rope.scaling.attn_factor", float)) is not None:
+        rope["attention_factor"] = factor
+    return own | {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+def _read_factors(file: GgufFile, prefix: str, tensor: GgufTensor) -> list[float]:
+    """Return the factors of rotary frequencies in ``tensor``, one for each pair of rotated
+    dimensions. Raises ``GgufError`` where their number cannot be."""
+    count = _count_rotated(file, prefix) // 2
+    if tensor.shape != (count,):
+        raise GgufError(
+            f"{file.path}: {tensor.name} has the shape {tensor.shape}, but {count} frequencies are"
+            " rotated"
+        )
+    return [float(value) for value in values_of(tensor)]
+
+
+def _read_head_length(file: GgufFile, prefix: str) -> int:
+    """Return the size of a head."""
+    if (length := file.value(f"{prefix}.attention.key_length", int)) is not None:
+        return int(length)
+    heads = file.needed(f"{prefix}.attention.head_count", int)
+    hidden = file.needed(f"{prefix}.embedding_length", int)
+    if heads < 1 or hidden % heads:
+        raise GgufError(f"{file.path}: {heads} heads do not divide {hidden} values")
+    return int(hidden // heads)
+
+
+def _count_rotated(file: GgufFile, prefix: str) -> int:
+    """Return how many dimensions of a head have a rotary embedding."""
+    whole = _read_head_length(file, prefix)
+    return int(file.value(f"{prefix}.rope.dimension_count", int, whole))
 
 
 def _read_qwen3moe(file: GgufFile, prefix: str) -> dict[str, Any]:
@@ -150,7 +208,7 @@ def _read_qwen3moe(file: GgufFile, prefix: str) -> dict[str, Any]:
 
 
 def _read_smollm3(file: GgufFile, prefix: str) -> dict[str, Any]:
-    layers = file.needed(f"{prefix}.block_count", int)
+    layers = _count_layers(file, prefix)
     return {
         "no_rope_layers": [int((one + 1) % _WITHOUT_ROPE_EVERY != 0) for one in range(layers)],
         "no_rope_layer_interval": _WITHOUT_ROPE_EVERY,
@@ -174,11 +232,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the family of a model. Raises ``GgufError`` for one that is not served."""
+    """Return the family of a model. Raises ``GgufError`` for one that is not read."""
     name = file.needed("general.architecture", str)
     if (found := ARCHITECTURES.get(name)) is None:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise GgufError(f"{file.path}: architecture {name!r} is not served; served are {known}")
+        raise GgufError(
+            f"{file.path}: architecture {name!r} is not read from GGUF; read are {known}"
+        )
     return found
 
 
@@ -187,11 +247,12 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     found, prefix = architecture_of(file), file.needed("general.architecture", str)
     heads = file.needed(f"{prefix}.attention.head_count", int)
     hidden = file.needed(f"{prefix}.embedding_length", int)
-    head_length = file.value(f"{prefix}.attention.key_length", int)
-    if head_length is None:
-        if not heads or hidden % heads:
-            raise GgufError(f"{file.path}: {heads} heads do not divide {hidden} values")
-        head_length = hidden // heads
+    head_length, rotated = _read_head_length(file, prefix), _count_rotated(file, prefix)
+    if rotated != head_length and (name := found.model_type) not in _PARTLY_ROTATED:
+        raise GgufError(
+            f"{file.path}: {rotated} of {head_length} dimensions are rotated, which {name} does not"
+            " do"
+        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise GgufError(f"{file.path}: has no tensor token_embd.weight")
@@ -200,7 +261,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": file.needed(f"{prefix}.feed_forward_length", int),
-        "num_hidden_layers": file.needed(f"{prefix}.block_count", int),
+        "num_hidden_layers": _count_layers(file, prefix),
         "num_attention_heads": heads,
         "num_key_value_heads": file.value(f"{prefix}.attention.head_count_kv", int, heads),
         "head_dim": head_length,
@@ -212,12 +273,17 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "rope_parameters": _read_rope(file, prefix),
     }
     own = found.own(file, prefix)
-    return config | {key: value for key, value in own.items() if value is not None}
+    config |= {key: value for key, value in own.items() if value is not None}
+    if rotated != head_length:
+        config["rope_parameters"]["partial_rotary_factor"] = rotated / head_length
+    return config
 
 
 def _read_rope(file: GgufFile, prefix: str) -> dict[str, Any]:
     """Return the rotary embedding's parameters."""
     theta = file.value(f"{prefix}.rope.freq_base", float, 10_000.0)
+    if not 0.0 < theta < math.inf:
+        raise GgufError(f"{file.path}: {prefix}.rope.freq_base is {theta}, but must be above 0")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if (factors := file.tensors.get(_ROPE_FACTORS)) is not None:
         found |= _read_llama3_scaling(file, factors, theta)
@@ -233,7 +299,7 @@ def _read_rope(file: GgufFile, prefix: str) -> dict[str, Any]:
 def _read_llama3_scaling(file: GgufFile, tensor: GgufTensor, theta: float) -> dict[str, Any]:
     """Return the numbers of Llama 3's scaling that make the factors in ``tensor``. Raises
     ``GgufError`` where none do."""
-    given = np.asarray(values_of(tensor), np.float64).ravel()
+    given = np.asarray(_read_factors(file, file.needed("general.architecture", str), tensor))
     scaling = {"factor": float(given.max()), **_LLAMA3}
     length = 2.0 * math.pi * theta ** (np.arange(given.size) / given.size)
     low = _LLAMA3_CONTEXT / _LLAMA3["low_freq_factor"]
@@ -250,20 +316,46 @@ def _read_llama3_scaling(file: GgufFile, tensor: GgufTensor, theta: float) -> di
     }
 
 
-def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, GgufTensor, Any]]:
-    """Yield each tensor of a checkpoint: its name there, the tensor that it comes from, and a
-    function of the tensor's values that returns its own. Raises ``GgufError`` for a tensor that
-    has no place in the family."""
+@dataclass(frozen=True, slots=True)
+class CheckpointWeight:
+    """One tensor of a checkpoint, and the tensor of the file that it comes from."""
+
+    name: str
+    tensor: GgufTensor
+    expert: int | None = None
+    """Index of the expert that it belongs to, if the tensor holds all experts of a layer."""
+    change: Callable[[Array], Array] | None = None
+    """Function of all its values, if they are not those of the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    def read(self, values_at_once: int) -> Iterator[Array]:
+        """Yield the values in parts of whole rows: at most ``values_at_once`` of them, or a row.
+        Values that change come in one part."""
+        if self.expert is not None:
+            yield values_of(self.tensor, self.expert, self.expert + 1)[0]
+        elif self.change is not None:
+            yield self.change(values_of(self.tensor))
+        else:
+            rows = self.shape[0]
+            step = max(1, values_at_once // math.prod(self.shape[1:]))
+            for start in range(0, rows, step):
+                yield values_of(self.tensor, start, min(rows, start + step))
+
+
+def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[CheckpointWeight]:
+    """Yield each tensor of a checkpoint. Raises ``GgufError`` for a tensor that has no place in the
+    family, or whose shape does not fit the configuration."""
     found = architecture_of(file)
     for name, tensor in file.tensors.items():
-        if name == _ROPE_FACTORS:
+        if name in _IN_CONFIG:
             continue
         if (plain := _PLAIN.get(name)) is not None:
-            yield (
-                plain,
-                tensor,
-                _subtract_one if found.has_one_added and "norm" in name else _keep_values,
-            )
+            is_changed = found.has_one_added and "norm" in name
+            yield CheckpointWeight(plain, tensor, change=_subtract_one if is_changed else None)
             continue
         match = _LAYER.fullmatch(name)
         part = None if match is None else match["part"]
@@ -272,43 +364,50 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str,
         assert part is not None
         layer = f"model.layers.{match['layer']}"
         if part in _EXPERT_PARTS:
+            _check_experts(file, tensor, config)
             for expert in range(tensor.shape[0]):
                 own = f"{layer}.mlp.experts.{expert}.{_EXPERT_PARTS[part]}.weight"
-                yield own, tensor, _take_expert(expert)
+                yield CheckpointWeight(own, tensor, expert=expert)
             continue
-        change: Callable[[Array], Array] = _keep_values
+        change: Callable[[Array], Array] | None = None
         if found.is_interleaved and part in ("attn_q", "attn_k"):
             key = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
-            change = _unpair_heads(int(config[key]))
+            change = _unpair_heads(file, tensor, int(config[key]))
         elif found.has_one_added and part.endswith("norm"):
             change = _subtract_one
-        yield f"{layer}.{found.names[part]}.{match['kind']}", tensor, change
+        yield CheckpointWeight(
+            f"{layer}.{found.names[part]}.{match['kind']}", tensor, change=change
+        )
 
 
-def _keep_values(values: Array) -> Array:
-    return values
+def _check_experts(file: GgufFile, tensor: GgufTensor, config: Mapping[str, Any]) -> None:
+    """Raise ``GgufError`` unless ``tensor`` holds a matrix for each expert of the model."""
+    count = config.get("num_experts")
+    if count is None:
+        raise GgufError(f"{file.path}: tensor {tensor.name[:80]!r} is not known in this family")
+    if len(tensor.shape) != 3 or tensor.shape[0] != count:
+        raise GgufError(
+            f"{file.path}: tensor {tensor.name[:80]!r} has the shape {tensor.shape}, but there are"
+            f" {count} experts"
+        )
 
 
 def _subtract_one(values: Array) -> Array:
     return np.asarray(values - 1, values.dtype)
 
 
-def _take_expert(expert: int) -> Callable[[Array], Array]:
-    return lambda values: values[expert]
+def _unpair_heads(file: GgufFile, tensor: GgufTensor, heads: int) -> Callable[[Array], Array]:
+    """Return a function that puts rotary dimensions from pairs into halves, for each head. Raises
+    ``GgufError`` if the rows of ``tensor`` cannot be divided so."""
+    if heads < 1 or tensor.shape[0] % (2 * heads):
+        raise GgufError(
+            f"{file.path}: tensor {tensor.name[:80]!r} has {tensor.shape[0]} rows, which are no"
+            f" pairs for each of {heads} heads"
+        )
 
-
-def _unpair_heads(heads: int) -> Callable[[Array], Array]:
-    """Return a function that puts rotary dimensions from pairs into halves, for each head."""
-
-    def part(values: Array) -> Array:
+    def unpair(values: Array) -> Array:
         rest = values.shape[1:]
         paired = values.reshape(heads, values.shape[0] // heads // 2, 2, *rest)
         return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
 
-    return part
-
-
-def list_matrix_types(file: GgufFile) -> str:
-    """Return the types of the matrices in words, such as ``Q4_K, Q6_K``."""
-    kinds = {type_name(tensor) for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return ", ".join(sorted(kinds))
+    return unpair

@@ -16,7 +16,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -261,25 +261,38 @@ def type_name(tensor: GgufTensor) -> str:
     return str(GGMLQuantizationType(tensor.type).name)
 
 
-def values_of(tensor: GgufTensor) -> NDArray[Any]:
-    """Return the values of ``tensor`` in its shape: float16 as they are, bfloat16 as uint16 of the
-    same bits, everything else as float32. Raises ``GgufError`` for a type that the ``gguf`` library
-    cannot decode."""
+def values_of(tensor: GgufTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    """Return the values of ``tensor`` from ``start`` to ``stop`` of its first dimension, by default
+    all.
+
+    float16 stays, and everything else becomes float32. Raises ``GgufError`` for a type that the
+    ``gguf`` library cannot decode."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    count = byte_count(tensor.path, tensor)
-    raw = np.memmap(tensor.path, np.uint8, "r", offset=tensor.offset, shape=(count,))
+    stop = tensor.shape[0] if stop is None else stop
+    shape = (stop - start, *tensor.shape[1:])
+    if len(shape) == 1:  # blocks may be cut
+        return values_of(replace(tensor, shape=(1, *tensor.shape)))[0, start:stop]
+    each = byte_count(tensor.path, tensor) // tensor.shape[0]
+    raw = np.memmap(
+        tensor.path,
+        np.uint8,
+        "r",
+        offset=tensor.offset + start * each,
+        shape=((stop - start) * each,),
+    )
     kind = GGMLQuantizationType(tensor.type)
     if kind is GGMLQuantizationType.F32:
-        return raw.view("<f4").reshape(tensor.shape)
+        return raw.view("<f4").reshape(shape)
     if kind is GGMLQuantizationType.F16:
-        return raw.view("<f2").reshape(tensor.shape)
+        return raw.view("<f2").reshape(shape)
     if kind is GGMLQuantizationType.BF16:
-        return raw.view("<u2").reshape(tensor.shape)
-    rows = raw.reshape(*tensor.shape[:-1], -1)
+        return (raw.view("<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+    rows = raw.reshape(*shape[:-1], -1)
     try:
-        return np.asarray(dequantize(rows, kind), np.float32).reshape(tensor.shape)
+        with np.errstate(all="ignore"):  # a scale in the file may be infinite
+            return np.asarray(dequantize(rows, kind), np.float32).reshape(shape)
     except NotImplementedError:
         raise GgufError(
             f"{tensor.path}: tensor {tensor.name[:80]!r} is {kind.name}, which cannot be decoded"

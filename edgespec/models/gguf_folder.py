@@ -12,16 +12,18 @@ and after the version of this conversion. So a file is converted anew when eithe
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import logging
 import math
 import os
 import re
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,54 +31,59 @@ import numpy as np
 
 from edgespec.config.common import require_library
 from edgespec.config.files import temporary_folder
-from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor, type_name
+from edgespec.models.conversion_reports import ConversionReport, report_conversion
+from edgespec.models.gguf_architecture import config_of, weights_of
+from edgespec.models.gguf_file import GgufError, GgufFile, tensor_types, type_name
 
 MAX_FLOAT32_BYTES: Final = 12 << 30
 _HEADER_BYTES: Final = 1 << 20
 _NAME_DIGITS: Final = 16
-_VERSION: Final = 2
+_VERSION: Final = 3
 """Version of the conversion. A change of what a folder holds takes the next number."""
 _MIB: Final = 1 << 20
 _DTYPES: Final = {"F32": ("<f4", 4), "F16": ("<f2", 2), "BF16": ("<u2", 2)}
-_LOG = logging.getLogger(__name__)
+_TYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_VALUES_AT_ONCE: Final = 1 << 22
+_WORK_PREFIX: Final = ".gguf-"
+_ABANDONED_S: Final = 3600.0
 
 
-def folder_of_gguf(
-    path: Path, cache: Path, say: Callable[[str], None] | None = None, *, name: str = ""
-) -> Path:
-    """Return the checkpoint's folder for the GGUF file ``path``, below ``cache``. It is written at
-    the first call, which ``say`` is given a line about. ``name`` is the model's; empty: that of the
-    file.
+def folder_of_gguf(path: Path, cache: Path, *, name: str = "") -> Path:
+    """Return the checkpoint's folder for the GGUF file ``path``, below ``cache``.
+
+    It is written at the first call, which is reported (``conversion_reports``). If several
+    processes convert the same file at once, the first one that ends makes the folder. ``name`` is
+    the model's; empty: that of the file.
 
     Raises ``GgufError`` naming the file and what is wrong with it, ``SetupError`` without the
-    ``gguf`` library, and ``OSError``, also where the disk has no room."""
+    ``gguf`` library, and ``OSError``, also where the disk has no room. An error or a signal leaves
+    no folder behind."""
     with require_library("gguf", "gguf"):
         import gguf  # noqa: F401
     file = GgufFile.read(path)
+    folders = cache / "gguf"
     folder = converted_folder(file, cache, name)
     if (folder / "config.json").is_file():
         return folder
-    from edgespec.models.gguf_architecture import config_of, list_matrix_types
-
-    started_s = time.monotonic()
-    config = config_of(file)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(folder.parent, ".gguf-") as work:
-        dtype, size = _plan_weights(file, config)
-        _check_room(folder.parent, size, path)
-        if say is not None:
-            say(f"converting {path.name} ({list_matrix_types(file)}) once: {size / 1e6:,.0f} MB")
-        _write_texts(file, config, work)
-        _write_weights(file, config, dtype, work / "model.safetensors")
-        # The configuration comes last: a folder that has one is complete.
-        config["dtype"] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
-        (work / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        try:
-            work.rename(folder)
-        except OSError:
-            if not (folder / "config.json").is_file():  # else another process was faster
-                raise
-    _LOG.info("%s was converted in %.1f s", path, time.monotonic() - started_s)
+    folders.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folders)
+    try:
+        with temporary_folder(folders, _WORK_PREFIX) as work:
+            last = _convert(file, folders, work)
+            folder.parent.mkdir(exist_ok=True)
+            try:
+                work.rename(folder)
+            except OSError:
+                if not (folder / "config.json").is_file():  # else another process was faster
+                    raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(
+                f"{path}: the disk of {folders} became full while the file was converted;"
+                " make room there, or point XDG_CACHE_HOME to a larger disk"
+            ) from error
+        raise
+    report_conversion(replace(last, folder=folder))
     return folder
 
 
@@ -84,6 +91,51 @@ def converted_folder(file: GgufFile, cache: Path, name: str = "") -> Path:
     """Return the place of the checkpoint's folder for ``file`` below ``cache``, which need not
     exist. ``name`` is the model's; empty: that of the file. Raises ``OSError``."""
     return cache / "gguf" / _compute_digest(file) / _make_folder_name(name or file.path.name)
+
+
+def _convert(file: GgufFile, folders: Path, work: Path) -> ConversionReport:
+    """Write the whole checkpoint into the folder ``work``, and return the last report. Raises
+    ``GgufError`` and ``OSError``."""
+    config = config_of(file)
+    dtype, size_bytes = _plan_weights(file)
+    _check_room(folders, size_bytes, file.path)
+    report = ConversionReport(
+        file=file.path.name,
+        types=", ".join(f"{count} {kind}" for kind, count in tensor_types(file)),
+        written_type=_TYPE_NAMES[dtype],
+        done_tensors=0,
+        tensors=len(file.tensors),
+        done_bytes=0,
+        total_bytes=size_bytes,
+        elapsed_s=0.0,
+        relative_error=0.0,
+    )
+    report_conversion(report)
+    started_s = time.monotonic()
+    _write_texts(file, config, work)
+    for weights in _write_weights(file, config, dtype, work / "model.safetensors"):
+        report = replace(
+            report,
+            done_tensors=weights.done_tensors,
+            done_bytes=weights.done_bytes,
+            elapsed_s=time.monotonic() - started_s,
+            relative_error=weights.relative_error,
+        )
+        report_conversion(report)
+    # The configuration comes last: a folder that has one is complete.
+    config["dtype"] = _TYPE_NAMES[dtype]
+    (work / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return report
+
+
+def _remove_abandoned(folders: Path) -> None:
+    """Delete work folders of processes that were killed: those in which no file has changed for
+    ``_ABANDONED_S``."""
+    oldest_s = time.time() - _ABANDONED_S
+    for work in folders.glob(f"{_WORK_PREFIX}*"):
+        with suppress(OSError):  # another process deletes it, too
+            if max(one.stat().st_mtime for one in (work, *work.iterdir())) < oldest_s:
+                shutil.rmtree(work)
 
 
 def _make_folder_name(name: str) -> str:
@@ -103,7 +155,7 @@ def _compute_digest(file: GgufFile) -> str:
     return digest.hexdigest()[:_NAME_DIGITS]
 
 
-def _plan_weights(file: GgufFile, config: dict[str, Any]) -> tuple[str, int]:
+def _plan_weights(file: GgufFile) -> tuple[str, int]:
     """Return the type in which matrices are written, and the bytes of all weights."""
     values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
     kinds = {type_name(one) for one in file.tensors.values() if len(one.shape) > 1}
@@ -127,7 +179,8 @@ def _write_texts(file: GgufFile, config: dict[str, Any], folder: Path) -> None:
     """Write the tokenizer's files, and put the end tokens into ``config``."""
     from edgespec.models.gguf_tokenizer import end_tokens_of, tokenizer_config_of, tokenizer_of
 
-    tokenizer_of(file).save(str(folder / "tokenizer.json"), pretty=False)
+    text = tokenizer_of(file).to_str(pretty=False)  # its own ``save`` raises no ``OSError``
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     texts = tokenizer_config_of(file)
     if (template := texts.pop("chat_template", None)) is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -142,58 +195,68 @@ def _write_texts(file: GgufFile, config: dict[str, Any], folder: Path) -> None:
         (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _write_weights(file: GgufFile, config: dict[str, Any], dtype: str, path: Path) -> None:
-    """Write all tensors into one safetensors file, one after the other: no more than one is in
-    memory at a time."""
-    from edgespec.models.gguf_architecture import weights_of
-    from edgespec.models.gguf_file import values_of
+class _WrittenWeights:
+    """What has been written of the weights so far."""
 
+    def __init__(self, dtype: str) -> None:
+        self.done_tensors = self.done_bytes = 0
+        self._dtype = dtype
+        self._squares = self._lost_squares = 0.0
+
+    @property
+    def relative_error(self) -> float:
+        """The error of rounding, as in ``ConversionReport``."""
+        return math.sqrt(self._lost_squares / self._squares) if self._squares else 0.0
+
+    def encode(self, values: Any) -> bytes:
+        """Return the bytes of ``values``, float32 or float16, in the type that is written."""
+        content: bytes
+        if self._dtype != "BF16":
+            content = values.astype(_DTYPES[self._dtype][0], copy=False).tobytes()
+        else:
+            values = values.astype("<f4", copy=False)
+            bits = values.view("<u4")
+            # Round to the nearest, and halves to even.
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+            lost = (rounded.astype("<u4") << 16).view("<f4") - values
+            self._lost_squares += float(np.vdot(lost, lost))
+            self._squares += float(np.vdot(values, values))
+            content = rounded.tobytes()
+        self.done_bytes += len(content)
+        return content
+
+
+def _write_weights(
+    file: GgufFile, config: dict[str, Any], dtype: str, path: Path
+) -> Iterator[_WrittenWeights]:
+    """Write all tensors into one safetensors file, one after the other, and yield the state after
+    each. No more than ``_VALUES_AT_ONCE`` values are in memory at a time, or one matrix of the
+    file if its rows change their order."""
     described: dict[str, Any] = {}
-    order: list[tuple[GgufTensor, Any]] = []
+    weights = list(weights_of(file, config))
     position = 0
-    for name, tensor, change in weights_of(file, config):
-        shape = tensor.shape[1:] if ".experts." in name else tensor.shape
-        size = math.prod(shape) * _DTYPES[dtype][1]
-        described[name] = {
+    for weight in weights:
+        size = math.prod(weight.shape) * _DTYPES[dtype][1]
+        described[weight.name] = {
             "dtype": dtype,
-            "shape": list(shape),
+            "shape": list(weight.shape),
             "data_offsets": [position, position + size],
         }
         position += size
-        order.append((tensor, change))
     header = json.dumps(described).encode()
     header += b" " * (-len(header) % 8)
-    before: GgufTensor | None = None
-    values: Any = None
+    state = _WrittenWeights(dtype)
     with path.open("wb") as out:
         out.write(struct.pack("<Q", len(header)) + header)
-        for tensor, change in order:
-            if tensor is not before:  # the experts of a layer come from one tensor
-                values, before = values_of(tensor), tensor
-            for part in _encode_parts(change(_to_float(values, tensor)), dtype):
-                out.write(part)
+        for place, weight in enumerate(weights, 1):
+            for values in weight.read(_VALUES_AT_ONCE):
+                out.write(state.encode(np.ascontiguousarray(values).reshape(-1)))
+            # The experts of a layer are one tensor of the file.
+            if place == len(weights) or weights[place].tensor is not weight.tensor:
+                state.done_tensors += 1
+                yield state
         out.flush()
         os.fsync(out.fileno())
-
-
-def _to_float(values: Any, tensor: GgufTensor) -> Any:
-    """Return the values of a tensor as numbers. Values of bfloat16 are returned as bits."""
-    if type_name(tensor) != "BF16":
-        return values
-    return (values.astype("<u4") << 16).view("<f4")
-
-
-def _encode_parts(values: Any, dtype: str) -> Iterator[bytes]:
-    """Yield the bytes of ``values``, in parts, in the type that is written."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    for start in range(0, flat.size, 1 << 22):
-        part = flat[start : start + (1 << 22)]
-        if dtype == "BF16":
-            bits = part.astype("<f4").view("<u4")
-            # Round to the nearest, and halves to even.
-            yield ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
-        else:
-            yield part.astype(_DTYPES[dtype][0]).tobytes()
 
 
 def is_gguf(path: Path) -> bool:

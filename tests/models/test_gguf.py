@@ -20,7 +20,8 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.models import folders
-from edgespec.models.gguf_file import GgufError, GgufFile
+from edgespec.models.gguf_architecture import config_of
+from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor
 from edgespec.models.gguf_folder import folder_of_gguf
 from edgespec.models.gguf_references import choose_file, hub_file, ollama_file
 from edgespec.models.model_source import Purpose, SourceKind, resolve_source
@@ -89,8 +90,11 @@ def interleave(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: Any, architecture: str) -> Path:
-    """Write a model of transformers as llama.cpp's converter would."""
+def write_gguf(
+    path: Path, model: Any, architecture: str, add_more: Callable[[Any], None] = lambda writer: None
+) -> Path:
+    """Write a model of transformers as llama.cpp's converter would. ``add_more`` adds what only
+    this model has."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -115,6 +119,7 @@ def write_gguf(path: Path, model: Any, architecture: str) -> Path:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
     add_tokens(writer, [f"t{number}" for number in range(config.vocab_size)])
+    add_more(writer)
     for name, tensor in model.state_dict().items():
         values = tensor.numpy()
         stem, kind = name.rsplit(".", 1)
@@ -163,6 +168,58 @@ def test_a_family_gives_the_logits_of_transformers(tmp_path: Path, model_type: s
     assert torch.equal(expected, found)
     assert folders.eos_token_ids(folder) == (7,)
     folders.check_folder(folder)
+
+
+@pytest.mark.parametrize("count", [0, 4097, (1 << 31) - 1])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "smollm3"])
+def test_an_impossible_number_of_layers_is_refused(
+    tmp_path: Path, architecture: str, count: int
+) -> None:
+    """The lists with an entry a layer take no memory by an unchecked number."""
+    metadata = {f"{architecture}.{key}": 2 for key in ("embedding_length", "feed_forward_length")}
+    metadata |= {f"{architecture}.attention.{key}": 2 for key in ("head_count", "sliding_window")}
+    metadata |= {f"{architecture}.attention.key_length": 2, f"{architecture}.context_length": 2}
+    path = tmp_path / "a.gguf"
+    embedding = GgufTensor("token_embd.weight", (2, 2), 0, path, 0)
+    file = GgufFile(
+        path,
+        {"general.architecture": architecture, f"{architecture}.block_count": count, **metadata},
+        {embedding.name: embedding},
+    )
+    with pytest.raises(GgufError, match=rf"block_count is {count}, but must be in \[1, 4096\]"):
+        config_of(file)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["all dimensions", "half of them"])
+@pytest.mark.parametrize("length", [40, 100], ids=["short", "long"])
+def test_phi_3_with_long_context_gives_the_logits_of_transformers(
+    tmp_path: Path, share: float, length: int
+) -> None:
+    head, original = 16, 64
+    count = int(head * share) // 2
+    short, long = [1.0 + 0.1 * n for n in range(count)], [2.0 + 0.3 * n for n in range(count)]
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": share}
+    model = family_model(
+        "phi3",
+        rope_parameters={**rope, "short_factor": short, "long_factor": long},
+        max_position_embeddings=256,
+        original_max_position_embeddings=original,
+    )
+    assert model.config.hidden_size // model.config.num_attention_heads == head
+
+    def add_factors(writer: Any) -> None:
+        writer.add_rope_dimension_count(2 * count)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        for name, factors in (("short", short), ("long", long)):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(factors, np.float32))
+
+    path = write_gguf(tmp_path / "tiny.gguf", model, "phi3", add_factors)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        convert(path, tmp_path), dtype=torch.float32
+    ).eval()
+    ids = torch.arange(length).reshape(1, -1) % 200
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, again(ids).logits, atol=1e-6)
 
 
 def convert(path: Path, tmp_path: Path) -> Path:
@@ -286,7 +343,7 @@ def test_a_file_that_lies_is_refused_by_name(tmp_path: Path, content: bytes, why
         resolve_source(str(path), Purpose.TARGET)
 
 
-def write_small_model(path: Path, **tensors: tuple[NDArray[np.float32], Any]) -> Path:
+def write_small_model(path: Path, **tensors: tuple[NDArray[Any], Any]) -> Path:
     """Write a model of the Llama family with one layer, some of whose matrices are quantised."""
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(64)
@@ -346,29 +403,6 @@ def read_tensor(folder: Path, name: str) -> NDArray[Any]:
     return found
 
 
-def test_a_model_is_converted_once_and_again_after_a_change(tmp_path: Path) -> None:
-    path, said = write_small_model(tmp_path / "a.gguf"), list[str]()
-    first = folder_of_gguf(path, tmp_path / "cache", said.append)
-    assert folder_of_gguf(path, tmp_path / "cache", said.append) == first
-    assert len(said) == 1
-    assert "converting a.gguf (F32) once" in said[0]
-    assert first.name == "a"
-    assert not [one for one in first.parent.parent.iterdir() if one.name.startswith(".")]
-    path.write_bytes(write_small_model(tmp_path / "b.gguf").read_bytes() + bytes(32))
-    assert folder_of_gguf(path, tmp_path / "cache", said.append) != first
-
-
-def test_a_full_disk_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_small_model(tmp_path / "a.gguf")
-    usage = type("Usage", (), {"free": 1 << 20})
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
-    with pytest.raises(OSError, match=r"takes 0 MiB, but .* has 1 MiB free"):
-        folder_of_gguf(path, tmp_path / "cache")
-    assert list((tmp_path / "cache" / "gguf").rglob("*.safetensors")) == []
-
-
 def test_a_split_model_is_one(tmp_path: Path) -> None:
     whole = GgufFile.read(write_small_model(tmp_path / "whole.gguf"))
     for number, names in enumerate([list(whole.tensors)[:4], list(whole.tensors)[4:]], start=1):
@@ -397,7 +431,9 @@ def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "mamba")
     writer.add_tensor("x", np.zeros(4, np.float32))
     path = finish(writer, tmp_path / "a.gguf")
-    with pytest.raises(GgufError, match="architecture 'mamba' is not served; served are gemma"):
+    with pytest.raises(
+        GgufError, match="architecture 'mamba' is not read from GGUF; read are gemma"
+    ):
         convert(path, tmp_path)
 
 

@@ -32,7 +32,7 @@ from edgespec.config.loading import ConfigError
 from edgespec.models import catalogue, folders, pulling
 from edgespec.models.catalogue import Side
 from edgespec.models.model_source import Purpose, SourceKind, resolve_source
-from tests.kit.live_verifier import call, serving
+from tests.kit.live_verifier import run_command, serve_toy
 from tests.models.test_gguf import write_small_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="there is no pip")
@@ -364,11 +364,11 @@ def model(market: Market, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ma
 
 
 def test_a_pulled_name_is_a_model_everywhere_until_it_is_removed(model: Market) -> None:
-    done = call("pull", NAME)
+    done = run_command("pull", NAME)
     assert (done.exit_code, model.list_files()) == (2, [])
     assert "the licence of tiny (Apache-2.0) needs your agreement" in done.stderr
     assert "--yes" in done.stderr
-    done = call("pull", NAME, "--yes")
+    done = run_command("pull", NAME, "--yes")
     assert done.exit_code == 0, done.stderr
     assert "licence  Apache-2.0 (https://licence.example)" in done.stderr
     assert "edgespec verifier --model tiny" in done.stdout
@@ -378,16 +378,16 @@ def test_a_pulled_name_is_a_model_everywhere_until_it_is_removed(model: Market) 
     assert resolve_source(NAME, Purpose.TEXTS).vocabulary == target.vocabulary
     kept = {name.split("/")[0] for name in model.list_files()}
     assert kept == {"models", "gguf", "drafts"}
-    listed = call("models").stdout
+    listed = run_command("models").stdout
     assert "target pulled from the package index" in listed
     assert "4-bit export of the target" in listed
     exported = next(line.split(":")[0].strip() for line in listed.splitlines() if "drafts/" in line)
-    assert call("models", "remove", exported).exit_code == 0
-    assert "drafts/" not in call("models").stdout
-    done = call("models", "remove", NAME)
+    assert run_command("models", "remove", exported).exit_code == 0
+    assert "drafts/" not in run_command("models").stdout
+    done = run_command("models", "remove", NAME)
     assert done.exit_code == 0, done.stderr
     assert model.list_files() == []
-    done = call("models", "remove", NAME)
+    done = run_command("models", "remove", NAME)
     assert done.exit_code == 1
     assert "'tiny' is not in the cache" in done.stderr
 
@@ -396,8 +396,8 @@ def test_a_name_that_was_not_pulled_names_the_command(model: Market) -> None:
     for purpose in Purpose:
         with pytest.raises(folders.ModelFolderError, match=r"run: edgespec pull tiny$"):
             resolve_source(NAME, purpose)
-    assert "target not pulled" in call("models").stdout
-    done = call("pull", "huge")
+    assert "target not pulled" in run_command("models").stdout
+    done = run_command("pull", "huge")
     assert done.exit_code == 2
     assert "'huge' is not in the catalogue, which has: tiny" in done.stderr
 
@@ -412,15 +412,15 @@ def test_a_folder_of_that_name_is_the_folder(
 
 
 async def test_a_device_takes_the_draft_of_the_pair_that_its_verifier_serves(model: Market) -> None:
-    assert call("pull", NAME, "--yes").exit_code == 0
+    assert run_command("pull", NAME, "--yes").exit_code == 0
     verifier = VerifierConfig(model=NAME, port=0)
-    async with serving(config=verifier) as (where, _):
+    async with serve_toy(config=verifier) as (where, _):
         device = AgentConfig(verifier=where, draft=DraftSection("bundled"))
         chosen, info = await choose_verifier(device)
         assert (info.name, chosen.draft.model) == (NAME, NAME)
         lookup = AgentConfig(verifier=where, draft=DraftSection("lookup"))
         assert (await choose_verifier(lookup))[0].draft.model == "lookup"
-        assert call("models", "remove", NAME).exit_code == 0
+        assert run_command("models", "remove", NAME).exit_code == 0
         with pytest.raises(SetupError, match="edgespec pull tiny --only draft"):
             await choose_verifier(device)
 

@@ -357,7 +357,7 @@ class Checkpoint:
             value = np.asarray(tensors.get_tensor(name))
         if value.shape != shape:
             raise ModelFolderError(f"{path}: tensor {name} has shape {value.shape}, not {shape}")
-        return value.astype(np.float32)
+        return value.astype(np.float32, copy=False)
 
     def _find_fused(self, name: str) -> tuple[str, int, int]:
         """Return where ``name`` is in a matrix that some families fuse with others.
