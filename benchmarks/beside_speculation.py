@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.bench.prompts import BUILT_IN
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.models.tokenizer import prompt_encoder
 
 KINDS: Final = ("chat", "code", "maths")
@@ -322,7 +322,8 @@ def main() -> int:
     if args.only:
         print(json.dumps(asdict(arms[args.only].run(args, read_ids(args)))))
         return 0
-    print(f"command: {shlex.join(sys.argv)}\nmachine: {machine()}\nversions: {versions()}")
+    print(f"command: {shlex.join(sys.argv)}")
+    print(f"machine: {describe_machine()}\nversions: {list_versions()}")
     runs: dict[str, list[Run]] = {name: [] for name in arms}
     begun_s, round_s, rounds = time.monotonic(), 0.0, 0
     while not rounds or time.monotonic() - begun_s + round_s < 60.0 * args.minutes:
@@ -357,7 +358,7 @@ def main() -> int:
         print(f"| {name} | {' | '.join(columns)} |")
     if args.json:
         rows = {name: [*map(asdict, found)] for name, found in runs.items()}
-        head = {"command": sys.argv, "machine": machine(), "versions": versions()}
+        head = {"command": sys.argv, "machine": describe_machine(), "versions": list_versions()}
         args.json.write_text(json.dumps({**head, "runs": rows}) + "\n", encoding="utf-8")
     return 0
 

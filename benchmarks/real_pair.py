@@ -43,7 +43,7 @@ from fidelity import TRACES
 
 from edgespec.bench.measurement import mean_interval, ratio_interval
 from edgespec.bench.prompts import BUILT_IN
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import VerifierConfig
 from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.goodput_policy import GoodputPolicy
@@ -183,7 +183,7 @@ class Table:
             {"temperature": temperature, "link": link, "way": way, "texts": [*map(asdict, texts)]}
             for (temperature, link, way), texts in self.played.items()
         ]
-        head = {"command": sys.argv, "machine": machine(), "versions": versions()}
+        head = {"command": sys.argv, "machine": describe_machine(), "versions": list_versions()}
         head |= {"times_ms": self._options.times, "draft": self._options.draft.name}
         path.write_text(json.dumps({**head, "cells": rows}) + "\n", encoding="utf-8")
 
@@ -355,7 +355,7 @@ def write_record(options: argparse.Namespace, table: Table, links: Mapping[float
     head = {
         "command": f"python benchmarks/real_pair.py speed --times {options.times}",
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+        "versions": list_versions(),
         "settings": settings,
         "results": [{"tokens": tokens}],
     }
@@ -428,7 +428,7 @@ def fixed_settings() -> list[Way]:
             ]
         found.append(Way(f"pearl{behind}", PearlPolicy(), ahead))
         for width in (1, 2):
-            policy = WindowedPolicy(width=width, gather=GATHER_SHARE)
+            policy = WindowedPolicy(width=width, gather_share=GATHER_SHARE)
             found.append(Way(f"windowed, width {width}{behind}", policy, ahead))
     return found
 
@@ -481,7 +481,9 @@ def variants() -> list[Way]:
     """Return variants of the default policy, the default first."""
 
     def goodput(name: str, **changes: Any) -> Way:
-        return replace(DEVICE, name=name, policy=GoodputPolicy(gather=GATHER_SHARE, **changes))
+        return replace(
+            DEVICE, name=name, policy=GoodputPolicy(gather_share=GATHER_SHARE, **changes)
+        )
 
     found = [DEVICE]
     found += [goodput(f"width {width}", width=width) for width in (1, 3, 4)]
@@ -494,7 +496,7 @@ def variants() -> list[Way]:
         replace(
             DEVICE,
             name=f"by rank, width {width}",
-            policy=WindowedPolicy(width=width, gather=GATHER_SHARE),
+            policy=WindowedPolicy(width=width, gather_share=GATHER_SHARE),
         )
         for width in (1, 2)
     ]

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from edgespec.core.device.estimates import Learned, VerifierEstimates
+from edgespec.core.device.estimates import KeptEstimates, VerifierEstimates
 from edgespec.core.device.events import Finish
 from edgespec.core.device.goodput_policy import make_policy
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import (
@@ -37,7 +37,7 @@ from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import SilentDrafter
-from edgespec_sim.cost_profile import TimeLaw, constant
+from edgespec_sim.cost_profile import TimeLaw, constant_law
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import Scenario, load_scenario
 from edgespec_sim.sessions import (
@@ -244,7 +244,7 @@ class Times:
 
     @classmethod
     def of_ms(cls, pass_ms: float, device_ms: float, server_ms: float) -> Times:
-        return cls(*(constant(ms / 1e3) for ms in (pass_ms, device_ms, server_ms)))
+        return cls(*(constant_law(ms / 1e3) for ms in (pass_ms, device_ms, server_ms)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ def play(
     verifier = SimulatedVerifier(
         queue, engine, model, machine, drafter=server if way.server_model else None
     )
-    learned, estimates = Learned(), VerifierEstimates()
+    learned, estimates = KeptEstimates(), VerifierEstimates()
     tables = TextTables(ngrams=True) if way.device_lookup else None
     drafter: Drafter = RecordedDrafter(draft) if way.device_model else SilentDrafter(draft.info)
     found = []
@@ -375,7 +375,7 @@ def play(
             learned=learned,
             text=tables,
         )
-        step_law = times.device_step if way.device_model else constant(0.0)
+        step_law = times.device_step if way.device_model else constant_law(0.0)
         ended: list[bool] = []
         device = SimulatedDevice(
             queue,
