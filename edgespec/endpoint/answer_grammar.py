@@ -14,7 +14,7 @@ from typing import Final
 
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.endpoint.marks import TokenNames
-from edgespec.endpoint.request_json import invalid
+from edgespec.endpoint.request_json import invalid_request
 from edgespec.endpoint.thoughts import ThoughtFormat
 from edgespec.models.grammar import translate_gbnf
 
@@ -55,7 +55,7 @@ def constrain_answer(
         lines = _token_lines(form, names, end, constraint, budget, is_thinking=is_thinking)
     elif constraint is None or budget is not None:
         why = f"is given, but {form.end!r}, which ends a thought of this model, is no token"
-        raise invalid(BUDGET, f"{BUDGET} {why}", "unsupported_parameter")
+        raise invalid_request(BUDGET, f"{BUDGET} {why}", "unsupported_parameter")
     else:
         lines = _text_lines(form, is_thinking=is_thinking)
     if constraint is not None:
@@ -63,7 +63,7 @@ def constrain_answer(
     try:
         return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines))
     except ValueError as error:
-        raise invalid("response_format", str(error)) from None
+        raise invalid_request("response_format", str(error)) from None
 
 
 def _token_lines(
@@ -113,7 +113,7 @@ def _harmony_lines(
     missing = [mark for mark, token in ids.items() if token is None]
     if missing:
         why = f"{missing[0]!r}, which this model's template writes, is no token"
-        raise invalid(BUDGET if constraint is None else "response_format", why)
+        raise invalid_request(BUDGET if constraint is None else "response_format", why)
     tokens = {mark: token for mark, token in ids.items() if token is not None}
     channel, end = tokens[form.begin], tokens[form.end]
     message, begin = tokens["<|message|>"], tokens["<|start|>"]
@@ -162,4 +162,4 @@ def _answer_line(constraint: Constraint) -> str:
     try:
         return f"answer: %lark {{\n{translate_gbnf(constraint.text)}\n}}"
     except (ImportError, ValueError) as error:
-        raise invalid("grammar", f"grammar cannot follow a thought: {error}") from None
+        raise invalid_request("grammar", f"grammar cannot follow a thought: {error}") from None

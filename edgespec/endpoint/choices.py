@@ -576,7 +576,7 @@ class ResponseEnvelope(Envelope):
             "incomplete_details": incomplete_details,
             "model": self.model,
             "output": items,
-            "usage": usage and _usage(usage),
+            "usage": usage and _write_usage(usage),
             "store": self.keep is not None,
             **self.echo,
         }

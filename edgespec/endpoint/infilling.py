@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from edgespec.endpoint.marks import TokenNames, deepseek_mark
-from edgespec.endpoint.request_json import invalid
+from edgespec.endpoint.request_json import invalid_request
 
 _TOKENS: Final = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite Code
@@ -33,4 +33,4 @@ def infilling_prompt(
         if len(ids) == len(marks):
             return [ids[0], *encode(prefix), ids[1], *encode(suffix), ids[2]]
     why = "this model's tokenizer has no tokens to fill a gap in front of it"
-    raise invalid("suffix", f"suffix is given, but {why}", "unsupported_parameter")
+    raise invalid_request("suffix", f"suffix is given, but {why}", "unsupported_parameter")

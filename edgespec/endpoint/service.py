@@ -730,7 +730,9 @@ class Endpoint:
                 choice.echo = texts[choice.index // request.n]
                 if request.scores_prompt and len(choice.prompt) - 1 > MAX_FORCED_TOKENS:
                     why = f"at most {MAX_FORCED_TOKENS + 1} can be scored"
-                    raise invalid("prompt", f"a prompt has {len(choice.prompt)} tokens, but {why}")
+                    raise invalid_request(
+                        "prompt", f"a prompt has {len(choice.prompt)} tokens, but {why}"
+                    )
         return prepared
 
     async def _encode_prompt(

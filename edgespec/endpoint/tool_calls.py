@@ -933,7 +933,7 @@ def free_call_grammar(
     opening = _SYNTAX[form].openings[0]
     mark = names.added.get(opening)
     if form in _NEVER_FREE or (mark is None and form not in _FREE_WITHOUT_TOKENS):
-        raise invalid("tools", f"strict tools cannot be ensured in the format {form.value}")
+        raise invalid_request("tools", f"strict tools cannot be ensured in the format {form.value}")
     rules = _call_rules(form, tools, strict, names)
     calls = _calls_expression(form, names, single=False)
     others = set(names.added.values()) - {mark}

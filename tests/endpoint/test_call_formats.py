@@ -31,7 +31,7 @@ from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import ChatTemplate, TextTokenizer
 from tests.kit.letters import Untried
 from tests.kit.tiny_checkpoints import write_tokenizer
-from tests.present import present
+from tests.present import require
 
 WEATHER = {
     "type": "object",
@@ -207,7 +207,7 @@ class Names:
 
 
 def read(form: OutputForm, pieces: Iterable[str], names: Names) -> list[Any]:
-    parser, found = present(form.make_parser(names)), list[Part]()
+    parser, found = require(form.make_parser(names)), list[Part]()
     for text in pieces:
         token = names.added.get(text)
         is_hidden = token is not None and names.special_id(text) is not None
@@ -277,7 +277,7 @@ def accepts(tokenizer: TextTokenizer, constraint: Constraint, text: str) -> tupl
     reader = GrammarReader(lambda: tokenizer.copy_tokenizer().to_str())
     reader.trials = Untried()
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    matcher = present(reader(constraint).matcher)()
+    matcher = require(reader(constraint).matcher)()
     count = matcher.consume(tokens)
     return count == len(tokens), count == len(tokens) and matcher.can_end
 

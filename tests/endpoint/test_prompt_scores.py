@@ -31,7 +31,7 @@ from edgespec.core.protocol.work import score_token
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_toy
-from tests.present import present
+from tests.present import require
 
 COMPLETIONS = "/v1/completions"
 TEXT = "the quick brown fox"
@@ -99,7 +99,7 @@ async def test_a_stream_has_the_same_scores() -> None:
 
 async def test_end_tokens_in_a_prompt_end_nothing() -> None:
     """The toy's end token stands in the middle of the prompt."""
-    end = present(TOY_MODEL.eos_token)
+    end = require(TOY_MODEL.eos_token)
     tokens = [5, end, 7, end, 9]
     async with over_toy() as live:
         found = (await score(live, prompt=tokens))["choices"][0]["logprobs"]
@@ -149,7 +149,7 @@ def test_a_list_of_tokens_allows_itself_alone(tokens: list[int], data: st.DataOb
     for length in data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)):
         assert text.follow(tokens[:length]) == length
         rest = tokens[length : length + 1]
-        assert present(text.mask()) == pack_mask(rest)
+        assert require(text.mask()) == pack_mask(rest)
         assert text.forced(tokens[:length], 4) == tokens[length : length + 4]
     wrong = [*tokens[:-1], tokens[-1] + 1]
     assert text.follow(wrong) == len(tokens) - 1

@@ -38,7 +38,7 @@ from edgespec.models.tokenizer import TextTokenizer
 from tests.endpoint.live_endpoint import ScriptedAgent, ask, events_of, over_script
 from tests.kit.letters import LettersTokenizer, Untried
 from tests.kit.tiny_checkpoints import write_tokenizer
-from tests.present import present
+from tests.present import require
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% set end = '</think>' %}"
@@ -252,7 +252,7 @@ def accepts(tokenizer: TextTokenizer, constraint: Constraint | None, text: str) 
     reader = GrammarReader(lambda: tokenizer.copy_tokenizer().to_str())
     reader.trials = Untried()
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    matcher = present(reader(constraint).matcher)()
+    matcher = require(reader(constraint).matcher)()
     count = matcher.consume(tokens)
     return count == len(tokens), count == len(tokens) and matcher.can_end
 

@@ -28,7 +28,7 @@ from edgespec.core.verifier.run_ahead import ArrivalEstimator
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.adversarial import AdversarialDrafter
-from tests.sim.one_session import alone
+from tests.sim.one_session import play_alone
 from tests.sim.policy_grid import LIMIT, Cell, World, play_grid, play_world
 
 CELLS = (
