@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA_VARIABLE = "EDGESPEC_DATA"
+# Folders of files that are not part of the project: public data, and two real models.
+KEPT = (DATA_VARIABLE, "EDGESPEC_MODELS")
 
 
 def _scrub() -> None:
     """Remove variables that a user's shell may set and a test must not see."""
     for name in list(os.environ):
-        ours = name.startswith("EDGESPEC_") and name != DATA_VARIABLE
+        ours = name.startswith("EDGESPEC_") and name not in KEPT
         # gRPC uses proxies even for the loopback, which would send the tests' own streams away.
         if ours or name.lower().endswith("_proxy"):
             del os.environ[name]

@@ -179,8 +179,8 @@ _INT8_FROM_VERSION: Final = (1, 31)
 _BYTES_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
 """Bytes per weight, by its bits, with the scales of the blocks."""
 _SIZES = ("vocabulary_size", "layers", "heads", "kv_heads", "head_dim", "hidden", "feed_forward")
-_ENDPOINT_BYTES: Final = 8 << 20
-"""Bytes that ``edgespec serve`` loads beyond the other commands, measured as 6 to 9 MiB."""
+_ENDPOINT_BYTES: Final = 10 << 20
+"""Bytes that ``edgespec serve`` loads beyond the other commands, measured as 6 to 12 MiB."""
 _REQUESTS_BYTES: Final = EndpointSection().most_bodies_bytes(has_budget=True)
 """Bytes that the bodies of requests may hold."""
 
@@ -273,12 +273,6 @@ def measure_memory_question(draft: DraftSection, max_width: int) -> memory.Memor
     gc.collect()
     trim_heap()
     runtime = resident_bytes()
-    # All parts count in every command, so that a budget that suffices for one command suffices for
-    # all.
-    runtime += 0 if "edgespec.endpoint.app" in sys.modules else _ENDPOINT_BYTES
-    runtime += _REQUESTS_BYTES
-    if draft.model != BUNDLED:
-        runtime += RESIDENT_BYTES  # Memory of the process that renders chat templates.
     return memory.MemoryPlanInputs(
         budget_bytes=memory.parse_budget(draft.memory_budget or "auto").resolve(machine_memory()),
         runtime_bytes=runtime,
@@ -287,7 +281,29 @@ def measure_memory_question(draft: DraftSection, max_width: int) -> memory.Memor
         threads=draft.threads,
         max_caches=draft.caches,
         cores=os.cpu_count() or 1,
+        additions=_list_additions(draft),
     )
+
+
+def _list_additions(draft: DraftSection) -> tuple[memory.MemoryTerm, ...]:
+    """Return what ``edgespec serve`` holds beyond other commands."""
+    additions = [
+        memory.MemoryTerm(
+            "requests",
+            _REQUESTS_BYTES,
+            "bodies of large requests in serve, at most",
+            memory.Held.RESERVED,
+        )
+    ]
+    if "edgespec.endpoint.app" not in sys.modules:
+        why = "libraries of serve"
+        additions.append(memory.MemoryTerm("endpoint", _ENDPOINT_BYTES, why, memory.Held.SERVING))
+    if draft.model != BUNDLED:
+        why = "the process that renders them in serve and chat"
+        additions.append(
+            memory.MemoryTerm("chat templates", RESIDENT_BYTES, why, memory.Held.SERVING)
+        )
+    return tuple(additions)
 
 
 def load_planned_drafter(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -36,8 +37,9 @@ QUESTIONS = st.builds(
 
 
 def plan_inputs(budget_mib: float, **changes: int) -> me.MemoryPlanInputs:
+    settings: dict[str, Any] = dict(changes)
     return replace(
-        me.MemoryPlanInputs(int(budget_mib * me.MIB), RUNTIME, max_width=2, cores=2), **changes
+        me.MemoryPlanInputs(int(budget_mib * me.MIB), RUNTIME, max_width=2, cores=2), **settings
     )
 
 
@@ -56,7 +58,7 @@ def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
     else:
         plan = me.plan_memory(variants, asked)
         assert plan.fits
-        again = me.memory_terms(plan.variant, plan.settings, asked.runtime_bytes)
+        again = me.memory_terms(plan.variant, plan.settings, asked.runtime_bytes, asked.additions)
         assert plan.predicted_bytes == sum(term.bytes for term in again)
         assert all(term.bytes >= 0 for term in plan.terms)
         assert plan.variant in variants
@@ -86,6 +88,23 @@ def test_the_worked_numbers_of_the_terms() -> None:
     assert round(plan.margin_bytes / me.MIB) == 30
     assert me.window_sizes(700) == (700, 512, 384, 256, 192, 128)
     assert me.window_sizes(100) == (100,)
+
+
+def test_the_peaks_of_commands_are_sums_of_the_terms_that_they_hold() -> None:
+    """Caches count once for a command with one generation at a time, and what is only reserved
+    counts in the sum alone."""
+    additions = (
+        me.MemoryTerm("endpoint", 8 * me.MIB, "", me.Held.SERVING),
+        me.MemoryTerm("requests", 16 * me.MIB, "", me.Held.RESERVED),
+    )
+    asked = replace(plan_inputs(1, max_caches=3), additions=additions)
+    plan = me.plan_without_limit([LARGE], asked)
+    plain = me.plan_without_limit([LARGE], plan_inputs(1))
+    assert plan.settings.caches == 3
+    assert plan.predicted_bytes == plan.serving_bytes + 16 * me.MIB
+    assert plan.generating_bytes == plain.predicted_bytes
+    caches = 2 * LARGE.kv_bytes(plan.settings.window)
+    assert plan.serving_bytes == plan.generating_bytes + caches + 8 * me.MIB
 
 
 def test_a_tight_budget_trades_and_says_so() -> None:

@@ -188,9 +188,11 @@ def test_a_memory_budget_counts_the_child_and_bounds_it(
 ) -> None:
     from edgespec.device import model_drafter
 
-    monkeypatch.setattr(model_drafter, "resident_bytes", lambda: 0)
     sizes = [
-        model_drafter.measure_memory_question(DraftSection(model=name), 1).runtime_bytes
+        sum(
+            term.bytes
+            for term in model_drafter.measure_memory_question(DraftSection(model=name), 1).additions
+        )
         for name in ("bundled", str(tmp_path))
     ]
     assert sizes[1] - sizes[0] == text_worker.RESIDENT_BYTES

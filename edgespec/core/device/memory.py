@@ -194,18 +194,33 @@ class DraftSettings:
     """Generations whose keys and values are held at the same time, a window for each."""
 
 
+class Held(Enum):
+    """When the memory of a term is held."""
+
+    ALWAYS = "always"
+    SERVING = "in edgespec serve"
+    """In ``edgespec serve``, and in no other command."""
+    RESERVED = "rarely"
+    """Kept free for what rarely happens, such as many large requests at the same time."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
     name: str
     bytes: int
     why: str
     """The formula with its numbers, for display."""
+    held: Held = Held.ALWAYS
 
 
 def memory_terms(
-    variant: DraftVariant, settings: DraftSettings, runtime_bytes: int
+    variant: DraftVariant,
+    settings: DraftSettings,
+    runtime_bytes: int,
+    additions: Sequence[MemoryTerm] = (),
 ) -> tuple[MemoryTerm, ...]:
-    """Return the terms whose sum is the predicted peak of the process, in bytes."""
+    """Return the terms whose sum is the predicted peak of the process, in bytes, and behind them
+    the terms ``additions``, which do not depend on the draft."""
     window, width, ids = settings.window, settings.width, variant.vocabulary_size
     stored, nodes = (
         f"{variant.stored_bytes / MIB:.1f} MiB stored",
@@ -231,7 +246,7 @@ def memory_terms(
     # repacked.
     surplus = int(_TABLE_INTEGERS[variant.bits] * variant.table_bytes) - sum(x[1] for x in grown)
     loading = ("loading", max(0, surplus), "what the loading of weights needs for a moment")
-    return tuple([MemoryTerm(*term) for term in (*rest, *grown, loading)])
+    return (*(MemoryTerm(*term) for term in (*rest, *grown, loading)), *additions)
 
 
 def _weights_bytes(variant: DraftVariant) -> int:
@@ -290,6 +305,9 @@ class MemoryPlanInputs:
     cores: int = 1
     max_caches: int = 1
     """Largest number of caches to plan for."""
+    additions: tuple[MemoryTerm, ...] = ()
+    """Memory that some commands hold beyond the runtime and the draft. It counts in every command,
+    so a budget that suits one command suits every other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +319,23 @@ class MemoryPlan:
 
     @property
     def predicted_bytes(self) -> int:
-        """The predicted peak of the process: the sum of the terms."""
+        """The most that is planned for: the sum of the terms."""
         return sum(term.bytes for term in self.terms)
+
+    @property
+    def serving_bytes(self) -> int:
+        """The expected peak of ``edgespec serve`` with a full window in each cache, its process for
+        chat templates included."""
+        return sum(term.bytes for term in self.terms if term.held is not Held.RESERVED)
+
+    @property
+    def generating_bytes(self) -> int:
+        """The expected peak of a command that runs one generation at a time, with a full window.
+
+        Formula: the terms that are always held, less the keys and values of all caches but one."""
+        always = sum(term.bytes for term in self.terms if term.held is Held.ALWAYS)
+        one = self.variant.kv_bytes(self.settings.window)
+        return always - (self.settings.caches - 1) * one
 
     @property
     def margin_bytes(self) -> int:
@@ -386,7 +419,7 @@ def _iterate_plans(
 def _make_plan(
     variant: DraftVariant, settings: DraftSettings, question: MemoryPlanInputs
 ) -> MemoryPlan:
-    terms = memory_terms(variant, settings, question.runtime_bytes)
+    terms = memory_terms(variant, settings, question.runtime_bytes, question.additions)
     return MemoryPlan(variant, settings, terms, question.budget_bytes)
 
 

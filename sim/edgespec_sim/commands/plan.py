@@ -17,7 +17,7 @@ from rich.table import Table
 from edgespec.cli.main import lazy_app
 from edgespec.cli.running import reporting_errors
 from edgespec.config import ConfigError, DraftSection
-from edgespec.core.device.memory import AUTO, MIB
+from edgespec.core.device.memory import AUTO, MIB, Held, MemoryTerm
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.device.build import BUNDLED, load_tokenizer
 
@@ -56,8 +56,8 @@ Budget = Annotated[
     ),
 ]
 _SPREAD_BYTES = 6 << 20
-"""Most that an agent at its start may hold above what this command measures. It is added, so a
-budget that fits here also fits there."""
+"""Most that an agent at its start may hold above what this command measures. It is planned for, so
+a budget that fits here also fits there."""
 
 
 def memory(
@@ -88,12 +88,11 @@ def _measure_memory(
     section: DraftSection, references: list[str]
 ) -> tuple[tuple[DraftVariant, ...], MemoryPlanInputs]:
     """Return the draft variants to choose from, and the question for the memory plan. All drafts of
-    a target share its tokenizer, so the first draft's tokenizer is loaded, beside the modules that
-    the drafting commands load."""
-    import edgespec.cli.chat
-    import edgespec.cli.serve  # noqa: F401
+    a target share its tokenizer, so the first draft's tokenizer is loaded. The libraries of
+    ``chat`` are measured apart, since no other command loads them."""
     from edgespec.device.model_drafter import list_variants, measure_memory_question
     from edgespec.models.model_source import Purpose, resolve_source
+    from edgespec.telemetry.process_memory import resident_bytes
 
     tokenizer = load_tokenizer(references[0])
     variants = tuple(
@@ -103,7 +102,15 @@ def _measure_memory(
     )
     question = measure_memory_question(section, DEFAULT_WIDTH)
     del tokenizer
-    return variants, replace(question, runtime_bytes=question.runtime_bytes + _SPREAD_BYTES)
+    before = resident_bytes()
+    import edgespec.cli.chat  # noqa: F401
+
+    terms = (
+        ("chat", max(0, resident_bytes() - before), "libraries of chat"),
+        ("spread", _SPREAD_BYTES, "most that another process holds beyond this one"),
+    )
+    others = [MemoryTerm(*term, Held.RESERVED) for term in terms]
+    return variants, replace(question, additions=(*question.additions, *others))
 
 
 def _show_answer(
@@ -127,7 +134,12 @@ def _show_memory(plan: MemoryPlan, changes: tuple[str, ...]) -> None:
     table.add_column("why", overflow="fold")
     for term in plan.terms:
         table.add_row(term.name, f"{term.bytes / MIB:.1f}", term.why)
-    table.add_row("sum: the peak", f"{plan.predicted_bytes / MIB:.1f}", "", style="bold")
+    table.add_row("sum: the most", f"{plan.predicted_bytes / MIB:.1f}", "", style="bold")
+    one, all_caches = plan.generating_bytes, plan.serving_bytes
+    table.add_row("peak of generate", f"{one / MIB:.1f}", "one generation, a full window")
+    caches = plan.settings.caches
+    served = f"{caches} generations at a time" if caches > 1 else "one generation at a time"
+    table.add_row("peak of serve", f"{all_caches / MIB:.1f}", f"{served}, full windows")
     table.add_row("kept free", f"{plan.margin_bytes / MIB:.1f}", "at least")
     table.add_row("budget", f"{plan.budget_bytes / MIB:.1f}", "")
     console.print(table)
@@ -148,6 +160,7 @@ def _memory_as_json(plan: MemoryPlan, changes: tuple[str, ...]) -> dict[str, Any
         **asdict(plan.settings),
         "terms": {term.name: term.bytes for term in plan.terms},
         "predicted_bytes": plan.predicted_bytes,
+        "peak_bytes": {"generate": plan.generating_bytes, "serve": plan.serving_bytes},
         "margin_bytes": plan.margin_bytes,
         "budget_bytes": plan.budget_bytes,
         "traded": list(changes),
