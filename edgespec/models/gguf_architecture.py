@@ -325,7 +325,7 @@ class CheckpointWeight:
     expert: int | None = None
     """Index of the expert that it belongs to, if the tensor holds all experts of a layer."""
     change: Callable[[Array], Array] | None = None
-    """Function of all its values, if they are not those of the file."""
+    """Function of all values of the tensor; None if the file's own values are used."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -333,8 +333,8 @@ class CheckpointWeight:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     def read(self, values_at_once: int) -> Iterator[Array]:
-        """Yield the values in parts of whole rows: at most ``values_at_once`` of them, or a row.
-        Values that change come in one part."""
+        """Yield the values in parts of whole rows. A part has at most ``values_at_once`` values, or
+        one row. Values that change come in one part."""
         if self.expert is not None:
             yield values_of(self.tensor, self.expert, self.expert + 1)[0]
         elif self.change is not None:

@@ -196,7 +196,7 @@ def _write_texts(file: GgufFile, config: dict[str, Any], folder: Path) -> None:
 
 
 class _WrittenWeights:
-    """What has been written of the weights so far."""
+    """The sums over all weights that have been written so far."""
 
     def __init__(self, dtype: str) -> None:
         self.done_tensors = self.done_bytes = 0

@@ -1,4 +1,4 @@
-"""Small valid GGUF files, mutations of them, and a judge of what is made of a mutated file.
+"""Small valid GGUF files, their mutations, and a judge of what is made of a mutated file.
 
 The seeded test (``test_gguf_mutations.py``) and ``benchmarks/fuzz_gguf.py`` use it. A file may be
 converted, or refused by an error that names it. Everything else is a finding.

@@ -4,7 +4,7 @@ tree.
 Theory of operation. The tree has two draft sources: the device model, which takes the time of a
 draft step for each position, and text lookup (``core/protocol/text_lookup.py``), which takes none.
 After every event lookup's candidates are added where they are worth a row, behind whatever is in
-the tree, the likeliest place first (``core/protocol/text_lookup.py``). So a chain of them is in
+the tree, the likeliest place first (``core/protocol/text_lookup.py``). So such a chain is in
 flight before the model has begun a step.
 
 Each source has the accuracy that was measured (``estimates.DraftChances``), whether its candidate
