@@ -503,7 +503,19 @@ async def test_a_call_that_must_be() -> None:
         assert {one.function.name for one in calls} <= {"feed", "wash"}
 
 
-@pytest.mark.parametrize("form", ToolFormat)
+# The formats whose arguments are JSON, so that a text drawn by chance comes to its end. Every
+# format has its round trips in test_call_formats.py.
+JSON_FORMATS = (
+    ToolFormat.HERMES,
+    ToolFormat.MISTRAL,
+    ToolFormat.MISTRAL_NAMED,
+    ToolFormat.LLAMA,
+    ToolFormat.GRANITE,
+    ToolFormat.PHI,
+)
+
+
+@pytest.mark.parametrize("form", JSON_FORMATS)
 @pytest.mark.parametrize("one", [True, False])
 def test_what_is_forced_is_what_the_reader_reads(form: ToolFormat, one: bool) -> None:
     tools = [tool("feed"), WASH_NOTHING]
