@@ -92,7 +92,7 @@ async def test_places_are_found_without_v1_and_named_where_there_are_none() -> N
             assert (await ask(live, f"{base}/tokenize", {"prompt": "a"})).json["count"] == 1
             for path in ("models", "models/"):
                 assert (await ask(live, f"{base}/{path}")).json["object"] == "list"
-        nowhere = (await ask(live, "/v1/embeddings", {})).error["message"]
+        nowhere = (await ask(live, "/v1/letters", {})).error["message"]
         for path in (CHAT, TEXTS, "/v1/responses", "/v1/models"):
             assert path in nowhere
         assert "does not take GET" in (await ask(live, TEXTS)).error["message"]

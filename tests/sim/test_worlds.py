@@ -116,7 +116,7 @@ POLICIES: dict[str, DraftPolicy] = {
 @pytest.mark.parametrize(
     ("kind", "policies", "run_ahead", "golden"),
     [
-        ("plain", ("windowed",), "AUTO", (3, 169, 82, 57)),
+        ("plain", ("windowed",), "AUTO", (3, 168, 84, 57)),
         ("sampled", ("windowed",), "AUTO", (8, 154, 81, 52)),
         ("sampled", ("tree",), "AUTO", (8, 522, 364, 52)),
         ("plain", ("pearl",), "NEVER", (29, 129, 0, 31)),
