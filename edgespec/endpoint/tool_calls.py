@@ -539,14 +539,7 @@ class ToolReader:
 
     def _read_hermes(self, candidate: _Candidate, body: str, is_last: bool) -> int:
         if not candidate.calls:
-            if candidate.scan is None:
-                start = _skip_characters(body, 0)
-                if start == len(body):
-                    return _NEEDS_MORE
-                if body[start] != "{":
-                    return _NO_CALL
-                candidate.scan = _JsonEndFinder(start)
-            if (status := self._read_value(candidate, candidate.scan, body)) < 0:
+            if (status := self._read_first_value(candidate, body, "{")) < 0:
                 return status
         after = _skip_characters(body, candidate.at)
         if body.startswith(self._close_mark, after):
@@ -627,14 +620,7 @@ class ToolReader:
     def _read_list(self, candidate: _Candidate, body: str, is_last: bool) -> int:
         """Read a list of calls, and the mark that may close it."""
         if not candidate.calls:
-            if candidate.scan is None:
-                start = _skip_characters(body, 0)
-                if start == len(body):
-                    return _NEEDS_MORE
-                if body[start] != "[":
-                    return _NO_CALL
-                candidate.scan = _JsonEndFinder(start)
-            if (status := self._read_value(candidate, candidate.scan, body)) < 0:
+            if (status := self._read_first_value(candidate, body, "[")) < 0:
                 return status
         return self._skip_close(body, candidate.at, is_last)
 
@@ -755,6 +741,18 @@ class ToolReader:
 
     def _made_call(self, name: str, arguments: Mapping[str, Any]) -> ToolCall:
         return ToolCall(_new_id(self._form), name, json.dumps(arguments, ensure_ascii=False))
+
+    def _read_first_value(self, candidate: _Candidate, body: str, opening: str) -> int:
+        """Read a JSON value that begins with ``opening``, behind blanks at the start of ``body``.
+        Returns what ``_read_value`` returns."""
+        if candidate.scan is None:
+            start = _skip_characters(body, 0)
+            if start == len(body):
+                return _NEEDS_MORE
+            if body[start] != opening:
+                return _NO_CALL
+            candidate.scan = _JsonEndFinder(start)
+        return self._read_value(candidate, candidate.scan, body)
 
     def _read_value(self, candidate: _Candidate, scan: _JsonEndFinder, body: str) -> int:
         """Read one JSON value: a call, a list of calls, or the arguments of a call whose name was
