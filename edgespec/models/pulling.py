@@ -287,11 +287,13 @@ def _watch(
 
 
 def _size_of_largest(folder: Path) -> int:
-    """Return the bytes of the largest file in ``folder``, while another process writes there."""
+    """Return the bytes of the largest file in ``folder``. Another process writes there, so files
+    and folders that vanish meanwhile are skipped."""
     largest = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            largest = max(largest, path.lstat().st_size)
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.lstat(os.path.join(parent, name)).st_size)
     return largest
 
 

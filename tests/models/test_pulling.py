@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -193,6 +194,23 @@ def test_a_member_that_inflates_beyond_its_header_is_cut_off(tmp_path: Path) -> 
         with pytest.raises(SetupError, match="p 1 of the package index: cannot be unpacked"):
             pulling._copy_member(wheel, path, out, hashlib.sha256())
         assert out.tell() <= 10
+
+
+def test_a_folder_that_vanishes_while_it_is_measured_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "file").write_bytes(b"abc")
+    scan = os.scandir
+
+    def scan_behind_pip(folder: Any) -> Any:
+        if os.path.basename(folder) == "gone":
+            os.rmdir(folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scan_behind_pip)
+    assert pulling._size_of_largest(tmp_path) == 3
+    assert not (tmp_path / "gone").exists()
 
 
 def test_two_pulls_at_once_fetch_once(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
