@@ -116,10 +116,11 @@ def connect(
     transport = dial(address, access, server_name)
     if link is None or not link.shaped:
         return transport
-    from edgespec.wire.shaped import ShapedTransport
+    from edgespec.wire.shaped import PLAIN_TRIPS, TLS_TRIPS, ShapedTransport
 
     up, down = link_models(link)
-    return ShapedTransport(transport, up, down, limits=_wire_limits())
+    trips = TLS_TRIPS if access is not None and access.credentials is not None else PLAIN_TRIPS
+    return ShapedTransport(transport, up, down, limits=_wire_limits(), handshake_trips=trips)
 
 
 def dial(address: str, access: DeviceAccess | None = None, server_name: str = "") -> GrpcTransport:

@@ -3,7 +3,11 @@
 Theory of operation. Each message is stamped with its arrival time by the ``LinkModel`` of its
 direction when it is sent. It waits in a bounded pipe until then and goes on; order is kept. The end
 of the stream is delayed like a message, so earlier data are delivered first. Closing returns at
-once, while messages under way still arrive. Opening costs one round trip. Sizes are the codec's.
+once, while messages under way still arrive. Sizes are the codec's.
+
+The first use of the connection costs the round trips of its handshakes, and a later stream on the
+same connection costs nothing: its first message goes up at once, as in HTTP/2. A link that broke is
+connected anew. A call for the verifier's description takes a round trip.
 """
 
 from __future__ import annotations
@@ -29,6 +33,11 @@ _MAX_ITEMS: Final = 1024
 """Messages under way in each direction of a stream before a sender has to wait."""
 # Bytes of opening and closing: TCP's and HTTP/2's own packets.
 _HANDSHAKE_BYTES: Final = 64
+PLAIN_TRIPS: Final = 2
+"""Round trips before the first request leaves on a new connection without TLS: one for TCP's
+handshake, and one since gRPC waits for the server's HTTP/2 settings."""
+TLS_TRIPS: Final = 3
+"""The same with TLS 1.3, whose handshake takes another one."""
 # Bytes of gRPC's message prefix, and of the header of the HTTP/2 DATA frame that carries it. Lower
 # layers (TLS records, TCP, IP) depend on how messages coalesce and are not estimated.
 FRAMING_BYTES: Final = 5 + 9
@@ -148,7 +157,8 @@ class Pipe(Generic[_T]):
 
 class ShapedTransport:
     """A transport ``inner`` behind a link. Time 0 of the link's models is the moment of
-    construction."""
+    construction. ``handshake_trips`` are the round trips of a new connection, ``PLAIN_TRIPS`` or
+    ``TLS_TRIPS``."""
 
     def __init__(
         self,
@@ -159,8 +169,12 @@ class ShapedTransport:
         pacer: ThreadPacer | None = None,
         limits: WireLimits | None = None,
         meter: TrafficMeter | None = None,
+        handshake_trips: int = PLAIN_TRIPS,
     ) -> None:
         self._inner = inner
+        self._handshake_trips = handshake_trips
+        self._is_connected = False
+        self._connecting = asyncio.Lock()
         self._pacer = pacer or ThreadPacer()
         self.wait_until, self._origin_s = self._pacer.wait_until, self._pacer.now()
         self.up = partial(self._compute_arrival, up)
@@ -174,16 +188,33 @@ class ShapedTransport:
         return False
 
     async def connect(self) -> DeviceStream:
-        """Open a stream, a round trip later. Raises ``LinkError`` as ``inner`` does."""
-        await self._round_trip()
-        stream = _ShapedStream(await self._inner.connect(), self)
+        """Open a stream, at once on a connection that stands. Raises ``LinkError`` as ``inner``
+        does."""
+        await self._shake_hands()
+        try:
+            stream = _ShapedStream(await self._inner.connect(), self)
+        except LinkError:
+            self.note_break()
+            raise
         self._spawn(stream.pump_up())
         stream.reader = self._spawn(stream.pump_down())
         return stream
 
     async def info(self) -> m.VerifierInfo:
-        await self._round_trip()
-        return await self._inner.info()
+        """Return the verifier's description, a round trip later."""
+        await self._shake_hands()
+        await self.wait_until(self.up(_HANDSHAKE_BYTES))
+        try:
+            info = await self._inner.info()
+        except LinkError:
+            self.note_break()
+            raise
+        await self.wait_until(self.down(_HANDSHAKE_BYTES))
+        return info
+
+    def note_break(self) -> None:
+        """Let the next use pay for a new connection."""
+        self._is_connected = False
 
     async def close(self) -> None:
         """End all streams. Messages under way are lost."""
@@ -194,9 +225,14 @@ class ShapedTransport:
         await self._inner.close()
         self._pacer.close()
 
-    async def _round_trip(self) -> None:
-        for arrival in (self.up, self.down):
-            await self.wait_until(arrival(_HANDSHAKE_BYTES))
+    async def _shake_hands(self) -> None:
+        """Wait for the handshakes of a new connection. Callers that come meanwhile wait too."""
+        async with self._connecting:
+            if self._is_connected:
+                return
+            for arrival in (self.up, self.down) * self._handshake_trips:
+                await self.wait_until(arrival(_HANDSHAKE_BYTES))
+            self._is_connected = True
 
     def _compute_arrival(self, way: LinkModel, size_bytes: int) -> float:
         """Return the time at which a message that leaves now arrives."""
@@ -214,7 +250,7 @@ class _ShapedStream:
 
     def __init__(self, inner: DeviceStream, link: ShapedTransport) -> None:
         self._inner, self._up, self._down = inner, link.up, link.down
-        self._wait_until = link.wait_until
+        self._wait_until, self._note_break = link.wait_until, link.note_break
         self._limits, self._meter = link.limits, link.meter
         self._going_up: Pipe[tuple[float, m.Uplink]] = Pipe(_MAX_ITEMS)
         self._coming_down: Pipe[tuple[float, m.Downlink | LinkError]] = Pipe(_MAX_ITEMS)
@@ -282,6 +318,8 @@ class _ShapedStream:
                 size_bytes = payload_bytes(message, self._limits)
                 await self._coming_down.put((self._down(size_bytes), message))
         except LinkError as error:
+            if error.retryable and not error.alive:
+                self._note_break()
             with suppress(LinkError):
                 await self._coming_down.put((self._down(0), error))
 

@@ -37,7 +37,7 @@ from edgespec.wire.access import DeviceAccess, load_tls_access
 from edgespec.wire.codec import WireLimits, payload_bytes
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, check_health
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
+from edgespec.wire.shaped import PLAIN_TRIPS, TLS_TRIPS, ShapedTransport, ThreadPacer, TrafficMeter
 from tests.kit import echo_verifier
 from tests.kit.gate import Gate
 from tests.kit.guarded import run_certs
@@ -508,7 +508,12 @@ async def settle() -> None:
 class World:
     """A verifier that notes the arrival of each message, and commits the tokens of each draft."""
 
-    def __init__(self, up: LinkModel | None = None, down: LinkModel | None = None) -> None:
+    def __init__(
+        self,
+        up: LinkModel | None = None,
+        down: LinkModel | None = None,
+        handshake_trips: int = 1,
+    ) -> None:
         self.pacer = HandPacer()
         self.arrived: list[tuple[float, m.Uplink]] = []
         self.left_s: list[float] = []
@@ -520,6 +525,7 @@ class World:
             down or LinkModel(LinkSettings(one_way_s=DOWN_S)),
             pacer=self.pacer,
             meter=self.meter,
+            handshake_trips=handshake_trips,
         )
 
     async def _serve(self, stream: VerifierStream) -> None:
@@ -551,20 +557,60 @@ def draft(node_id: int) -> m.Draft:
     return m.Draft(node_id, (0,), (node_id,), 3, 9)
 
 
-async def test_opening_costs_a_round_trip_and_each_message_its_way() -> None:
-    world = World()
+@pytest.mark.parametrize("trips", [PLAIN_TRIPS, TLS_TRIPS])
+async def test_a_new_connection_costs_its_round_trips_and_each_message_its_way(trips: int) -> None:
+    world = World(handshake_trips=trips)
+    rtt_s = UP_S + DOWN_S
     connecting = asyncio.ensure_future(world.transport.connect())
-    await world.run_until(0.099)
+    await world.run_until(trips * rtt_s - 0.001)
     assert not connecting.done()
-    await world.run_until(0.1)
+    await world.run_until(trips * rtt_s)
     stream = await connecting
     await stream.send(draft(1))
     receiving = asyncio.ensure_future(stream.receive())
-    await world.run_until(0.199)
-    assert world.arrived == [(0.13, draft(1))]
+    await world.run_until((trips + 1) * rtt_s - 0.001)
+    assert world.arrived == [(round(trips * rtt_s + UP_S, 9), draft(1))]
     assert not receiving.done()
-    await world.run_until(0.2)
+    await world.run_until((trips + 1) * rtt_s)
     assert await receiving == m.Commit(3, (1,), 1)
+    await world.transport.close()
+
+
+async def test_a_second_stream_of_a_connection_costs_nothing() -> None:
+    world = World()
+    await world.connected(0.1)
+    second = await world.connected(0.1)
+    await second.send(draft(1))
+    await world.run_until(0.2)
+    assert world.arrived == [(0.13, draft(1))]
+    assert await second.receive() == m.Commit(3, (1,), 1)
+    await world.transport.close()
+
+
+async def test_the_description_costs_a_round_trip_and_opens_the_connection() -> None:
+    world = World()
+    asking = asyncio.ensure_future(world.transport.info())
+    opening = asyncio.ensure_future(world.transport.connect())
+    await world.run_until(0.1)
+    assert opening.done()
+    assert not asking.done()
+    await world.run_until(0.2)
+    assert await asking == INFO
+    await world.transport.close()
+
+
+async def test_a_broken_connection_is_paid_for_again() -> None:
+    world = World()
+    stream = await world.connected(0.1)
+    await stream.send(m.Received(1, 1))  # the verifier ends the stream when it receives this
+    await world.run_until(0.2)
+    with pytest.raises(LinkError):
+        await stream.receive()
+    connecting = asyncio.ensure_future(world.transport.connect())
+    await world.run_until(0.299)
+    assert not connecting.done()
+    await world.run_until(0.3)
+    await connecting
     await world.transport.close()
 
 
