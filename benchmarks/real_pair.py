@@ -76,6 +76,16 @@ from tests.sim.pair_worlds import (
 
 KINDS: Final = ("chat", "code", "maths")
 TEMPERATURES: Final = (0.0, 0.7, 1.0)
+PUBLISHED: Final = {
+    **{
+        f"stop-and-wait {depth}": Way(
+            f"stop-and-wait {depth}", FixedPolicy(depth, 1), RunAhead.NEVER
+        )
+        for depth in (1, 2, 4, 8, 16)
+    },
+    "pearl": Way("pearl", PearlPolicy(), RunAhead.NEVER),
+}
+"""Split decoding as published: the device waits for verdicts, and the target for drafts."""
 _FEW: Final = 3
 """Texts of each set that choose the best fixed settings of a network."""
 _CHOSEN: Final = 3
@@ -290,7 +300,8 @@ def print_kinds(
 
 def speed(options: argparse.Namespace) -> int:
     """Print a table of ways of decoding by link, temperature and set of prompts."""
-    table, ways = Table(options), [WAYS[name] for name in options.ways.split(",")]
+    known = {**WAYS, **PUBLISHED}
+    table, ways = Table(options), [known[name] for name in options.ways.split(",")]
     temperatures = [*map(float, options.temperatures.split(","))]
     links = [constant_link(float(rtt)) for rtt in options.rtts.split(",")]
     table.play(temperatures, links, ways)
@@ -608,7 +619,10 @@ def main() -> int:
         one.add_argument("--temperatures", default=temperatures, help="with commas")
         one.add_argument("--kinds", default=",".join(KINDS), help="sets of prompts, with commas")
         one.add_argument("--rtts", default="2,20,50,100,200", help="milliseconds, with commas")
-        one.add_argument("--ways", default=",".join(WAYS), help="of speed, with commas")
+        known = ", ".join([*WAYS, *PUBLISHED])
+        one.add_argument(
+            "--ways", default=",".join(WAYS), help=f"of speed, with commas, of: {known}"
+        )
         one.add_argument("--json", type=Path, help="file for the outcomes of all texts")
         one.add_argument("--jobs", type=int, default=2, help="processes")
         one.add_argument("--record", type=Path, help="of speed: file for `tools.draw_bench`")

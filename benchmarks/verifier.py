@@ -39,6 +39,7 @@ from safetensors.torch import save_file
 from edgespec.bench.report import describe_machine, list_versions
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.sampling import tensors
 from edgespec.verifier.targets import torch_target
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
 from edgespec.verifier.targets.linear_layers import PackedLinear
@@ -207,18 +208,22 @@ class Bench:
 
     @contextlib.contextmanager
     def taken_apart(self) -> Iterator[None]:
-        parts = {"_call_model": "model", "choose_tokens": "choose", "best_tokens": "choose"}
-        true = {name: getattr(torch_target, name) for name in parts}
-        for name, part in parts.items():
-            setattr(torch_target, name, self.clock.wrap(part, true[name]))
+        # The functions are named as attributes, so the type check sees it when one is renamed.
+        parts = (
+            (torch_target, torch_target._call_model, "model"),
+            (tensors, tensors.choose_tokens, "choose"),
+            (tensors, tensors.best_tokens, "choose"),
+        )
+        for module, work, part in parts:
+            setattr(module, work.__name__, self.clock.wrap(part, work))
         recorded = self.target._recorded
         if recorded is not None:
             recorded.run = self.clock.wrap("model", recorded.run)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for name, work in true.items():
-                setattr(torch_target, name, work)
+            for module, work, _ in parts:
+                setattr(module, work.__name__, work)
 
     def open(self, sessions: int, context: int, room: int) -> None:
         """Open sessions with ``context`` rows: the prompt's blocks lie together, the others
