@@ -29,7 +29,7 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from edgespec.config.common import host_of, is_loopback
 from edgespec.config.device import ANY_ORIGIN, EndpointSection
@@ -190,6 +190,9 @@ class WatchedConnection(H11Protocol):
 
     max_connections: ClassVar[int]
     settings: ClassVar[EndpointSection]
+    cycle: RequestResponseCycle | None  # type: ignore[assignment]
+    """The request that is answered, or was answered last. uvicorn declares it without None, but it
+    is None before the first request."""
     _waiting_since = 0.0
     """Time at which the current wait began, or of the last response."""
     _awaited_before: int | None = None
@@ -204,7 +207,7 @@ class WatchedConnection(H11Protocol):
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
-        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
+        super().connection_made(_LingeringTransport(transport, self))
         self._waiting_since = self.loop.time()
         self._check_progress()
         if not self._has_room():
@@ -233,7 +236,7 @@ class WatchedConnection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        is_answered = getattr(self.cycle, "response_complete", True)  # no cycle: no request yet
+        is_answered = self.cycle is None or self.cycle.response_complete
         unread = self.transport.get_write_buffer_size()
         return (is_answered or self.transport.is_closing()) and not unread
 
@@ -275,9 +278,10 @@ class WatchedConnection(H11Protocol):
         return self._raw_transport.is_closing() and not self._raw_transport.get_write_buffer_size()
 
 
-class _LingeringTransport:
-    """Transport of a connection. While the client still sends a request that was already answered,
-    ``close`` only ends the sending half."""
+class _LingeringTransport(asyncio.Transport):
+    """Transport of a connection, with the members that uvicorn and ``WatchedConnection`` use. While
+    the client still sends a request that was already answered, ``close`` only ends the sending
+    half."""
 
     def __init__(self, transport: asyncio.Transport, connection: WatchedConnection) -> None:
         self._transport, self._connection = transport, connection
@@ -294,8 +298,23 @@ class _LingeringTransport:
     def is_closing(self) -> bool:
         return self._half_closed or self._transport.is_closing()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
 
 async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
