@@ -40,7 +40,7 @@ from watched_verifier import Verifier, answer, kill, line_of, start, tell
 
 from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import LimitsSection, PacingSection, VerifierConfig
-from edgespec.core.device.commit_reader import RECEIVED_EVERY
+from edgespec.core.device.session import RECEIVED_EVERY
 from edgespec.core.protocol.messages import Draft, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix

@@ -27,7 +27,7 @@ FIRST_PASS, LAST_PASS = 6, 22
 PARTS: Final = "generate", "verifier"
 MARKERS: Final = {
     "verifier": ("core/verifier/session.py", "_on_pass_done"),
-    "generate": ("core/device/commit_reader.py", "read"),
+    "generate": ("core/device/session.py", "read"),
 }
 """The function that runs once a pass, in each process."""
 PROMPT: Final = "Once upon a time there was a little girl. She had a red ball and a blue ball."

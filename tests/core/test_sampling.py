@@ -23,9 +23,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.commit_reader import CommitBounds
 from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.core.device.session import CommitBounds
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import sampling as sa

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
 from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.device_model import DraftCache
 from edgespec.core.device.goodput_policy import PolicyName, make_policy
 from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.session import CommitReader, DraftOutbox
 from edgespec.core.link_model import LinkModel
 from edgespec.core.protocol.acceptance import ExactRule, Walk
 from edgespec.core.protocol.messages import Commit, Open, RunAhead
@@ -36,8 +36,8 @@ from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.admission import SessionSlots
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
-from edgespec.core.verifier.containment import Containment
 from edgespec.core.verifier.draft_inbox import DraftInbox
+from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.pass_tree import PassTree, PassVerdict
 from edgespec.core.verifier.server_drafts import ServerLookup
 from edgespec.core.verifier.server_model import ServerModel
@@ -240,11 +240,11 @@ def eviction_is_not_told(handle: Any, session: VerifySession, event: Any, now: f
     return () if event == se.Cached(0) else handle(session, event, now)
 
 
-@MUTANTS.of(Containment, "probe_done", seeds=200)
-def probe_keeps_its_block(probe_done: Any, containment: Containment, broken: str | None) -> None:
+@MUTANTS.of(VerifyEngine, "_probe_done", seeds=200)
+def probe_keeps_its_block(probe_done: Any, engine: VerifyEngine, broken: str | None) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(containment._cache_scheduler, "release", lambda key: None)
-        probe_done(containment, broken)
+        patched.setattr(engine.cache_scheduler, "release", lambda key: None)
+        probe_done(engine, broken)
 
 
 @MUTANTS.of(BlockLedger, "trim", seeds=50)

@@ -6,6 +6,12 @@ ended are removed, and sessions that may use a pass are queued. Every few second
 streams of devices that stopped reading, and sends a sign of life to devices whose sessions wait.
 The engine routes and schedules; the sessions decide what is committed. ``deadline`` is the time at
 which the driver should send ``Poll``.
+
+A failure ends what failed, and nothing else. A session whose own machine or sequence fails is ended
+with a fault that lets its device come back. The sessions of a failed pass are tried again one by
+one. If a session fails alone, a *probe* (one row of a fresh sequence) finds out whether the session
+or the target is at fault. A broken target ends everything (``GiveUp``), and so does a pass that
+does not end.
 """
 
 from __future__ import annotations
@@ -16,13 +22,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from edgespec.core.protocol.acceptance import make_rule
-from edgespec.core.protocol.messages import FaultCode, Limits
-from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.protocol.messages import Fault, FaultCode, Limits
+from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
-from edgespec.core.verifier.containment import RESTART_FAULT, Containment
 from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session import VerifySession
@@ -49,6 +54,8 @@ LAST_RECEIVED_WITHIN_S = 5.0
 """Time for which a finished stream waits for its device to acknowledge the end of the output. A
 session whose end was acknowledged is removed at once instead of being kept for its lease.
 """
+_PROBE_KEY = "\0probe"  # No session has this key, since ids on the wire are printable.
+_RESTART_FAULT = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", 1.0)
 
 
 class VerifyEngine:
@@ -106,15 +113,14 @@ class VerifyEngine:
         """Tokens that the engine speculator proposes in the pass that runs."""
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
-        self._containment = Containment(self.registry, self._scheduler, self.cache_scheduler)
-
-    @property
-    def broken(self) -> str | None:
-        return self._containment.broken
+        self.broken: str | None = None
+        """Reason why this verifier serves no requests any more; None while it does."""
+        self._suspect: tuple[str, str, float] | None = None
+        """Key of the session that failed alone, the reason, and when its probe was requested."""
 
     @property
     def deadline(self) -> float | None:
-        if self._containment.broken is not None:
+        if self.broken is not None:
             return None
         soonest = self._deadlines[0][0] if self._deadlines else None
         if (at := self._sweep_at) is not None and (soonest is None or at < soonest):
@@ -127,7 +133,7 @@ class VerifyEngine:
     def running(self) -> bool:
         """True while the target's thread works."""
         busy = self._scheduler.running is not None or self._round is not None
-        return busy or self._containment.probing_since is not None
+        return busy or self._suspect is not None
 
     @property
     def passes(self) -> int:
@@ -138,7 +144,7 @@ class VerifyEngine:
         return self._scheduler.price.pass_s
 
     def handle(self, event: ee.EngineEvent, now: float) -> tuple[ee.EngineAction, ...]:
-        if self._containment.broken is not None:
+        if self.broken is not None:
             return self._refuse(event)
         registry = self.registry
         began_at: float | None = None
@@ -154,17 +160,15 @@ class VerifyEngine:
             case ee.StreamCaughtUp(stream):
                 registry.mark_caught_up(stream)
             case ee.BatchFailed():
-                self._containment.batch_failed(event, now)
+                self._batch_failed(event, now)
             case ee.DraftsDone():
                 began_at = self._drafts_done(event, now)
             case ee.DraftsFailed(why):
                 self._drafts_failed(why)
             case ee.SequenceFailed(key, why, full):
-                self._containment.end_session(
-                    key, FaultCode.OVERLOADED if full else FaultCode.INTERNAL, why
-                )
+                self._end_session(key, FaultCode.OVERLOADED if full else FaultCode.INTERNAL, why)
             case ee.ProbeDone(why):
-                self._containment.probe_done(why)
+                self._probe_done(why)
             case ee.Poll():
                 pass
             case _:
@@ -233,11 +237,13 @@ class VerifyEngine:
         """End what hangs: a pass without an end, which breaks the verifier, and sessions whose
         device acknowledges nothing. Send keepalives to silent streams."""
         limits, batch = self.engine_limits, self._scheduler.running
-        since = self._containment.probing_since if batch is None else batch.started_at
+        since = None if batch is None else batch.started_at
         if self._round is not None:
             since = self._round.started_at
+        elif batch is None and self._suspect is not None:
+            _, _, since = self._suspect
         if since is not None and now - since >= limits.stuck_pass_s:
-            return self._containment.give_up(f"a pass has not ended for {now - since:.0f} s")
+            return self._give_up(f"a pass has not ended for {now - since:.0f} s")
         for key, session in tuple(self.sessions.items()):
             device = session.device
             if device.detached_at is not None:
@@ -314,9 +320,8 @@ class VerifyEngine:
             if self.sessions.get(key) is not session:
                 continue
             if result is None:
-                self._containment.end_session(
-                    key, FaultCode.INTERNAL, "the pass was run without this session"
-                )
+                why = "the pass was run without this session"
+                self._end_session(key, FaultCode.INTERNAL, why)
                 continue
             self._scheduler.isolated_keys.discard(key)
             length_before, accepted_before = session.prefix.length, session.device_accepted
@@ -338,9 +343,68 @@ class VerifyEngine:
         if tokens:  # a pass without tokens did not sample
             self._scheduler.price.note_tokens(tokens)
 
-    # --- the end ---------------------------------------------------------------------------
+    # --- failures --------------------------------------------------------------------------
+
+    def _batch_failed(self, failure: ee.BatchFailed, now: float) -> None:
+        """Handle a failed pass. Its sessions stay, except one that is known to be at fault; if none
+        is, they are tried again one by one, and a session that was alone in the pass leads to a
+        probe."""
+        batch = self._scheduler.finish_pass(now)
+        for session, request in batch.parts:
+            key = request.key
+            if self.registry.sessions.get(key) is not session:
+                continue
+            self.registry.dispatch(key, ev.PassFailed(), now)
+            if failure.culprit == key and failure.requested:
+                self.registry.remove(key, Fault(FaultCode.INVALID, failure.why))
+            elif failure.culprit == key:
+                self._end_session(key, FaultCode.INTERNAL, failure.why)
+            elif len(batch.parts) > 1:
+                if not failure.culprit:
+                    self._scheduler.isolated_keys.add(key)
+            elif failure.full:
+                self._end_session(key, FaultCode.OVERLOADED, failure.why)
+            else:
+                self._probe(key, failure.why, now)
+
+    def _probe(self, key: str, why: str, now: float) -> None:
+        """Request a probe of the target, because the session ``key`` failed in a pass of its own.
+
+        Its blocks are freed first, so that the probe has room. The session itself stays until the
+        probe has ended."""
+        self._suspect = key, why, now
+        self.cache_scheduler.withdraw(key)
+        self.cache_scheduler.release(key)
+        self.registry.dispatch(key, ev.Cached(0), now)
+        table = self.cache_scheduler.reserve(_PROBE_KEY, 1)
+        request = PassRequest(_PROBE_KEY, 0, (0,), blocks=table)
+        self.registry.actions.append(ee.RunProbe(request))
+
+    def _probe_done(self, broken: str | None) -> None:
+        """Handle the end of the probe; ``broken`` says what failed, None means that the target
+        works."""
+        assert self._suspect is not None
+        (key, why, _), self._suspect = self._suspect, None
+        self.cache_scheduler.release(_PROBE_KEY)
+        if broken is None:
+            self._end_session(key, FaultCode.INTERNAL, why)
+        else:
+            self._give_up(f"{why}; then a probe failed: {broken}")
+
+    def _end_session(self, key: str, code: FaultCode, why: str) -> None:
+        """End one session; its device may come back after a second."""
+        if code is FaultCode.INTERNAL:
+            self.cache_scheduler.withdraw(key)
+        self.registry.remove(key, Fault(code, why, retry_after_s=1.0))
+
+    def _give_up(self, why: str) -> None:
+        """End all sessions and this verifier, whose target is broken."""
+        self.broken = why
+        for key in tuple(self.registry.sessions):
+            self.registry.remove(key, _RESTART_FAULT)
+        self.registry.actions.append(ee.GiveUp(why))
 
     def _refuse(self, event: ee.EngineEvent) -> tuple[ee.EngineAction, ...]:
         if not isinstance(event, ee.StreamOpened):
             return ()
-        return ee.SendTo(event.stream, RESTART_FAULT), ee.CloseStream(event.stream)
+        return ee.SendTo(event.stream, _RESTART_FAULT), ee.CloseStream(event.stream)
