@@ -26,7 +26,7 @@ from edgespec.core.protocol.checks import make_printable
 from edgespec.device.agent import GenerationError
 from edgespec.models.conversion_reports import ConversionReport, watch_conversions
 from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter, log_failure
-from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
+from edgespec.telemetry.trace import HiddenTokens, TraceFile, Tracer
 
 _SHOWN_EVERY_S: Final = 0.1
 # A closed terminal (SIGHUP) must not leave a child process behind.
@@ -293,11 +293,12 @@ def set_up_logging(level: str, log_format: str = TEXT) -> None:
 
 
 @contextmanager
-def trace_to(path: str, tokens: str = HASHED) -> Iterator[Tracer]:
-    """Yield a tracer that writes to ``path``, or one that writes nothing if ``path`` is empty.
+def trace_to(path: str, tokens: str = HASHED) -> Iterator[Tracer | None]:
+    """Yield a tracer that writes to ``path``, or None if ``path`` is empty.
+
     ``tokens`` is the form of tokens, ``hashed`` or ``plain``. Raises ``OSError``."""
     if not path:
-        yield NoTrace()
+        yield None
         return
     hidden = None if tokens == PLAIN else HiddenTokens()
     with TraceFile(Path(path), hidden) as tracer:

@@ -55,7 +55,7 @@ _RETRY_S = 2.0
 """Seconds between two attempts to find a verifier."""
 
 
-async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
+async def serve_until_stopped(config: AgentConfig, tracer: Tracer | None) -> None:
     """Serve until a signal asks this process to stop. Raises ``ConfigError``, ``SetupError`` and
     ``OSError``."""
     with require_library("starlette, uvicorn and prometheus-client", "edgespec[serve]"):

@@ -111,7 +111,7 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
         os._exit(FAILED)  # a thread may hang in the target, so none is waited for
 
 
-async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> str | None:
+async def serve(config: VerifierConfig, tracer: Tracer | None, with_parent: bool) -> str | None:
     """Serve until a signal asks this process to stop, or the verifier fails.
 
     Returns None after a signal, or the reason of the failure. Raises ``ConfigError`` for keys and

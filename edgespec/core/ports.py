@@ -157,8 +157,8 @@ class TargetModel(Protocol):
 
     def set_draft_steps(self, count: int) -> None:
         """Set how many tokens the target's own speculator proposes behind the passes that follow,
-        at most ``PassShape.speculator_tokens``; 0 for none. A target without a speculator ignores
-        it."""
+        at most ``PassShape.speculator_tokens``; 0 for none, as before the first call. A target
+        without a speculator ignores it."""
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         """Record which of the last pass's nodes became committed, as indices from root to leaf.

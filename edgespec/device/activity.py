@@ -1,9 +1,9 @@
 """Notes on an agent's generations, from which its status is made.
 
 Theory of operation. A ``SessionDriver`` passes every event and action to its tracer anyway. A
-``GenerationNotes`` stands in for that tracer: it keeps what a status needs and passes everything
-on. The notes of all generations share one ring of events, a few counts and the state of the link,
-behind a lock that is held for single assignments.
+``GenerationNotes`` stands in for that tracer: it keeps what a status needs and passes everything on
+if there is a trace. The notes of all generations share one ring of events, a few counts and the
+state of the link, behind a lock that is held for single assignments.
 
 A fast agent has thousands of events a second, and a timeline of ten seconds cannot show anything
 shorter than 10 ms. So events of one kind that end within 10 ms of the first are folded into one
@@ -66,7 +66,9 @@ class Activity:
         self._ended = Counter[str]()
         self.generation_count = 0
 
-    def start(self, session: DraftSession, route: VerifierRoute, inner: Tracer) -> GenerationNotes:
+    def start(
+        self, session: DraftSession, route: VerifierRoute, inner: Tracer | None
+    ) -> GenerationNotes:
         """Return the notes of a new generation.
 
         They are the tracer of its driver. Call ``finish`` with them when it has ended."""
@@ -156,10 +158,11 @@ class Activity:
 
 
 class GenerationNotes:
-    """A ``Tracer`` that notes what one generation does and passes everything on to ``inner``."""
+    """A ``Tracer`` that notes what one generation does and passes everything on to ``inner``, if
+    there is one."""
 
     def __init__(
-        self, activity: Activity, session: DraftSession, route: VerifierRoute, inner: Tracer
+        self, activity: Activity, session: DraftSession, route: VerifierRoute, inner: Tracer | None
     ) -> None:
         self.number, self.session = activity.generation_count, session
         self.began_at = self.last_token_at = time.monotonic()
@@ -175,7 +178,8 @@ class GenerationNotes:
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
         if type(item) in _NOTED_TYPES:
             self._note_event(at_s, item)
-        self._inner.record(at_s, side, session, kind, item)
+        if self._inner is not None:
+            self._inner.record(at_s, side, session, kind, item)
 
     @property
     def verifier(self) -> str:

@@ -55,7 +55,7 @@ from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
 from edgespec.models.grammar import GrammarReader
 from edgespec.models.shared_ids import SharedIds
 from edgespec.telemetry.recording import Recording, RecordingError
-from edgespec.telemetry.trace import NoTrace, Tracer
+from edgespec.telemetry.trace import Tracer
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 # Seconds that closing waits for the last messages of generations that ended early.
@@ -161,7 +161,8 @@ class OutputReader:
             shown = self._release(self._decoder.push((token,)), early=early)
             pieces.append(Piece(shown, kind, held_chars))
         count, position = len(pieces), self._position
-        self._counters.subtract_undelivered(event.kinds[count:])
+        if count < len(event.kinds):
+            self._counters.subtract_undelivered(event.kinds[count:])
         self._position += count
         if not count:
             return None
@@ -321,7 +322,7 @@ class Agent:
         """Notes on all generations, for the agent's status."""
         self.transport, self.drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
-        self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
+        self._tracer, self._read_constraint = tracer, read_constraint
         self._grammars = WorkerPool(
             "reading a grammar",
             threads=_GRAMMAR_THREADS,

@@ -179,7 +179,8 @@ def with_shared_ids(
     config: AgentConfig,
     target: ModelInfo | None = None,
 ) -> AgentOptions:
-    """Return ``options`` with the ids that the draft shares with ``options.vocabulary``.
+    """Return ``options`` with the ids that the draft shares with ``options.vocabulary``, which is
+    None if it shares all of them.
 
     Raises ``SetupError`` for a draft whose ids stand for other texts."""
     size = 0 if target is None else target.vocabulary_size
@@ -189,7 +190,8 @@ def with_shared_ids(
     shared = SharedIds(info.vocabulary_size, size, stand_in=min(info.eos_token_ids, default=0))
     if options.vocabulary and info.vocabulary != options.vocabulary:
         shared = replace(shared, differing=_find_ids_apart(config, target))
-    return replace(options, vocabulary_size=size, shared_ids=shared)
+    shares_all = info.vocabulary_size == size and not shared.differing
+    return replace(options, vocabulary_size=size, shared_ids=None if shares_all else shared)
 
 
 def with_pulled_draft(config: AgentConfig, target: ModelInfo, say: Say) -> AgentConfig:

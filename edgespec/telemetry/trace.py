@@ -94,13 +94,6 @@ class Tracer(Protocol):
         """Record one event or action. Must not raise and must not keep ``item`` alive."""
 
 
-class NoTrace:
-    """A tracer that records nothing."""
-
-    def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
-        return
-
-
 class TraceFile:
     """Writer of a trace to ``path``, which it replaces. A context manager; output is buffered until
     ``close``.

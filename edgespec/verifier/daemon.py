@@ -30,7 +30,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.server_model import DraftRound
 from edgespec.models.grammar import ReadConstraint
 from edgespec.telemetry.logs import log_failure, new_request_id, request_id
-from edgespec.telemetry.trace import NoTrace, Tracer
+from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import StreamMeter
 from edgespec.verifier.constraint_reader import ConstraintReader
 
@@ -112,6 +112,8 @@ class TargetWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
         self.queued: list[SequenceWork] = []
         """Sequence work that the next ``submit`` begins with."""
+        self._draft_steps = 0
+        """Tokens that the target's own speculator proposes behind each pass."""
         self._draft_error: Exception | None = None
         """The drafter's exception between rounds; the next round raises it."""
         self._last: asyncio.Future[Any] | None = None
@@ -140,7 +142,9 @@ class TargetWorker:
                     missing.add(item.key)
                     loop.call_soon_threadsafe(self._failed, failure)
             batch = [request for request in requests if request.key not in missing]
-            self._target.set_draft_steps(draft_steps)
+            if draft_steps != self._draft_steps:
+                self._target.set_draft_steps(draft_steps)
+                self._draft_steps = draft_steps
             began_s = time.perf_counter()
             results = tuple(self._target.forward(batch)) if batch else ()
             return ee.BatchDone(results, time.perf_counter() - began_s)
@@ -294,7 +298,7 @@ class Verifier:
         """The reason of the failure; also set if the target does not end its work when the verifier
         stops."""
         self._target, self._clock = target, clock
-        self._tracer = None if isinstance(tracer, NoTrace) else tracer
+        self._tracer = tracer
         self._telemetry = telemetry
         self._worker = TargetWorker(target, self._handle, drafter)
         self._streams: dict[int, ports.VerifierStream] = {}

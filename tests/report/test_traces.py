@@ -377,7 +377,8 @@ def test_the_command_line_hides_tokens_unless_told_not_to(
     for number, tokens in enumerate((config.trace_tokens, "plain")):
         path = tmp_path / f"{number}.jsonl"
         with trace_to(str(path), tokens) as tracer:
-            tracer.record(0.0, "device", "s", "action", Open("s", "", "", tuple(range(1, 40))))
+            opening = Open("s", "", "", tuple(range(1, 40)))
+            require(tracer).record(0.0, "device", "s", "action", opening)
         told.append(json.loads(path.read_text())["prompt"])
     assert told[0] != told[1] == list(range(1, 40))
 
