@@ -131,7 +131,7 @@ async def _serve(
         for line in _settings_lines(config, watch, bool(key)):
             running.say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
-        running.say(f"  status: {url} for people, {url}/status.json for programs")
+        running.say(f"  chat: {url}, status: {url}/status")
         running.say(_try_line(url, tokenizer.chat_template() is not None, bool(key)))
         await running.wait_for_first(stop.requested.wait(), server.died.wait())
         if server.died.is_set():
@@ -255,7 +255,10 @@ def _settings_lines(config: AgentConfig, watch: VerifierMonitor, has_key: bool) 
     sources += f" (corpus {', '.join(draft.corpus)})" if draft.corpus else ""
     ahead = "" if policy.run_ahead is RunAhead.NEVER else ", the verifier runs ahead"
     own = ("this machine and its applications",) if is_loopback(endpoint.host) else ()
+    if endpoint.allow_local_apps:
+        own = ("local pages, applications and browser extensions (--allow-local-apps)",)
     pages = ", ".join((*own, *endpoint.allow_origins[:_MAX_NAMES])) or "no origin"
+    switch = "" if endpoint.allow_local_apps else "--allow-local-apps or "
     clients = "this machine" if is_loopback(endpoint.host) else f"all that reach {endpoint.host}"
     return [
         f"  draft     {sources}; policy {policy.name.value}{ahead}",
@@ -263,7 +266,7 @@ def _settings_lines(config: AgentConfig, watch: VerifierMonitor, has_key: bool) 
         f"  memory    {budget}; {memory.resident // MIB} MiB held, {memory.available // MIB} free",
         f"  clients   {clients}, {'with the API key' if has_key else 'without an API key'};"
         f" {endpoint.max_concurrent} generations at a time, {endpoint.max_queue} requests may wait",
-        f"  web pages {pages}; --allow-origin admits others",
+        f"  web pages {pages}; {switch}--allow-origin admits others",
     ]
 
 
@@ -302,6 +305,7 @@ _ENDPOINT_FLAGS = (
     Flag("endpoint.port", ("--port", "-p"), panel=_SERVICE),
     Flag("endpoint.key_file", metavar="FILE", panel=_SERVICE),
     Flag("endpoint.allow_origins", ("--allow-origin",), metavar="URL", panel=_SERVICE),
+    Flag("endpoint.allow_local_apps", ("--allow-local-apps",), panel=_SERVICE),
 )
 
 

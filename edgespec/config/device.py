@@ -53,6 +53,10 @@ class EndpointSection:
     any part of a host or for any port (https://*.example, chrome-extension://*); alone it admits
     every origin. If the endpoint listens on this machine only, pages of this machine
     (http://localhost:3000) and installed applications are admitted anyway."""
+    allow_local_apps: bool = False
+    """Admit browser extensions, and wherever the endpoint listens also pages of this machine and
+    installed applications (app://, tauri://, capacitor://, vscode-webview://). An endpoint that
+    listens on this machine only admits all of these but extensions anyway."""
     allow_hosts: tuple[str, ...] = ()
     """Names that a ``Host`` header may carry besides ``localhost``. Give the public name of a
     reverse proxy in front of the endpoint."""

@@ -22,8 +22,11 @@ from typing import Final
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
+from edgespec.core.device.streaming_speed import StreamingSpeed
+from edgespec.core.device.token_origins import find_origins
 from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
+from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.verifier_pool import VerifierRoute
 from edgespec.telemetry import agent_status as st
 from edgespec.telemetry.trace import Tracer
@@ -67,14 +70,18 @@ class Activity:
         self.generation_count = 0
 
     def start(
-        self, session: DraftSession, route: VerifierRoute, inner: Tracer | None
+        self,
+        session: DraftSession,
+        route: VerifierRoute,
+        inner: Tracer | None,
+        timeline: GenerationTimeline | None = None,
     ) -> GenerationNotes:
-        """Return the notes of a new generation.
+        """Return the notes of a new generation, which also write its ``timeline`` if it has one.
 
         They are the tracer of its driver. Call ``finish`` with them when it has ended."""
         with self.lock:
             self.generation_count += 1
-            notes = GenerationNotes(self, session, route, inner)
+            notes = GenerationNotes(self, session, route, inner, timeline)
             self.running[notes.number] = self.last = notes
         return notes
 
@@ -162,9 +169,17 @@ class GenerationNotes:
     there is one."""
 
     def __init__(
-        self, activity: Activity, session: DraftSession, route: VerifierRoute, inner: Tracer | None
+        self,
+        activity: Activity,
+        session: DraftSession,
+        route: VerifierRoute,
+        inner: Tracer | None,
+        timeline: GenerationTimeline | None = None,
     ) -> None:
         self.number, self.session = activity.generation_count, session
+        self.speed = StreamingSpeed() if timeline is None else timeline.speed
+        """Speed of this generation, and the estimate for plain streaming."""
+        self._timeline = timeline
         self.began_at = self.last_token_at = time.monotonic()
         self.first_token_at: float | None = None
         self.first_count = 0
@@ -196,25 +211,31 @@ class GenerationNotes:
         return counts
 
     def _note_event(self, at_s: float, item: object) -> None:
-        note = self._activity.note
+        note = self._note
         match item:
             case ev.StartStep():
                 self._step_at = at_s
             case ev.StepDone(candidates):
                 began, self._step_at = self._step_at, None
                 took_s = 0.0 if began is None else at_s - began
-                note(at_s, self.number, st.EventKind.DRAFT, len(candidates), took_s=took_s)
+                note(at_s, st.EventKind.DRAFT, len(candidates), took_s=took_s)
             case ev.Transmit(message):
                 if isinstance(message, Draft) and message.tokens:
-                    note(at_s, self.number, st.EventKind.SEND, len(message.tokens))
+                    note(at_s, st.EventKind.SEND, len(message.tokens))
             case Commit():
                 if item.verify_us:
                     took_s = item.verify_us / 1e6
-                    note(at_s, self.number, st.EventKind.PASS, item.rows, took_s=took_s)
+                    note(at_s, st.EventKind.PASS, item.rows, took_s=took_s)
+                    self.speed.add(at_s, len(item.tokens), took_s, item.rows)
                 if count := len(item.tokens):
                     # The last token of a pass is the target's own.
                     served = max(0, count - item.accepted - 1) if item.verify_us else 0
-                    note(at_s, self.number, st.EventKind.COMMIT, count, item.accepted, served)
+                    note(at_s, st.EventKind.COMMIT, count, item.accepted, served)
+                    if self._timeline is not None:
+                        # The session reads the commit after this, so the tree is as it was.
+                        prefix = self.session.prefix
+                        held = prefix.length - prefix.prompt_length
+                        self._timeline.origins[held:] = find_origins(self.session.tree, item)
             case ev.Deliver():
                 self._note_tokens(at_s, len(item.tokens))
             case ev.Finish(reason):
@@ -223,6 +244,19 @@ class GenerationNotes:
                 self.outcome = "failed"
             case _:
                 self._note_link(at_s, item)
+
+    def _note(
+        self,
+        at_s: float,
+        kind: st.EventKind,
+        count: int = 0,
+        accepted: int = 0,
+        served: int = 0,
+        took_s: float = 0.0,
+    ) -> None:
+        self._activity.note(at_s, self.number, kind, count, accepted, served, took_s)
+        if self._timeline is not None:
+            self._timeline.add(kind, at_s, count, took_s)
 
     def _note_link(self, at_s: float, item: object) -> None:
         activity, link_state = self._activity, self._activity.link.state
@@ -233,7 +267,7 @@ class GenerationNotes:
                 if link_state in (st.VerifierState.UNKNOWN, st.VerifierState.READY):
                     activity.set_link_state(st.VerifierState.CONNECTING, at_s)
             case ev.Connected():
-                activity.note(at_s, self.number, st.EventKind.LINK, 1)
+                self._note(at_s, st.EventKind.LINK, 1)
             case Opened(model=model):
                 self.model = model
                 activity.set_link_state(st.VerifierState.SERVING, at_s)
@@ -253,7 +287,7 @@ class GenerationNotes:
             self._activity.set_link_state(st.VerifierState.SERVING, at_s)
 
     def _note_loss(self, at_s: float, why: str) -> None:
-        self._activity.note(at_s, self.number, st.EventKind.LINK, 0)
+        self._note(at_s, st.EventKind.LINK, 0)
         self._activity.set_link_state(st.VerifierState.AWAY, at_s, why)
 
 

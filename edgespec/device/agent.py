@@ -49,6 +49,7 @@ from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool
+from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.prober import probe_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
@@ -353,6 +354,8 @@ class Agent:
         conversation: str = "",
         model: str = "",
         rule: str = "",
+        drafts: bool = True,
+        timeline: GenerationTimeline | None = None,
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's output. Leaving the loop early cancels the generation.
@@ -367,6 +370,8 @@ class Agent:
                 generations whose prompts begin alike belong together.
             model: Name of the model or adapter of this generation. If empty, the options name it.
             rule: Rule that accepts drafts. If empty, the options name it.
+            drafts: Whether this device drafts. The output is the same without.
+            timeline: Is written while the generation proceeds. None: nothing is recorded.
             started: Called once with the statistics of this generation, which grow as it proceeds.
                 The attribute ``stats`` is always of the generation that was started last.
 
@@ -384,7 +389,7 @@ class Agent:
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
         tokens = check_prompt(text, self.options.vocabulary_size)
         sampling = await self.with_matcher(sampling or SamplingParams())
-        drafter = self.drafter
+        drafter = self.drafter if drafts else None
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
         conversation_hash = (
@@ -393,7 +398,7 @@ class Agent:
         needed_length = len(tokens) + sampling.max_tokens
         route = VerifierRoute(self.transport, conversation_hash, needed_length, model)
         session = self._make_session(tokens, sampling, drafter, logprobs, model, rule)
-        notes = self.activity.start(session, route, self._tracer)
+        notes = self.activity.start(session, route, self._tracer, timeline)
         lease = None if drafter is None else DrafterLease(self._pool, len(tokens), sampling)
         driver = SessionDriver(session, route.connect, lease, notes)
         self._drivers = {one for one in self._drivers if one.running_tasks} | {driver}

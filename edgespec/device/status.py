@@ -17,6 +17,7 @@ from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import explain_resting
 from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.streaming_speed import StreamingSpeed
 from edgespec.core.guarded_drafter import GuardedDrafter
 from edgespec.core.protocol.checks import make_one_line
 from edgespec.device.activity import GenerationNotes
@@ -194,6 +195,7 @@ class StatusSource:
             agent.verifier.price,
             None if session is None else session.estimates,
             None if session is None else session.counters,
+            None if notes is None else notes.speed,
         )
         if memory.resting:
             why = "the memory budget leaves nothing to the draft: it rests"
@@ -225,10 +227,13 @@ def assess_drafting(
     price: RowPrice,
     estimates: DraftEstimates | None,
     counters: DraftCounters | None,
+    speed: StreamingSpeed | None = None,
 ) -> st.DraftingStatus:
     """Return what the policy makes of the price and of the latest generation's measurements.
 
-    ``estimates`` and ``counters`` are None before the first generation."""
+    Drafting is worth it if that generation was faster than plain streaming is estimated to be.
+    Without a speed, the policy's own decision stands. ``estimates``, ``counters`` and ``speed``
+    are None before the first generation."""
     status = st.DraftingStatus(
         None,
         "nothing was drafted yet",
@@ -250,10 +255,23 @@ def assess_drafting(
         return replace(status, worth=False, why=rest_reason)
     if not counters.tried:
         return status
-    return replace(status, worth=True, why=_explain_gain(status, price))
+    now = None if speed is None else speed.tokens_per_s
+    plain = None if speed is None else speed.plain_tokens_per_s
+    if now is None or plain is None:
+        return replace(status, worth=True, why=_explain_acceptance(status, price))
+    status = replace(status, tokens_per_s=now, plain_tokens_per_s=plain)
+    return replace(status, worth=now >= plain, why=_explain_gain(now, plain))
 
 
-def _explain_gain(found: st.DraftingStatus, price: RowPrice) -> str:
+def _explain_gain(now: float, plain: float) -> str:
+    """Return how a generation compares with plain streaming, by the time that drafts saved."""
+    speeds = f"{now:.1f} tokens a second against an estimated {plain:.1f} of plain streaming"
+    if now >= plain:
+        return f"drafts saved {1.0 - plain / now:.0%} of the time of the last answer: {speeds}"
+    return f"the last answer took {plain / now - 1.0:.0%} longer than without drafts: {speeds}"
+
+
+def _explain_acceptance(found: st.DraftingStatus, price: RowPrice) -> str:
     why = f"{found.acceptance:.0%} of the draft's first choices were right"
     why += f", and a chance of {price.least_chance:.2f} would pay" if price.least_chance else ""
     if found.tokens_per_pass is not None:

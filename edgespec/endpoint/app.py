@@ -1,27 +1,23 @@
 """The endpoint as an ASGI application: the paths, the writing of responses, whole or as events, and
-the status page.
+their errors.
 
 While a request is served its connection is watched: a client that disconnects cancels its
 generations. A stream begins with the first chunk, so an earlier failure has a status code. After
 ``keep_alive_s`` without a chunk it begins anyway, with a comment, and a later failure is an event.
 
-The status page is one file that fetches nothing but ``/status.json``, once a second while it is
-visible. A fetch also makes the watch check idle verifiers more often.
+The pages for people are in ``pages.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import logging
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from prometheus_client.exposition import choose_encoder
@@ -49,6 +45,8 @@ from edgespec.endpoint.ollama import (
     model_entry,
     time_text,
 )
+from edgespec.endpoint.pages import chat_route, status_routes
+from edgespec.endpoint.recent_failures import RecentFailures
 from edgespec.endpoint.request_json import (
     ApiError,
     Fields,
@@ -58,6 +56,7 @@ from edgespec.endpoint.request_json import (
     unknown_model_error,
 )
 from edgespec.endpoint.server import (
+    FAILURES,
     HEALTH,
     OLLAMA_PREFIX,
     Guard,
@@ -66,6 +65,7 @@ from edgespec.endpoint.server import (
     has_key,
     is_for_messages,
     origin_pattern,
+    record_failure,
     too_large,
 )
 from edgespec.telemetry import agent_status
@@ -101,12 +101,6 @@ _UNREAD: Final = "edgespec.unread"
 """Key of an ASGI scope: true until the request's body has been read to its end."""
 _MAX_IGNORED_NAMES: Final = 16
 _MAX_NAME_LENGTH: Final = 40
-_ASSETS: Final = Path(__file__).parent / "status"
-_PAGE_HEADERS: Final = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 _AFTER_ALL_EVENTS: Final = 1 << 62
 
 _log = logging.getLogger(__name__)
@@ -144,13 +138,14 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
         Route(HEALTH, handlers.health),
         Route("/metrics", handlers.metrics),
         Route("/version", handlers.version),
-        *(() if status is None else status_routes(status)),
+        chat_route(),
+        *(() if status is None else status_routes(status, endpoint)),
     ]
     kinds: tuple[type[Exception], ...] = (ApiError, HTTPException, Exception)
     app: ASGIApp = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _handle_error))
     settings = endpoint.settings
     app = Guard(app, endpoint.key, settings)
-    return _WithRequestId(_with_cors(app, settings))
+    return _WithRequestId(_with_cors(_WithFailures(app, endpoint.failures), settings))
 
 
 def _ollama_routes(endpoint: service.Endpoint, handlers: _Handlers) -> list[Route]:
@@ -191,14 +186,15 @@ def waiting_app(key: str, settings: EndpointSection) -> ASGIApp:
     ``waiting``, and every other path returns 503."""
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "waiting"})
+        needs_key = bool(key) and not has_key(request.headers, key)
+        return JSONResponse({"status": "waiting", **({"needs_key": True} if needs_key else {})})
 
     async def wait(request: Request, error: Exception) -> Response:
         why = "no verifier answers yet, and one has to lend its tokenizer first"
         return error_response(unavailable_error(why), request.scope)
 
     app: ASGIApp = Starlette(
-        routes=[Route(HEALTH, health)], exception_handlers={HTTPException: wait}
+        routes=[Route(HEALTH, health), chat_route()], exception_handlers={HTTPException: wait}
     )
     return _WithRequestId(_with_cors(Guard(app, key, settings), settings))
 
@@ -254,6 +250,17 @@ class _WithRequestId:
             await send(message)
 
         await self._app(scope, receive, named)
+
+
+class _WithFailures:
+    """ASGI middleware that lets ``error_response`` record each refused request."""
+
+    def __init__(self, app: ASGIApp, failures: RecentFailures) -> None:
+        self._app, self._failures = app, failures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[FAILURES] = self._failures
+        await self._app(scope, receive, send)
 
 
 class _GenerationRoute:
@@ -317,6 +324,7 @@ class _GenerationRoute:
             api_error = _api_error(error)
             if writer is None or not writer.has_begun:
                 return await _refuse(api_error, scope, receive, send)
+            record_failure(api_error, scope)
             with contextlib.suppress(_ClientGoneError):
                 await writer.write(writer.prepared.envelope.failed(api_error), more=False)
             return _CUT
@@ -333,7 +341,7 @@ class _GenerationRoute:
             delta = choice.add(chunk)
             if not prepared.request.stream:
                 continue
-            if delta.parts or delta.scores:
+            if delta.parts or delta.scores or delta.sources is not None:
                 events.append(envelope.delta(choice, delta))
             if choice.finish is not None:
                 events.append(envelope.closing(choice))
@@ -477,43 +485,6 @@ async def _received_body(
         body.close()
 
 
-def status_routes(status: StatusSource) -> list[Route]:
-    """Return the routes of the status page, for an application that runs in the agent's event loop.
-    The page shows addresses and counts, and no text of requests or outputs."""
-    page, policy = rendered_page()
-    headers = {**_PAGE_HEADERS, "Content-Security-Policy": policy}
-
-    async def serve_page(request: Request) -> Response:
-        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
-
-    async def serve_numbers(request: Request) -> Response:
-        status.refresh_for_display()
-        after = request.query_params.get("after", "0")
-        after_event = int(after) if re.fullmatch("[0-9]{1,15}", after) else 0
-        return JSONResponse(status.snapshot(after_event).as_json(), headers=_PAGE_HEADERS)
-
-    return [Route("/", serve_page), Route("/status.json", serve_numbers)]
-
-
-def rendered_page() -> tuple[bytes, str]:
-    """Return the page and a content security policy that lets its own script and style run, and
-    nothing else."""
-    page, style, script = (
-        (_ASSETS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
-    )
-    page = page.replace("STYLE", style).replace("SCRIPT", script)
-    policy = (
-        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none';"
-        " form-action 'none'; frame-ancestors 'none';"
-        f" style-src '{_csp_digest(style)}'; script-src '{_csp_digest(script)}'"
-    )
-    return page.encode(), policy
-
-
-def _csp_digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 class _Handlers:
     def __init__(self, endpoint: service.Endpoint, status: StatusSource | None) -> None:
         self._endpoint, self._status = endpoint, status
@@ -525,11 +496,13 @@ class _Handlers:
 
     async def health(self, request: Request) -> Response:
         """Report ``status``: ``ok``, ``waiting`` (no verifier is ready) or ``stopping``. A request
-        without the API key gets nothing more."""
+        without the API key gets nothing more but ``needs_key``."""
         endpoint = self._endpoint
         usual = "ok" if endpoint.verifiers.ready else "waiting"
         reply: dict[str, Any] = {"status": "stopping" if endpoint.is_stopping else usual}
-        if not endpoint.key or has_key(request.headers, endpoint.key):
+        if endpoint.key and not has_key(request.headers, endpoint.key):
+            reply["needs_key"] = True
+        else:
             reply |= {
                 "version": __version__,
                 "model": endpoint.models.name,

@@ -11,6 +11,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
+from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.endpoint.output_parser import OutputParser, Part, append_part
 from edgespec.endpoint.request_json import ApiError, compact_json
 from edgespec.endpoint.requests import CUSTOM_INPUT, GenerationRequest
@@ -61,6 +63,8 @@ class Delta:
 
     parts: tuple[Part, ...] = ()
     scores: Scores = ()
+    sources: Json | None = None
+    """Where the tokens came from, and what happened since the last delta; None: not requested."""
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ class Choice:
     """Parser of the output; None: it is plain text."""
     model: str
     """Model name to request from a verifier; empty: the agent's own."""
+    timeline: GenerationTimeline | None = None
+    """Timeline of the generation; None: the request does not ask for it."""
     stats: GenerationStats | None = field(default=None, init=False)
     """Statistics of the generation, updated while it runs."""
     echo: str = ""
@@ -133,9 +139,10 @@ class Choice:
     def add(self, chunk: Chunk) -> Delta:
         """Add a chunk and return what is new. Raises ``ApiError`` if the generation was cancelled
         by this process."""
+        first = self.tokens
         self.tokens += len(chunk.tokens)
-        items = self._parse(chunk)
-        new_items = self._append_items(items)
+        parts_by_piece = self._parse(chunk)
+        new_items = self._append_items([part for parts in parts_by_piece for part in parts])
         if chunk.finish is not None:
             if chunk.finish not in _REASONS:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
@@ -144,7 +151,7 @@ class Choice:
             self.finish = "tool_calls" if has_called else _REASONS[chunk.finish]
         scores = self._score_tokens(chunk) if self.request.logprobs is not None else []
         self.scores += scores
-        return Delta(new_items, scores)
+        return Delta(new_items, scores, self._describe_sources(chunk, parts_by_piece, first))
 
     def score_prompt(self, scores: Sequence[TokenScore]) -> None:
         """Store the scores of the prompt's tokens behind the first one, with their places in
@@ -166,19 +173,45 @@ class Choice:
         self._characters += sum(len(piece.text) for piece in chunk.pieces[len(scored) :])
         return scored
 
-    def _parse(self, chunk: Chunk) -> list[Part]:
+    def _parse(self, chunk: Chunk) -> list[list[Part]]:
+        """Return the parts that became certain with each piece of the chunk and, at the end of the
+        output, those that had been held back."""
         if (parser := self.parser) is None:
-            return [chunk.text] if chunk.text else []
-        parts: list[Part] = []
+            return [[piece.text] if piece.text else [] for piece in chunk.pieces]
+        parts: list[list[Part]] = []
         for place, piece in enumerate(chunk.pieces):
             token = chunk.tokens[place] if place < len(chunk.tokens) else None
             was_thinking = parser.is_thinking
-            parts += parser.push(token, piece)
+            parts.append(parser.push(token, piece))
             if token is not None and (was_thinking or parser.is_thinking):
                 self.reasoning_tokens += 1
         if chunk.finish is not None:
-            parts += parser.flush()
+            parts.append(parser.flush())
         return parts
+
+    def _describe_sources(
+        self, chunk: Chunk, parts_by_piece: Sequence[Sequence[Part]], first: int
+    ) -> Json | None:
+        """Return where the tokens of a chunk came from. ``first`` is the index of its first token
+        in the output. Text without a token was held back until the output ended."""
+        if (timeline := self.timeline) is None:
+            return None
+        tokens: list[Json] = []
+        for place, parts in enumerate(parts_by_piece):
+            has_token = place < len(chunk.tokens)
+            if not (parts or has_token):
+                continue
+            entry: Json = {"source": timeline.origin(first + place).value} if has_token else {}
+            for part in parts:
+                name, text = _shown_text(part)
+                entry[name] = entry.get(name, 0) + len(text.encode("utf-16-le")) // 2
+            tokens.append(entry)
+        events = [
+            {"kind": one.kind.value, "at_s": round(one.at_s, 6), "count": one.count}
+            | ({"took_s": round(one.took_s, 6)} if one.took_s else {})
+            for one in timeline.take_events()
+        ]
+        return {"tokens": tokens, "events": events, **describe_speed(timeline)}
 
     def _append_items(self, parts: list[Part]) -> tuple[Part, ...]:
         """Append the new parts and return them as the client should receive them: neighbours of one
@@ -217,6 +250,22 @@ class Choice:
             namespace=client_tool.namespace,
             is_custom=client_tool.is_custom,
         )
+
+
+def _shown_text(part: Part) -> tuple[str, str]:
+    """Return the field of a chat's delta in which a part is shown, and its text."""
+    if isinstance(part, str):
+        return "content", part
+    if isinstance(part, Thought):
+        return "reasoning_content", part.text
+    return "tool_calls", part.arguments if isinstance(part, ToolCall) else part.text
+
+
+def describe_speed(timeline: GenerationTimeline) -> Json:
+    """Return the speed of a generation so far and that of plain streaming, as it is estimated. A
+    value that is not known yet is null."""
+    speed = timeline.speed
+    return {"tokens_per_s": speed.tokens_per_s, "plain_tokens_per_s": speed.plain_tokens_per_s}
 
 
 @dataclass(slots=True)
@@ -345,6 +394,10 @@ class ChatEnvelope(ChoicesEnvelope):
             if not chunks:
                 chunks.append(_chat_chunk(choice, {"content": ""}))
             chunks[0]["logprobs"] = chat_scores(choice, delta.scores)
+        if delta.sources is not None:
+            if not chunks:
+                chunks.append(_chat_chunk(choice, {"content": ""}))
+            chunks[0]["edgespec"] = delta.sources
         return self._chunks(*chunks)
 
     def closing(self, choice: Choice) -> bytes:
@@ -607,8 +660,22 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
             "seed": seed,
             "rule": stats[0].rule if stats else EXACT_RULE,
             "lossy": any(one.is_lossy for one in stats),
+            **_summarise_sources(choices),
         },
     }
+
+
+def _summarise_sources(choices: Sequence[Choice]) -> Json:
+    """Return the tokens of a response by their source and, for a single choice, its speed; nothing
+    if the request does not ask for sources."""
+    shown = [(one, one.timeline) for one in choices if one.timeline is not None]
+    if not shown:
+        return {}
+    sources = Counter[str]()
+    for choice, timeline in shown:
+        sources.update(timeline.origin(index).value for index in range(choice.tokens))
+    speed = describe_speed(shown[0][1]) if len(shown) == 1 else {}
+    return {"tokens_by_source": dict(sources), **speed}
 
 
 def _encode_event(data: Mapping[str, Any]) -> bytes:

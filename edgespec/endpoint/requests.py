@@ -44,13 +44,15 @@ COMMON: Final = frozenset(
     # Not OpenAI's, but common in servers that people run themselves.
     " top_k min_p repetition_penalty stop_token_ids ignore_eos min_tokens add_special_tokens"
     # Only edgespec's.
-    " rule".split()
+    " rule drafts".split()
 )
 CHAT: Final = COMMON | frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
     " chat_template_kwargs reasoning_effort verbosity thinking_token_budget"
     # Not OpenAI's: continuation of the last message.
-    " continue_final_message add_generation_prompt".split()
+    " continue_final_message add_generation_prompt"
+    # Only edgespec's.
+    " token_sources".split()
 )
 COMPLETION: Final = COMMON | {"prompt", "echo", "suffix"}
 IGNORED: Final = frozenset(
@@ -281,6 +283,10 @@ class GenerationRequest:
     """Names of parameters that have no effect here."""
     rule: str
     """Rule by which drafts are accepted; empty: as the device is configured."""
+    drafts: bool = True
+    """Whether this device drafts for the request."""
+    shows_sources: bool = False
+    """Whether the response shows where each token came from, and when."""
     logprobs: int | None = None
     """Number of likeliest tokens to report beside each token's score. None: no scores."""
     prompts: tuple[Prompt, ...] = ()
@@ -407,6 +413,7 @@ def _chat_request(
         adds_special_tokens=fields.boolean("add_special_tokens"),
         continues_last_message=continues,
         has_generation_prompt=generation_prompt,
+        shows_sources=fields.boolean("token_sources"),
     )
     return _check_lengths(fields, request)
 
@@ -489,6 +496,7 @@ def _read_common(
         conversation=hash_conversation_name(json.dumps(["key", key])) if key else "",
         ignored_fields=ignored,
         rule=rule,
+        drafts=fields.boolean("drafts", absent=True),
     )
 
 

@@ -9,7 +9,7 @@ and dropped for a while, since closing a connection with unread bytes resets it.
 Three checks need only the head of a request. On loopback, ``Host`` must name this machine, because
 a web page whose own name resolves to 127.0.0.1 (DNS rebinding) sends another. An ``Origin`` must be
 this endpoint's, this machine's or an allowed one. An API key, if one is configured, is required for
-everything but ``/health`` and the page. The key is compared in constant time.
+everything but ``/health`` and the pages. The key is compared in constant time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from edgespec.config.common import host_of, is_loopback
 from edgespec.config.device import ANY_ORIGIN, EndpointSection
 from edgespec.endpoint import messages, ollama
+from edgespec.endpoint.recent_failures import RecentFailures
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import Endpoint
+from edgespec.telemetry.logs import request_id
 
 HEALTH: Final = "/health"
-_PATHS_WITHOUT_KEY: Final = (HEALTH, "/")
-"""Paths that need no API key. The page at ``/`` contains no numbers and asks its user for the
-key."""
+_PATHS_WITHOUT_KEY: Final = (HEALTH, "/", "/status")
+"""Paths that need no API key. The pages contain no numbers and ask their user for the key."""
+FAILURES: Final = "edgespec.failures"
+"""Key of an ASGI scope: the ``RecentFailures`` of the endpoint. Absent where none are recorded."""
 OLLAMA_PREFIX: Final = "/api/"
 _MESSAGES_PATH: Final = re.compile(r"(/v1)?/messages(/|$)")
 _MESSAGES_VERSION: Final = "anthropic-version"
@@ -52,6 +55,13 @@ OWN_ORIGINS: Final = (
 """Origins of pages that this machine serves, and of applications installed on it. No page of the
 web can have one of them, since a browser sends a page's own scheme and host. So they are trusted
 like other programs of this machine. ``null`` is not among them, because any page can have it."""
+EXTENSION_ORIGINS: Final = (
+    "chrome-extension://*",
+    "moz-extension://*",
+    "safari-web-extension://*",
+)
+"""Origins of browser extensions. An extension may read and change pages of the web, so it is
+admitted only where ``allow_local_apps`` is set."""
 _NO_ORIGIN: Final = "(?!)"
 _CHECKS_PER_LIMIT: Final = 4
 _MAX_CHECK_INTERVAL_S: Final = 5.0
@@ -79,7 +89,9 @@ def is_for_messages(scope: Scope) -> bool:
 def error_response(
     error: ApiError, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Return the response for an error in the shape of the API to which the request belongs."""
+    """Record an error, and return the response for it in the shape of the API to which the request
+    belongs."""
+    record_failure(error, scope)
     status, body = error.status, error.body
     if scope["path"].startswith(OLLAMA_PREFIX):
         status, body = ollama.error_reply(error)
@@ -87,6 +99,13 @@ def error_response(
         status, body = messages.error_reply(error)
     all_headers = {**error.headers, **(headers or {})}
     return JSONResponse(body, status_code=status, headers=all_headers)
+
+
+def record_failure(error: ApiError, scope: Scope) -> None:
+    """Record a failed request for the status page."""
+    failures: RecentFailures | None = scope.get(FAILURES)
+    if failures is not None:
+        failures.add(scope["path"], error, request_id.get())
 
 
 def has_key(headers: Headers, key: str) -> bool:
@@ -148,10 +167,14 @@ class Guard:
 
 
 def origin_pattern(settings: EndpointSection) -> str:
-    """Return the regular expression of accepted origins: the configured ones and, if the endpoint
-    is on loopback, the pages and applications of this machine."""
-    own = OWN_ORIGINS if is_loopback(settings.host) else ()
-    return "|".join(map(_origin_regex, (*own, *settings.allow_origins))) or _NO_ORIGIN
+    """Return the regular expression of accepted origins: the configured ones; the pages and
+    applications of this machine if the endpoint is on loopback or ``allow_local_apps`` is set; and
+    with that also browser extensions."""
+    admits_apps = settings.allow_local_apps
+    own = OWN_ORIGINS if admits_apps or is_loopback(settings.host) else ()
+    extensions = EXTENSION_ORIGINS if admits_apps else ()
+    origins = (*own, *extensions, *settings.allow_origins)
+    return "|".join(map(_origin_regex, origins)) or _NO_ORIGIN
 
 
 def _origin_regex(pattern: str) -> str:
@@ -170,6 +193,10 @@ def foreign_origin(origin: str) -> ApiError:
     """Return the error for a web page whose origin is not allowed."""
     why = f"pages of {origin[:200]!r} may not ask here"
     remedy = "it is let in by --allow-origin ORIGIN (endpoint.allow_origins)"
+    if re.fullmatch("|".join(map(_origin_regex, (*OWN_ORIGINS, *EXTENSION_ORIGINS))), origin):
+        remedy = (
+            "it is let in by --allow-local-apps, like all local pages, apps and extensions"
+        )
     if origin == "null":
         remedy = "a page without an origin is let in only by --allow-origin '*', with all others"
     return ApiError(403, f"{why}; {remedy}", code="foreign_origin")

@@ -33,6 +33,7 @@ from edgespec.core.protocol.constraint import (
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
+from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.admission import RETRY_AFTER_S, Admission, current_client
 from edgespec.endpoint.answer_grammar import BUDGET, constrain_answer
@@ -60,6 +61,7 @@ from edgespec.endpoint.ollama import (
     convert_ollama_generate,
 )
 from edgespec.endpoint.output_parser import OutputForm
+from edgespec.endpoint.recent_failures import RecentFailures
 from edgespec.endpoint.request_json import (
     MAX_VALUES,
     ApiError,
@@ -275,6 +277,7 @@ class RequestRun:
                 model=choice.model,
                 rule=choice.request.rule,
                 started=partial(setattr, choice, "stats"),
+                **_drafting_arguments(choice),
             )
             async with aclosing(generation) as chunks:
                 async for chunk in chunks:
@@ -298,6 +301,16 @@ class RequestRun:
                 log_failure(_log, "a generation failed", error=failure, may_quote_client=True)
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
         return error, has_begun
+
+
+def _drafting_arguments(choice: Choice) -> dict[str, Any]:
+    """Return the arguments of ``Agent.generate`` that only edgespec's own parameters set."""
+    arguments: dict[str, Any] = {}
+    if not choice.request.drafts:
+        arguments["drafts"] = False
+    if choice.timeline is not None:
+        arguments["timeline"] = choice.timeline
+    return arguments
 
 
 def _constraint_param(request: GenerationRequest) -> str:
@@ -517,7 +530,7 @@ class Endpoint:
         it."""
         self.responses = ResponseStore()
         """Responses that may be continued."""
-        self.counts = EndpointCounts()
+        self.counts, self.failures = EndpointCounts(), RecentFailures()
         self.created_at_s = int(time.time())
         self.is_stopping = False
         """Whether new requests are refused while running ones end."""
@@ -1102,6 +1115,7 @@ class Endpoint:
                         token_bytes=token_bytes,
                         parser=form.make_parser(self.tokenizer),
                         model=chosen.requested_name,
+                        timeline=GenerationTimeline() if request.shows_sources else None,
                     )
                 )
         served = chosen.served

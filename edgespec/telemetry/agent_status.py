@@ -184,6 +184,10 @@ class DraftingStatus:
     """Draft nodes that the verifier accepts now; None: as many as its limits allow."""
     step_s: float | None = None
     tokens_per_pass: float | None = None
+    tokens_per_s: float | None = None
+    """Tokens a second of the judged generation after its first pass; None before its second."""
+    plain_tokens_per_s: float | None = None
+    """Estimate of what plain streaming would have made (``core/device/streaming_speed.py``)."""
 
 
 @dataclass(frozen=True, slots=True)

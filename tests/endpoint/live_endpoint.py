@@ -19,11 +19,13 @@ from edgespec.cli.running import listen
 from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.link_session import ReconnectPolicy
+from edgespec.core.device.token_origins import TokenOrigin
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationStats, Piece
 from edgespec.device.build import build_agent, connect
+from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.prober import VerifierMonitor
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
@@ -32,6 +34,7 @@ from edgespec.endpoint.service import Endpoint
 from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import ToyTokenizer
+from edgespec.telemetry.agent_status import EventKind
 from edgespec.verifier.daemon import Verifier
 from tests.kit.letters import READER, LettersTokenizer, connect_pair
 from tests.kit.live_verifier import serve_toy
@@ -161,6 +164,9 @@ class ScriptedAgent:
     samplings: list[SamplingParams] = field(default_factory=list)
     conversations: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    drafts: list[bool] = field(default_factory=list)
+    origins: Sequence[TokenOrigin] = ()
+    """Origins of the pieces, repeated as often as needed; empty: they are not recorded."""
     closed: int = 0
     options: AgentOptions = field(default_factory=AgentOptions)
 
@@ -176,8 +182,11 @@ class ScriptedAgent:
         conversation: str = "",
         model: str = "",
         rule: str = "",
+        drafts: bool = True,
+        timeline: GenerationTimeline | None = None,
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
+        self.drafts.append(drafts)
         self.prompts.append(tuple(prompt))
         self.conversations.append(conversation)
         self.models.append(model)
@@ -187,10 +196,20 @@ class ScriptedAgent:
                 if self.between is not None:
                     await self.between(place)
                 token = self.ids[place] if self.ids else place
+                if timeline is not None and self.origins:
+                    self._record(timeline, place)
                 yield Chunk(place, (token,), (Piece(piece, TokenKind.DECODED),))
             yield Chunk(len(self.pieces), (), (), self.finish)
         finally:
             self.closed += 1
+
+    def _record(self, timeline: GenerationTimeline, place: int) -> None:
+        """Record a pass of 10 ms that brings the token ``place``, 5 ms after the last one."""
+        timeline.origins.append(self.origins[place % len(self.origins)])
+        at_s = timeline.began_at_s + 0.005 * (place + 1)
+        timeline.add(EventKind.PASS, at_s, 2, 0.01)
+        timeline.add(EventKind.COMMIT, at_s, 1)
+        timeline.speed.add(at_s, 1, 0.01, 2)
 
 
 @contextlib.asynccontextmanager

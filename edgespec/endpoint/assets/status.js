@@ -1,10 +1,6 @@
-"use strict";
-const POLL_MS = 1000, SPAN_S = 10, KEY = "edgespec-key";
-const element = id => document.getElementById(id);
+const POLL_MS = 1000, MOST_MS = 5000, SPAN_S = 10;
 const setText = (id, text) => { element(id).textContent = text; };
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const number = (value, digits = 0) => value.toLocaleString("en", {
-  minimumFractionDigits: digits, maximumFractionDigits: digits });
 const percent = value => value === null ? "–" : number(100 * value) + " %";
 const ms = seconds => seconds === null ? "–" : number(1e3 * seconds, seconds < 0.01 ? 1 : 0) + " ms";
 const mib = bytes => number(bytes / 1048576) + " MiB";
@@ -14,12 +10,7 @@ function duration(seconds) {
   if (seconds < 5400) return number(seconds / 60) + " min";
   return number(seconds / 3600, seconds < 36000 ? 1 : 0) + " h";
 }
-const newElement = (tag, text, kind) => {
-  const found = document.createElement(tag);
-  found.textContent = text;
-  if (kind) found.className = kind;
-  return found;
-};
+const newElement = (tag, text, kind) => make(tag, { class: kind || null }, text);
 const STATES = {
   unknown: ["not contacted yet", ""], connecting: ["connecting", ""], ready: ["ready", "good"],
   serving: ["serving", "good"], away: ["not reachable", "bad"],
@@ -75,9 +66,34 @@ function showDrafting(found) {
   setText("why", found.why + ".");
   const verdict = document.querySelector(".verdict");
   verdict.className = "verdict" + (found.worth === null ? "" : found.worth ? " good" : " bad");
-  setText("acceptance", percent(found.acceptance));
-  setText("per-pass", found.tokens_per_pass === null ? "" :
-    number(found.tokens_per_pass, 1) + " tokens per pass");
+  const { tokens_per_s: now, plain_tokens_per_s: plain } = found;
+  setText("times", now && plain ? number(now / plain, 2) + "×" : "–");
+  setText("plain", now && plain ? `${number(now, 1)} against an estimated ${number(plain, 1)} tokens/s, last answer with drafts` : "not known yet");
+}
+
+function showEndpoint(found) {
+  const base = new URL("v1", location.href).href, [first] = found.models;
+  setText("base", base);
+  const model = first ? first.name : "edgespec";
+  const key = found.needs_key ? ' -H "Authorization: Bearer $EDGESPEC_ENDPOINT_KEY"' : "";
+  const [path, prompt] = found.can_chat
+    ? ["chat/completions", { messages: [{ role: "user", content: "Hello!" }] }] : ["completions", { prompt: "Once upon a time" }];
+  const data = JSON.stringify({ model, max_tokens: 64, ...prompt });
+  setText("curl", `curl ${base}/${path}${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${data.replaceAll("'", "'\\''")}'`);
+  const call = found.can_chat
+    ? `client.chat.completions.create(\n    model=${JSON.stringify(model)}, messages=[{"role": "user", "content": "Hello!"}]\n)\nprint(answer.choices[0].message.content)`
+    : `client.completions.create(model=${JSON.stringify(model)}, prompt="Once upon a time")\nprint(answer.choices[0].text)`;
+  const shown = found.needs_key ? 'os.environ["EDGESPEC_ENDPOINT_KEY"]' : '"none"';
+  setText("python", `${found.needs_key ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key=${shown})\nanswer = ${call}`);
+  setText("models", found.models.length === 0 ? "No verifier has reported its models yet." :
+    "Models: " + found.models.map(one => `${one.name} (context ${one.context_length === null ? "not known" : number(one.context_length)}${one.parent ? ", adapter of " + one.parent : ""})`).join(", "));
+  setText("busy", `${number(found.generations_running)} of ${number(found.max_concurrent)}`);
+  setText("waiting", found.requests_waiting === 1 ? "1 request waits" : `${number(found.requests_waiting)} requests wait`);
+  element("no-failures").hidden = found.failures.length > 0;
+  element("failures").replaceChildren(...found.failures.map(one => make("li", {},
+    make("span", {}, new Date(1e3 * one.at_s).toLocaleTimeString()), make("span", { class: "bad" }, String(one.status)),
+    make("code", {}, one.path), make("span", {}, one.why), one.count > 1 ? make("span", { class: "soft" }, `${number(one.count)} times`) : null,
+    make("small", { title: "Name of the request in the log" }, one.request_id))));
 }
 
 function showMemory(found) {
@@ -115,10 +131,11 @@ function showTotals(found) {
     ["prompt tokens", found.prompt_tokens], ["tokens", found.tokens],
     ["tokens drafted on this device", found.accepted], ["corrected tokens", found.corrected],
     ["draft steps", found.steps], ["draft nodes sent", found.sent],
+    ["acceptance rate", found.tried ? percent(found.hits / found.tried) : "–"],
     ["passes", found.passes], ["reconnects", found.reconnects]];
   element("totals").replaceChildren(...rows.map(([name, count]) => {
     const row = document.createElement("div");
-    row.append(newElement("dt", name), newElement("dd", number(count)));
+    row.append(newElement("dt", name), newElement("dd", typeof count === "number" ? number(count) : count));
     return row;
   }));
 }
@@ -202,6 +219,8 @@ function show(found) {
   lastEvent = found.last_event;
   events = events.concat(found.events).filter(one => one.at_s > found.clock_s - SPAN_S - 1);
   setText("speed", number(found.tokens_per_s, 1));
+  element("numbers").hidden = false;
+  if (found.endpoint) showEndpoint(found.endpoint);
   showVerifiers(found.verifiers);
   showDrafting(found.drafting);
   showMemory(found.memory);
@@ -221,37 +240,50 @@ function showTrouble(text, state = "no answer from the agent") {
   }
 }
 
-let refused = false;
+// A browser logs every 401 in its console, so the numbers are fetched only once the key is known to be
+// right, and not again before another one is entered.
+let refused = false, isKnown = false;
 
 async function poll() {
-  const key = sessionStorage.getItem(KEY);
-  const answer = await fetch("status.json?after=" + lastEvent, {
-    cache: "no-store", signal: AbortSignal.timeout(5000),
-    headers: key ? { Authorization: "Bearer " + key } : {} });
-  element("ask").hidden = answer.status !== 401;
-  refused = answer.status === 401;
+  if (!isKnown) {
+    refused = (await askHealth()).needs_key;
+    isKnown = !refused;
+  }
+  if (isKnown) {
+    const answer = await fetch("status.json?after=" + lastEvent, {
+      cache: "no-store", signal: AbortSignal.timeout(5000), headers: keyHeaders() });
+    refused = answer.status === 401;
+    isKnown = !refused;
+    if (!refused && !answer.ok) throw new Error("the agent answered " + answer.status);
+    if (!refused) show(await answer.json());
+  }
+  element("ask").hidden = !refused;
   if (refused) {
-    showTrouble(key ? "This is not the API key of the agent." : "", "API key required");
+    showTrouble(sessionStorage.getItem(KEY) ? "This is not the API key of the endpoint." : "", "API key required");
     setText("state", "API key required");
     return;
   }
-  if (!answer.ok) throw new Error("the agent answered " + answer.status);
-  show(await answer.json());
   answeredAt = performance.now();
   showTrouble("");
   document.documentElement.dataset.polled = 1 + Number(document.documentElement.dataset.polled || 0);
 }
 
+let wait = POLL_MS;
+
 async function pollForEver() {
   try {
-    // A browser logs every 401 in its console, so nothing is fetched again without another key.
     if (!document.hidden && !refused) await poll();
+    wait = POLL_MS;
   } catch (error) {
+    isKnown = false;  // after a restart the key may be another one
+    wait = Math.min(2 * wait, MOST_MS);
     const since = answeredAt === null ? "" : ` for ${duration((performance.now() - answeredAt) / 1e3)}`;
     showTrouble(`The agent has not answered${since}. The numbers below are its last ones.`);
   }
-  setTimeout(pollForEver, POLL_MS);
+  setTimeout(pollForEver, wait);
 }
+
+document.addEventListener("visibilitychange", () => { wait = POLL_MS; });
 
 element("ask").addEventListener("submit", event => {
   event.preventDefault();
@@ -261,5 +293,6 @@ element("ask").addEventListener("submit", event => {
 });
 addEventListener("resize", drawTimeline);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawTimeline);
+for (const name of ["base", "curl", "python"]) element("copy-" + name).append(copyButton(() => element(name).textContent));
 drawTimeline();
 pollForEver();
