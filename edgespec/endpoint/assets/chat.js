@@ -439,6 +439,7 @@ async function answer() {
     view.update();
     view.finish();
     showLegend();
+    element("live").replaceChildren();  // the line stands below the answer now
     announce(message.error ? `The answer failed: ${message.error}` : `The answer is complete. ${message.content.slice(0, 2000)}`);
     toEnd();
   }

@@ -196,9 +196,7 @@ class MarkdownView {
       // A part of the text and a token end in different places.
       let stop = begin + 1;
       while (stop < end && inline.source(stop) === at + stop - begin && at + stop - begin < run.end) stop += 1;
-      const kind = run.origin.replaceAll(" ", "-");
-      parent.append(make("span", { class: `t ${kind}${run.begin === at ? " begin" : ""}`, title: ORIGINS[run.origin] || run.origin },
-        inline.text.slice(begin, stop)));
+      parent.append(tokenPart(run.origin, inline.text.slice(begin, stop), run.begin === at));
       begin = stop;
     }
   }
@@ -211,6 +209,10 @@ const ORIGINS = {
   "target": "Chosen by the target; no draft of it was accepted",
   "unknown": "Sent again after a broken link; its origin is not known",
 };
+
+/** Return a part of a token in the colour of its origin. White space gets no line. */
+const tokenPart = (origin, text, isBegin = false) => make("span", { title: ORIGINS[origin] || origin,
+  class: `t ${origin.replaceAll(" ", "-")}${text.trim() ? "" : " blank"}${isBegin ? " begin" : ""}` }, text);
 
 /** Tokens by their place in the text. `runs` are [origin, characters] in order. */
 class Runs {

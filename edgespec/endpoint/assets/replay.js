@@ -32,8 +32,7 @@ function replayOf(message) {
     shown = last;
     let place = 0;
     text.replaceChildren(...runs.slice(0, last).map(([origin, length]) => {
-      const piece = message.content.slice(place, place += length);
-      return make("span", { class: `t ${origin.replaceAll(" ", "-")}`, title: ORIGINS[origin] }, piece);
+      return tokenPart(origin, message.content.slice(place, place += length));
     }));
     text.scrollTop = text.scrollHeight;
   }

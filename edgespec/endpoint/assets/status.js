@@ -68,7 +68,7 @@ function showDrafting(found) {
   verdict.className = "verdict" + (found.worth === null ? "" : found.worth ? " good" : " bad");
   const { tokens_per_s: now, plain_tokens_per_s: plain } = found;
   setText("times", now && plain ? number(now / plain, 2) + "×" : "–");
-  setText("plain", now && plain ? `${number(now, 1)} against an estimated ${number(plain, 1)} tokens/s, last answer with drafts` : "not known yet");
+  setText("plain", now && plain ? `last answer: ${number(now, 1)} tokens/s, plain streaming an estimated ${number(plain, 1)}` : "not known yet");
 }
 
 function showEndpoint(found) {
