@@ -55,8 +55,8 @@ class EndpointSection:
     (http://localhost:3000) and installed applications are admitted anyway."""
     allow_local_apps: bool = False
     """Admit browser extensions, and wherever the endpoint listens also pages of this machine and
-    installed applications (app://, tauri://, capacitor://, vscode-webview://). An endpoint that
-    listens on this machine only admits all of these but extensions anyway."""
+    installed applications (app://, tauri://, capacitor://, vscode-webview://). If the
+    endpoint listens on this machine only, all but extensions are admitted anyway."""
     allow_hosts: tuple[str, ...] = ()
     """Names that a ``Host`` header may carry besides ``localhost``. Give the public name of a
     reverse proxy in front of the endpoint."""

@@ -18,7 +18,7 @@ from edgespec.core.device.token_origins import TokenOrigin
 from edgespec.telemetry.agent_status import EventKind
 
 MAX_UNREAD_EVENTS: Final = 4096
-"""Events that are kept until they are taken. Of more, the oldest are dropped."""
+"""Events that are kept until they are taken. Beyond that number the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class GenerationTimeline:
 
     began_at_s: float = field(default_factory=time.monotonic)
     origins: list[TokenOrigin] = field(default_factory=list)
-    """Origin of each committed token, in order. The output may end before the last of them."""
+    """Origin of each committed token, in order. The output may end earlier."""
     speed: StreamingSpeed = field(default_factory=StreamingSpeed)
     dropped: int = 0
     """Events that were dropped because nothing took them."""

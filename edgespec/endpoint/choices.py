@@ -64,7 +64,7 @@ class Delta:
     parts: tuple[Part, ...] = ()
     scores: Scores = ()
     sources: Json | None = None
-    """Where the tokens came from, and what happened since the last delta; None: not requested."""
+    """Origins of the tokens, and the events since the last delta; None: not requested."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class Choice:
 
     def _parse(self, chunk: Chunk) -> list[list[Part]]:
         """Return the parts that became certain with each piece of the chunk and, at the end of the
-        output, those that had been held back."""
+        output, what had been held back."""
         if (parser := self.parser) is None:
             return [[piece.text] if piece.text else [] for piece in chunk.pieces]
         parts: list[list[Part]] = []

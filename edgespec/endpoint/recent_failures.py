@@ -1,8 +1,8 @@
 """The latest requests that failed, and why, for the status page.
 
 They are kept in memory. An error message may quote the request that it refuses, so only messages
-about the state of the endpoint are kept. Of the others the name of the parameter and the code
-remain.
+about the state of the endpoint are kept. For other errors the name of the parameter and the code
+are kept.
 """
 
 from __future__ import annotations

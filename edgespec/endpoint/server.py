@@ -194,7 +194,7 @@ def foreign_origin(origin: str) -> ApiError:
     why = f"pages of {origin[:200]!r} may not ask here"
     remedy = "it is let in by --allow-origin ORIGIN (endpoint.allow_origins)"
     if re.fullmatch("|".join(map(_origin_regex, (*OWN_ORIGINS, *EXTENSION_ORIGINS))), origin):
-        remedy = "it is let in by --allow-local-apps, like all local pages, apps and extensions"
+        remedy += ", or with all local pages, applications and extensions by --allow-local-apps"
     if origin == "null":
         remedy = "a page without an origin is let in only by --allow-origin '*', with all others"
     return ApiError(403, f"{why}; {remedy}", code="foreign_origin")

@@ -4,6 +4,7 @@ the requests that reached the agent, and a console that stays empty."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -422,6 +423,60 @@ def scripted_server(agent: Any, listeners: Any) -> EndpointServer:
     settings = EndpointSection()
     endpoint = Endpoint(agent, ToyTokenizer(), VerifierMonitor({}), settings)
     return EndpointServer(endpoint, build_app(endpoint), listeners, settings)
+
+
+async def test_another_models_answer_has_a_banner() -> None:
+    """The endpoint answers by itself, because its verifier is away."""
+    usage = {"completion_tokens": 1, "edgespec": {"answered_by": "draft tiny"}}
+    events = [
+        {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": usage},
+    ]
+    body = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
+    async with over_script(ScriptedAgent()) as live, open_browser() as browser:
+        page = await browser.open(page_of(live))
+        headers = {"X-Edgespec-Answered-By": "draft tiny", "Content-Type": "text/event-stream"}
+        await page.route("**/chat/completions", lambda one: one.fulfill(headers=headers, body=body))
+        await send(page, "hello")
+        await is_idle(page)
+        banner = await page.inner_text(".banner")
+        assert banner.startswith("This answer was written by draft tiny, because no verifier")
+        assert "not the text of the target" in banner
+        assert browser.said == []
+
+
+async def test_a_refused_request_shows_why() -> None:
+    async with over_script(ScriptedAgent()) as live, open_browser() as browser:
+        page = await browser.open(page_of(live))
+        await page.wait_for_selector("html[data-ready]", state="attached")
+        await page.click("#open-settings")
+        await page.fill("#temperature", "-3")
+        await send(page, "hello")
+        await shows(page, ".failed", "temperature")
+    assert [one for one in browser.said if "400" not in one] == []
+
+
+async def test_a_hidden_status_page_asks_nothing() -> None:
+    async with over_toy(shows_status=True) as live, open_browser() as browser:
+        page = await browser.open("about:blank")
+        asked_paths: list[str] = []
+        page.on("request", lambda one: asked_paths.append(one.url))
+        await page.clock.install()
+        await page.goto(page_of(live) + "status")
+        await page.wait_for_selector("#base:not(:empty)")
+        hide = (
+            "value => Object.defineProperty(document, 'hidden',"
+            " {get: () => value, configurable: true})"
+        )
+        await page.evaluate(hide, True)
+        await page.clock.run_for(2_000)
+        before = len(asked_paths)
+        await page.clock.run_for(60_000)
+        assert len(asked_paths) == before
+        await page.evaluate(hide, False)
+        async with page.expect_request("**/status.json*"):
+            await page.clock.run_for(10_000)
+        assert browser.said == []
 
 
 async def test_twenty_pages_on_one_endpoint() -> None:

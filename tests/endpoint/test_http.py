@@ -546,7 +546,7 @@ async def test_a_key_is_asked_for_everywhere_but_health(agent: ScriptedAgent) ->
         ):
             assert await ask_status(live, Authorization=shown_value) == 401, shown_value
         assert await ask_status(live, Authorization="bearer the key") == 200
-        assert (await ask(live, "/health")).json == {"status": "waiting"}
+        assert (await ask(live, "/health")).json == {"status": "waiting", "needs_key": True}
         health = await ask(live, "/health", Authorization="Bearer the key")
         assert "verifiers" in health.json
 

@@ -169,7 +169,8 @@ async def test_an_endpoint_that_waits_for_a_tokenizer_says_so() -> None:
         live.server = type("Port", (), {"port": port})  # type: ignore[assignment]
         async with _answering_waiting(config, "sesame", listeners):
             health = await ask(live, "/health")
-            assert (health.status, health.json) == (200, {"status": "waiting"})
+            waiting = {"status": "waiting", "needs_key": True}
+            assert (health.status, health.json) == (200, waiting)
             assert (await ask(live, PATH, HELLO)).status == 401
             key = {"Authorization": "Bearer sesame"}
             for method, data in (("POST", HELLO), ("GET", None)):

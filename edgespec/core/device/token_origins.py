@@ -16,7 +16,7 @@ from edgespec.core.protocol.tree import UNRANKED, Node, SpeculationTree
 
 
 class TokenOrigin(Enum):
-    """Where a committed token came from."""
+    """Origin of a committed token."""
 
     DEVICE_MODEL = "device model"
     """The device's draft model offered the token, whether or not lookup did so too."""

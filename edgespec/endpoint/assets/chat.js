@@ -10,7 +10,7 @@ const EXAMPLES = [
   ["Plan a rainy afternoon", "with two children of six and nine"],
 ];
 const FIRST_WAIT_MS = 500, LONGEST_WAIT_MS = 5000, GIVE_UP_MS = 600000;
-const SEED_BELOW = 2 ** 48;
+const SEED_BELOW = 2 ** 48, KEEP_EVERY_MS = 3000;
 
 const store = new Conversations();
 let conversation = null, running = null, settings = {}, isReady = false;
@@ -153,16 +153,16 @@ async function deleteConversation(one) {
   else showConversations();
 }
 
-async function keepConversation() {
-  conversation.usedAt = Date.now();
-  const first = conversation.messages.find(({ role }) => role === "user");
-  conversation.title ||= (first?.content || "").trim().replace(/\s+/g, " ").slice(0, 60);
+async function keepConversation(one) {
+  one.usedAt = Date.now();
+  const first = one.messages.find(({ role }) => role === "user");
+  one.title ||= (first?.content || "").trim().replace(/\s+/g, " ").slice(0, 60);
   // Only the last answer keeps its timeline.
-  const answers = conversation.messages.filter(({ role }) => role === "assistant");
-  answers.slice(0, -1).forEach(one => { one.moments = []; });
-  const why = await store.save(conversation);
+  const answers = one.messages.filter(({ role }) => role === "assistant");
+  answers.slice(0, -1).forEach(answer => { answer.moments = []; });
+  if (one === conversation && location.hash !== "#" + one.id) history.replaceState(null, "", "#" + one.id);
+  const why = await store.save(one);
   if (why) notify(why);
-  if (location.hash !== "#" + conversation.id) history.replaceState(null, "", "#" + conversation.id);
   showConversations();
 }
 
@@ -418,7 +418,12 @@ async function answer() {
   const mine = conversation, message = emptyAnswer(request.drafts), control = new AbortController();
   const task = running = { message, control };
   mine.messages.push(message);
-  await keepConversation();
+  await keepConversation(mine);
+  if (conversation !== mine || control.signal.aborted) {  // its user went elsewhere meanwhile
+    message.stopped = true;
+    if (running === task) running = null;
+    return;
+  }
   element("welcome").hidden = true;
   for (const one of element("messages").children) one.classList.remove("last");
   const view = new MessageView(message, mine.messages.length - 1);
@@ -427,7 +432,12 @@ async function answer() {
   toEnd(true);
   setState("asking");
   announce("The answer is being written.");
+  let keptAt = performance.now();
   await ask(request, message, control.signal, () => {
+    if (performance.now() - keptAt > KEEP_EVERY_MS && store.all.has(mine.id)) {
+      keptAt = performance.now();
+      store.save(mine);  // a page that is loaded again has what came so far
+    }
     if (conversation !== mine) return;
     view.update();
     showLegend();
@@ -444,11 +454,7 @@ async function answer() {
     toEnd();
   }
   if (running === null) setState("idle");
-  const current = conversation;
-  conversation = mine;
-  if (store.all.has(mine.id) || mine === current) await keepConversation();
-  conversation = current;
-  showConversations();
+  if (store.all.has(mine.id)) await keepConversation(mine);  // else it was deleted meanwhile
 }
 
 /** Fill `message` with the answer to `request`. If the endpoint goes away meanwhile, wait for it and ask
@@ -516,7 +522,7 @@ function copy(found, message) {
 
 /** Ask for the same answer with the drafts switched the other way, and show both speeds. */
 async function compare(view) {
-  const { message } = view, first = raws.get(message);
+  const { message } = view, first = raws.get(message), mine = conversation;
   if (running) return;
   const request = first ? { ...first.request } : requestFor(conversation.messages.slice(0, view.index));
   request.drafts = !message.drafts;
@@ -545,7 +551,7 @@ async function compare(view) {
   message.comparison = { speed: other.speed, content: other.content, drafts: other.drafts, sources: other.sources, tookS: other.tookS };
   view.extra.append(comparisonOf(message));
   announce(view.extra.querySelector(".comparison").textContent);
-  await keepConversation();
+  if (store.all.has(mine.id)) await keepConversation(mine);
   toEnd();
 }
 
