@@ -441,7 +441,7 @@ async function answer() {
     if (conversation !== mine) return;
     view.update();
     showLegend();
-    element("live").replaceChildren(...joined(speedWords(message.speed)));
+    if (running === task) element("live").replaceChildren(...joined(speedWords(message.speed)));
     toEnd();
   });
   if (running === task) running = null;
