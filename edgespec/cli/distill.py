@@ -6,12 +6,13 @@ import hashlib
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console
@@ -34,22 +35,42 @@ from edgespec.models import folders
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer, prompt_encoder
 from edgespec.telemetry.process_memory import machine_memory
+from edgespec.telemetry.recording import PROMPT_TOKENS, Recording, read_recording
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 
 if TYPE_CHECKING:
     from edgespec.training.distill import Judged, Progress, Verdict
     from edgespec.training.memory_plan import TrainingMemory
-    from edgespec.training.texts import Pieces, Writing
+    from edgespec.training.texts import Pieces, Text, Writing
 
 _DEFAULT_MINUTES: Final = 10.0
 _SAY_EVERY_S: Final = 10.0
+_SOFTENED_BY: Final = 8
+"""Texts by which the logits of a new part of a model are scaled."""
+_MOST_RECORDED_BYTES: Final = 4 << 30
 _what, _text, _how = (partial(option, panel=panel) for panel in ("Models", "Texts", "Training"))
 _DEFAULTS = TrainingSettings()
 _TARGET = _what("Target model, as of `edgespec verifier`", metavar="MODEL")
 _DRAFT = _what(
-    "Draft to begin with: a Hugging Face folder, a .gguf file or a Hub id", metavar="MODEL"
+    "Draft to begin with: a Hugging Face folder, a .gguf file or a Hub id \\[default: bundled; with"
+    " --layers or --vocabulary, the target]",
+    metavar="MODEL",
 )
-_OUT = _what("Folder to write, which must be empty or not exist; with --online, a draft", "--out")
+_LAYERS = _what(
+    "Keep only these layers, counted from 0, so that a step takes less time: 0,1,29 begins with the"
+    " first two and the last of 30",
+    metavar="N,N,...",
+)
+_VOCABULARY = _what(
+    "Keep only the table rows of the N ids that are the most frequent in the texts; other ids are"
+    " never proposed",
+    metavar="N",
+)
+_OUT = _what(
+    "Folder to write, which must be empty or not exist; with --online, a draft; with --record, a"
+    " recording",
+    "--out",
+)
 _RESUME = _what("Continue the run that was stopped or refused", "--resume")
 _FORCE = _what("Write the draft even if it is not better", "--force")
 _PROMPTS = _text(
@@ -63,6 +84,11 @@ _ONLINE = _text(
     " further, and replaced if the new one is clearly better; may be given more than once",
     "--online",
     metavar="RECORDING",
+)
+_RECORD = _text(
+    "Train nothing: let the target continue each --prompts once at each temperature and add its"
+    " texts to the recording --out, for --texts; given again, it continues with the others",
+    "--record",
 )
 _CHAT = _text("Wrap each prompt in the target's chat template", "--chat")
 _HEAT = _text(
@@ -103,12 +129,15 @@ _ONLINE_RATE: Final = 0.2
 def distill(
     out: Annotated[Path, _OUT],
     target: Annotated[str, _TARGET] = folders.BUNDLED,
-    draft: Annotated[str, _DRAFT] = folders.BUNDLED,
+    draft: Annotated[str | None, _DRAFT] = None,
+    layers: Annotated[str, _LAYERS] = "",
+    vocabulary: Annotated[int, _VOCABULARY] = 0,
     resume: Annotated[bool, _RESUME] = False,
     force: Annotated[bool, _FORCE] = False,
     prompts: Annotated[list[Path] | None, _PROMPTS] = None,
     texts: Annotated[list[Path] | None, _TEXTS] = None,
     online: Annotated[list[Path] | None, _ONLINE] = None,
+    record: Annotated[bool, _RECORD] = False,
     chat: Annotated[bool, _CHAT] = False,
     temperature: Annotated[list[float] | None, _HEAT] = None,
     length: Annotated[int, _LENGTH] = _DEFAULTS.length,
@@ -131,6 +160,13 @@ def distill(
     --minutes 60 --out ./mine[/]
 
     [dim]edgespec distill --online ./recording --out ./mine[/]
+
+    A small draft from the target's own layers, on texts that the target wrote before:
+
+    [dim]edgespec distill --target ./t --prompts mine.jsonl --chat --record --out t.texts[/]
+
+    [dim]edgespec distill --target ./t --layers 0,1,29 --vocabulary 8192 --texts t.texts
+    --out ./d[/]
     """
     began_s = time.monotonic()
     with reporting_errors():
@@ -151,8 +187,23 @@ def distill(
             memory = parse_budget(memory_budget, "--memory-budget")
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if online:
+        part = _Part(_read_layers(layers), vocabulary)
+        whole = f"{folders.BUNDLED}:target" if target == folders.BUNDLED else target
+        if draft is None:
+            draft = whole if part else folders.BUNDLED
+        if record:
+            if not prompts:
+                raise ConfigError("--record is given, but it continues --prompts only: give them")
+            if part or resume or force or memory_budget != AUTO:
+                raise ConfigError(
+                    "--record trains nothing, so leave out --layers, --vocabulary, --resume,"
+                    " --force and --memory-budget"
+                )
+            draft = whole
+        elif online:
             draft = _in_use(out, draft)
+            if draft == str(out):  # it became a part in an earlier run
+                part = _Part((), 0)
         else:
             check_is_empty(out)
         models = (
@@ -164,6 +215,7 @@ def distill(
             files,
             out,
             settings,
+            part,
             chat=chat,
             as_prompts=bool(prompts),
             online=bool(online),
@@ -173,7 +225,27 @@ def distill(
             began_s=began_s,
         )
         with require_library("torch and transformers", "edgespec[server]"):
-            job.run(budget)
+            job.record(budget) if record else job.run(budget)
+
+
+class _Part(NamedTuple):
+    """The part of a model that a draft begins as."""
+
+    layers: tuple[int, ...]
+    """Numbers of the layers; empty for all."""
+    vocabulary: int
+    """Number of ids; 0 for all."""
+
+    def __bool__(self) -> bool:
+        return bool(self.layers or self.vocabulary)
+
+
+def _read_layers(text: str) -> tuple[int, ...]:
+    """Return the numbers in ``text``. Raises ``ConfigError``."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(f"layers is {text!r}, but must be numbers such as 0,1,29")
+    return tuple(map(int, parts))
 
 
 def _find_former_draft(out: Path) -> Path:
@@ -200,6 +272,7 @@ class _Job:
     files: Sequence[Path]
     out: Path
     settings: TrainingSettings
+    part: _Part
     chat: bool
     as_prompts: bool
     online: bool
@@ -233,6 +306,7 @@ class _Job:
 
     def run(self, budget: Budget) -> None:
         from edgespec.training import distill as training
+        from edgespec.training.kept_rows import id_count
         from edgespec.training.texts import HeldBack, Pace, Text, read_pieces, split
 
         begun = f"{self._kept} holds a run that was not finished"
@@ -259,12 +333,12 @@ class _Job:
                     " same models, texts and settings"
                 )
         target = training.load_model(self.target, exact=False)
-        draft = training.load_model(self.draft, exact=True)
+        draft = self._begin_draft(target, parts.training)
         if not budget.steps and target.device.type == "cpu":  # the sums depend on it
             training.choose_threads(target)
         memory = self._planned(target, draft)
         say(f"memory: {memory}")
-        size = min(target.config.vocab_size, draft.config.vocab_size)
+        size = min(target.config.vocab_size, id_count(draft))
         held: list[list[Any]] = kept.get("held") or [[], []]
         spent_s: float = kept.get("spent_s", 0.0)
         reserve_s = 0.0
@@ -343,6 +417,85 @@ class _Job:
                 )
         self._finish(draft, verdict, save, improved=job.improved)
 
+    def _begin_draft(self, target: Any, texts: Sequence[Text]) -> Any:
+        """Return the draft to be trained: the initial one, or a part of it. Raises
+        ``ConfigError``."""
+        from edgespec.training import distill as training
+        from edgespec.training.cut import cut_model, select_frequent_ids, soften
+        from edgespec.training.kept_rows import find_rows
+        from edgespec.training.texts import end_ids
+
+        draft = training.load_model(self.draft, exact=True)
+        if not self.part:
+            return draft
+        kept, count = None, self.part.vocabulary
+        if count and find_rows(draft) is not None:
+            raise ConfigError(f"--vocabulary {count}: {self.draft} has a part of the ids already")
+        try:
+            if count:
+                ends = {one for one in end_ids(target) if one is not None}
+                kept = select_frequent_ids(texts, int(draft.config.vocab_size), count, ends)
+            draft = cut_model(draft, self.part.layers, kept)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        soften(draft, [text for text in texts if not text.is_prompt][:_SOFTENED_BY])
+        return draft
+
+    def record(self, budget: Budget) -> None:
+        """Let the target write its texts into the recording ``out``, until each is there or the
+        minutes are over. Raises ``RecordingError``, and ``ModelFolderError`` or ``OSError`` for the
+        prompts."""
+        import torch
+
+        from edgespec.training import distill as training
+        from edgespec.training.texts import Pace, read_pieces, write
+
+        encode = prompt_encoder(TextTokenizer(self.target), chat=self.chat)
+        length = self.settings.length
+        pieces = read_pieces(self.files, encode, length, self._vocabulary, as_prompts=True)
+        recording = Recording(self.out, _MOST_RECORDED_BYTES)
+        there = Counter(
+            tuple(text.tokens[: text.start]) for text in read_recording(self.out, self._vocabulary)
+        )
+        wanted = list[tuple[list[int], float, int]]()
+        different = {tuple(piece.tokens): piece for (piece,) in pieces}
+        for number, piece in enumerate(different.values()):
+            for heat in self.settings.temperatures:
+                kept = tuple(piece.tokens[-PROMPT_TOKENS:])
+                if there[kept]:
+                    there[kept] -= 1
+                else:
+                    wanted.append((piece.tokens, heat, self.settings.seed * 1_000_003 + number))
+        say(f"{len(wanted)} texts to write into {self.out}")
+        model = training.load_model(self.target, exact=False)
+        if model.device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            model.to(torch.bfloat16)  # twice as quick; other texts than in float32 are as good
+        stopping, ends_s = StopRequest(), self.began_s + 60.0 * budget.minutes
+
+        def check() -> None:
+            stopping.raise_if_requested()
+            if budget.minutes and time.monotonic() > ends_s:
+                raise training.TimeUpError
+
+        written = 0
+        with (
+            signals_handled_by(stopping.request),
+            _show_progress() as shown,
+            suppress(training.TimeUpError),
+        ):
+            pace = Pace(shown.wrote, "texts", length // 2 * len(wanted))
+            for first in range(0, len(wanted), training.ROUND):
+                part = wanted[first : first + training.ROUND]
+                prompts, heats, seeds = zip(*part, strict=True)
+                for text in write(model, prompts, heats, seeds, length // 2, check, pace.count):
+                    prompt, answer = text.tokens[: text.start], text.tokens[text.start :]
+                    recording.add(self._vocabulary, prompt, answer)
+                written += len(part)
+        typer.echo(
+            f"{written} of {len(wanted)} texts were added to {self.out}; learn from them: --texts"
+            f" {self.out}"
+        )
+
     def _planned(self, target: Any, draft: Any) -> TrainingMemory:
         """Plan the memory of the device that trains. Raises ``ValueError``."""
         import torch
@@ -366,6 +519,7 @@ class _Job:
             "target": folders.weights_fingerprint(self.target),
             "draft": folders.weights_fingerprint(self.draft),
             "texts": hashlib.sha256(repr(pieces).encode()).hexdigest()[:32],
+            "part": str(tuple(self.part)),
             **{name: str(getattr(settings, name)) for name in settings.__slots__},
         }
 
@@ -390,7 +544,8 @@ class _Job:
         if verdict.gain.interval[0] <= 0:
             say("warning: not better beyond its interval; give more texts or minutes to be sure")
         with output_folder(self.out, _find_former_draft(self.out) if self.online else None) as work:
-            write_checkpoint(draft, self.draft, work, self.settings.length - 1)
+            length = self.settings.length - 1
+            write_checkpoint(draft, self.draft, work, length, is_new=bool(self.part))
         self._kept.unlink(missing_ok=True)
         if self.online:
             typer.echo(f"{self.out} is written; use it: --draft {self.out}")

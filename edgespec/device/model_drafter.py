@@ -215,7 +215,7 @@ def read_exported_variant(folder: Path) -> memory.DraftVariant:
         layers=manifest.layers,
         kv_heads=manifest.kv_heads,
         head_dim=manifest.head_dim,
-        vocabulary_size=manifest.model.vocabulary_size,
+        vocabulary_size=(shape.vocabulary_size if shape.kept else manifest.model.vocabulary_size),
     )
     table = shape.vocabulary_size * shape.hidden
     return memory.DraftVariant(

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import lru_cache, partial
 from pathlib import Path
@@ -137,6 +137,11 @@ def check_folder(folder: Path, model_types: Sequence[str] = MODEL_TYPES) -> None
     if (kind := config.get("model_type")) not in model_types:
         raise ModelFolderError(f"{path}: model_type {kind!r} is not one of {tuple(model_types)}")
     check_sizes(path, config)
+    if model_types is MODEL_TYPES and config.get(KEPT_IDS) is not None:
+        raise ModelFolderError(
+            f"{path}: {KEPT_IDS} marks a draft with a part of its target's ids, which an exported"
+            " draft alone can use; give a whole model"
+        )
     if not (folder / "tokenizer.json").is_file():
         raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
     index = folder / "model.safetensors.index.json"
@@ -167,13 +172,53 @@ def model_info(folder: Path) -> ModelInfo:
         return _read_draft_manifest(folder / DRAFT_MANIFEST)
     config = read_config(folder)
     path = folder / "config.json"
+    kept = read_kept_ids(path, config)
+    size = read_whole_number(path, config, "vocab_size", maximum=MAX_TOKEN_ID + 1)
     return ModelInfo(
         name=folder.resolve().name,
         vocabulary=vocabulary_fingerprint(folder / "tokenizer.json"),
-        vocabulary_size=read_whole_number(path, config, "vocab_size", maximum=MAX_TOKEN_ID + 1),
+        vocabulary_size=kept.size if kept else size,
         context_length=read_whole_number(path, config, "max_position_embeddings"),
         eos_token_ids=eos_token_ids(folder),
     )
+
+
+KEPT_IDS: Final = "kept_ids"
+"""Key of ``config.json`` under which a draft with a part of its target's ids lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIds:
+    """The ids of the target that a draft's tables have rows for, since rare ones cost more than
+    they are worth (FR-Spec, arXiv 2502.14856)."""
+
+    size: int
+    """Number of the target's ids."""
+    ids: tuple[int, ...]
+    """The ids of the rows, ascending. Any other id is fed as the first one, and never proposed."""
+
+
+def read_kept_ids(path: Path, config: Mapping[str, Any]) -> KeptIds | None:
+    """Return the kept ids of the draft whose ``config.json`` at ``path`` holds ``config``, or None
+    if it has rows for all ids. Raises ``ModelFolderError`` naming the file and the value."""
+    section = config.get(KEPT_IDS)
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise ModelFolderError(f"{path}: {KEPT_IDS} is {section!r}, but must be an object")
+    size = read_whole_number(path, section, "size", maximum=MAX_TOKEN_ID + 1)
+    rows = read_whole_number(path, dict(config), "vocab_size", maximum=MAX_TOKEN_ID + 1)
+    ids = section.get("ids")
+    if (
+        not isinstance(ids, list)
+        or not all(type(one) is int and 0 <= one < size for one in ids)
+        or sorted(set(ids)) != ids
+        or len(ids) != rows
+    ):
+        raise ModelFolderError(
+            f"{path}: {KEPT_IDS}.ids must hold {rows} ascending ids (vocab_size) in [0, {size})"
+        )
+    return KeptIds(size, tuple(ids))
 
 
 def token_count(folder: Path) -> int:

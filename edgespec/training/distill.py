@@ -38,6 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 from edgespec.bench.measurement import Interval, mean_interval
 from edgespec.device.export.export import COPIED_FILES
 from edgespec.models.folders import trained_length
+from edgespec.training.kept_rows import find_rows, id_count
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 from edgespec.training.texts import (
     LOGITS_AT_ONCE,
@@ -128,8 +129,16 @@ LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Ten
     LossName.TOTAL_VARIATION: total_variation,
     LossName.SELECTIVE: forward_kl,
 }
-"""Loss function by name. ``selective`` uses only the rows that ``mark_furthest`` finds, once there
-is a reference."""
+"""Loss function by name, but for ``next-token``, which has no distribution of the target.
+``selective`` uses only the rows that ``mark_furthest`` finds, once there is a reference."""
+
+
+def next_token(draft: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of ``tokens`` [rows], by row of the draft's tables; -1 stands for
+    one that the draft has no row for, which costs nothing. A text that the target itself wrote
+    greedily holds its first choices, so that the target need not be run again."""
+    likelihood = draft.gather(-1, tokens.clamp(min=0)[:, None]).squeeze(-1)
+    return torch.where(tokens < 0, torch.zeros_like(likelihood), -likelihood)
 
 
 def load_model(folder: Path, *, exact: bool) -> Any:
@@ -240,7 +249,8 @@ class Distillation:
         self._target, self._draft, self._choosing = target, draft, choosing
         self._texts_at_once, self._written_at_once = texts_at_once, written_at_once
         self._settings, self._check = settings, check
-        self._size = min(target.config.vocab_size, draft.config.vocab_size)
+        self._size = min(target.config.vocab_size, id_count(draft))
+        self._rows = find_rows(draft)
         self._own = settings.loss.on_own_samples
         prompts = [piece for piece in pieces if self._own or piece.is_prompt]
         self._prompts = [ids[: max(start, len(ids) // 2)] for ids, start in prompts]
@@ -250,6 +260,7 @@ class Distillation:
         self._seconds = self._round_s = 0.0
         self._tokens = 0
         self._left_s: Callable[[], float] = _unlimited_s
+        self._reads = settings.loss.reads_target or None
         self._selective = settings.loss is LossName.SELECTIVE
         self._initial = self._weights() if self._selective else {}
         self._first_score = self._look()
@@ -265,6 +276,11 @@ class Distillation:
         self.best_score = self.acceptance = self._first_score
         self._best: dict[str, torch.Tensor] = {}
         self._place()
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens that were learned from."""
+        return self._tokens
 
     @property
     def improved(self) -> bool:
@@ -383,23 +399,27 @@ class Distillation:
         The draft's decoder runs once, forward and backward. In between, its head and the loss are
         computed for a few rows at a time, so that no tensor holds the logits of all tokens."""
         tokens, places = pad_texts(texts, self._draft.device)
-        loss = LOSSES[self._settings.loss]
         with torch.no_grad():
-            wanted = self._hidden(self._target, tokens, places)
+            wanted = self._reads and self._hidden(self._target, tokens, places)
             theirs = self._reference and self._hidden(self._reference, tokens, places)
         output, reached = self._hidden(self._draft, tokens, places)
         leaf = reached.detach().requires_grad_()
         own, parts = (output, leaf), list(row_parts(len(places), self._size, LOGITS_AT_ONCE))
         weights = torch.ones(len(places), device=leaf.device)
-        if theirs:
+        if theirs and wanted:
             with torch.no_grad():
                 behind = torch.cat([self._behind(own, wanted, theirs, part) for part in parts])
             weights = mark_furthest(behind, SELECTED_SHARE) / SELECTED_SHARE
-        found = 0.0
+        found, tokens_after = 0.0, tokens.flatten()[places + 1]
         for part in parts:
             with torch.no_grad():
-                law = self._log_law(self._target, wanted, part)
-            value = (loss(self._log_law(self._draft, own, part), law) * weights[part]).sum() / total
+                law = wanted and self._log_law(self._target, wanted, part)
+            guess = self._log_law(self._draft, own, part)
+            if law is None:
+                losses = next_token(guess, self._learned_rows(tokens_after[part]))
+            else:
+                losses = LOSSES[self._settings.loss](guess, law)
+            value = (losses * weights[part]).sum() / total
             value.backward()
             found += float(value.detach())
         reached.backward(leaf.grad)
@@ -418,11 +438,23 @@ class Distillation:
             return hidden_rows(model, tokens, places)
 
     def _log_law(self, model: Any, hidden: Hidden, part: slice) -> torch.Tensor:
-        """Return the log-probabilities [rows, vocabulary] of the rows in ``part``."""
+        """Return the log-probabilities [rows, vocabulary] of the rows in ``part``, among the ids
+        that the draft has rows for."""
         output, rows = hidden
         with self._autocast(rows.device.type):
             logits = head_logits(model, output, rows[part])
-        return logits[:, : self._size].float().log_softmax(-1)
+        if self._rows is None:
+            logits = logits[:, : self._size]
+        elif logits.shape[-1] != len(self._rows.ids):
+            logits = logits[:, self._rows.ids]
+        return logits.float().log_softmax(-1)
+
+    def _learned_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the draft's row of each token, or -1 for one that it cannot propose."""
+        if self._rows is None:
+            return torch.where(tokens < self._size, tokens, -1)
+        found = self._rows.of_ids[tokens]
+        return torch.where(self._rows.ids[found] == tokens, found, -1)
 
     def _autocast(self, kind: str) -> Any:
         # A CPU without AVX-512 takes two to ten times as long with bfloat16.
@@ -564,10 +596,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return found
 
 
-def write_checkpoint(draft: Any, source: Path, folder: Path, length: int) -> None:
+def write_checkpoint(
+    draft: Any, source: Path, folder: Path, length: int, *, is_new: bool = False
+) -> None:
     """Write ``draft``, trained on texts of ``length`` tokens, into ``folder``, with the tokenizer
-    of ``source``, the folder of the initial draft. Raises ``OSError``."""
-    if known := trained_length(source):
+    of ``source``, the folder of the initial draft. A draft that ``is_new``, a part of its source,
+    has learned from no longer texts. Raises ``OSError``."""
+    if is_new:
+        draft.config.trained_length = length
+    elif known := trained_length(source):
         draft.config.trained_length = max(known, length)
     draft.generation_config = GenerationConfig()  # the source's may be invalid; it is copied below
     try:

@@ -16,6 +16,13 @@ class LossName(Enum):
     REVERSE_KL = "reverse-kl"
     TOTAL_VARIATION = "total-variation"
     SELECTIVE = "selective"
+    NEXT_TOKEN = "next-token"
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the target is run on the texts that are learned from. Without it, their own
+        tokens are learned."""
+        return self is not LossName.NEXT_TOKEN
 
     @property
     def on_own_samples(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from edgespec.bench.prompts import read_prompts, whole_text
 from edgespec.sampling.tensors import gumbel_noise
 from edgespec.telemetry.recording import RecordedText, is_recording, read_recording
+from edgespec.training.kept_rows import find_rows
 
 SHORTEST: Final = 8
 """Fewest tokens to be predicted in a piece of a text. Shorter pieces and empty prompts are left
@@ -161,6 +162,8 @@ Hidden = tuple[Any, torch.Tensor]
 def hidden_rows(model: Any, tokens: torch.Tensor, places: torch.Tensor) -> Hidden:
     """Run the decoder of ``model`` over ``tokens`` [texts, longest]. Return its output, and the
     rows at ``places``, which index the flat [texts * longest]."""
+    if (table := find_rows(model)) is not None:
+        tokens = table.of_ids[tokens]
     output = model.base_model(tokens, use_cache=False)
     return output, output.last_hidden_state.flatten(0, 1)[places]
 
@@ -229,10 +232,11 @@ def write(
     heat = torch.tensor(temperatures, device=device)[:, None]
     written: list[list[int]] = [[] for _ in prompts]
     going, cache, ends = set(range(len(prompts))), None, end_ids(model)
+    table = find_rows(model)
     for step in range(count):
         check()
         got = model(
-            fed,
+            fed if table is None else table.of_ids[fed],
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
@@ -240,6 +244,7 @@ def write(
             logits_to_keep=1,
         )
         cache, scores = got.past_key_values, got.logits[:, -1].float()
+        scores = scores if table is None else table.scatter(scores)
         if any(temperatures):
             next_places = [len(ids) + step for ids in prompts]
             scores = scores + heat * gumbel_noise(seeds, next_places, scores.shape[-1], device)
@@ -287,14 +292,15 @@ def draw_choices(
 ) -> list[torch.Tensor]:
     """Return, for each text, the tokens that ``model`` would choose at the positions to be
     predicted."""
-    found: list[torch.Tensor] = []
+    found, table = list[torch.Tensor](), find_rows(model)
     for text, seed in zip(texts, seeds, strict=True):
         check()
         tokens, places = pad_texts([text], model.device)
         output, rows = hidden_rows(model, tokens, places)
         chosen = []
         for part in row_parts(len(rows), vocabulary_size, LOGITS_AT_ONCE):
-            scores = head_logits(model, output, rows[part])[:, :vocabulary_size].float()
+            scores = head_logits(model, output, rows[part]).float()
+            scores = (scores if table is None else table.scatter(scores))[:, :vocabulary_size]
             if temperature:
                 positions = range(text.start + part.start, text.start + part.stop)
                 own = [seed] * len(positions)

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from edgespec.models.folders import (
     DRAFT_MODEL_TYPES,
+    KeptIds,
     ModelFolderError,
     check_sizes,
     read_flag,
     read_json,
+    read_kept_ids,
     read_number,
     read_section,
     read_whole_number,
@@ -67,6 +69,7 @@ ACTIVATIONS = {
 class DecoderShape:
     model_type: str
     vocabulary_size: int
+    """Number of rows of the tables."""
     hidden: int
     layers: int
     heads: int
@@ -101,6 +104,8 @@ class DecoderShape:
     logits_cap: float = 0.0
     biased: tuple[str, ...] = ()
     """Names of the matrices of a layer that have a bias, such as ``q_proj``."""
+    kept: KeptIds | None = None
+    """The target's ids that the rows of the tables stand for. None: row and id are the same."""
 
     @property
     def normalises_heads(self) -> bool:
@@ -164,6 +169,7 @@ def read_shape(folder: Path) -> DecoderShape:
         window=_read_window(path, config),
         rope=_read_rope(path, config),
         biased=_read_biased(path, config),
+        kept=read_kept_ids(path, config),
         **_read_family_fields(path, config, hidden, head_dim),
     )
 

@@ -10,6 +10,10 @@ eleven nodes:
 Queries, keys and values are one product. Rows of a matrix are independent, so the parts of its
 result have the same bits as three separate products.
 
+A draft may have table rows for a part of the ids only (``folders.KeptIds``). Its graph maps ids to
+rows, and its logits have -inf at every id without a row. So it is used like any
+other.
+
 Inputs: ``input_ids`` int64 [1, T]; ``seqlens_k`` int32 [1], cached + T - 1;
 ``total_sequence_length`` int32 scalar, cached + T; ``past.{i}.key|value`` float32 [1, kv heads,
 capacity, head dim]. Outputs: ``logits`` float32 [1, V] of the last position only, and
@@ -171,6 +175,7 @@ class GraphBuilder:
         self._checkpoint, self._read = checkpoint, checkpoint.read
         self._context_length = context_length
         self._bits = bits
+        self._id_count = shape.kept.size if shape.kept else shape.vocabulary_size
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
 
@@ -199,7 +204,7 @@ class GraphBuilder:
             *[value(f"past.{part}", TensorProto.FLOAT, dims) for part in parts],
         ]
         outputs = [
-            value("logits", TensorProto.FLOAT, [1, shape.vocabulary_size]),
+            value("logits", TensorProto.FLOAT, [1, self._id_count]),
             *[value(f"present.{part}", TensorProto.FLOAT, dims) for part in parts],
         ]
         graph = helper.make_graph(
@@ -224,11 +229,16 @@ class GraphBuilder:
     # --- parts of the decoder ---------------------------------------------------------------
 
     def _add_embedding(self) -> str:
-        shape, name = self._shape, _TABLE
+        shape, name, ids = self._shape, _TABLE, "input_ids"
+        if shape.kept is not None:
+            rows_of_ids = np.zeros(shape.kept.size, dtype=np.int32)
+            rows_of_ids[list(shape.kept.ids)] = np.arange(len(shape.kept.ids))
+            self._add_constant(f"{name}.rows_of_ids", rows_of_ids)
+            ids = self._add_node("Gather", [f"{name}.rows_of_ids", ids], f"{name}.own_ids")
         weight = self._read(f"{name}.weight", (shape.vocabulary_size, shape.hidden))
         if self._bits == 32:
             self._add_constant(f"{name}.weight", weight)
-            return self._add_node("Gather", [f"{name}.weight", "input_ids"], name)
+            return self._add_node("Gather", [f"{name}.weight", ids], name)
         filled = self._add_quantized(name, weight)
         width = filled * self._bits // 8
         self._add_constant(
@@ -237,7 +247,7 @@ class GraphBuilder:
         table = self._add_node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
         rows = self._add_node(
             "GatherBlockQuantized",
-            [table, "input_ids", f"{name}.scales"],
+            [table, ids, f"{name}.scales"],
             name if filled == shape.hidden else f"{name}.filled",
             **qz.gather_attributes(self._bits),
         )
@@ -379,7 +389,8 @@ class GraphBuilder:
     def _add_head(self, normed: str) -> None:
         shape, table = self._shape, _TABLE
         size = (shape.vocabulary_size, shape.hidden)
-        out = "logits.uncapped" if shape.logits_cap else "logits"
+        last = "logits.of_rows" if shape.kept else "logits"
+        out = "logits.uncapped" if shape.logits_cap else last
         if not shape.tied or self._has_own_head(size):
             self._add_product("lm_head", normed, self._read("lm_head.weight", size), out)
         elif self._bits == 32:  # The embedding table itself, read transposed.
@@ -390,7 +401,16 @@ class GraphBuilder:
             self._add_constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
             share = self._add_node("Div", [out, "logits.cap"], "logits.share")
             bent = self._add_node("Tanh", [share], "logits.bent")
-            self._add_node("Mul", [bent, "logits.cap"], "logits")
+            self._add_node("Mul", [bent, "logits.cap"], last)
+        if shape.kept is not None:
+            self._add_constant("logits.ids", np.array([shape.kept.ids], dtype=np.int64))
+            self._add_constant("logits.shape", np.array([1, shape.kept.size], dtype=np.int64))
+            none = onnx.numpy_helper.from_array(np.array([-np.inf], dtype=np.float32))
+            node = helper.make_node(
+                "ConstantOfShape", ["logits.shape"], ["logits.none"], name="logits.none", value=none
+            )
+            self._nodes.append(node)
+            self._add_node("ScatterElements", ["logits.none", "logits.ids", last], "logits", axis=1)
 
     def _has_own_head(self, size: tuple[int, int]) -> bool:
         """Return whether a checkpoint that ties its tables holds a head other than the embedding.
