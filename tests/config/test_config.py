@@ -29,8 +29,7 @@ from edgespec.config import (
 from edgespec.config.files import replace_file
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.key_ring import digest
-from edgespec.wire.access import KeyFile
+from edgespec.wire.access import KeyFile, digest
 
 
 def write_config(folder: Path, text: str) -> Path:

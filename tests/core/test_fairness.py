@@ -13,8 +13,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edgespec.core.protocol.acceptance import ExactRule
 from edgespec.core.protocol.credential import Credential
@@ -28,7 +26,6 @@ from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
-from edgespec.core.verifier.key_ring import MAX_KEYS, KeyChanges, KeyRing, digest
 from edgespec.core.verifier.run_ahead import RUN_AHEAD
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone, RunPass
@@ -403,38 +400,6 @@ def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:
         if asked % 1_000 == 0:
             assert budget.charge_call("honest", now) <= 2 / 60.0
     assert granted <= 256 + 60 * (30.0 + tb.OPEN_LIMITS.max_wait_s)
-
-
-def make_key_ring(**keys: str) -> KeyRing:
-    return KeyRing({name: (digest(key), Credential(name)) for name, key in keys.items()})
-
-
-@given(st.dictionaries(st.text(min_size=1), st.text(), max_size=20), st.text())
-def test_a_key_opens_for_its_owner_and_nobody_else(keys: dict[str, str], stranger: str) -> None:
-    owners = {key: name for name, key in keys.items()}
-    unique = {name: key for key, name in owners.items()}
-    found = KeyRing({name: (digest(key), Credential(name)) for name, key in unique.items()})
-    for key in (*owners, stranger):
-        credential = found.credential(key)
-        assert (credential.name if credential else None) == owners.get(key)
-
-
-def test_changes_tell_added_revoked_and_limits_apart() -> None:
-    old = make_key_ring(same="s", gone="g", rotated="before", tighter="t")
-    keys = {name: (digest(key), Credential(name)) for name, key in (("same", "s"), ("new", "n"))}
-    keys["rotated"] = digest("after"), Credential("rotated")
-    keys["tighter"] = digest("t"), replace(Credential("tighter"), max_sessions=1)
-    changes = old.changes(KeyRing(keys))
-    assert changes == KeyChanges(("new", "rotated"), ("gone", "rotated"), ("tighter",))
-    assert str(changes) == "added: new, rotated; revoked: gone, rotated; new limits: tighter"
-    assert not old.changes(old)
-
-
-def test_what_cannot_be_a_ring_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="'a' and 'b' have the same key"):
-        make_key_ring(a="k", b="k")
-    with pytest.raises(ValueError, match=f"{MAX_KEYS + 1} keys, but at most {MAX_KEYS}"):
-        make_key_ring(**{f"n{number}": f"k{number}" for number in range(MAX_KEYS + 1)})
 
 
 # --- blocks of the cache --------------------------------------------------------------------------

@@ -30,6 +30,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import Result
 
 from edgespec.cli import credentials as keys_command
@@ -52,7 +54,15 @@ from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire import access, certificates
-from edgespec.wire.access import KeyFile, ServerAccess, load_device_access
+from edgespec.wire.access import (
+    MAX_KEYS,
+    KeyChanges,
+    KeyFile,
+    KeyRing,
+    ServerAccess,
+    digest,
+    load_device_access,
+)
 from tests.kit import guarded
 from tests.kit.guarded import Pki
 from tests.kit.live_verifier import own_port, run_command, serve_toy
@@ -365,6 +375,41 @@ def test_a_configuration_that_others_can_write_is_refused(tmp_path: Path) -> Non
     result = run_command("verifier", "--config", path, "--help-all")
     assert result.exit_code == 2
     assert "others can write this file" in result.output
+
+
+# --- look-up of API keys --------------------------------------------------------------------------
+
+
+def make_key_ring(**keys: str) -> KeyRing:
+    return KeyRing({name: (digest(key), Credential(name)) for name, key in keys.items()})
+
+
+@given(st.dictionaries(st.text(min_size=1), st.text(), max_size=20), st.text())
+def test_a_key_opens_for_its_owner_and_nobody_else(keys: dict[str, str], stranger: str) -> None:
+    owners = {key: name for name, key in keys.items()}
+    unique = {name: key for key, name in owners.items()}
+    found = KeyRing({name: (digest(key), Credential(name)) for name, key in unique.items()})
+    for key in (*owners, stranger):
+        credential = found.credential(key)
+        assert (credential.name if credential else None) == owners.get(key)
+
+
+def test_changes_tell_added_revoked_and_limits_apart() -> None:
+    old = make_key_ring(same="s", gone="g", rotated="before", tighter="t")
+    keys = {name: (digest(key), Credential(name)) for name, key in (("same", "s"), ("new", "n"))}
+    keys["rotated"] = digest("after"), Credential("rotated")
+    keys["tighter"] = digest("t"), replace(Credential("tighter"), max_sessions=1)
+    changes = old.changes(KeyRing(keys))
+    assert changes == KeyChanges(("new", "rotated"), ("gone", "rotated"), ("tighter",))
+    assert str(changes) == "added: new, rotated; revoked: gone, rotated; new limits: tighter"
+    assert not old.changes(old)
+
+
+def test_what_cannot_be_a_ring_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="'a' and 'b' have the same key"):
+        make_key_ring(a="k", b="k")
+    with pytest.raises(ValueError, match=f"{MAX_KEYS + 1} keys, but at most {MAX_KEYS}"):
+        make_key_ring(**{f"n{number}": f"k{number}" for number in range(MAX_KEYS + 1)})
 
 
 # --- between a real agent and a real verifier -----------------------------------------------------
