@@ -36,8 +36,8 @@ from watched_verifier import START_WITHIN_S, Verifier, line_of, start, tell
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
+from edgespec.wire.access import KEY_HEADER, KEY_SCHEME
 from edgespec.wire.codec import WireLimits, decode_downlink, encode_uplink
-from edgespec.wire.headers import KEY_HEADER, KEY_SCHEME
 from tests.kit.gate import Gate
 
 SERVICE = "/edgespec.v1.Verifier/"

@@ -476,7 +476,7 @@ def is_name(verifier: str) -> bool:
 # --- the conversation that a stream is dialed for -------------------------------------------------
 #
 # A proxy in front of several verifiers may choose one by the conversation. The client sends the
-# hash of the conversation along for that (``wire/headers.py``).
+# hash of the conversation along for that (``wire/grpc_client.py``).
 
 _dialing_for: ContextVar[str] = ContextVar("edgespec_conversation", default="")
 

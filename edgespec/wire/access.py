@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 _EXPIRES_SOON_DAYS = 14
+KEY_HEADER: Final = "authorization"
+"""Header (gRPC metadata) in which a device sends its API key, behind ``KEY_SCHEME``."""
+KEY_SCHEME: Final = "Bearer"
 
 
 # --- look-up of API keys --------------------------------------------------------------------------

@@ -21,8 +21,8 @@ import grpc.aio
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
+from edgespec.wire.access import KEY_HEADER, KEY_SCHEME
 from edgespec.wire.call_end import refuse
-from edgespec.wire.headers import KEY_HEADER, KEY_SCHEME
 
 MIN_DELAY_S: Final = 0.5
 REFUSALS_PER_S: Final = 20.0

@@ -20,8 +20,8 @@ from edgespec.config.common import host_of
 from edgespec.config.proxies import proxy_of_address
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
-from edgespec.wire import call_end, channel_options, codec, headers
-from edgespec.wire.access import DeviceAccess
+from edgespec.wire import call_end, channel_options, codec
+from edgespec.wire.access import KEY_HEADER, KEY_SCHEME, DeviceAccess
 from edgespec.wire.shielded_call import ShieldedCall
 
 # Statuses that a second attempt would meet again.
@@ -32,6 +32,9 @@ _FINAL_STATUSES: Final = {
     grpc.StatusCode.PERMISSION_DENIED,
 }
 _TOO_LARGE_TEXT: Final = "message larger than max"
+CONVERSATION_HEADER: Final = "edgespec-conversation"
+"""Header (gRPC metadata) with the conversation's hash, sixteen hexadecimal digits, by which a proxy
+may choose a replica (``core/association/policies.py``)."""
 CALL_TIMEOUT_S = 5.0
 """Limit in seconds for connecting and for each unary call."""
 # Seconds that a closed stream may wait for the verifier to end it too.
@@ -56,7 +59,7 @@ class GrpcTransport:
         self.address, self._access = address, access or DeviceAccess()
         self.limits = limits or codec.WireLimits()
         key = self._access.key_for(address)
-        self._metadata = ((headers.KEY_HEADER, f"{headers.KEY_SCHEME} {key}"),) if key else ()
+        self._metadata = ((KEY_HEADER, f"{KEY_SCHEME} {key}"),) if key else ()
         self._conversation = conversation
         self._channel: grpc.aio.Channel | None = None
         self._streams: set[GrpcDeviceStream] = set()
@@ -74,7 +77,7 @@ class GrpcTransport:
         method: Any = self._get_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
-            metadata = (*metadata, (headers.CONVERSATION_HEADER, conversation))
+            metadata = (*metadata, (CONVERSATION_HEADER, conversation))
         call = method(metadata=metadata)
         try:
             with self._counted_call("connect"):

@@ -47,7 +47,7 @@ from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.headers import CONVERSATION_HEADER
+from edgespec.wire.grpc_client import CONVERSATION_HEADER
 from tests.kit.gate import Gate
 from tests.kit.live_verifier import serve_toy, start_daemon, toy_text
 from tests.kit.scripted_verifier import connect_loopback, stream_output
