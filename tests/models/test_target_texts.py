@@ -26,13 +26,16 @@ from edgespec.config.common import SetupError
 from edgespec.core.device.goodput_policy import PolicyName
 from edgespec.core.ports import Candidate
 from edgespec.device import build
+from edgespec.device.agent import AgentOptions
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
+from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.prober import VerifierMonitor, probe_all
 from edgespec.models import folders as model_folders
 from edgespec.models import model_source
 from edgespec.models.lent_texts import is_lent
 from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.tokenizer import TextTokenizer, render_chat
+from edgespec.models.toy import TOY_EOS, TOY_MODEL, toy_info
 from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
 from tests.endpoint.live_endpoint import start_endpoint
 from tests.kit.live_verifier import own_port, serve_toy, start, wait_until_ready
@@ -301,6 +304,16 @@ async def test_a_strangers_table_is_compared_in_no_process_of_ours(
     assert is_lent(Path(config.tokenizer))
     assert folders["small"] / "tokenizer.json" in read
     assert Path(config.tokenizer) / "tokenizer.json" not in read
+
+
+@pytest.mark.parametrize("more", [0, 2, None], ids=["as many", "more", "not known"])
+def test_a_draft_that_shares_all_its_ids_is_used_as_it_is(more: int | None) -> None:
+    drafter = ToyDrafter(TOY_MODEL, info := toy_info())
+    size = info.vocabulary_size
+    target = None if more is None else replace(info, vocabulary_size=size + more)
+    options = build.with_shared_ids(AgentOptions(), drafter, AgentConfig(), target)
+    expected = SharedIds(size, 0 if more is None else size + more, stand_in=TOY_EOS)
+    assert options.shared_ids == (None if more == 0 else expected)
 
 
 def test_what_a_draft_is_fed_and_may_propose() -> None:
