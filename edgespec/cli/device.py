@@ -37,6 +37,7 @@ _KINDS = {
     TokenKind.REPLACED: ("yellow", "drafted on the device, kept in place of the target's own"),
     TokenKind.CORRECTED: ("bold red", "drafted wrongly, corrected by the target"),
     TokenKind.DECODED: ("", "by the target alone"),
+    TokenKind.LOCAL: ("magenta", "by a model of this device, without a verifier"),
 }
 """Style of a token on a terminal, and its meaning for the legend."""
 _ENDINGS = {
@@ -158,7 +159,8 @@ def should_use_color() -> bool:
 
 def make_legend(lossy: bool = False) -> Text:
     """Return one line that explains the styles of tokens. ``lossy`` includes replaced tokens."""
-    kinds = [kind for kind in TokenKind if lossy or kind is not TokenKind.REPLACED]
+    rare = {TokenKind.LOCAL} | (set() if lossy else {TokenKind.REPLACED})
+    kinds = [kind for kind in TokenKind if kind not in rare]
     parts = [Text(f"{kind.value}: {_KINDS[kind][1]}", _KINDS[kind][0]) for kind in kinds]
     return Text("  ·  ").join(parts)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import typer
 from edgespec import __version__
 from edgespec.cli import running
 from edgespec.cli.device import explain_misfit, no_verifier_message
-from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
+from edgespec.cli.options import DEVICE_FLAGS, DRAFTING, RULE, Flag, from_config
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.api_keys import load_api_key
 from edgespec.config.common import (
@@ -41,6 +41,7 @@ from edgespec.device.borrowed_tokenizer import (
     takes_target_texts,
     with_tokenizer,
 )
+from edgespec.device.local_model import LocalModel
 from edgespec.device.prober import VerifierMonitor
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
@@ -83,12 +84,16 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer | None) -> Non
         async with _open_watch(current) as watch:
             with running.stopping_at_once():
                 agent: Agent
+                # It is loaded first, so that a memory budget counts it.
+                fallback = build.load_fallback(config, running.say)
+                how: dict[str, Any] = {"tracer": tracer, "say": running.say, "beside": fallback}
                 if lacks_texts:
-                    agent = BorrowingAgent(config, tracer=tracer, say=running.say)
+                    agent = BorrowingAgent(config, **how)
                 else:
-                    agent = build.build_agent(config, tracer=tracer, say=running.say, target=target)
+                    agent = build.build_agent(config, target=target, **how)
             async with agent:
-                await _serve(current, key, agent, tokenizer, watch, listeners)
+                with _opened_fallback(fallback, agent) as local:
+                    await _serve(current, key, agent, tokenizer, watch, listeners, local)
 
 
 async def _serve(
@@ -98,6 +103,7 @@ async def _serve(
     tokenizer: build.PromptTokenizer,
     watch: VerifierMonitor,
     listeners: Sequence[socket.socket],
+    local: LocalModel | None,
 ) -> None:
     from edgespec.endpoint.app import build_app
     from edgespec.endpoint.server import EndpointServer
@@ -119,6 +125,12 @@ async def _serve(
             endpoint.sampling = _default_sampling(completed)
             current[0] = completed
 
+    if local is not None:
+        own = config.sampling
+        if config.endpoint.model_sampling:
+            own = build.with_model_sampling(own, build.fallback_reference(config))
+        endpoint.use_fallback(local, own)
+        endpoint.report = running.say
     endpoint.load_target_texts = take_texts
     status = StatusSource(agent, tuple(map(build.with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listeners, config.endpoint)
@@ -148,6 +160,20 @@ async def _serve(
         finally:
             for number in numbers:
                 asyncio.get_running_loop().remove_signal_handler(number)
+
+
+@contextmanager
+def _opened_fallback(fallback: build.Fallback | None, agent: Agent) -> Iterator[LocalModel | None]:
+    """Yield the model that answers while no verifier can be reached, and close it."""
+    if fallback is None:
+        yield None
+        return
+    with running.stopping_at_once():
+        local = build.local_model(fallback, agent)
+    try:
+        yield local
+    finally:
+        local.close()
 
 
 def _default_sampling(config: AgentConfig) -> SamplingParams:
@@ -263,10 +289,20 @@ def _settings_lines(config: AgentConfig, watch: VerifierMonitor, has_key: bool) 
     return [
         f"  draft     {sources}; policy {policy.name.value}{ahead}",
         *(f"  verifier  {_verifier_line(config, one)}" for one in watch.statuses),
+        *_fallback_lines(config),
         f"  memory    {budget}; {memory.resident // MIB} MiB held, {memory.available // MIB} free",
         f"  clients   {clients}, {'with the API key' if has_key else 'without an API key'};"
         f" {endpoint.max_concurrent} generations at a time, {endpoint.max_queue} requests may wait",
         f"  web pages {pages}; {switch}--allow-origin admits others",
+    ]
+
+
+def _fallback_lines(config: AgentConfig) -> list[str]:
+    if not config.fallback:
+        return []
+    name = build.fallback_reference(config)
+    return [
+        f"  fallback  {name} answers while no verifier can be reached, and every answer names it"
     ]
 
 
@@ -281,7 +317,11 @@ def _verifier_line(config: AgentConfig, status: VerifierStatus) -> str:
     if status.state is VerifierState.AWAY:
         first, second = no_verifier_message(status.address, LinkError(status.why)).splitlines()[:2]
         within_s = config.reconnect.give_up_first_s
-        waits = f"a request waits {within_s:g} s for one, then fails with 503"
+        waits = (
+            "the fallback answers"
+            if config.fallback
+            else f"a request waits {within_s:g} s for one, then fails with 503"
+        )
         return f"{first}; {waits}; {' '.join(second.split())}"
     return f"{status.address}: cannot be used: {status.why}"
 
@@ -306,6 +346,7 @@ _ENDPOINT_FLAGS = (
     Flag("endpoint.key_file", metavar="FILE", panel=_SERVICE),
     Flag("endpoint.allow_origins", ("--allow-origin",), metavar="URL", panel=_SERVICE),
     Flag("endpoint.allow_local_apps", ("--allow-local-apps",), panel=_SERVICE),
+    Flag("fallback", metavar="MODEL", panel=DRAFTING),
 )
 
 
@@ -318,6 +359,10 @@ def serve(settings: AgentConfig) -> None:
     waits for one. Sampling parameters that a request does not set come from the settings, then from
     the model's generation_config.json; the seed is random. To serve other machines, an API key is
     required: EDGESPEC_ENDPOINT_KEY, or --key-file.
+
+    With --fallback draft the draft model answers while no verifier can be reached. Each such
+    answer names it, in the header X-Edgespec-Answered-By and in usage. Without it, such requests
+    get a 503.
 
     [dim]edgespec serve --verifier gpu-box:7420 --ca ca.pem[/]
 

@@ -127,6 +127,10 @@ class EndpointSection:
 
 MAX_VERIFIERS, MAX_PORT = 64, 65_535
 MAX_RECORD_MIB = 32  # the limit of a corpus, which a recording can be used as
+FALLBACK_DRAFT = "draft"
+"""Word of ``fallback`` for the draft model itself."""
+MODELS_THAT_WRITE_NOTHING = ("none", "lookup", "random")
+"""Words of ``draft.model`` that stand for no model with a text of its own."""
 PROVIDERS = ("cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
 
 
@@ -266,6 +270,11 @@ class AgentConfig:
     """Folder or Hub id of the tokenizer for prompts. Empty takes the verifier's, or the draft's if
     the verifier sends none."""
     draft: DraftSection = field(default_factory=DraftSection)
+    fallback: str = ""
+    """Model of this device that answers while no verifier can be reached: ``draft``, which is the
+    draft model, or another folder, .onnx or .gguf file, Hub id or pulled name. Such an answer is
+    the text of a smaller model, and every response names it. A text that a verifier began is never
+    continued by it. Empty answers with an error instead."""
     link: LinkSection = emulation_field(field(default_factory=LinkSection))
     policy: PolicySection = advanced_field(field(default_factory=PolicySection))
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -306,6 +315,15 @@ class AgentConfig:
         for address in self.verifiers:
             check_address(address)
         parse_rule(self.rule)
+        if self.fallback in MODELS_THAT_WRITE_NOTHING:
+            raise ValueError(
+                f"fallback is {self.fallback!r}, which writes no text: name a model, or 'draft'"
+            )
+        if self.fallback == FALLBACK_DRAFT and self.draft.model in MODELS_THAT_WRITE_NOTHING:
+            raise ValueError(
+                f"fallback is {FALLBACK_DRAFT!r}, but draft.model is {self.draft.model!r}, which"
+                " writes no text: choose a draft model, or name another model as the fallback"
+            )
 
     @property
     def verifiers(self) -> tuple[str, ...]:

@@ -30,7 +30,6 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.checks import check_range, is_unicode
 from edgespec.core.protocol.constraint import (
-    Constraint,
     ConstraintBusyError,
     ConstraintError,
     tokens_constraint,
@@ -53,7 +52,7 @@ from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.prober import probe_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
-from edgespec.models.grammar import GrammarReader
+from edgespec.models.grammar import GrammarReader, ReadConstraint
 from edgespec.models.shared_ids import SharedIds
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import Tracer
@@ -203,6 +202,39 @@ def _overlap_length(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
+# --- constraints ----------------------------------------------------------------------------------
+
+
+def make_grammar_pool() -> WorkerPool:
+    """Return the threads that read grammars."""
+    return WorkerPool(
+        "reading a grammar",
+        threads=_GRAMMAR_THREADS,
+        max_waiting=_MAX_WAITING_GRAMMARS,
+        timeout_s=_GRAMMAR_TIMEOUT_S,
+    )
+
+
+async def read_matcher(
+    pool: WorkerPool, read: ReadConstraint | None, sampling: SamplingParams, client: str
+) -> SamplingParams:
+    """Return ``sampling`` with its constraint read in a thread of ``pool``, if it has one and
+    ``read`` is not None. Raises what ``Agent.with_matcher`` raises."""
+    constraint = sampling.constraint
+    if constraint is None or read is None or constraint.matcher is not None:
+        return sampling
+    try:
+        readable = await pool.run_for(client, read, constraint)
+    except (PoolBusyError, PoolLateError) as error:
+        raise ConstraintBusyError(str(error)) from None
+    except ConstraintError:
+        raise
+    except Exception as error:  # The error may quote the client, so it is not logged.
+        why = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
+        raise ConstraintError(f"the {constraint.kind.value} cannot be read: {why}") from None
+    return replace(sampling, constraint=readable)
+
+
 # --- the agent ------------------------------------------------------------------------------------
 
 
@@ -237,10 +269,16 @@ class GenerationStats:
     estimates: es.DraftEstimates
     route: VerifierRoute
     policy: DraftPolicy
+    session: DraftSession
     prompt_tokens: int
     rule: str
     """Acceptance rule with all its parameters. Every rule but the exact one is LOSSY:
     ``counters.replaced`` tokens are not the target's own, and later tokens depend on them."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a stream to a verifier is open now."""
+        return self.session.state is ev.STREAMING
 
     @property
     def is_lossy(self) -> bool:
@@ -314,7 +352,7 @@ class Agent:
         options: AgentOptions | None = None,
         *,
         tracer: Tracer | None = None,
-        read_constraint: Callable[[Constraint], Constraint] | None = None,
+        read_constraint: ReadConstraint | None = None,
     ) -> None:
         self.options = options or AgentOptions()
         self.stats: GenerationStats | None = None
@@ -324,12 +362,7 @@ class Agent:
         self.transport, self.drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
         self._tracer, self._read_constraint = tracer, read_constraint
-        self._grammars = WorkerPool(
-            "reading a grammar",
-            threads=_GRAMMAR_THREADS,
-            max_waiting=_MAX_WAITING_GRAMMARS,
-            timeout_s=_GRAMMAR_TIMEOUT_S,
-        )
+        self._grammars = make_grammar_pool()
         self._disk = WorkerPool(
             "recording a generation",
             threads=1,
@@ -399,7 +432,7 @@ class Agent:
         route = VerifierRoute(self.transport, conversation_hash, needed_length, model)
         session = self._make_session(tokens, sampling, drafter, logprobs, model, rule)
         notes = self.activity.start(session, route, self._tracer, timeline)
-        lease = None if drafter is None else DrafterLease(self._pool, len(tokens), sampling)
+        lease = None if drafter is None else DrafterLease(self.drafter_pool, len(tokens), sampling)
         driver = SessionDriver(session, route.connect, lease, notes)
         self._drivers = {one for one in self._drivers if one.running_tasks} | {driver}
         self.stats = GenerationStats(
@@ -407,6 +440,7 @@ class Agent:
             estimates=session.estimates,
             route=route,
             policy=self.options.policy,
+            session=session,
             prompt_tokens=len(tokens),
             rule=rule,
         )
@@ -497,19 +531,7 @@ class Agent:
         caller. ``generate`` does this for a constraint that has not been read. Raises
         ``ConstraintError``, also for an unexpected error of the library, and
         ``ConstraintBusyError`` if there is no time or no room."""
-        constraint, read = sampling.constraint, self._read_constraint
-        if constraint is None or read is None or constraint.matcher is not None:
-            return sampling
-        try:
-            readable = await self._grammars.run_for(client, read, constraint)
-        except (PoolBusyError, PoolLateError) as error:
-            raise ConstraintBusyError(str(error)) from None
-        except ConstraintError:
-            raise
-        except Exception as error:  # The error may quote the client, so it is not logged.
-            why = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
-            raise ConstraintError(f"the {constraint.kind.value} cannot be read: {why}") from None
-        return replace(sampling, constraint=readable)
+        return await read_matcher(self._grammars, self._read_constraint, sampling, client)
 
     async def close(self) -> None:
         """Stop the running generations and free the model."""
@@ -520,7 +542,7 @@ class Agent:
             await asyncio.wait(ending, timeout=_CLOSE_TIMEOUT_S)
         await self.transport.close()
         if self.drafter is not None:
-            self._pool.close()
+            self.drafter_pool.close()
         self._grammars.close()
         self._disk.close()
         if isinstance(self._read_constraint, GrammarReader):
@@ -533,7 +555,8 @@ class Agent:
         await self.close()
 
     @cached_property
-    def _pool(self) -> DrafterPool:
+    def drafter_pool(self) -> DrafterPool:
+        """The caches of the drafter. The agent must have one."""
         assert self.drafter is not None
         return DrafterPool(self.drafter, self.options.draft_caches, self.options.shared_ids)
 

@@ -226,10 +226,16 @@ class BorrowingAgent(Agent):
     While no verifier sends them (``takes_target_texts``), it tries again before each generation."""
 
     def __init__(
-        self, config: AgentConfig, *, tracer: Tracer | None = None, say: build.Say | None = None
+        self,
+        config: AgentConfig,
+        *,
+        tracer: Tracer | None = None,
+        say: build.Say | None = None,
+        beside: build.Fallback | None = None,
     ) -> None:
-        options = build.agent_options(config, "")
-        drafter = None if borrows_tokenizer(config) else build.load_drafter(config, say=say)
+        options, drafter = build.agent_options(config, ""), None
+        if not borrows_tokenizer(config):
+            drafter = build.load_drafter(config, say=say, beside=beside)
         transport = build.verifier_transport(config)
         super().__init__(transport, drafter, _no_text, _no_text, options, tracer=tracer)
         self._config, self._has_texts = config, False

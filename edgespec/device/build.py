@@ -11,22 +11,33 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
 from edgespec.config.common import SetupError, require_library
+from edgespec.config.device import FALLBACK_DRAFT
 from edgespec.core.association.failover import Failover
 from edgespec.core.device.goodput_policy import make_policy
+from edgespec.core.device.memory import (
+    Held,
+    MemoryTerm,
+    in_mib,
+    margin_bytes,
+    parse_budget,
+    sampling_bytes,
+)
+from edgespec.core.guarded_drafter import Restrictable
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.ports import Drafter, ModelInfo, Transport
+from edgespec.core.ports import PREFILL_CHUNK, Drafter, ModelInfo, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.drafter_pool import DrafterPool
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.models import model_source
@@ -37,17 +48,21 @@ from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
 from edgespec.models.toy import TOY, TOY_MODEL, toy_info
+from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, load_device_access
 
 if TYPE_CHECKING:
+    from edgespec.device.local_model import LocalModel
     from edgespec.wire.codec import WireLimits
     from edgespec.wire.grpc_client import GrpcTransport
 
 BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
 # With this noise the toy draft is right in about four of five contexts, as a good draft is.
 _TOY_DRAFT_NOISE = 0.25
+FALLBACK_CONTEXT = 2048
+"""Longest context, in tokens, of a fallback in a memory budget."""
 # The verifier's context bounds a device's messages. This is the longest that can be configured.
 _MAX_CONTEXT_LENGTH = 1 << 20
 _MAX_LEADERS = 4096
@@ -56,13 +71,17 @@ Say = Callable[[str], None]
 PromptTokenizer = model_source.PromptTokenizer
 
 
-def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
+def load_drafter(
+    config: AgentConfig, *, say: Say | None = None, beside: Fallback | None = None
+) -> Drafter | None:
     """Return the drafter of ``config.draft``, or None for ``none``.
 
     It is slowed down if the configuration sets ``draft_ms``. A Hugging Face folder is exported into
-    the cache first; ``say`` is called with a line about it. Raises ``SetupError``, and
-    ``ValueError`` naming the file or the setting."""
-    drafter = _make_drafter(config, say or (lambda text: None))
+    the cache first; ``say`` is called with a line about it. A memory budget leaves room for the
+    model ``beside`` it. Raises ``SetupError``, and ``ValueError`` naming the file or the
+    setting."""
+    reserved = () if beside is None else beside.growth
+    drafter = _make_drafter(config, say or (lambda text: None), reserved)
     if drafter is not None and config.draft.draft_ms:
         drafter = PacedDrafter(drafter, config.draft.draft_ms, time.sleep, time.monotonic)
     return drafter
@@ -156,21 +175,112 @@ def build_agent(
     tracer: Tracer | None = None,
     say: Say | None = None,
     target: ModelInfo | None = None,
+    beside: Fallback | None = None,
 ) -> Agent:
     """Return a ready agent; it connects at its first generation.
 
-    ``target`` is the model that its verifier serves, or None if that is not known. Raises the
-    errors of ``load_drafter`` and ``with_shared_ids``."""
+    ``target`` is the model that its verifier serves, or None if that is not known. ``beside`` is
+    a model that was loaded before. Raises the errors of ``load_drafter`` and
+    ``with_shared_ids``."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     if config.draft.memory_budget:
         template_worker().most_bytes = TEMPLATE_BYTES_IN_BUDGET
     options = agent_options(config, vocabulary_of(reference))
     add_corpus(options.text_tables, config, tokenizer, say)
-    drafter = load_drafter(config, say=say)
+    drafter = load_drafter(config, say=say, beside=beside)
     options = with_shared_ids(options, drafter, config, target)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_grammar_reader(reference)
     transport = verifier_transport(config)
     return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
+
+
+# --- a model that answers while no verifier can be reached ----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """The model that ``AgentConfig.fallback`` names, before the agent is built."""
+
+    reference: str
+    """The reference of the model, from which its tokenizer is loaded."""
+    drafter: Drafter | None = None
+    """The loaded model. None: it is the agent's own draft model."""
+    growth: tuple[MemoryTerm, ...] = ()
+    """Memory that the model takes while it writes, beyond what it holds when it is loaded."""
+
+
+def fallback_reference(config: AgentConfig) -> str:
+    """Return the reference of the model that ``config.fallback`` names."""
+    return config.draft.model if config.fallback == FALLBACK_DRAFT else config.fallback
+
+
+def load_fallback(config: AgentConfig, say: Say) -> Fallback | None:
+    """Return the fallback of ``config``, or None if it has none. Call it before the agent is built,
+    so that a memory budget counts the model.
+
+    In a memory budget a model of its own has a context of at most ``FALLBACK_CONTEXT`` tokens.
+    Raises what ``load_drafter`` raises."""
+    if not config.fallback:
+        return None
+    reference, has_budget = fallback_reference(config), bool(config.draft.memory_budget)
+    if config.fallback == FALLBACK_DRAFT:
+        return Fallback(reference)
+    draft = replace(
+        config.draft, model=reference, memory_budget="", window=0, lookup=False, corpus=()
+    )
+    if has_budget:
+        longest = resolve_source(reference, Purpose.TEXTS).info.context_length
+        draft = replace(draft, context_length=min(longest, FALLBACK_CONTEXT))
+    drafter = _make_drafter(replace(config, draft=draft, tokenizer="", fallback=""), say)
+    assert drafter is not None  # ``AgentConfig`` refuses words that name no model
+    if not has_budget:
+        return Fallback(reference, drafter)
+    return Fallback(reference, drafter, (_plan_growth(drafter, config.draft.memory_budget),))
+
+
+def _plan_growth(drafter: Drafter, budget: str) -> MemoryTerm:
+    """Return the memory that a loaded model takes while it writes a text of its whole context. Its
+    first run is made here, because it loads what is measured as a part of the process. Raises
+    ``SetupError`` for a model whose memory cannot be bounded, or which does not fit the budget."""
+    if not isinstance(drafter, Restrictable):
+        raise SetupError(
+            "fallback has a memory that cannot be bounded: leave out draft.memory_budget"
+        )
+    drafter.begin(1, SamplingParams())
+    drafter.step(0, (0,) * PREFILL_CHUNK, 1)
+    length, ids = drafter.info.context_length, drafter.info.vocabulary_size
+    size = drafter.growth_bytes(length) + sampling_bytes(ids)
+    limit_bytes = parse_budget(budget).resolve(machine_memory())
+    needed_bytes = resident_bytes() + size + margin_bytes(limit_bytes)
+    if needed_bytes > limit_bytes:
+        raise SetupError(
+            f"memory budget is {in_mib(limit_bytes)}, but this process needs at least"
+            f" {in_mib(needed_bytes)} with the fallback {drafter.info.name!r}: allow more, or"
+            " choose a smaller one (--fallback draft)"
+        )
+    why = f"keys and values of {length} tokens of the model that answers without a verifier"
+    return MemoryTerm("fallback", size, why, Held.RESERVED)
+
+
+def local_model(fallback: Fallback, agent: Agent) -> LocalModel:
+    """Return the model of ``fallback``, ready to write. If it is the draft model, it shares the
+    caches of ``agent``; otherwise it has as many of its own, or one in a memory budget. Raises
+    ``ValueError`` naming the file of a tokenizer."""
+    from edgespec.device.local_model import LocalModel, with_own_context
+
+    source = resolve_source(fallback.reference, Purpose.TEXTS)
+    drafter = fallback.drafter or agent.drafter
+    assert drafter is not None  # ``AgentConfig`` refuses a fallback without a draft model
+    owns_pool = fallback.drafter is not None
+    caches = 1 if fallback.growth else agent.options.draft_caches
+    pool = DrafterPool(drafter, caches) if owns_pool else agent.drafter_pool
+    return LocalModel(
+        with_own_context(drafter.info, source.info),
+        pool,
+        source.load_tokenizer(),
+        read_constraint=device_grammar_reader(fallback.reference),
+        owns_pool=owns_pool,
+    )
 
 
 def with_shared_ids(
@@ -333,7 +443,9 @@ def add_corpus(
     text.corpus = open_corpus(config.draft.corpus, vocabulary, encode, say or (lambda text: None))
 
 
-def _make_drafter(config: AgentConfig, say: Say) -> Drafter | None:
+def _make_drafter(
+    config: AgentConfig, say: Say, reserved: Sequence[MemoryTerm] = ()
+) -> Drafter | None:
     draft = config.draft
     if draft.model == NONE:
         return None
@@ -349,4 +461,4 @@ def _make_drafter(config: AgentConfig, say: Say) -> Drafter | None:
     from edgespec.device.model_drafter import load_model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer
-    return load_model_drafter(draft, tokenizer, config.policy, say)
+    return load_model_drafter(draft, tokenizer, config.policy, say, reserved)

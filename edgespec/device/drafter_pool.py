@@ -7,6 +7,9 @@ finds no free cache gets no candidates until one is free; it is streamed meanwhi
 
 An error in a step concerns that generation only: it goes on without drafts. A step that makes no
 progress for ``STEP_TIMEOUT_S`` is abandoned, together with the steps that wait for it.
+
+A text that the model writes by itself (``local_model.py``) uses a cache like any other. It waits
+for a free one with ``acquire``, because it is nothing without its steps.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class DrafterPool:
         """Time at which the running step last made progress. The drafter's thread writes it."""
         self._hung_step: Future[StepDone] | None = None
         """The step that hung last."""
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        """Events of the leases that wait for a cache, with their loops. Set when one is free."""
 
     def close(self) -> None:
         """Free the model.
@@ -91,7 +96,33 @@ class DrafterPool:
         except Exception as error:  # An error of a model ends the drafting, not the session.
             return StepFailed(f"{type(error).__name__}: {error}")
 
+    async def acquire(self, lease: DrafterLease) -> bool:
+        """Wait until ``lease`` has a cache. Return False if the pool was closed first."""
+        waiting = asyncio.get_running_loop(), asyncio.Event()
+        self._waiting.append(waiting)
+        try:
+            while True:
+                waiting[1].clear()
+                work = asyncio.wrap_future(self._thread.submit(lambda: self._begin(lease)))
+                if not (await asyncio.wait([work]))[0] or work.cancelled():
+                    return False
+                if work.result():
+                    return True
+                await waiting[1].wait()
+        finally:
+            self._waiting.remove(waiting)
+
     # --- in the drafter's thread ---------------------------------------------------------------
+
+    def _begin(self, lease: DrafterLease) -> bool:
+        """Give a lease a cache and begin its sequence. Return False if no cache is free."""
+        if lease.is_ended:
+            return True
+        if (drafter := self._acquire_drafter()) is None:
+            return False
+        lease.drafter = drafter
+        drafter.begin(lease.prompt_length, lease.sampling)
+        return True
 
     def _run_step(self, lease: DrafterLease, step: StartStep) -> StepDone:
         def cancelled() -> bool:
@@ -103,12 +134,12 @@ class DrafterPool:
         keep_length, feed = step.keep_length, step.feed
         lease.tokens[keep_length:] = feed
         if lease.drafter is None:
-            if (drafter := self._acquire_drafter()) is None:
+            if not self._begin(lease):
                 return _NO_CANDIDATES
-            lease.drafter = drafter
-            drafter.begin(lease.prompt_length, lease.sampling)
             keep_length, feed = 0, tuple(lease.tokens)
-        if (shared := self._shared) is not None:
+        assert lease.drafter is not None
+        shared = None if lease.has_draft_ids else self._shared
+        if shared is not None:
             feed = tuple(shared.to_draft_ids(feed))
         candidates = _check_candidates(
             lease.drafter.step(keep_length, feed, step.width, cancelled), step.width
@@ -137,6 +168,9 @@ class DrafterPool:
             if lease.drafter is not None:
                 self._free.append(lease.drafter)
                 lease.drafter = None
+                for loop, is_free in tuple(self._waiting):
+                    with suppress(RuntimeError):  # the loop was closed
+                        loop.call_soon_threadsafe(is_free.set)
 
         self._thread.submit(put)
 
@@ -144,10 +178,19 @@ class DrafterPool:
 class DrafterLease:
     """The use of a pool by one generation; call ``end`` when it ends.
 
-    ``tokens`` are the tokens that its cache holds, or would hold if it had one."""
+    ``tokens`` are the tokens that its cache holds, or would hold if it had one. With
+    ``has_draft_ids`` they are ids of the draft, and otherwise of the target."""
 
-    def __init__(self, pool: DrafterPool, prompt_length: int, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        pool: DrafterPool,
+        prompt_length: int,
+        sampling: SamplingParams,
+        *,
+        has_draft_ids: bool = False,
+    ) -> None:
         self.prompt_length, self.sampling = prompt_length, sampling
+        self.has_draft_ids = has_draft_ids
         self.tokens: list[int] = []
         self.drafter: ports.Drafter | None = None
         self.is_ended = False

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -42,7 +42,11 @@ _DEFAULT = DraftSection()
 
 
 def load_model_drafter(
-    draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say
+    draft: DraftSection,
+    tokenizer: str,
+    policy: PolicySection,
+    say: Say,
+    reserved: Sequence[memory.MemoryTerm] = (),
 ) -> Drafter:
     """Return a loaded drafter on the model of ``draft.model``.
 
@@ -51,6 +55,7 @@ def load_model_drafter(
         tokenizer: Names the tokenizer for a graph that has none of its own. Empty for the draft's.
         policy: Its width is the number of candidates per step, which a memory budget may reduce.
         say: Called with a line about slow work, and about the nodes that an accelerator runs.
+        reserved: Memory that a budget keeps free for another model.
 
     Raises:
         SetupError: A setting does not apply to this draft, or a library is missing.
@@ -74,7 +79,7 @@ def load_model_drafter(
             raise SetupError(
                 f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
             )
-        return load_planned_drafter(draft, source, policy.width, say)
+        return load_planned_drafter(draft, source, policy.width, say, reserved)
     else:
         folder = _prepare_draft_folder(source, draft, say)
         with require_library("onnxruntime", "edgespec[cpu]"):
@@ -307,9 +312,13 @@ def _list_additions(draft: DraftSection) -> tuple[memory.MemoryTerm, ...]:
 
 
 def load_planned_drafter(
-    draft: DraftSection, source: ModelSource, max_width: int, say: Say
+    draft: DraftSection,
+    source: ModelSource,
+    max_width: int,
+    say: Say,
+    reserved: Sequence[memory.MemoryTerm] = (),
 ) -> Drafter:
-    """Return a guarded drafter that fits in ``draft.memory_budget``.
+    """Return a guarded drafter that fits in ``draft.memory_budget`` beside what is ``reserved``.
 
     Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
     with require_library("onnxruntime", "edgespec[cpu]"):
@@ -317,6 +326,7 @@ def load_planned_drafter(
     variants = list_variants(draft, source)
     folder = source.folder
     question = measure_memory_question(draft, max_width)
+    question = replace(question, additions=(*question.additions, *reserved))
     plan = memory.plan_memory(variants, question)
     if source.kind is not SourceKind.EXPORT:
         with require_library("onnx", "edgespec[export]"):

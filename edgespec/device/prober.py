@@ -24,6 +24,7 @@ PROBE_TIMEOUT_S: Final = 3.0
 _FRESH_S: Final = 1.0
 """Seconds for which an answer is fresh: for a caller that waits for it, and for a status page."""
 _DISPLAY_FRESH_S: Final = 5.0
+_ANSWERING_STATES: Final = {VerifierState.READY, VerifierState.REFUSES}
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +93,7 @@ class VerifierMonitor:
         """Status of each verifier, in the given order."""
         self.infos: dict[str, VerifierInfo] = {}
         """Latest info of each verifier, by its address."""
-        self.refreshed_at = -math.inf
+        self.refreshed_at = self._began_at = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._refresh_now = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -102,6 +103,13 @@ class VerifierMonitor:
         return any(one.state is VerifierState.READY for one in self.statuses)
 
     @property
+    def is_away(self) -> bool:
+        """Whether no verifier can be reached: none is ready, at least one did not answer, and none
+        answered that it refuses this device."""
+        states = {one.state for one in self.statuses}
+        return VerifierState.AWAY in states and not states & _ANSWERING_STATES
+
+    @property
     def known_infos(self) -> tuple[VerifierInfo, ...]:
         """Latest info of every verifier whose model fits, ready ones first."""
         order = sorted(self.statuses, key=lambda one: one.state is not VerifierState.READY)
@@ -109,6 +117,7 @@ class VerifierMonitor:
         return tuple(self.infos[one] for one in fits if one in self.infos)
 
     async def refresh(self) -> None:
+        self._began_at = time.monotonic()
         answers = await probe_all(self._transports)
         self.statuses = tuple(
             self._update_status(one, answers[one.address]) for one in self.statuses
@@ -119,6 +128,12 @@ class VerifierMonitor:
         """Probe now, unless that was done within the last second."""
         async with self._lock:
             if time.monotonic() - self.refreshed_at >= _FRESH_S:
+                await self.refresh()
+
+    async def refresh_after(self, at_s: float) -> None:
+        """Probe now, unless that was begun after ``at_s``, on the clock of ``time.monotonic``."""
+        async with self._lock:
+            if self._began_at < at_s:
                 await self.refresh()
 
     def start(self) -> None:

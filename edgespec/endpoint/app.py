@@ -76,6 +76,11 @@ from edgespec.telemetry.trace import to_plain_data
 _GONE, _CUT, _DONE = "gone", "cut", "200"
 REQUEST_ID: Final = "X-Request-Id"
 IGNORED: Final = "X-Edgespec-Ignored"
+ANSWERED_BY: Final = "X-Edgespec-Answered-By"
+"""Header that names the model of this device which answers in place of the target."""
+_AWAY_CHECK_S: Final = 1.0
+"""Seconds without a token after which a request checks whether a verifier can be reached at all,
+if there is a fallback."""
 _REQUEST_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _ANTHROPIC_REQUEST_ID: Final = "request-id"
 """Header in which Anthropic's clients look for the name of a request."""
@@ -105,7 +110,7 @@ _AFTER_ALL_EVENTS: Final = 1 << 62
 
 _log = logging.getLogger(__name__)
 
-Prepare = Callable[[Mapping[str, Any]], Awaitable[service.PreparedRequest]]
+Prepare = Callable[[service.Endpoint, Mapping[str, Any]], Awaitable[service.PreparedRequest]]
 
 
 def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) -> ASGIApp:
@@ -113,13 +118,17 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
     and the agent's metrics too."""
     handlers, post_only = _Handlers(endpoint, status), ["POST"]
     api_routes: list[tuple[str, Any, list[str] | None]] = [
-        ("/chat/completions", _GenerationRoute(endpoint, endpoint.prepare_chat), post_only),
-        ("/completions", _GenerationRoute(endpoint, endpoint.prepare_completion), post_only),
-        ("/responses", _GenerationRoute(endpoint, endpoint.prepare_response), post_only),
+        ("/chat/completions", _GenerationRoute(endpoint, service.Endpoint.prepare_chat), post_only),
+        (
+            "/completions",
+            _GenerationRoute(endpoint, service.Endpoint.prepare_completion),
+            post_only,
+        ),
+        ("/responses", _GenerationRoute(endpoint, service.Endpoint.prepare_response), post_only),
         ("/responses/{name}", handlers.stored_response, ["GET", "DELETE"]),
         ("/responses/{name}/input_items", handlers.stored_input, None),
         *((path, handlers.refuse_task, ["GET", "POST"]) for path in _OTHER_TASKS),
-        ("/messages", _GenerationRoute(endpoint, endpoint.prepare_message), post_only),
+        ("/messages", _GenerationRoute(endpoint, service.Endpoint.prepare_message), post_only),
         ("/messages/count_tokens", handlers.count_message_tokens, post_only),
         ("/models", handlers.models, None),
         ("/models/", handlers.models, None),
@@ -150,8 +159,8 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
 
 def _ollama_routes(endpoint: service.Endpoint, handlers: _Handlers) -> list[Route]:
     routes: dict[str, tuple[Any, str]] = {
-        "chat": (_GenerationRoute(endpoint, endpoint.prepare_ollama_chat), "POST"),
-        "generate": (_GenerationRoute(endpoint, endpoint.prepare_ollama_generate), "POST"),
+        "chat": (_GenerationRoute(endpoint, service.Endpoint.prepare_ollama_chat), "POST"),
+        "generate": (_GenerationRoute(endpoint, service.Endpoint.prepare_ollama_generate), "POST"),
         "tags": (handlers.ollama_models, "GET"),
         "ps": (handlers.ollama_models, "GET"),
         "show": (handlers.show_ollama_model, "POST"),
@@ -206,7 +215,7 @@ def _with_cors(app: ASGIApp, settings: EndpointSection) -> ASGIApp:
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         allow_private_network=True,
-        expose_headers=("Retry-After", REQUEST_ID, IGNORED),
+        expose_headers=("Retry-After", REQUEST_ID, IGNORED, ANSWERED_BY),
     )
 
 
@@ -294,14 +303,42 @@ class _GenerationRoute:
     async def _serve(self, body: Body, scope: Scope, receive: Receive, send: Send) -> str:
         """Serve a request and return its outcome. Every error becomes a response if one can still
         be written."""
-        writer: _ResponseWriter | None = None
+        answerer = await self._endpoint.choose_answerer()
+        while True:
+            attempt = _Attempt(answerer, body, scope, receive, send)
+            outcome = await attempt.serve(self._prepare)
+            if outcome is not None:
+                return outcome
+            assert self._endpoint.fallback is not None  # it can answer, since nothing was sent
+            answerer = self._endpoint.fallback
+
+
+class _Attempt:
+    """One attempt to serve a request, by the target or by the fallback.
+
+    A request whose verifiers are away may be tried again by the fallback, as long as no token was
+    generated and nothing was sent."""
+
+    def __init__(
+        self, endpoint: service.Endpoint, body: Body, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._endpoint, self._body = endpoint, body
+        self._scope, self._receive, self._send = scope, receive, send
+        self._writer: _ResponseWriter | None = None
+        self._has_tokens = False
+
+    async def serve(self, prepare: Prepare) -> str | None:
+        """Serve the request and return its outcome. None: no verifier can be reached, so the
+        fallback should serve it. Every error becomes a response if one can still be written."""
         try:
-            prepared = await _prepare_from_body(self._endpoint, body, self._prepare)
-            settings, streams = self._endpoint.settings, prepared.request.stream
-            writer = _ResponseWriter(send, self._endpoint, prepared)
+            prepared = await _prepare_from_body(
+                self._endpoint, self._body, partial(prepare, self._endpoint)
+            )
+            streams = prepared.request.stream
+            self._writer = writer = _ResponseWriter(self._send, self._endpoint, prepared)
             async with self._endpoint.run_generations(prepared) as run:
                 while not run.is_finished:
-                    chunks = await run.next(settings.keep_alive_s if streams else None)
+                    chunks = await self._next_chunks(run, streams)
                     events = (
                         self._add_chunks(prepared, chunks)
                         if chunks
@@ -316,18 +353,48 @@ class _GenerationRoute:
                 await writer.write(ending, more=False)
             else:
                 whole = prepared.envelope.whole(prepared.choices, prepared.usage())
-                await JSONResponse(whole, headers=writer.headers)(scope, receive, send)
+                response = JSONResponse(whole, headers=writer.headers)
+                await response(self._scope, self._receive, self._send)
             return _DONE
         except _ClientGoneError:
             return _GONE
+        except _VerifiersAwayError:
+            return None
         except Exception as error:
-            api_error = _api_error(error)
-            if writer is None or not writer.has_begun:
-                return await _refuse(api_error, scope, receive, send)
-            record_failure(api_error, scope)
-            with contextlib.suppress(_ClientGoneError):
-                await writer.write(writer.prepared.envelope.failed(api_error), more=False)
-            return _CUT
+            return await self._answer_error(_api_error(error))
+
+    async def _answer_error(self, error: ApiError) -> str | None:
+        """Write an error and return the outcome, or return None if the fallback should answer."""
+        if (writer := self._writer) is None or not writer.has_begun:
+            can_fall_back = error.status == 503 and not self._has_tokens
+            if can_fall_back and await self._endpoint.find_fallback() is not None:
+                return None
+            return await _refuse(error, self._scope, self._receive, self._send)
+        record_failure(error, self._scope)
+        with contextlib.suppress(_ClientGoneError):
+            await writer.write(writer.prepared.envelope.failed(error), more=False)
+        return _CUT
+
+    async def _next_chunks(self, run: service.RequestRun, streams: bool) -> list[tuple[int, Chunk]]:
+        """Return the chunks that are ready, or none if the stream should show that it is alive.
+        Before the first one it is checked whether a verifier can be reached at all, if there is a
+        fallback. Raises ``_VerifiersAwayError``."""
+        limit_s = self._endpoint.settings.keep_alive_s if streams else None
+        if self._has_tokens or self._endpoint.fallback is None:
+            return await run.next(limit_s)
+        assert self._writer is not None
+        until_s = None if limit_s is None else time.monotonic() + limit_s
+        while True:
+            chunks = await run.next(_AWAY_CHECK_S)
+            if chunks or run.is_finished:
+                self._has_tokens = True
+                self._body.close()
+                return chunks
+            if not self._writer.has_begun and not run.is_connected:
+                if await self._endpoint.find_fallback() is not None and not run.has_tokens:
+                    raise _VerifiersAwayError
+            if until_s is not None and time.monotonic() >= until_s:
+                return []
 
     def _add_chunks(
         self, prepared: service.PreparedRequest, chunks: list[tuple[int, Chunk]]
@@ -352,6 +419,10 @@ class _ClientGoneError(Exception):
     """The client has disconnected or does not read any more."""
 
 
+class _VerifiersAwayError(Exception):
+    """No verifier can be reached, and the fallback can answer, since no token was generated."""
+
+
 class _ResponseWriter:
     """Writer of a response, as a stream of events or whole. Raises ``_ClientGoneError`` if a write
     takes longer than ``write_within_s``, or than ``unread_within_s`` while another request
@@ -369,12 +440,16 @@ class _ResponseWriter:
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response. They are complete only after generation has begun."""
-        if not (names := self.prepared.ignored_fields[:_MAX_IGNORED_NAMES]):
-            return {}
-        safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_MAX_NAME_LENGTH]) for name in names]
-        # The names are the client's words, which are never logged.
-        _log.info("ignored %d fields of a request", len(self.prepared.ignored_fields))
-        return {IGNORED: ", ".join(safe)}
+        headers = {}
+        if name := self.prepared.answered_by:
+            _log.info("answered by %s", name)
+            headers[ANSWERED_BY] = re.sub(r"[^ -~]", "?", name)
+        if names := self.prepared.ignored_fields[:_MAX_IGNORED_NAMES]:
+            safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_MAX_NAME_LENGTH]) for name in names]
+            # The names are the client's words, which are never logged.
+            _log.info("ignored %d fields of a request", len(self.prepared.ignored_fields))
+            headers[IGNORED] = ", ".join(safe)
+        return headers
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Write events; the opening events come before the first ones. ``more`` false ends the
@@ -428,14 +503,14 @@ async def _prepare_from_body(
     body: Body,
     prepare: Callable[[Mapping[str, Any]], Awaitable[_Prepared]],
 ) -> _Prepared:
-    """Return what ``prepare`` makes of the JSON in ``body``, whose memory is released then. Raises
-    ``ApiError``, also if preparing takes too long."""
+    """Return what ``prepare`` makes of the JSON in ``body``. The memory of the body is released
+    then, unless a fallback may need it. Raises ``ApiError``, also if preparing takes too long."""
+    take = body.take_content if endpoint.fallback is None else body.copy_content
     async with endpoint.prepare_within_limit():
         async with endpoint.large_body_lock if body.is_large else contextlib.nullcontext():
-            prepared = await prepare(
-                await endpoint.run_reader(endpoint.read_json, body.take_content())
-            )
-    body.close()
+            prepared = await prepare(await endpoint.run_reader(endpoint.read_json, take()))
+    if endpoint.fallback is None:
+        body.close()
     return prepared
 
 

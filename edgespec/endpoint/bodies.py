@@ -55,6 +55,11 @@ class Body:
         content, self.content = bytes(self.content), bytearray()
         return content
 
+    def copy_content(self) -> bytes:
+        """Return all bytes and keep them for another time, until ``close``."""
+        self.is_receiving = False
+        return bytes(self.content)
+
     def drop(self) -> None:
         """Close this body to make room for another, and call its ``drop`` callback."""
         self.was_dropped = True

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -101,6 +101,8 @@ class Choice:
     """Tokens of the thought, its marks included."""
     _drops_arguments: bool = False
     """Whether the last call was left out, so that its further arguments are too."""
+    _custom_call: ToolCall | None = None
+    """A call of a custom tool whose arguments may still grow. It is added when it is whole."""
     _characters: int = 0
     """Characters of all pieces so far, whether or not they are part of the output."""
     finish: str | None = None
@@ -142,7 +144,8 @@ class Choice:
         first = self.tokens
         self.tokens += len(chunk.tokens)
         parts_by_piece = self._parse(chunk)
-        new_items = self._append_items([part for parts in parts_by_piece for part in parts])
+        parts = [part for parts in parts_by_piece for part in parts]
+        new_items = self._append_items(parts, is_last=chunk.finish is not None)
         if chunk.finish is not None:
             if chunk.finish not in _REASONS:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
@@ -213,19 +216,47 @@ class Choice:
         ]
         return {"tokens": tokens, "events": events, **describe_speed(timeline)}
 
-    def _append_items(self, parts: list[Part]) -> tuple[Part, ...]:
+    def _append_items(self, parts: list[Part], *, is_last: bool) -> tuple[Part, ...]:
         """Append the new parts and return them as the client should receive them: neighbours of one
-        kind joined, and no second call where only one is wanted."""
+        kind joined, calls of custom tools whole, and no second call where only one is wanted."""
         new_parts: list[Part] = []
         for part in parts:
-            if isinstance(part, ToolCall):
-                self._drops_arguments = self.request.single_call and bool(self.calls)
-                part = self._as_client_calls(part)
-            if isinstance(part, ToolCall | CallArguments) and self._drops_arguments:
+            if isinstance(part, CallArguments):
+                if (call := self._custom_call) is not None:
+                    self._custom_call = replace(call, arguments=call.arguments + part.text)
+                elif self.calls and not self._drops_arguments:
+                    self._append(part, new_parts)
                 continue
-            append_part(self.items, part)
-            append_part(new_parts, part)
+            self._append_custom_call(new_parts)
+            if not isinstance(part, ToolCall):
+                self._append(part, new_parts)
+                continue
+            self._drops_arguments = self.request.single_call and bool(self.calls)
+            if self._drops_arguments:
+                continue
+            part = self._as_client_calls(part)
+            if part.is_custom:
+                self._custom_call = part
+            else:
+                self._append(part, new_parts)
+        if is_last:
+            self._append_custom_call(new_parts)
         return tuple(new_parts)
+
+    def _append(self, part: Part, new_parts: list[Part]) -> None:
+        append_part(self.items, part)
+        append_part(new_parts, part)
+
+    def _append_custom_call(self, new_parts: list[Part]) -> None:
+        """Append the call of a custom tool that is whole now, with its text as the arguments."""
+        if (call := self._custom_call) is None:
+            return
+        self._custom_call = None
+        parsed = arguments_object(call) or {}
+        text = parsed.get(CUSTOM_INPUT)
+        if isinstance(text, str) and len(parsed) == 1:
+            call = replace(call, arguments=text)
+        self._append(call, new_parts)
 
     def _as_client_calls(self, call: ToolCall) -> ToolCall:
         """Return a call with the names by which the client knows the tool. A model may leave out
@@ -238,15 +269,9 @@ class Choice:
             )
         if client_tool is None:
             return call
-        arguments = call.arguments
-        if client_tool.is_custom:
-            parsed = json.loads(arguments)
-            text = parsed.get(CUSTOM_INPUT)
-            arguments = text if isinstance(text, str) and len(parsed) == 1 else arguments
-        return ToolCall(
-            id=call.id,
+        return replace(
+            call,
             name=client_tool.name,
-            arguments=arguments,
             namespace=client_tool.namespace,
             is_custom=client_tool.is_custom,
         )

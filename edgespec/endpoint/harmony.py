@@ -4,9 +4,9 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-The channel ``analysis`` has thoughts; a message to a function is a call; every other message is
-text. The prompt ends with ``<|start|>assistant``, or in the middle of a message to continue. An
-output without marks is text.
+The channel ``analysis`` has thoughts; a message to a function is a call, whose arguments are
+returned as they grow; every other message is text. The prompt ends with ``<|start|>assistant``, or
+in the middle of a message to continue. An output without marks is text.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from edgespec.endpoint.json_pieces import JsonPieces
 from edgespec.endpoint.marks import (
     HARMONY_MARKS,
     MarkToken,
@@ -23,7 +24,7 @@ from edgespec.endpoint.marks import (
     stand_ins,
 )
 from edgespec.endpoint.thoughts import Thought
-from edgespec.endpoint.tool_calls import make_call
+from edgespec.endpoint.tool_calls import CallArguments, new_call
 
 _MAX_HEADER: Final = 512
 """Limit on the characters of a header. A longer one is text."""
@@ -49,6 +50,8 @@ class HarmonyReader:
     ) -> None:
         stands = stand_ins(tokens or {})
         self._texts = {token.sign: token.written for token in (tokens or {}).values()}
+        self._arguments: JsonPieces | None = None
+        """Arguments of the call that is read; None before their first character."""
         self._names = frozenset(tool_names)
         self._start, self._message = stands[_START], stands[_MESSAGE]
         self._openings = (stands[_START], stands[_CHANNEL], stands[_MESSAGE])
@@ -130,6 +133,7 @@ class HarmonyReader:
 
     def _begin_message(self, channel: str, recipient: str) -> None:
         self._is_in_header, self._has_message = False, True
+        self._arguments = None
         self._recipient = recipient.removeprefix(_FUNCTIONS)
         if recipient and self._recipient in self._names:
             self._kind = "call"
@@ -139,32 +143,42 @@ class HarmonyReader:
     def _read_body(self, parts: list[Any], is_last: bool) -> bool:
         places = [(place, mark) for mark in self._ends if (place := self._buffer.find(mark)) >= 0]
         if not places:
-            if self._kind == "call":
-                if is_last and self._buffer:
-                    self._add_call(parts, self._buffer)
-                    self._buffer = ""
-                return False
             held = 0 if is_last else partial_mark_length(self._buffer, self._ends)
             cut = len(self._buffer) - held
-            self._add_text(parts, self._buffer[:cut])
+            if cut or self._arguments is not None:
+                self._add_part(parts, self._buffer[:cut], is_last=is_last)
             self._buffer = self._buffer[cut:]
             return False
         place, mark = min(places)
-        if self._kind == "call":
-            self._add_call(parts, self._buffer[:place])
-        else:
-            self._add_text(parts, self._buffer[:place])
+        self._add_part(parts, self._buffer[:place], is_last=True)
         # A new message may begin without the mark that ends the one before.
         self._buffer = self._buffer[place + (0 if mark == self._start else len(mark)) :]
         self._is_in_header = True
         return True
 
+    def _add_part(self, parts: list[Any], text: str, *, is_last: bool) -> None:
+        """Add text of the message. ``is_last``: the message ends behind it."""
+        if self._kind != "call":
+            self._add_text(parts, text)
+            return
+        text = replace_signs(self._texts, text)
+        if (arguments := self._arguments) is None:
+            if not (text := text.lstrip()) and not is_last:
+                return
+            parts.append(new_call(self._recipient))
+            self._arguments = arguments = JsonPieces()
+            text = text or "{}"
+        written, length = arguments.push(text)
+        if is_last and not arguments.is_complete:
+            written += arguments.flush()
+        rest = text[length:]
+        if arguments.is_complete and not arguments.is_broken:
+            rest = rest.lstrip()
+            arguments.is_broken = bool(rest)
+        # Text that is no JSON is passed on, so that a client sees what the model wrote.
+        if written := written + rest:
+            parts.append(CallArguments(written))
+
     def _add_text(self, parts: list[Any], text: str) -> None:
         if text := replace_signs(self._texts, text):
             parts.append(Thought(text) if self._kind == "thought" else text)
-
-    def _add_call(self, parts: list[Any], text: str) -> None:
-        """Add a call, or its text if its arguments are not JSON."""
-        text = replace_signs(self._texts, text)
-        call = make_call(self._recipient, text)
-        parts.append(text if call is None else call)

@@ -123,6 +123,19 @@ def unavailable_error(message: str, code: str = "verifier_unavailable") -> ApiEr
     return ApiError(503, message, code=code, retry_after_s=VERIFIER_RETRY_S)
 
 
+def fallback_refusal(answered_by: str, error: ApiError) -> ApiError:
+    """Return the error for a request that the model of this device cannot serve, because of
+    ``error``, while no verifier can be reached."""
+    why = f"no verifier can be reached, and {answered_by} cannot serve this request"
+    return ApiError(
+        503,
+        f"{why}: {error.message}",
+        param=error.param,
+        code="fallback_cannot_serve",
+        retry_after_s=VERIFIER_RETRY_S,
+    )
+
+
 def unknown_model_error(name: str, known: Sequence[str]) -> ApiError:
     shown_value = ", ".join(map(repr, known[:_MAX_NAMES_SHOWN]))
     if hidden := known[_MAX_NAMES_SHOWN:]:

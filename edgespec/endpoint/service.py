@@ -16,8 +16,9 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self, TypeVar
@@ -30,10 +31,11 @@ from edgespec.core.protocol.constraint import (
     ConstraintError,
     ConstraintKind,
 )
-from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.generation_timeline import GenerationTimeline
+from edgespec.device.local_model import LocalModel
 from edgespec.device.prober import VerifierMonitor
 from edgespec.endpoint.admission import RETRY_AFTER_S, Admission, current_client
 from edgespec.endpoint.answer_grammar import BUDGET, constrain_answer
@@ -68,6 +70,7 @@ from edgespec.endpoint.request_json import (
     Fields,
     check_members,
     errors_with_sent_names,
+    fallback_refusal,
     generation_error,
     invalid_request,
     read_object,
@@ -114,6 +117,9 @@ _WORK_WITHIN_S: Final = 30.0
 """Seconds that one piece of blocking work may take, including its time in the queue."""
 _PREPARE_WITHIN_S: Final = 60.0
 """Seconds from a request's body to its tokens and its compiled constraint."""
+_PROBE_WITHIN_S: Final = 0.5
+"""Seconds that a request waits for a probe of verifiers that were away before the fallback
+answers."""
 _MAX_WAITING: Final = 512  # equal to the number of connections
 _MAX_FULL_PROMPTS: Final = 16
 """Limit on the token ids in one request, in prompts that fill the context."""
@@ -129,6 +135,7 @@ counter completion_tokens_total{model} counts.completion_tokens Generated tokens
 counter drafted_tokens_total{model} counts.drafted_tokens Draft nodes sent to verifiers
 counter accepted_tokens_total{model} counts.accepted_tokens Generated tokens drafted on the device
 counter replaced_tokens_total{model} counts.replaced_tokens LOSSY: accepted, not the target's
+counter fallback_answers_total{answered_by} counts.fallback_answers Requests without a verifier
 gauge texts_running admission.running Generations that run now
 gauge requests_waiting admission.waiting Requests that wait for a slot
 gauge body_bytes bodies.held_bytes Bytes of request bodies that are being read
@@ -156,6 +163,8 @@ class EndpointCounts:
         self.answers, self.prompt_tokens = Counter[str](), Counter[str]()
         self.completion_tokens, self.drafted_tokens = Counter[str](), Counter[str]()
         self.accepted_tokens, self.replaced_tokens = Counter[str](), Counter[str]()
+        self.fallback_answers = Counter[str]()
+        """Requests that a model of this device was generated for, by its name."""
         self.first_token_s, self.duration_s = Histogram(LATENCY_S), Histogram(LATENCY_S)
 
     def add_answer(
@@ -178,7 +187,9 @@ class RequestRun:
     more generations than can run at a time. Use as an async context manager and call ``next`` until
     ``is_finished``."""
 
-    def __init__(self, agent: Agent, choices: Sequence[Choice], admission: Admission) -> None:
+    def __init__(
+        self, agent: Agent | LocalModel, choices: Sequence[Choice], admission: Admission
+    ) -> None:
         self._agent, self._choices, self._admission = agent, tuple(choices), admission
         # Queue of chunks with the index of their choice. None marks the end of a generation, an
         # error its failure.
@@ -197,6 +208,17 @@ class RequestRun:
     async def __aexit__(self, *error: object) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether chunks are ready."""
+        return not self._unread.empty()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a verifier has a stream of one of the generations now."""
+        stats = [one.stats for one in self._choices if one.stats is not None]
+        return any(one.is_connected for one in stats)
 
     @property
     def is_finished(self) -> bool:
@@ -432,6 +454,26 @@ class ServedModels:
         return served.name
 
 
+class FallbackModels(ServedModels):
+    """The one model of the device, which answers in place of every model that ``usual`` has. A name
+    that ``usual`` refuses is refused here too."""
+
+    def __init__(self, usual: ServedModels, info: ModelInfo) -> None:
+        self._usual, self._served = usual, ServedModel(info, info.context_length, None)
+
+    @property
+    def listed(self) -> tuple[ServedModel, ...]:
+        return (self._served,)
+
+    def without_tag(self, name: str) -> str:
+        return self._usual.without_tag(name)
+
+    def choose(self, name: str) -> ModelChoice:
+        if name != self._served.name:
+            self._usual.choose(name)
+        return ModelChoice("", self._served)
+
+
 def _make_pool(name: str, threads: int) -> WorkerPool:
     return WorkerPool(name, threads=threads, max_waiting=_MAX_WAITING, timeout_s=_WORK_WITHIN_S)
 
@@ -454,6 +496,8 @@ class PreparedRequest:
     request: GenerationRequest
     metric_name: str
     """Name of the model in metrics, or ``OTHER_MODEL``."""
+    answered_by: str = ""
+    """The model of this device that answers in place of the target. Empty: the target does."""
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
@@ -463,7 +507,11 @@ class PreparedRequest:
         return (*self.request.ignored_fields, *lost)
 
     def usage(self) -> dict[str, Any]:
-        return usage_of(self.choices, self.prompt_tokens, self.request.sampling.seed)
+        usage = usage_of(self.choices, self.prompt_tokens, self.request.sampling.seed)
+        if self.answered_by:  # no token is the target's own
+            own = {"rule": "fallback", "lossy": True, "answered_by": self.answered_by}
+            usage["edgespec"] |= own
+        return usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,8 +551,20 @@ class Endpoint:
         key: str = "",
         has_budget: bool = False,
     ) -> None:
-        self.agent, self.tokenizer, self.verifiers = agent, tokenizer, verifiers
+        self.agent = agent
+        self.generator: Agent | LocalModel = agent
+        """What generates: the agent, or in a fallback the model of the device."""
+        self.tokenizer, self.verifiers = tokenizer, verifiers
         self.models = ServedModels(verifiers, agent.options.model)
+        self.fallback: Endpoint | None = None
+        """The endpoint of a model on this device, which answers while no verifier can be reached.
+        None: such requests fail."""
+        self.answered_by = ""
+        """In a fallback, the text that marks its answers."""
+        self.report: Callable[[str], None] = lambda text: None
+        """Called with a line for people when answers begin to come from the fallback, and when they
+        come from verifiers again."""
+        self._is_falling_back = False
         self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
         is_shared = settings.most_of_client < settings.max_concurrent
         self.admission = Admission(
@@ -541,6 +601,68 @@ class Endpoint:
         self.idle = asyncio.Event()
         """Set while no request runs or waits."""
         self.idle.set()
+
+    def use_fallback(self, model: LocalModel, sampling: SamplingParams) -> None:
+        """Let a model of this device answer while no verifier can be reached. ``sampling`` has the
+        defaults for parameters that requests leave open."""
+        fallback = copy(self)  # limits, queues, threads and counts are the same objects
+        fallback.generator, fallback.tokenizer = model, model.tokenizer
+        fallback.sampling = sampling
+        fallback.models = FallbackModels(self.models, model.info)
+        fallback.load_target_texts, fallback.answered_by = None, model.answered_by
+        self.fallback = fallback
+
+    async def choose_answerer(self) -> Endpoint:
+        """Return the endpoint that should answer a request which has just arrived: the fallback if
+        there is one and no verifier can be reached, else this one. Verifiers that were away are
+        probed once more, for ``_PROBE_WITHIN_S`` at most."""
+        if self.fallback is None:
+            return self
+        if not self.verifiers.ready:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PROBE_WITHIN_S):
+                    await self.verifiers.refresh_if_stale()
+        return self._report_answerer(is_away=self.verifiers.is_away)
+
+    async def find_fallback(self) -> Endpoint | None:
+        """Return the fallback if there is one and no verifier answers a probe now. A request that
+        has no token yet is then answered by it."""
+        if self.fallback is None:
+            return None
+        await self.verifiers.refresh_after(time.monotonic())
+        return self._report_answerer(is_away=True) if self.verifiers.is_away else None
+
+    def _report_answerer(self, *, is_away: bool) -> Endpoint:
+        """Return the endpoint that answers now, and report a change."""
+        assert self.fallback is not None
+        name = self.fallback.answered_by
+        if is_away and not self._is_falling_back:
+            self.report(f"no verifier can be reached: answers are by {name} until one is back")
+        elif self._is_falling_back and not is_away:
+            self.report(f"a verifier is back: answers are no longer by {name}")
+        self._is_falling_back = is_away
+        return self.fallback if is_away else self
+
+    @contextlib.contextmanager
+    def _refusing_by_name(self) -> Iterator[None]:
+        """Turn refusals of a request in this block into 503 in a fallback. A verifier may be able
+        to serve the request, so it is not invalid."""
+        try:
+            yield
+        except ApiError as error:
+            if not self.answered_by or error.status != 400:
+                raise
+            raise fallback_refusal(self.answered_by, error) from None
+
+    def _check_fallback(self, request: GenerationRequest) -> None:
+        """Raise ``ApiError`` for what no model on the device can do."""
+        if not self.answered_by:
+            return
+        if request.logprobs is not None:
+            raise invalid_request("logprobs", "logprobs is given, but it computes no scores")
+        if request.rule not in ("", EXACT_RULE):
+            why = f"rule is {request.rule!r}, but it judges no drafts"
+            raise invalid_request("rule", why)
 
     @property
     def running_count(self) -> int:
@@ -656,7 +778,7 @@ class Endpoint:
         request = self._without_tag(request)
         if "messages" in conversion.chat:
             return await self._prepare_chat(request, OllamaGenerateEnvelope)
-        with errors_with_sent_names(request.sent_names):
+        with self._refusing_by_name(), errors_with_sent_names(request.sent_names):
             return await self._prepare_completion(request, OllamaGenerateEnvelope)
 
     def _without_tag(self, request: GenerationRequest) -> GenerationRequest:
@@ -703,11 +825,14 @@ class Endpoint:
     async def _prepare_chat(
         self, request: GenerationRequest, envelope: MakeEnvelope
     ) -> PreparedRequest:
-        with errors_with_sent_names(request.sent_names):
+        with self._refusing_by_name(), errors_with_sent_names(request.sent_names):
+            self._check_fallback(request)
             chosen = await self.choose_model(request.model)
             prompt = await self._chat_prompt(request, chosen.context_length)
             request = await self._run_template(self._with_unread_variables, request)
             if prompt.lacks_tools:
+                if self.answered_by:
+                    raise invalid_request("tools", "tools have no room in its context")
                 request = replace(
                     request, tools=[], ignored_fields=(*request.ignored_fields, "tools")
                 )
@@ -715,16 +840,21 @@ class Endpoint:
                 request = await self.run_reader(self._constrain_to_calls, request, prompt)
             request = await self.run_reader(self._constrain_answer, request, prompt)
             request = await self._with_compiled_constraint(request)
+            if self.answered_by:
+                if STRICT_TOOLS in request.ignored_fields:
+                    raise invalid_request("tools", f"{STRICT_TOOLS} cannot be ensured")
+                request = replace(request, is_constraint_optional=False)
             return self._with_choices(envelope, request, chosen, [prompt.tokens], prompt.form)
 
     async def prepare_completion(self, data: Mapping[str, Any]) -> PreparedRequest:
         request = await self.run_reader(completion_request, data, self.sampling)
-        with errors_with_sent_names(request.sent_names):
+        with self._refusing_by_name(), errors_with_sent_names(request.sent_names):
             return await self._prepare_completion(request)
 
     async def _prepare_completion(
         self, request: GenerationRequest, envelope: MakeEnvelope = CompletionEnvelope
     ) -> PreparedRequest:
+        self._check_fallback(request)
         chosen = await self.choose_model(request.model)
         context_length = chosen.context_length
         prompts: list[TokenIds] = [
@@ -786,8 +916,8 @@ class Endpoint:
     async def run_generations(self, prepared: PreparedRequest) -> AsyncIterator[RequestRun]:
         """Run the generations of a request while the block is open. The verifiers are asked for
         their state again if the outcome contradicts the known state; a client that disconnects
-        contradicts nothing."""
-        run = RequestRun(self.agent, prepared.choices, self.admission)
+        contradicts nothing. Raises ``ApiError``."""
+        run = RequestRun(self.generator, prepared.choices, self.admission)
         has_succeeded: bool | None = None
         self._runs.add(run)
         self.idle.clear()
@@ -797,7 +927,8 @@ class Endpoint:
             has_succeeded = True
         except ApiError as error:
             has_succeeded = False if error.status == 503 else None
-            raise
+            with self._refusing_by_name():
+                raise
         finally:
             self._runs.discard(run)
             if not self._runs:
@@ -809,6 +940,8 @@ class Endpoint:
                     prepared.metric_name, prepared.prompt_tokens, prepared.choices
                 )
                 self.counts.duration_s.add(time.monotonic() - prepared.envelope.prepared_at_s)
+                if self.answered_by:
+                    self.counts.fallback_answers[self.answered_by] += 1
 
     def record_first_token(self, prepared: PreparedRequest) -> None:
         envelope = prepared.envelope
@@ -888,7 +1021,7 @@ class Endpoint:
         """Return ``request`` with its constraint compiled, before it waits for a slot, so that slow
         compilation occupies none. Raises ``ApiError``."""
         try:
-            sampling = await self.agent.with_matcher(request.sampling, current_client.get())
+            sampling = await self.generator.with_matcher(request.sampling, current_client.get())
         except ConstraintError as failure:
             if not request.is_constraint_optional:
                 raise _constraint_error(request, failure) from None
@@ -1136,4 +1269,5 @@ class Endpoint:
             prompt_tokens=prompt_tokens,
             request=kept_request,
             metric_name=name if is_known else OTHER_MODEL,
+            answered_by=self.answered_by,
         )

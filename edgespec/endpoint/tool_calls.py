@@ -13,10 +13,16 @@ output to them.
     Gemma          <start_function_call>call:f{key:<escape>value<escape>}<end_function_call>
     gpt-oss        messages in channels (``harmony.py``)
 
-A mark such as ``<tool_call>`` opens a call only if a whole call follows it. A mark in prose, in a
-code fence or inside ``<think>`` is text, and a mark inside an argument belongs to the argument. If
-the vocabulary has a token for a mark, only that token is the mark; letters that spell it are text.
+A mark such as ``<tool_call>`` opens a call only if a call follows it. A mark in prose, in a code
+fence or inside ``<think>`` is text, and a mark inside an argument belongs to the argument. If the
+vocabulary has a token for a mark, only that token is the mark; letters that spell it are text.
 Text that is no call is returned unchanged, except for white space next to a call.
+
+In the formats whose arguments are JSON, a call is open as soon as the name of a known tool and the
+brace of its arguments were read. From then on the arguments are returned as they grow
+(``json_pieces.py``). If they turn out to be no JSON, the rest of the call is returned as it is, so
+that a client sees what the model wrote. In all other formats, and for unknown names, a call is
+returned when it is whole.
 
 The reader depends on the text alone and not on how it is cut into chunks, so a streamed output
 equals a whole one.
@@ -43,6 +49,7 @@ from edgespec.endpoint.call_notations import (
     parse_python_calls,
     parse_xml_call,
 )
+from edgespec.endpoint.json_pieces import JsonPieces
 from edgespec.endpoint.marks import (
     CALL_MARKS,
     HARMONY_MARKS,
@@ -294,9 +301,10 @@ _PLAIN_STRING: Final = re.compile(r'[^"\\]*')
 class _JsonEndFinder:
     """Incremental search for the end of the JSON object or list that begins at ``start``."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, depth: int = 0) -> None:
+        """``depth``: number of objects and lists that are open at ``start``."""
         self.start = self._at = start
-        self._depth, self._is_in_string = 0, False
+        self._depth, self._is_in_string = depth, False
 
     def find(self, text: str) -> int | None:
         """Return the index behind the value, None if it is not complete, or -1 if it is not
@@ -380,10 +388,43 @@ class _Candidate:
     is_behind_arguments: bool = False
     """Whether the marks that end one of several calls are still to be read."""
     calls: list[ToolCall] = field(default_factory=list)
+    opening: _Opening | None = None
+    """The call that was found open when a method returned ``_OPENED``."""
+    returned: int = 0
+    """Number of ``calls`` that were returned already. Not 0: a call was open, so what follows it
+    and is no call is text."""
+    is_in_list: bool = False
+    """Whether further elements of a list of calls may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A call whose arguments are read as they grow."""
+
+    name: str
+    place: int
+    """Index of the arguments in the body."""
+    is_wrapped: bool
+    """Whether an object with the name is around the arguments."""
+    is_in_list: bool
+
+
+class _OpenArguments:
+    """The arguments of an open call, and the rest of the object around them."""
+
+    def __init__(self, signs: Mapping[str, str], opening: _Opening) -> None:
+        self.pieces = JsonPieces(signs)
+        self.rest = _JsonEndFinder(0, depth=1) if opening.is_wrapped else None
+        """Search for the end of the object around the arguments; None: there is none."""
 
 
 _NEEDS_MORE: Final = -1
 _NO_CALL: Final = -2
+_OPENED: Final = -3
+_HEAD_OF_CALL: Final = re.compile(
+    r'(\[\s*)?\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""A call as JSON, perhaps the first one of a list, up to the brace of its arguments."""
 _MAX_HEAD: Final = 512
 """Limit on the characters between a mark and the arguments."""
 
@@ -428,6 +469,12 @@ class ToolReader:
         """Text whose meaning is not certain yet; with a ``_candidate``, the text behind its
         mark."""
         self._candidate: _Candidate | None = None
+        self._arguments: _OpenArguments | None = None
+        """Arguments that are read at the moment. The buffer begins with their unread part."""
+        self._ends_of_call = tuple(
+            one for one in (self._open_mark, self._close_mark, self._deepseek[_END_CALL]) if one
+        )
+        """Marks that end a call whose arguments are no JSON."""
         self._pending_space = ""
         """White space that belongs to the text unless a call follows."""
         self._is_after_call = False
@@ -456,6 +503,8 @@ class ToolReader:
         """Read up to the next change of state. Return False if that needs more text."""
         if self._thought_ends:
             return self._read_thought(items, is_last)
+        if self._arguments is not None:
+            return self._read_arguments(self._arguments, items, is_last)
         if self._candidate is not None:
             return self._read_candidate(self._candidate, items, is_last)
         return self._read_text(items, is_last)
@@ -503,16 +552,89 @@ class ToolReader:
 
     def _read_candidate(self, candidate: _Candidate, items: list[CallPart], is_last: bool) -> bool:
         end = self._read_form(candidate, self._buffer, is_last)
+        if end == _OPENED:
+            self._open_call(candidate, items)
+            return True
         if end == _NEEDS_MORE and not is_last:
             return False
         self._candidate = None
-        if end < 0:
+        if end < 0 and not candidate.returned:
             self._is_start = False
             self._emit_text(items, candidate.mark)
             return True
-        items += candidate.calls
-        self._buffer, self._pending_space = self._buffer[end:], ""
+        items += candidate.calls[candidate.returned :]
+        self._buffer = self._buffer[candidate.at if end < 0 else end :]
+        self._end_text()
+        return True
+
+    def _open_call(self, candidate: _Candidate, items: list[CallPart]) -> None:
+        """Return the beginning of a call, and read its arguments from now on."""
+        opening = candidate.opening
+        assert opening is not None
+        call = ToolCall(_new_id(self._form), opening.name, "")
+        items += [*candidate.calls[candidate.returned :], call]
+        self._buffer = self._buffer[opening.place :]
+        self._arguments = _OpenArguments(self._argument_texts, opening)
+        self._candidate = _Candidate(
+            candidate.mark,
+            is_behind_arguments=True,
+            calls=[call],
+            returned=1,
+            is_in_list=opening.is_in_list,
+        )
+        self._end_text()
+
+    def _end_text(self) -> None:
+        """Note that a call follows the text so far."""
+        self._pending_space = ""
         self._is_after_call, self._is_start = True, False
+
+    def _read_arguments(
+        self, arguments: _OpenArguments, items: list[CallPart], is_last: bool
+    ) -> bool:
+        """Read arguments, and behind them the rest of the object around them. Return False if that
+        needs more text."""
+        if not arguments.pieces.has_ended:
+            return self._read_pieces(arguments.pieces, items, is_last)
+        if arguments.pieces.is_broken:
+            return self._read_broken_arguments(items, is_last)
+        if arguments.rest is not None:
+            end = arguments.rest.find(self._buffer)
+            if end is None and not is_last:
+                return False
+            # A model may forget the last brace.
+            self._buffer = self._buffer[max(0, end or 0) :]
+        self._arguments = None
+        return True
+
+    def _read_pieces(self, pieces: JsonPieces, items: list[CallPart], is_last: bool) -> bool:
+        """Read arguments as far as they go. Return False if they need more text."""
+        text, length = pieces.push(self._buffer)
+        self._buffer = self._buffer[length:]
+        is_cut = is_last and not pieces.has_ended
+        if is_cut:
+            text += replace_signs(self._argument_texts, pieces.flush())
+            self._arguments = self._candidate = None
+        if text:
+            items.append(CallArguments(text))
+        return is_cut or pieces.has_ended
+
+    def _read_broken_arguments(self, items: list[CallPart], is_last: bool) -> bool:
+        """Return the text of arguments that are no JSON as it is, up to a mark that ends a call."""
+        places = [self._buffer.find(one) for one in self._ends_of_call]
+        place = min((one for one in places if one >= 0), default=-1)
+        cut = place
+        if place < 0:
+            held = 0 if is_last else partial_mark_length(self._buffer, self._ends_of_call)
+            cut = len(self._buffer) - held
+        if text := replace_signs(self._argument_texts, self._buffer[:cut]):
+            items.append(CallArguments(text))
+        self._buffer = self._buffer[cut:]
+        if place < 0 and not is_last:
+            return False
+        self._arguments = None
+        if self._candidate is not None:
+            self._candidate.is_in_list = False
         return True
 
     def _read_form(self, candidate: _Candidate, body: str, is_last: bool) -> int:
@@ -534,8 +656,9 @@ class ToolReader:
             case _:
                 return self._read_mistral(candidate, body, is_last)
 
-    # Each method below returns the length of the part of ``body`` that is calls, ``_NEEDS_MORE`` or
-    # ``_NO_CALL``.
+    # Each method below returns the length of the part of ``body`` that is calls, ``_NEEDS_MORE``,
+    # ``_NO_CALL``, or ``_OPENED`` if the next call is open. Behind an open call the candidate goes
+    # on: the body is then the text behind that call.
 
     def _read_hermes(self, candidate: _Candidate, body: str, is_last: bool) -> int:
         if not candidate.calls:
@@ -554,6 +677,8 @@ class ToolReader:
         return _NO_CALL
 
     def _read_mistral(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        if candidate.returned:
+            return self._read_list_behind(candidate, body, is_last)
         if candidate.scan is None:
             start = _skip_characters(body, 0)
             if start == len(body):
@@ -613,15 +738,36 @@ class ToolReader:
                 candidate.scan = _JsonEndFinder(candidate.at)
             if (status := self._read_value(candidate, candidate.scan, body)) < 0:
                 return status
-            if candidate.calls[-1].name not in self._names:
-                return _NO_CALL
             candidate.scan = None
 
     def _read_list(self, candidate: _Candidate, body: str, is_last: bool) -> int:
         """Read a list of calls, and the mark that may close it."""
+        if candidate.returned:
+            return self._read_list_behind(candidate, body, is_last)
         if not candidate.calls:
             if (status := self._read_first_value(candidate, body, "[")) < 0:
                 return status
+        return self._skip_close(body, candidate.at, is_last)
+
+    def _read_list_behind(self, candidate: _Candidate, body: str, is_last: bool) -> int:
+        """Read the rest of a list behind a call that was open, and the mark that may close it."""
+        while candidate.is_in_list:
+            if candidate.scan is None:
+                at = _skip_characters(body, candidate.at)
+                if at == len(body):
+                    return _NEEDS_MORE
+                if body[at] == "]":
+                    candidate.at, candidate.is_in_list = at + 1, False
+                    break
+                following = _skip_characters(body, at + 1)
+                if following == len(body) and body[at] == ",":
+                    return _NEEDS_MORE
+                if body[at] != "," or body[following] != "{":
+                    return _NO_CALL
+                candidate.scan = _JsonEndFinder(following)
+            if (status := self._read_value(candidate, candidate.scan, body)) < 0:
+                return status
+            candidate.scan = None
         return self._skip_close(body, candidate.at, is_last)
 
     def _skip_close(self, body: str, at: int, is_last: bool) -> int:
@@ -680,7 +826,7 @@ class ToolReader:
         start = _skip_characters(body, 0)
         if start == len(body):
             return _NEEDS_MORE
-        if body[start] == "{":
+        if body[start] == "{" or candidate.returned:
             return self._read_llama(candidate, body, is_last)
         if body[start] != "[":
             return _NO_CALL
@@ -757,6 +903,9 @@ class ToolReader:
     def _read_value(self, candidate: _Candidate, scan: _JsonEndFinder, body: str) -> int:
         """Read one JSON value: a call, a list of calls, or the arguments of a call whose name was
         read before."""
+        candidate.opening = self._find_opening(candidate, scan, body)
+        if candidate.opening is not None:
+            return _OPENED
         end = scan.find(body)
         if end is None or end < 0:
             return _NEEDS_MORE if end is None else _NO_CALL
@@ -767,9 +916,31 @@ class ToolReader:
         calls = [call for item in values if (call := self._call(item)) is not None]
         if not calls or len(calls) < len(values):
             return _NO_CALL
+        if self._at_start and any(one.name not in self._names for one in calls):
+            return _NO_CALL  # without a mark, only the name shows that it is a call
         candidate.calls += calls
         candidate.at = end
         return end
+
+    def _find_opening(
+        self, candidate: _Candidate, scan: _JsonEndFinder, body: str
+    ) -> _Opening | None:
+        """Return the call that a JSON value begins, if its name is known and its arguments have
+        begun."""
+        if candidate.name:
+            if body[scan.start] != "{" or candidate.name not in self._names:
+                return None
+            return _Opening(candidate.name, scan.start, is_wrapped=False, is_in_list=False)
+        match = _HEAD_OF_CALL.match(body[scan.start : scan.start + _MAX_HEAD])
+        if match is None:
+            return None
+        name = _parse_json(f'"{match[2]}"')
+        usual = "parameters" if self._form is ToolFormat.LLAMA else "arguments"
+        if name not in self._names or match[3] != usual:
+            return None
+        is_in_list = candidate.is_in_list or match[1] is not None
+        place = scan.start + match.end()
+        return _Opening(name, place, is_wrapped=True, is_in_list=is_in_list)
 
     def _call(self, value: Any) -> ToolCall | None:
         name = value.get("name") if isinstance(value, dict) else None
@@ -832,13 +1003,9 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def make_call(name: str, arguments: str) -> ToolCall | None:
-    """Return a call whose arguments are JSON in a text, or None if they are no JSON object."""
-    text = arguments.strip() or "{}"
-    if not isinstance(_parse_json(text), dict):
-        return None
-    written = json.dumps(_parse_json(text), ensure_ascii=False)
-    return ToolCall(_new_id(ToolFormat.HARMONY), name, written)
+def new_call(name: str) -> ToolCall:
+    """Return the beginning of a call in harmony."""
+    return ToolCall(_new_id(ToolFormat.HARMONY), name, "")
 
 
 # --- grammars of calls ----------------------------------------------------------------------------

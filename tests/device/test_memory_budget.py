@@ -363,7 +363,7 @@ async def start_crowd(
                 await asyncio.gather(
                     *(one for driver in agent._drivers for one in driver.running_tasks)
                 )
-                pool = require(agent._pool)
+                pool = require(agent.drafter_pool)
                 await asyncio.wrap_future(pool._thread.submit(lambda: None))
                 assert len(pool._free) == len(pool._drafters) <= caches
         finally:

@@ -8,6 +8,7 @@ read again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -214,9 +215,16 @@ def read(form: OutputForm, pieces: Iterable[str], names: Names) -> list[Any]:
         found += parser.push(token or 99, Piece("" if is_hidden else text, TokenKind.DECODED))
     found += parser.flush()
     return [
-        (one.name, json.loads(one.arguments)) if isinstance(one, ToolCall) else one
+        (one.name, arguments_of(one)) if isinstance(one, ToolCall) else one
         for one in join_parts(found)
     ]
+
+
+def arguments_of(call: ToolCall) -> Any:
+    """Return the arguments of a call, or their text if they are no JSON."""
+    with contextlib.suppress(ValueError):
+        return json.loads(call.arguments)
+    return call.arguments
 
 
 def tokens_of(text: str, marks: Sequence[str]) -> list[str]:
@@ -259,9 +267,7 @@ def test_a_cut_or_damaged_call_is_not_lost(form: ToolFormat) -> None:
     for cut in [*(text[:end] for end in range(len(text))), *damaged]:
         whole = read(form_of(form), [cut], names)
         assert whole == read(form_of(form), [*cut], names), cut
-        shown = json.dumps([one for one in whole if not isinstance(one, tuple)], default=vars)
-        has_call = any(isinstance(one, tuple) for one in whole)
-        assert has_call or "Rome" not in cut or "Rome" in shown, cut
+        assert "Rome" not in cut or "Rome" in json.dumps(whole, default=vars), cut
 
 
 def tokenizer_of(folder: Path, marks: Sequence[str]) -> TextTokenizer:
@@ -355,8 +361,14 @@ def test_a_forced_call_is_one_that_the_template_writes(
         (
             "harmony",
             "<|channel|>commentary to=functions.stop<|message|>{no<|call|>",
-            ["{no"],
+            [("stop", "{no")],
         ),
+        (
+            "harmony",
+            "<|channel|>commentary to=functions.stop<|message|> {} and more<|call|>",
+            [("stop", "{}and more")],
+        ),
+        ("harmony", "<|channel|>commentary to=functions.stop<|message|><|call|>", [("stop", {})]),
         (
             "harmony",
             "<|channel|>analysis to=python<|message|>1+1<|call|>",

@@ -8,6 +8,7 @@ allow, and llguidance's own matcher must refuse all text that they forbid.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from edgespec.core.device.events import TokenKind
 from edgespec.core.protocol.constraint import ConstrainedText, Constraint
 from edgespec.device.agent import Piece
 from edgespec.endpoint.marks import MarkedText, MarkToken, mark_tokens
+from edgespec.endpoint.output_parser import join_parts
 from edgespec.endpoint.tool_calls import (
     CallPart,
     ToolCall,
@@ -54,15 +56,17 @@ TEXTS = st.lists(st.sampled_from(PARTS), max_size=16).map("".join)
 
 
 def join_texts(found: Sequence[CallPart]) -> list[Any]:
-    """Return texts and calls in their order, without ids, with adjacent texts joined."""
+    """Return texts and calls in their order, without ids, with adjacent texts joined. Arguments
+    that are no JSON are texts."""
     joined: list[Any] = []
-    for one in found:
+    for one in join_parts(found):
+        arguments: Any = one
         if isinstance(one, ToolCall):
-            joined.append((one.name, json.loads(one.arguments)))
-        elif isinstance(one, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += one
-        else:
-            joined.append(one)
+            arguments = one.arguments
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+            arguments = (one.name, arguments)
+        joined.append(arguments)
     return joined
 
 
@@ -149,9 +153,10 @@ def test_marks_that_are_tokens_stand_where_they_were(
         ("llama", "The <|python_tag|> opens code", ("The <|python_tag|> opens code",)),
         (
             "llama",
-            '{"name": "time", "parameters": {}} is JSON',
-            ('{"name": "time", "parameters": {}} is JSON',),
+            '{"name": "other", "parameters": {}} is JSON',
+            ('{"name": "other", "parameters": {}} is JSON',),
         ),
+        ("llama", '{"name": "time"} is JSON', ('{"name": "time"} is JSON',)),
         # A mark may occur inside an argument.
         (
             "hermes",

@@ -57,6 +57,9 @@ class TokenKind(Enum):
     DECODED = "decoded"
     """The target's own token where no draft was: a bonus after a run of accepted ones, or
     run-ahead."""
+    LOCAL = "local"
+    """A model of the device wrote the token by itself, because no verifier could be reached. The
+    target has not seen it."""
 
 
 # --- events ---------------------------------------------------------------------------------

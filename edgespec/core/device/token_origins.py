@@ -26,6 +26,8 @@ class TokenOrigin(Enum):
     """The verifier drafted the token by its own model, speculator or lookup."""
     TARGET = "target"
     """The target chose the token, and no draft of it was accepted."""
+    LOCAL = "local"
+    """A model of the device wrote the token, because no verifier could be reached."""
     UNKNOWN = "unknown"
     """The token was sent again after the link broke. Such commits do not state an origin."""
 
