@@ -27,8 +27,8 @@ _ESCAPES: Final = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _ESCAPES.update({one: one for one in '"\\/'})
 _HEX: Final = re.compile("[0-9A-Fa-f]{0,4}")
 _HIGH, _LOW, _END = 0xD800, 0xDC00, 0xE000
-"""First of the surrogates that begin a pair, and of those that end one, and the code behind them
-all."""
+"""Bounds of the surrogates: the first that begins a pair, the first that ends one, and the code
+behind all surrogates."""
 
 
 class _Expected(Enum):

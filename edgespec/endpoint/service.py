@@ -553,7 +553,7 @@ class Endpoint:
     ) -> None:
         self.agent = agent
         self.generator: Agent | LocalModel = agent
-        """What generates: the agent, or in a fallback the model of the device."""
+        """The agent, or in a fallback the model of the device that generates instead."""
         self.tokenizer, self.verifiers = tokenizer, verifiers
         self.models = ServedModels(verifiers, agent.options.model)
         self.fallback: Endpoint | None = None
