@@ -403,7 +403,8 @@ class Agent:
                 generations whose prompts begin alike belong together.
             model: Name of the model or adapter of this generation. If empty, the options name it.
             rule: Rule that accepts drafts. If empty, the options name it.
-            drafts: Whether this device drafts. The output is the same without.
+            drafts: Whether this device and the verifier may draft. Without drafts the output is
+                the same, by plain streaming. A verifier of an older version drafts on by itself.
             timeline: Is written while the generation proceeds. None: nothing is recorded.
             started: Called once with the statistics of this generation, which grow as it proceeds.
                 The attribute ``stats`` is always of the generation that was started last.
@@ -430,7 +431,9 @@ class Agent:
         )
         needed_length = len(tokens) + sampling.max_tokens
         route = VerifierRoute(self.transport, conversation_hash, needed_length, model)
-        session = self._make_session(tokens, sampling, drafter, logprobs, model, rule)
+        session = self._make_session(
+            tokens, sampling, drafter, logprobs, model, rule, plain=not drafts
+        )
         notes = self.activity.start(session, route, self._tracer, timeline)
         lease = None if drafter is None else DrafterLease(self.drafter_pool, len(tokens), sampling)
         driver = SessionDriver(session, route.connect, lease, notes)
@@ -588,6 +591,8 @@ class Agent:
         logprobs: int,
         model: str,
         rule: str,
+        *,
+        plain: bool,
     ) -> DraftSession:
         request = m.Open(
             session_id=secrets.token_hex(16),
@@ -600,6 +605,7 @@ class Agent:
             drafting=drafter is not None,
             session_secret=secrets.token_bytes(16),
             logprobs=logprobs,
+            plain=plain,
         )
         context_length = 0 if drafter is None else drafter.info.context_length
         # The acceptance rate under a relaxed rule is no estimate for the exact one.

@@ -284,7 +284,7 @@ class GenerationRequest:
     rule: str
     """Rule by which drafts are accepted; empty: as the device is configured."""
     drafts: bool = True
-    """Whether this device drafts for the request."""
+    """Whether this device and the verifier may draft for the request."""
     shows_sources: bool = False
     """Whether the response shows where each token came from, and when."""
     logprobs: int | None = None

@@ -291,6 +291,7 @@ async def test_drafts_off_and_the_comparison() -> None:
         shown = await page.inner_text(".comparison")
         assert "The two texts are equal" in shown
         assert "With drafts it was 1.00 times as fast" in shown
+        assert "went on drafting by itself" in shown, "the script has tokens of the server"
         await page.locator("label.switch", has_text="Drafts").click()
         await send(page, "again")
         await page.locator(".assistant").nth(1).wait_for()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.config import EndpointSection, PolicySection
+from edgespec.config import DraftSection, EndpointSection, PolicySection, VerifierConfig
 from edgespec.core.device.token_origins import TokenOrigin
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.endpoint.recent_failures import MAX_FAILURES, RecentFailures
@@ -21,7 +21,9 @@ from tests.endpoint.live_endpoint import (
     events_of,
     over_script,
     over_toy,
+    over_verifiers,
 )
+from tests.kit.live_verifier import serve_toy
 
 CHAT = "/v1/chat/completions"
 DRAFTED = "device model", "device lookup"
@@ -89,6 +91,20 @@ async def test_drafts_can_be_switched_off_and_the_text_is_the_same() -> None:
     assert own["drafted_tokens"] == 0
     assert own["tokens_by_source"] == {"target": 40}
     assert text_of(off) == text_of(on)
+
+
+async def test_without_drafts_the_verifier_drafts_nothing_either() -> None:
+    """The verifier has a draft model that is always right."""
+    config = VerifierConfig(model="toy", draft="toy", port=0)
+    async with serve_toy(config=config) as (address, _):
+        async with over_verifiers(address, draft=DraftSection(model="none")) as live:
+            on = await chat(live, token_sources=True)
+            off = await chat(live, token_sources=True, drafts=False)
+    assert on[-1]["usage"]["edgespec"]["tokens_by_source"]["server"] > 0
+    own = off[-1]["usage"]["edgespec"]
+    assert own["tokens_by_source"] == {"target": 40}
+    assert own["verifier_passes"] == 40
+    assert text_of(on) == text_of(off)
 
 
 async def test_lengths_are_those_of_javascript() -> None:

@@ -93,6 +93,9 @@ class Open:
     logprobs: int = 0
     """Number of likeliest tokens to report with each token, up to ``MAX_LOGPROBS``; 0: no scores.
     """
+    plain: bool = False
+    """Whether the verifier leaves out its own draft nodes too, so that the generation is plain
+    streaming. The output is the same. A version that does not know the field drafts on."""
 
 
 @statically_frozen

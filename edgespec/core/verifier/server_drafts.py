@@ -343,9 +343,12 @@ class ServerDraftsFactory:
     def __call__(
         self, request: Open, credential: Credential, end_tokens: Collection[int] = ()
     ) -> ServerDrafts | None:
-        """Return the sources of a session, or None if there are none or if the session waits for
-        the device's drafts. ``end_tokens`` end an output of its model."""
-        if request.run_ahead is RunAhead.NEVER or not (self._text or self._chain_class):
+        """Return the sources of a session, or None if there are none, if the session waits for
+        the device's drafts, or if it is plain streaming. ``end_tokens`` end an output of its
+        model."""
+        if request.plain or request.run_ahead is RunAhead.NEVER:
+            return None
+        if not (self._text or self._chain_class):
             return None
         text = ServerLookup(self.tables_of(credential), self._chances) if self._text else None
         chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy

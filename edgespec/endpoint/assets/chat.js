@@ -572,8 +572,8 @@ function comparisonOf(message) {
   const words = [isSame ? "The two texts are equal, character by character: drafts never change the text."
     : `The two texts differ from character ${number(at + 1)} on. They should not: the model or its numerics changed between the two.`];
   if (ratio) words.unshift(ratio >= 1 ? `With drafts it was ${number(ratio, 2)} times as fast. ` : `With drafts it was slower: ${number(ratio, 2)} times the speed. `);
-  if (without.sources?.server) words.push(` The verifier went on drafting by itself (${number(without.sources.server)} tokens): the switch is for this device's drafts.`);
-  return make("div", { class: "comparison" }, make("h3", {}, "With and without this device's drafts"),
+  if (without.sources?.server) words.push(` The verifier went on drafting by itself (${number(without.sources.server)} tokens): its version cannot switch that off.`);
+  return make("div", { class: "comparison" }, make("h3", {}, "With drafts and without"),
     row("With drafts", "with", withDrafts), row("Without", "without", without), make("p", {}, ...words));
 }
 

@@ -78,7 +78,7 @@ class DeviceMessage(_message.Message):
     def __init__(self, draft: _Optional[_Union[Draft, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret", "logprobs")
+    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret", "logprobs", "plain")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Open(_message.Message):
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     SESSION_SECRET_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     version: int
     session_id: str
     model: str
@@ -103,7 +104,8 @@ class Open(_message.Message):
     drafting: bool
     session_secret: bytes
     logprobs: int
-    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    plain: bool
+    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ..., plain: bool = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "max_tokens", "ignore_eos", "constraint", "min_tokens")
