@@ -1231,6 +1231,10 @@ class Endpoint:
         kept_request = replace(
             request, prompts=(), messages=[], tools=[], variables={}, sent_names=names
         )
+        # A fallback has no draft whose tokens could be shown or switched off.
+        shows_sources = request.shows_sources and not self.answered_by
+        if self.answered_by:
+            kept_request = replace(kept_request, drafts=True)
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
         form = form or OutputForm()
         self._check_ids(request, chosen)
@@ -1248,7 +1252,7 @@ class Endpoint:
                         token_bytes=token_bytes,
                         parser=form.make_parser(self.tokenizer),
                         model=chosen.requested_name,
-                        timeline=GenerationTimeline() if request.shows_sources else None,
+                        timeline=GenerationTimeline() if shows_sources else None,
                     )
                 )
         served = chosen.served

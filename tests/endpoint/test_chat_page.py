@@ -4,7 +4,6 @@ the requests that reached the agent, and a console that stays empty."""
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from typing import Any
 
@@ -21,6 +20,7 @@ from edgespec.endpoint.service import Endpoint
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.browser import is_idle, open_browser, send, shows
 from tests.endpoint.live_endpoint import Live, ScriptedAgent, over_script, over_toy
+from tests.endpoint.test_fallback import over_fallback
 
 pytestmark = pytest.mark.slow
 
@@ -427,22 +427,20 @@ def scripted_server(agent: Any, listeners: Any) -> EndpointServer:
 
 
 async def test_another_models_answer_has_a_banner() -> None:
-    """The endpoint answers by itself, because its verifier is away."""
-    usage = {"completion_tokens": 1, "edgespec": {"answered_by": "draft tiny"}}
-    events = [
-        {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]},
-        {"choices": [], "usage": usage},
-    ]
-    body = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
-    async with over_script(ScriptedAgent()) as live, open_browser() as browser:
+    """The endpoint answers by its draft model, because its verifier is away."""
+    async with over_fallback() as (live, _), open_browser() as browser:
         page = await browser.open(page_of(live))
-        headers = {"X-Edgespec-Answered-By": "draft tiny", "Content-Type": "text/event-stream"}
-        await page.route("**/chat/completions", lambda one: one.fulfill(headers=headers, body=body))
+        await page.wait_for_selector("html[data-ready]", state="attached")
+        assert await page.inner_text("#state") == "waiting for a verifier"
+        await page.click("#open-settings")
+        await page.fill("#max_tokens", "12")
         await send(page, "hello")
         await is_idle(page)
         banner = await page.inner_text(".banner")
-        assert banner.startswith("This answer was written by draft tiny, because no verifier")
+        assert banner.startswith("This answer was written by draft toy, because no verifier")
         assert "not the text of the target" in banner
+        assert await page.locator(".assistant .t").count() == 0
+        assert "LOSSY" not in await page.inner_text(".assistant")
         assert browser.said == []
 
 

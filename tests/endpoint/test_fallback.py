@@ -120,6 +120,19 @@ async def test_every_api_answers_and_names_the_model(api: Api, stream: bool) -> 
     assert "no verifier" in line
 
 
+async def test_a_fallback_has_no_drafts_to_show_or_to_switch_off() -> None:
+    data = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 12,
+        "token_sources": True,
+        "drafts": False,
+    }
+    async with over_fallback() as (live, _):
+        reply = await ask(live, "/v1/chat/completions", data)
+    assert (reply.status, reply.headers[HEADER]) == (200, NAME)
+    assert "tokens_by_source" not in reply.json["usage"]["edgespec"]
+
+
 async def test_a_verifier_that_is_back_gets_the_next_request() -> None:
     async with serve_toy() as (address, _):
         port = int(address.rpartition(":")[2])

@@ -171,6 +171,7 @@ async def test_an_endpoint_that_waits_for_a_tokenizer_says_so() -> None:
             health = await ask(live, "/health")
             waiting = {"status": "waiting", "needs_key": True}
             assert (health.status, health.json) == (200, waiting)
+            assert b"New conversation" in (await ask(live, "/")).body, "the page waits as well"
             assert (await ask(live, PATH, HELLO)).status == 401
             key = {"Authorization": "Bearer sesame"}
             for method, data in (("POST", HELLO), ("GET", None)):

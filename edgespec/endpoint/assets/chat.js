@@ -318,7 +318,7 @@ class MessageView {
     if (total) parts.push(shown.map(([origin, count]) => `${number(100 * count / total)} % ${origin}`).join(", "));
     if (message.stopped) parts.push("stopped");
     if (message.finish === "length") parts.push("cut off: the limit of tokens was reached");
-    if (usage?.edgespec?.lossy) parts.push(`LOSSY: ${usage.edgespec.replaced_tokens} tokens are not the target's own`);
+    if (usage?.edgespec?.lossy && !message.answeredBy) parts.push(`LOSSY: ${usage.edgespec.replaced_tokens} tokens are not the target's own`);
     if (!message.drafts) parts.push("without drafts");
     if (usage?.edgespec?.reconnects) parts.push(`${usage.edgespec.reconnects} reconnects`);
     this.figures.replaceChildren(...joined(parts));
