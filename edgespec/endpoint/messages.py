@@ -23,7 +23,10 @@ from edgespec.telemetry.logs import request_id
 _CONVERTED: Final = frozenset(
     "messages system tools tool_choice stop_sequences thinking output_config output_format".split()
 )
-_UNUSED: Final = frozenset("cache_control inference_geo diagnostics speed".split())
+_UNUSED: Final = frozenset(
+    "cache_control inference_geo diagnostics speed betas billing_policy fallbacks"
+    " fallback_credit_token user_profile_id workspace_id".split()
+)
 """Parameters that do not change the output here."""
 _ROLES: Final = ("user", "assistant", "system")
 """Roles of messages. Claude Code sends messages of the system among the others."""
@@ -35,6 +38,10 @@ _THOUGHTS_WANTED: Final = {
     "between_tools": None,
 }
 """Kinds of ``thinking``, with the value of ``enable_thinking``. None: the template decides."""
+_OMITTED: Final = "omitted"
+_DISPLAYS: Final = ("summarized", _OMITTED)
+"""Values of ``thinking.display``. Thoughts are not summarised here, so the first one shows them
+whole."""
 _EFFORTS: Final = {"xhigh": "high", "max": "high"}
 """Efforts that templates do not know, with the highest one that they know."""
 _HOSTED_RESULT: Final = "_tool_result"
@@ -60,6 +67,9 @@ def convert_message_request(
     if fields.sections("mcp_servers"):
         why = "are given, but nothing here connects to them"
         raise fields.error("mcp_servers", why, "unsupported_parameter")
+    if fields.raw("thread") is not None:
+        why = "is given, but no thread is kept here: send all messages"
+        raise fields.error("thread", why, "unsupported_parameter")
     chat = {name: value for name, value in data.items() if name not in _CONVERTED | _UNUSED}
     chat.pop("mcp_servers", None)
     conversion = ChatConversion(chat, {"prompt": "messages"})
@@ -130,6 +140,11 @@ def _convert_thinking(conversion: ChatConversion, fields: Fields) -> None:
     if kind is None or kind not in _THOUGHTS_WANTED:
         known = ", ".join(map(repr, _THOUGHTS_WANTED))
         raise thinking.wrong_value("type", kind, f"one of {known}")
+    display = thinking.text("display")
+    if display not in (None, *_DISPLAYS):
+        known = ", ".join(map(repr, _DISPLAYS))
+        raise thinking.wrong_value("display", display, f"one of {known}")
+    conversion.hides_thoughts = display == _OMITTED
     if (is_wanted := _THOUGHTS_WANTED[kind]) is not None:
         conversion.names["chat_template_kwargs.enable_thinking"] = "thinking"
         variables = fields.section("chat_template_kwargs").data
@@ -262,6 +277,8 @@ class MessageEnvelope(Envelope):
     """JSON of ``/v1/messages``."""
 
     prefix = "msg_"
+    hides_thoughts: bool = False
+    """Whether the text of thinking blocks is left out."""
     _open_kind: str = ""
     """Kind of the block that is open; empty if none is."""
     _block_count: int = 0
@@ -291,7 +308,7 @@ class MessageEnvelope(Envelope):
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         (choice,) = choices
-        content = [_block(one) for one in choice.items]
+        content = [_block(one, hides_thoughts=self.hides_thoughts) for one in choice.items]
         reason, stop = _stop_reason(choice), choice.stop or None
         return self._message(content, reason, stop, _usage_of(usage))
 
@@ -300,6 +317,8 @@ class MessageEnvelope(Envelope):
             return self._begin_block("text", text="") + self._delta("text_delta", text=part)
         if isinstance(part, Thought):
             begin = self._begin_block("thinking", thinking="", signature="")
+            if self.hides_thoughts:
+                return begin
             return begin + self._delta("thinking_delta", thinking=part.text)
         if isinstance(part, CallArguments):
             return self._delta("input_json_delta", partial_json=part.text)
@@ -350,11 +369,12 @@ def _event(kind: str, **data: Any) -> bytes:
     return f"event: {kind}\ndata: {compact_json({'type': kind, **data})}\n\n".encode()
 
 
-def _block(part: Part) -> Json:
+def _block(part: Part, *, hides_thoughts: bool) -> Json:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, Thought):
-        return {"type": "thinking", "thinking": part.text, "signature": _SIGNATURE}
+        text = "" if hides_thoughts else part.text
+        return {"type": "thinking", "thinking": text, "signature": _SIGNATURE}
     assert isinstance(part, ToolCall)  # a choice has whole calls
     arguments = arguments_object(part)
     # A call that was cut off has no arguments yet; ``stop_reason`` says so.

@@ -69,24 +69,25 @@ def convert_ollama_chat(data: Mapping[str, Any]) -> ChatConversion:
 
 def convert_ollama_generate(data: Mapping[str, Any]) -> ChatConversion:
     """Return a request of ``/api/generate`` as a chat request or, if it is ``raw``, as a completion
-    request. Raises ``ApiError``."""
+    request. Raises ``ApiError``.
+
+    With a ``suffix`` it is a completion too, whose output stands between both texts."""
     fields = Fields(data)
     conversion = _convert_common(data, fields)
     is_raw, prompt = fields.boolean("raw"), fields.text("prompt") or ""
-    system = fields.text("system")
-    if fields.text("suffix"):
-        why = "is given, but text is generated at the end of a prompt only"
-        raise fields.error("suffix", why, "unsupported_parameter")
+    system, suffix = fields.text("system"), fields.text("suffix")
     if fields.text("template"):
         why = "is given, but the chat template is the model's own: send the text as a raw prompt"
         raise fields.error("template", why, "unsupported_parameter")
     if fields.raw("context"):
         why = "is given, but no tokens of earlier requests are read: use /api/chat"
         raise fields.error("context", why, "unsupported_parameter")
-    if is_raw:
+    if is_raw or suffix:
         if system:
-            raise fields.error("system", "is given, but a raw prompt has no template to hold it")
-        conversion.chat["prompt"] = prompt
+            kind = "prompt with a suffix" if suffix else "raw prompt"
+            raise fields.error("system", f"is given, but a {kind} has no template to hold it")
+        conversion.names["prompt"] = "prompt"
+        conversion.chat |= {"prompt": prompt, "suffix": suffix}
         return conversion
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     conversion.names |= {"prompt": "prompt", "messages": "prompt"}

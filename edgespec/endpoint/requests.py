@@ -350,6 +350,8 @@ class ChatConversion:
     """Fields of the request that the response repeats."""
     left_out: list[str] = field(default_factory=list)
     """Kinds of tools and items that no model here has."""
+    hides_thoughts: bool = False
+    """Whether the response shows that there was a thought, and not its text."""
 
 
 def chat_request(
@@ -451,7 +453,10 @@ def completion_request(
 def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
     fields, request = _read_common(data, COMPLETION, defaults)
     logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.boolean("echo")
-    suffix, prompts = fields.text("suffix") or "", _read_prompts(fields, request.n)
+    suffix = fields.text("suffix") or ""
+    # A gap may be at the beginning of a file, so that nothing stands in front of it.
+    is_first = bool(suffix) and fields.raw("prompt") == ""
+    prompts = ("",) if is_first else _read_prompts(fields, request.n)
     if suffix and not all(isinstance(one, str) for one in prompts):
         raise fields.error("suffix", "is given, but prompt holds token ids instead of text")
     request = replace(

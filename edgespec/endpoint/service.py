@@ -754,8 +754,9 @@ class Endpoint:
         return {**data, "input": [*earlier, *added]}
 
     async def prepare_message(self, data: Mapping[str, Any]) -> PreparedRequest:
-        _, request = await self._convert(convert_message_request, data)
-        return await self._prepare_chat(request, MessageEnvelope)
+        conversion, request = await self._convert(convert_message_request, data)
+        envelope = partial(MessageEnvelope, hides_thoughts=conversion.hides_thoughts)
+        return await self._prepare_chat(request, envelope)
 
     async def count_message_tokens(self, data: Mapping[str, Any]) -> int:
         """Return the number of prompt tokens of a request for a message."""
@@ -772,7 +773,7 @@ class Endpoint:
         return await self._prepare_chat(self._without_tag(request), OllamaChatEnvelope)
 
     async def prepare_ollama_generate(self, data: Mapping[str, Any]) -> PreparedRequest:
-        if data.get("prompt") in (None, ""):
+        if data.get("prompt") in (None, "") and not data.get("suffix"):
             return await self._prepare_nothing(data, OllamaGenerateEnvelope)
         conversion, request = await self._convert(convert_ollama_generate, data)
         request = self._without_tag(request)

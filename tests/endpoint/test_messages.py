@@ -242,6 +242,12 @@ def test_a_parameter_becomes_one_of_a_chat(sent: dict[str, Any], field: str, val
             id="thinking",
         ),
         pytest.param(
+            {"thinking": {"type": "adaptive", "display": "half"}},
+            "thinking.display is 'half', but must be one of 'summarized', 'omitted'",
+            id="display",
+        ),
+        pytest.param({"thread": {"id": "x"}}, "thread is given, but", id="thread"),
+        pytest.param(
             {"stop_sequences": [3]},
             "stop_sequences is [3], but must be text, or a list of texts",
             id="stops",
@@ -344,6 +350,22 @@ async def test_a_thought_is_a_block_of_its_own() -> None:
     in_first = [one["delta"] for one in changes if one["index"] == 0]
     assert "".join(one.get("thinking", "") for one in in_first) == "Hm so."
     assert in_first[-1] == {"type": "signature_delta", "signature": thought["signature"]}
+    assert [one["delta"]["text"] for one in changes if one["index"] == 1] == ["Hi"]
+
+
+async def test_a_thought_that_is_omitted_is_an_empty_block() -> None:
+    pieces = ["<think>", "Hm", " so.", "</think>", "Hi"]
+    wanted = {**HELLO, "thinking": {"type": "enabled", "display": "omitted"}}
+    async with over_script(ScriptedAgent(pieces), LettersTokenizer(THINKS)) as live:
+        streamed = events(await ask(live, PATH, {**wanted, "stream": True}))
+        whole = (await ask(live, PATH, wanted)).json
+    thought, answer = whole["content"]
+    assert thought == {"type": "thinking", "thinking": "", "signature": thought["signature"]}
+    assert answer == {"type": "text", "text": "Hi"}
+    assert whole["usage"]["output_tokens_details"]["thinking_tokens"] == 4
+    changes = [one for one in streamed if one["type"] == "content_block_delta"]
+    (in_first,) = [one["delta"] for one in changes if one["index"] == 0]
+    assert in_first == {"type": "signature_delta", "signature": thought["signature"]}
     assert [one["delta"]["text"] for one in changes if one["index"] == 1] == ["Hi"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.endpoint.live_endpoint import (
     over_script,
     over_toy,
 )
+from tests.endpoint.test_tools_and_text import chat_tokenizer
 from tests.kit.letters import LettersTokenizer, text_of
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -164,6 +166,7 @@ def test_a_prompt_is_a_chat_unless_it_is_raw() -> None:
         (GENERATE, {"context": [1]}, "context is given, but"),
         (GENERATE, {"images": ["aGk="]}, "images are given, but"),
         (GENERATE, {"raw": True, "system": "b"}, "system is given, but"),
+        (GENERATE, {"suffix": "b", "system": "b"}, "system is given, but a prompt with a suffix"),
         (GENERATE, {"prompt": 3}, "prompt is 3, but must be text"),
     ],
     ids=str,
@@ -176,6 +179,21 @@ async def test_an_error_names_what_the_client_sent(
     assert reply.status == 400
     assert set(reply.json) == {"error"}
     assert reply.json["error"].startswith(message)
+
+
+@pytest.mark.parametrize("prompt", ["ab", ""])
+async def test_a_suffix_is_a_gap_to_fill(tmp_path: Path, prompt: str) -> None:
+    """Oracle: the order of the marks that such models were trained with."""
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    tokenizer = chat_tokenizer(tmp_path, HERMES, marks)
+    agent = ScriptedAgent(["x"])
+    async with over_script(agent, tokenizer) as live:
+        body = {"model": "edgespec", "prompt": prompt, "suffix": "cd", "stream": False}
+        reply = await ask(live, GENERATE, body)
+    assert reply.json["response"] == "x"
+    (tokens,) = agent.prompts
+    written = f"{marks[0]}{prompt}{marks[1]}cd{marks[2]}"
+    assert tokenizer.decode(tokens, skip_special_tokens=False).replace(" ", "") == written
 
 
 async def test_a_stream_is_lines_that_end_with_counts_and_times() -> None:
