@@ -308,6 +308,8 @@ class Envelope(ABC):
     """Time at which the request was ready to wait for a slot."""
     first_token_at_s: float | None = None
     """Time of the first generated token; None before."""
+    _head: str = field(default="", init=False)
+    """Beginning of each chunk of a stream, where all have the same. Empty until the first one."""
     prefix: ClassVar[str]
     content_type: ClassVar[str] = "text/event-stream; charset=utf-8"
     """Content type of a stream."""
@@ -370,17 +372,22 @@ class ChoicesEnvelope(Envelope):
         return b"".join(self._chunk([one]) for one in choices)
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
-        data = self._with_choices(self.delta_object, choices)
-        return _encode_event(data | {"usage": usage} if self.with_usage else data)
+        if not self._head:
+            head = compact_json(self._identity(self.delta_object))[:-1]
+            self._head = f'data: {head},"choices":'
+        tail = f',"usage":{compact_json(usage)}' if self.with_usage else ""
+        return f"{self._head}{compact_json(choices)}{tail}}}\n\n".encode()
 
     def _with_choices(self, kind: str, choices: list[Json]) -> Json:
+        return {**self._identity(kind), "choices": choices}
+
+    def _identity(self, kind: str) -> Json:
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
-            "choices": choices,
         }
 
 

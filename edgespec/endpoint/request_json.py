@@ -325,9 +325,13 @@ def check_encodable(name: str, text: str) -> str:
     return text
 
 
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""Made once, because ``json.dumps`` makes one for each value."""
+
+
 def compact_json(value: object) -> str:
     """Return the JSON of a value, without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def shown_value(value: object) -> str:

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
@@ -182,6 +183,14 @@ class EndpointCounts:
         self.replaced_tokens[model] += sum(one.replaced for one in stats)
 
 
+class _Quiet(Enum):
+    QUIET = auto()
+    """The reader has waited for long enough."""
+
+
+_QUIET: Final = _Quiet.QUIET
+
+
 class RequestRun:
     """The generations of one request. Each begins when a slot is free for it, so a request may have
     more generations than can run at a time. Use as an async context manager and call ``next`` until
@@ -192,10 +201,17 @@ class RequestRun:
     ) -> None:
         self._agent, self._choices, self._admission = agent, tuple(choices), admission
         # Queue of chunks with the index of their choice. None marks the end of a generation, an
-        # error its failure.
-        self._unread: asyncio.Queue[tuple[int, Chunk] | ApiError | None] = asyncio.Queue(
+        # error its failure. ``_QUIET`` wakes a reader that has waited for long enough.
+        self._unread: asyncio.Queue[tuple[int, Chunk] | ApiError | _Quiet | None] = asyncio.Queue(
             _MAX_UNREAD_CHUNKS
         )
+        self._timer: asyncio.TimerHandle | None = None
+        """Timer of the reader. It is set again only when it is due, since it seldom is."""
+        self._quiet_at_s: float | None = None
+        """Time, on the loop's clock, until which the reader waits. None: it does not wait, or for
+        any time."""
+        self._is_quiet = False
+        """Whether that time is over."""
         self._running = len(self._choices)
         self._failed: ApiError | None = None
         self.has_begun = False
@@ -206,6 +222,8 @@ class RequestRun:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -229,20 +247,47 @@ class RequestRun:
         ``timeout_s`` without a chunk, and when ``is_finished``. Raises ``ApiError`` for the first
         generation that fails."""
         chunks: list[tuple[int, Chunk]] = []
+        self._set_timer(timeout_s)
         while self._running and not self._failed and not (chunks and self._unread.empty()):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    item = await self._unread.get()
-            except TimeoutError:
-                return []
+            item = await self._unread.get()
             if isinstance(item, tuple):
                 chunks.append(item)
-            else:
+            elif not isinstance(item, _Quiet):
                 self._running -= 1
                 self._failed = self._failed or item
+            elif self._is_quiet and not chunks:
+                return []
+        self._quiet_at_s = None
         if self._failed is not None and not chunks:
             raise self._failed
         return chunks
+
+    def _set_timer(self, timeout_s: float | None) -> None:
+        """Let the reader wait for ``timeout_s`` from now. A timer for an earlier time stays."""
+        self._is_quiet = False
+        if timeout_s is None:
+            self._quiet_at_s = None
+            return
+        loop = asyncio.get_running_loop()
+        self._quiet_at_s = loop.time() + timeout_s
+        if self._timer is not None:
+            if self._timer.when() <= self._quiet_at_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(self._quiet_at_s, self._wake_reader)
+
+    def _wake_reader(self) -> None:
+        """Wake the reader if its time is over, and else set the timer again."""
+        self._timer = None
+        if (until_s := self._quiet_at_s) is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < until_s:
+            self._timer = loop.call_at(until_s, self._wake_reader)
+            return
+        self._quiet_at_s, self._is_quiet = None, True
+        with contextlib.suppress(asyncio.QueueFull):  # a full queue wakes its reader anyway
+            self._unread.put_nowait(_QUIET)
 
     def fail(self, error: ApiError) -> None:
         """Make every further call of ``next`` raise ``error``."""
