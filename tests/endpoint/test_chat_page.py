@@ -4,7 +4,9 @@ the requests that reached the agent, and a console that stays empty."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,7 +157,10 @@ async def test_conversations_stay_in_the_browser() -> None:
         page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept()))
         async with page.expect_download() as download:
             await page.click("#export-all")
-        assert (await download.value).suggested_filename == "edgespec-conversations.json"
+        exported = await download.value
+        assert exported.suggested_filename == "edgespec-conversations.json"
+        file = Path(await exported.path())
+        kept = json.loads(await asyncio.to_thread(file.read_text, encoding="utf-8"))
         await (
             page.locator("#conversations li", has_text="another one").get_by_title("Delete").click()
         )
@@ -163,6 +168,22 @@ async def test_conversations_stay_in_the_browser() -> None:
         await page.reload()
         await page.wait_for_selector("html[data-ready]", state="attached")
         assert await page.locator("#conversations .open").all_inner_texts() == ["remember me"]
+
+        async def load(content: bytes) -> None:
+            file = {"name": "a.json", "mimeType": "application/json", "buffer": content}
+            await page.set_input_files("#import-file", file)
+
+        await load(json.dumps(kept).encode())
+        await shows(page, "#notice", "2 conversations were imported")
+        names = await page.locator("#conversations .open").all_inner_texts()
+        assert sorted(names) == ["another one", "remember me", "remember me"]
+        await page.locator("#conversations .open", has_text="another one").click()
+        await shows(page, ".assistant", "jumps.")
+        for number, broken in enumerate((b"no json", b'{"messages": [{"role": "evil"}]}', b"[1]")):
+            await page.evaluate("notify('')")
+            await load(broken)
+            await shows(page, "#notice", "Nothing was imported")
+            assert await page.locator("#conversations li").count() == 3, number
         assert browser.said == []
 
 

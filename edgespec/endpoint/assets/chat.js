@@ -153,8 +153,8 @@ async function deleteConversation(one) {
   else showConversations();
 }
 
-async function keepConversation(one) {
-  one.usedAt = Date.now();
+async function keepConversation(one, usedAt = Date.now()) {
+  one.usedAt = usedAt;
   const first = one.messages.find(({ role }) => role === "user");
   one.title ||= (first?.content || "").trim().replace(/\s+/g, " ").slice(0, 60);
   // Only the last answer keeps its timeline.
@@ -172,6 +172,7 @@ function showAll() {
   element("messages").replaceChildren(...messages.map((message, index) => new MessageView(message, index).root));
   element("messages").lastElementChild?.classList.add("last");
   element("live").replaceChildren();
+  document.title = conversation.title ? `${conversation.title} – edgespec` : "edgespec";
   showLegend();
   showConversations();
   toEnd(true);
@@ -655,6 +656,19 @@ element("close-side").addEventListener("click", () => showSide(false));
 element("shade").addEventListener("click", () => showSide(false));
 element("new").addEventListener("click", () => openConversation(emptyConversation()));
 element("export-all").addEventListener("click", () => saveFile("edgespec-conversations.json", store.list));
+element("import").addEventListener("click", () => element("import-file").click());
+element("import-file").addEventListener("change", async () => {
+  const [file] = element("import-file").files;
+  element("import-file").value = "";
+  if (!file) return;
+  try {
+    const found = await readConversations(file);
+    for (const one of found) await keepConversation(one, one.usedAt);
+    notify(found.length === 1 ? "1 conversation was imported." : `${found.length} conversations were imported.`);
+  } catch (error) {
+    notify(`Nothing was imported: ${error.message}.`);
+  }
+});
 element("delete-all").addEventListener("click", async () => {
   if (!store.all.size || !confirm(`Delete all ${store.all.size} conversations? They exist in this browser only.`)) return;
   await store.clear();

@@ -70,6 +70,32 @@ class Conversations {
   }
 }
 
+const MAX_FILE_BYTES = 64 << 20;
+
+/** Return the conversations in an exported file, as new ones. Throws an error for people. Only known
+ *  fields of known types are taken, so a file that somebody else made can do no harm. */
+async function readConversations(file) {
+  if (file.size > MAX_FILE_BYTES) throw new Error(`the file has ${number(file.size)} bytes, but at most ${number(MAX_FILE_BYTES)} are read`);
+  let value;
+  try { value = JSON.parse(await file.text()); } catch { throw new Error("the file holds no JSON"); }
+  const text = one => typeof one === "string" ? one : "";
+  const message = one => {
+    const role = one?.role;
+    if (role === "user") return { role, content: text(one.content) };
+    if (role === "tool") return { role, content: text(one.content), tool_call_id: text(one.tool_call_id) };
+    if (role !== "assistant") throw new Error("a message in the file is neither of a user nor of an assistant");
+    const calls = Array.isArray(one.calls) ? one.calls : [];
+    return { ...emptyAnswer(one.drafts !== false), content: text(one.content), reasoning: text(one.reasoning), finish: "stop",
+      answeredBy: text(one.answeredBy), calls: calls.map(call => ({ id: text(call?.id), name: text(call?.name), arguments: text(call?.arguments) })) };
+  };
+  const found = (Array.isArray(value) ? value : [value]).slice(0, MAX_CONVERSATIONS);
+  return found.map(one => {
+    // The terminal's chat writes a system message beside the others.
+    if (!Array.isArray(one?.messages)) throw new Error("the file holds no conversation");
+    return { id: newId(), title: text(one.title), usedAt: Number.isFinite(one.usedAt) ? one.usedAt : Date.now(), messages: one.messages.map(message) };
+  });
+}
+
 /** Offer a file to the user. */
 function saveFile(name, value) {
   const address = URL.createObjectURL(new Blob([JSON.stringify(value, null, 1)], { type: "application/json" }));
