@@ -240,7 +240,7 @@ OWN = {
     "edgespec.device.corpus": "in our cache",
     "edgespec.device.drafters.manifest": "in a model's folder",
     "edgespec.device.export.export": "in a model's folder",
-    "edgespec.endpoint.app": "comes with the package",
+    "edgespec.endpoint.pages": "comes with the package",
     "edgespec.models": "in a model's folder",
     "edgespec.telemetry.process_memory": "the kernel's",
     "edgespec.telemetry.recording": "checks what it has opened",

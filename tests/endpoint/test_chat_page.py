@@ -361,6 +361,7 @@ async def test_settings_reach_the_request_and_tools_are_shown() -> None:
         raw = await page.inner_text("#raw-body")
         assert '"tool_call_id"' in raw
         assert '"token_sources": true' in raw
+        assert raw.count("curl -N http://127.0.0.1:") == 1
         assert browser.said == []
     sampling = agent.samplings[0]
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (

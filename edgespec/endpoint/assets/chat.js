@@ -590,14 +590,21 @@ function showRaw(message) {
   } else {
     const more = found.eventCount - found.events.length;
     body.replaceChildren(make("p", { class: "soft" }, `POST ${new URL("v1/chat/completions", location.href).href}`),
-      block("Request", found.request), block("Headers of the answer", found.headers), block("Usage", found.usage),
+      block("As a command", asCommand(found.request)), block("Request", found.request), block("Headers of the answer", found.headers), block("Usage", found.usage),
       block(`Events of the stream${more > 0 ? ` (the first ${found.events.length} of ${found.eventCount})` : ""}`, found.events, null));
   }
   element("raw").showModal();
 }
 
+/** Return a command that sends the same request. The key is not in it. */
+function asCommand(request) {
+  const key = sessionStorage.getItem(KEY) ? ' -H "Authorization: Bearer $EDGESPEC_ENDPOINT_KEY"' : "";
+  const data = JSON.stringify(request).replaceAll("'", "'\\''");
+  return `curl -N ${new URL("v1/chat/completions", location.href).href}${key} -H 'Content-Type: application/json' -d '${data}'`;
+}
+
 function block(name, value, indent = 2) {
-  const text = Array.isArray(value) ? value.map(one => JSON.stringify(one)).join("\n") : JSON.stringify(value, null, indent);
+  const text = typeof value === "string" ? value : Array.isArray(value) ? value.map(one => JSON.stringify(one)).join("\n") : JSON.stringify(value, null, indent);
   return make("section", {}, make("div", { class: "row" }, make("h3", {}, name), copyButton(() => text)), make("pre", { class: "mono", tabindex: "0" }, text ?? "none"));
 }
 element("close-raw").addEventListener("click", () => element("raw").close());
