@@ -4,7 +4,7 @@ llama.cpp converts checkpoints with a few changes, which are undone here:
 
 * query and key matrices of the Llama family have their rotary dimensions interleaved;
 * norms of the Gemma family have 1 added to their weights;
-* the experts of a layer are one tensor;
+* the experts of a layer are one tensor, and gpt-oss's are cut into gate and up;
 * the factors of Llama 3's rotary scaling are a tensor instead of four numbers.
 """
 
@@ -12,14 +12,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor, values_of
+from edgespec.models.gguf_file import (
+    GgufError,
+    GgufFile,
+    GgufTensor,
+    blocks_of,
+    type_name,
+    values_of,
+)
 
 Array = NDArray[Any]
 
@@ -54,6 +62,15 @@ _EXPERT_PARTS: Final = {
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
+_SINKS: Final = "attn_sinks"
+_GPT_OSS: Final = {
+    **{part: name for part, name in _IN_LAYER.items() if not part.startswith("ffn")},
+    _SINKS: "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
+_MXFP4_VALUES: Final = 32
+"""Values of a block of MXFP4, which has one byte for the scale and half a byte for each value."""
 _LAYER: Final = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _LONG_FACTORS: Final = "rope_factors_long.weight"
@@ -64,6 +81,7 @@ _PARTLY_ROTATED: Final = ("phi3",)
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT: Final = 8192
 _MAX_LAYERS: Final = 4096
+_YARN: Final = "yarn"
 _WITHOUT_ROPE_EVERY: Final = 4
 """SmolLM3 leaves the rotary embedding out of every fourth layer; GGUF does not say so."""
 
@@ -80,6 +98,8 @@ class Architecture:
     """Query and key matrices have interleaved rotary dimensions."""
     has_one_added: bool = False
     """Norms have 1 added."""
+    fuses_experts: bool = False
+    """A checkpoint has one tensor for gate and up of all experts of a layer, and one for down."""
     own: Callable[[GgufFile, str], dict[str, Any]] = lambda file, prefix: {}
     """Returns the configuration that only this family has."""
 
@@ -207,6 +227,27 @@ def _read_qwen3moe(file: GgufFile, prefix: str) -> dict[str, Any]:
     }
 
 
+def _read_gpt_oss(file: GgufFile, prefix: str) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "num_local_experts": file.needed(f"{prefix}.expert_count", int),
+        "num_experts_per_tok": file.needed(f"{prefix}.expert_used_count", int),
+        "intermediate_size": file.needed(f"{prefix}.expert_feed_forward_length", int),
+        "sliding_window": file.needed(f"{prefix}.attention.sliding_window", int),
+        "layer_types": _list_layer_types(_count_layers(file, prefix), 2),
+    }
+    rope = _read_rope(file, prefix)
+    if rope["rope_type"] == _YARN:
+        # The checkpoints say so, and GGUF has no key for it.
+        own["rope_parameters"] = {**rope, "truncate": False}
+    if packs_experts(file):
+        plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+        own["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [*plain, "model.embed_tokens", "lm_head"],
+        }
+    return own
+
+
 def _read_smollm3(file: GgufFile, prefix: str) -> dict[str, Any]:
     layers = _count_layers(file, prefix)
     return {
@@ -227,6 +268,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "phi3": Architecture("phi3", _FUSED, own=_read_phi3),
     "granite": Architecture("granite", is_interleaved=True, own=_read_granite),
     "smollm3": Architecture("smollm3", is_interleaved=True, own=_read_smollm3),
+    "gpt-oss": Architecture("gpt_oss", _GPT_OSS, fuses_experts=True, own=_read_gpt_oss),
 }
 """Families by the name that GGUF gives them (``general.architecture``)."""
 
@@ -291,9 +333,26 @@ def _read_rope(file: GgufFile, prefix: str) -> dict[str, Any]:
     factor = file.value(f"{prefix}.rope.scaling.factor", float, 1.0)
     if kind == "linear" and factor != 1.0:
         found |= {"rope_type": "linear", "factor": factor}
-    elif kind not in ("none", "linear") and factor != 1.0:
+    elif kind == _YARN and factor != 1.0:
+        found |= _read_yarn(file, prefix, factor)
+    elif kind not in ("none", "linear", _YARN) and factor != 1.0:
         raise GgufError(f"{file.path}: rotary scaling {kind!r} is not served")
     return found
+
+
+def _read_yarn(file: GgufFile, prefix: str, factor: float) -> dict[str, Any]:
+    """Return the numbers of YaRN's scaling. Raises ``GgufError`` for a sharpness of its own."""
+    key = f"{prefix}.rope.scaling"
+    sharpness = file.value(f"{key}.attn_factor", float, 1.0)
+    if sharpness != 1.0:
+        raise GgufError(f"{file.path}: {key}.attn_factor is {sharpness:g}, which is not served")
+    return {
+        "rope_type": _YARN,
+        "factor": factor,
+        "beta_fast": file.value(f"{key}.yarn_beta_fast", float, 32.0),
+        "beta_slow": file.value(f"{key}.yarn_beta_slow", float, 1.0),
+        "original_max_position_embeddings": file.needed(f"{key}.original_context_length", int),
+    }
 
 
 def _read_llama3_scaling(file: GgufFile, tensor: GgufTensor, theta: float) -> dict[str, Any]:
@@ -316,34 +375,22 @@ def _read_llama3_scaling(file: GgufFile, tensor: GgufTensor, theta: float) -> di
     }
 
 
+Parts = Callable[[int], Iterator[Array]]
+"""Yields the values of a tensor in parts of whole rows. A part has at most as many values as the
+argument, or one row, or one matrix if its values change their places."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointWeight:
-    """One tensor of a checkpoint, and the tensor of the file that it comes from."""
+    """One tensor of a checkpoint, and the tensors of the file that it comes from."""
 
     name: str
-    tensor: GgufTensor
-    expert: int | None = None
-    """Index of the expert that it belongs to, if the tensor holds all experts of a layer."""
-    change: Callable[[Array], Array] | None = None
-    """Function of all values of the tensor; None if the file's own values are used."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the checkpoint."""
-        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
-
-    def read(self, values_at_once: int) -> Iterator[Array]:
-        """Yield the values in parts of whole rows. A part has at most ``values_at_once`` values, or
-        one row. Values that change come in one part."""
-        if self.expert is not None:
-            yield values_of(self.tensor, self.expert, self.expert + 1)[0]
-        elif self.change is not None:
-            yield self.change(values_of(self.tensor))
-        else:
-            rows = self.shape[0]
-            step = max(1, values_at_once // math.prod(self.shape[1:]))
-            for start in range(0, rows, step):
-                yield values_of(self.tensor, start, min(rows, start + step))
+    tensors: tuple[GgufTensor, ...]
+    shape: tuple[int, ...]
+    """The shape in the checkpoint."""
+    read: Parts
+    is_packed: bool = False
+    """Whether its values are bytes that stay as they are: parts of blocks, no numbers."""
 
 
 def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[CheckpointWeight]:
@@ -355,7 +402,7 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[Checkpoint
             continue
         if (plain := _PLAIN.get(name)) is not None:
             is_changed = found.has_one_added and "norm" in name
-            yield CheckpointWeight(plain, tensor, change=_subtract_one if is_changed else None)
+            yield _take_whole(plain, tensor, _subtract_one if is_changed else None)
             continue
         match = _LAYER.fullmatch(name)
         part = None if match is None else match["part"]
@@ -365,9 +412,12 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[Checkpoint
         layer = f"model.layers.{match['layer']}"
         if part in _EXPERT_PARTS:
             _check_experts(file, tensor, config)
+            if found.fuses_experts:
+                yield from _fuse_experts(file, config, f"{layer}.mlp.experts", match)
+                continue
             for expert in range(tensor.shape[0]):
                 own = f"{layer}.mlp.experts.{expert}.{_EXPERT_PARTS[part]}.weight"
-                yield CheckpointWeight(own, tensor, expert=expert)
+                yield _take_expert(own, tensor, expert)
             continue
         change: Callable[[Array], Array] | None = None
         if found.is_interleaved and part in ("attn_q", "attn_k"):
@@ -375,17 +425,140 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> Iterator[Checkpoint
             change = _unpair_heads(file, tensor, int(config[key]))
         elif found.has_one_added and part.endswith("norm"):
             change = _subtract_one
+        own = f"{layer}.{found.names[part]}"
+        yield _take_whole(own if part == _SINKS else f"{own}.{match['kind']}", tensor, change)
+
+
+def _take_whole(
+    name: str, tensor: GgufTensor, change: Callable[[Array], Array] | None = None
+) -> CheckpointWeight:
+    """Return the weight that is one tensor, whose values ``change`` changes if it is given."""
+
+    def read(values_at_once: int) -> Iterator[Array]:
+        if change is not None:
+            yield change(values_of(tensor))
+            return
+        rows = tensor.shape[0]
+        step = max(1, values_at_once // math.prod(tensor.shape[1:]))
+        for start in range(0, rows, step):
+            yield values_of(tensor, start, min(rows, start + step))
+
+    return CheckpointWeight(name, (tensor,), tensor.shape, read)
+
+
+def _take_expert(name: str, tensor: GgufTensor, expert: int) -> CheckpointWeight:
+    """Return the matrix of one expert. ``tensor`` holds the experts of a layer."""
+
+    def read(values_at_once: int) -> Iterator[Array]:
+        yield values_of(tensor, expert, expert + 1)[0]
+
+    return CheckpointWeight(name, (tensor,), tensor.shape[1:], read)
+
+
+def _fuse_experts(
+    file: GgufFile, config: Mapping[str, Any], name: str, match: re.Match[str]
+) -> Iterator[CheckpointWeight]:
+    """Yield the experts of a layer as gpt-oss has them: each matrix is transposed, and the rows of
+    gate and up take turns. Blocks of MXFP4 stay blocks. Raises ``GgufError``."""
+    part, kind = match["part"], match["kind"]
+    if part == "ffn_up_exps":  # it is a part of the gate's weight
+        _find_expert_part(file, match, "ffn_gate_exps")
+        return
+    parts = ["ffn_gate_exps", "ffn_up_exps"] if part == "ffn_gate_exps" else [part]
+    tensors = tuple([_find_expert_part(file, match, one) for one in parts])
+    experts, hidden, wide = (
+        int(config[key]) for key in ("num_local_experts", "hidden_size", "intermediate_size")
+    )
+    name = f"{name}.{'gate_up_proj' if len(parts) > 1 else 'down_proj'}"
+    rows, columns = (wide, hidden) if len(parts) > 1 else (hidden, wide)
+    wanted = (experts, rows) if kind == "bias" else (experts, rows, columns)
+    for tensor in tensors:
+        if tensor.shape != wanted:
+            raise GgufError(
+                f"{file.path}: tensor {tensor.name[:80]!r} has the shape {tensor.shape}, but must"
+                f" have {wanted}"
+            )
+    whole = len(parts) * rows
+    if kind == "bias":
         yield CheckpointWeight(
-            f"{layer}.{found.names[part]}.{match['kind']}", tensor, change=change
+            f"{name}_bias", tensors, (experts, whole), partial(_read_biases, tensors)
         )
+    elif packs_experts(file):
+        shape = (experts, whole, columns // _MXFP4_VALUES)
+        blocks, scales = (partial(_read_blocks, tensors, of_scales) for of_scales in (False, True))
+        half = _MXFP4_VALUES // 2
+        yield CheckpointWeight(f"{name}_blocks", tensors, (*shape, half), blocks, is_packed=True)
+        yield CheckpointWeight(f"{name}_scales", tensors, shape, scales, is_packed=True)
+    else:
+        read = partial(_read_transposed, tensors)
+        yield CheckpointWeight(name, tensors, (experts, columns, whole), read)
+
+
+def _find_expert_part(file: GgufFile, match: re.Match[str], part: str) -> GgufTensor:
+    """Return the tensor ``part`` of the layer and kind in ``match``. Raises ``GgufError``."""
+    name = f"blk.{match['layer']}.{part}.{match['kind']}"
+    if (found := file.tensors.get(name)) is None:
+        raise GgufError(f"{file.path}: has {match[0][:80]!r}, but no {name!r}")
+    return found
+
+
+def _take_turns(parts: Sequence[Array]) -> Array:
+    """Return an array whose rows are the first rows of all parts, then the second ones, and so
+    on."""
+    rows = sum(len(part) for part in parts)
+    return np.stack(parts, axis=1).reshape(rows, *parts[0].shape[1:])
+
+
+def _read_biases(tensors: Sequence[GgufTensor], values_at_once: int) -> Iterator[Array]:
+    for expert in range(tensors[0].shape[0]):
+        yield _take_turns([values_of(one, expert, expert + 1)[0] for one in tensors])[None]
+
+
+def _read_transposed(tensors: Sequence[GgufTensor], values_at_once: int) -> Iterator[Array]:
+    for expert in range(tensors[0].shape[0]):
+        yield _take_turns([values_of(one, expert, expert + 1)[0] for one in tensors]).T[None]
+
+
+def _read_blocks(
+    tensors: Sequence[GgufTensor], of_scales: bool, values_at_once: int
+) -> Iterator[Array]:
+    """Yield the scales of MXFP4 blocks, or their 4-bit values.
+
+    A block of GGUF has its scale first, then bytes whose low halves are the first 16 values. In a
+    checkpoint the two halves of a byte are neighbours, the low one first."""
+    for expert in range(tensors[0].shape[0]):
+        blocks = _take_turns([blocks_of(one, expert, expert + 1)[0] for one in tensors])
+        if of_scales:
+            yield blocks[None, ..., 0]
+            continue
+        halves = blocks[..., 1:]
+        values = np.concatenate((halves & 15, halves >> 4), axis=-1)
+        yield (values[..., 0::2] | (values[..., 1::2] << 4))[None]
+
+
+def packs_experts(file: GgufFile) -> bool:
+    """Return whether the experts stay in 4 bits: the family allows it, and all of their matrices
+    are MXFP4."""
+    if not architecture_of(file).fuses_experts:
+        return False
+    matrices = [
+        tensor
+        for name, tensor in file.tensors.items()
+        if (match := _LAYER.fullmatch(name)) is not None
+        and match["part"] in _EXPERT_PARTS
+        and match["kind"] == "weight"
+    ]
+    return all(type_name(tensor) == "MXFP4" for tensor in matrices)
 
 
 def _check_experts(file: GgufFile, tensor: GgufTensor, config: Mapping[str, Any]) -> None:
-    """Raise ``GgufError`` unless ``tensor`` holds a matrix for each expert of the model."""
-    count = config.get("num_experts")
+    """Raise ``GgufError`` unless ``tensor`` holds a matrix, or a bias, for each expert of the
+    model."""
+    count = config.get("num_experts", config.get("num_local_experts"))
     if count is None:
         raise GgufError(f"{file.path}: tensor {tensor.name[:80]!r} is not known in this family")
-    if len(tensor.shape) != 3 or tensor.shape[0] != count:
+    is_bias = tensor.name.endswith(".bias")
+    if len(tensor.shape) != (2 if is_bias else 3) or tensor.shape[0] != count:
         raise GgufError(
             f"{file.path}: tensor {tensor.name[:80]!r} has the shape {tensor.shape}, but there are"
             f" {count} experts"

@@ -38,6 +38,9 @@ _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS_64: Final = {12: "d"}
 _TEXT, _ARRAY = 8, 9
+_LENGTH: Final = struct.Struct("<Q")
+_BLOCKS_AT_ONCE: Final = 8192
+"""Blocks that are decoded together: their values are in the processor's cache then."""
 
 
 class GgufError(ValueError):
@@ -198,10 +201,27 @@ class _Reader:
         element = self.scalar("I")
         length = self.count(f"elements in {key[:80]}", _MAX_ARRAY)
         if element == _TEXT:
-            return [self.text() for _ in range(length)]
+            return self._texts(length)
         if (form := _SCALARS.get(element) or _SCALARS_64.get(element)) is None:
             raise GgufError(f"{self._path}: {key[:80]} is an array of the unknown type {element}")
         return list(struct.unpack(f"<{length}{form}", self.bytes(length * struct.calcsize(form))))
+
+    def _texts(self, count: int) -> list[str]:
+        """Return that many texts: what ``text`` does, in a third of the time. A vocabulary and its
+        merges are some hundred thousand texts."""
+        data, position, size = self._data, self.position, len(self._data)
+        found = list[str]()
+        for _ in range(count):
+            start = position + 8
+            if start > size:
+                raise GgufError(f"{self._path}: ends in the middle of its header")
+            (length,) = _LENGTH.unpack_from(data, position)
+            if length > min(_MAX_TEXT_BYTES, size - start):  # ``text`` raises the error
+                break
+            position = start + length
+            found.append(data[start:position].decode("utf-8", errors="replace"))
+        self.position = position
+        return found if len(found) == count else [*found, self.text()]
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return the name, shape, type and offset of a tensor."""
@@ -274,14 +294,7 @@ def values_of(tensor: GgufTensor, start: int = 0, stop: int | None = None) -> ND
     shape = (stop - start, *tensor.shape[1:])
     if len(shape) == 1:  # blocks may be cut
         return values_of(replace(tensor, shape=(1, *tensor.shape)))[0, start:stop]
-    each = byte_count(tensor.path, tensor) // tensor.shape[0]
-    raw = np.memmap(
-        tensor.path,
-        np.uint8,
-        "r",
-        offset=tensor.offset + start * each,
-        shape=((stop - start) * each,),
-    )
+    raw = _map_bytes(tensor, start, stop)
     kind = GGMLQuantizationType(tensor.type)
     if kind is GGMLQuantizationType.F32:
         return raw.view("<f4").reshape(shape)
@@ -289,14 +302,42 @@ def values_of(tensor: GgufTensor, start: int = 0, stop: int | None = None) -> ND
         return raw.view("<f2").reshape(shape)
     if kind is GGMLQuantizationType.BF16:
         return (raw.view("<u2").astype("<u4") << 16).view("<f4").reshape(shape)
-    rows = raw.reshape(*shape[:-1], -1)
+    block, block_bytes = _find_block(tensor.path, tensor)
+    blocks = raw.reshape(-1, block_bytes)
+    found = np.empty((len(blocks), block), np.float32)
     try:
         with np.errstate(all="ignore"):  # a scale in the file may be infinite
-            return np.asarray(dequantize(rows, kind), np.float32).reshape(shape)
+            for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
+                part = slice(first, min(len(blocks), first + _BLOCKS_AT_ONCE))
+                # The library is slow where a matrix has many rows, so this is one row.
+                found[part] = dequantize(blocks[part].reshape(1, -1), kind).reshape(-1, block)
+            return found.reshape(shape)
     except NotImplementedError:
         raise GgufError(
             f"{tensor.path}: tensor {tensor.name[:80]!r} is {kind.name}, which cannot be decoded"
         ) from None
+
+
+def blocks_of(tensor: GgufTensor, start: int, stop: int) -> NDArray[np.uint8]:
+    """Return the blocks of ``tensor`` from ``start`` to ``stop`` of its first dimension as they are
+    in the file: uint8 [stop - start, ..., blocks of a row, bytes of a block]. It must have two
+    dimensions or more."""
+    _, block_bytes = _find_block(tensor.path, tensor)
+    return _map_bytes(tensor, start, stop).reshape(
+        stop - start, *tensor.shape[1:-1], -1, block_bytes
+    )
+
+
+def _map_bytes(tensor: GgufTensor, start: int, stop: int) -> NDArray[np.uint8]:
+    each = byte_count(tensor.path, tensor) // tensor.shape[0]
+    mapped = np.memmap(
+        tensor.path,
+        np.uint8,
+        "r",
+        offset=tensor.offset + start * each,
+        shape=((stop - start) * each,),
+    )
+    return mapped.view(np.ndarray)  # slices of a memmap take ten times as long
 
 
 def tensor_types(file: GgufFile) -> Iterator[tuple[str, int]]:

@@ -32,13 +32,19 @@ import numpy as np
 from edgespec.config.common import require_library
 from edgespec.config.files import temporary_folder
 from edgespec.models.conversion_reports import ConversionReport, report_conversion
-from edgespec.models.gguf_architecture import config_of, weights_of
-from edgespec.models.gguf_file import GgufError, GgufFile, tensor_types, type_name
+from edgespec.models.gguf_architecture import config_of, packs_experts, weights_of
+from edgespec.models.gguf_file import (
+    GgufError,
+    GgufFile,
+    byte_count,
+    tensor_types,
+    type_name,
+)
 
 MAX_FLOAT32_BYTES: Final = 12 << 30
 _HEADER_BYTES: Final = 1 << 20
 _NAME_DIGITS: Final = 16
-_VERSION: Final = 3
+_VERSION: Final = 4
 """Version of the conversion. A change of what a folder holds takes the next number."""
 _MIB: Final = 1 << 20
 _DTYPES: Final = {"F32": ("<f4", 4), "F16": ("<f2", 2), "BF16": ("<u2", 2)}
@@ -157,13 +163,18 @@ def _compute_digest(file: GgufFile) -> str:
 
 def _plan_weights(file: GgufFile) -> tuple[str, int]:
     """Return the type in which matrices are written, and the bytes of all weights."""
-    values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-    kinds = {type_name(one) for one in file.tensors.values() if len(one.shape) > 1}
+    tensors, packed_bytes = list(file.tensors.values()), 0
+    if packs_experts(file):
+        packed = [one for one in tensors if type_name(one) == "MXFP4" and len(one.shape) == 3]
+        packed_bytes = sum(byte_count(file.path, one) for one in packed)
+        tensors = [one for one in tensors if one not in packed]
+    values = sum(math.prod(tensor.shape) for tensor in tensors)
+    kinds = {type_name(one) for one in tensors if len(one.shape) > 1}
     if kinds == {"F16"} or kinds == {"BF16"}:
-        return kinds.pop(), 2 * values
+        return kinds.pop(), 2 * values + packed_bytes
     if 4 * values > MAX_FLOAT32_BYTES:
-        return "BF16", 2 * values
-    return "F32", 4 * values
+        return "BF16", 2 * values + packed_bytes
+    return "F32", 4 * values + packed_bytes
 
 
 def _check_room(folder: Path, size: int, path: Path) -> None:
@@ -208,11 +219,10 @@ class _WrittenWeights:
         """The error of rounding, as in ``ConversionReport``."""
         return math.sqrt(self._lost_squares / self._squares) if self._squares else 0.0
 
-    def encode(self, values: Any) -> bytes:
-        """Return the bytes of ``values``, float32 or float16, in the type that is written."""
-        content: bytes
+    def encode(self, values: Any) -> Any:
+        """Return ``values``, float32 or float16, as an array of the type that is written."""
         if self._dtype != "BF16":
-            content = values.astype(_DTYPES[self._dtype][0], copy=False).tobytes()
+            content = values.astype(_DTYPES[self._dtype][0], copy=False)
         else:
             values = values.astype("<f4", copy=False)
             bits = values.view("<u4")
@@ -221,8 +231,12 @@ class _WrittenWeights:
             lost = (rounded.astype("<u4") << 16).view("<f4") - values
             self._lost_squares += float(np.vdot(lost, lost))
             self._squares += float(np.vdot(values, values))
-            content = rounded.tobytes()
-        self.done_bytes += len(content)
+            content = rounded
+        return self.count(content)
+
+    def count(self, content: Any) -> Any:
+        """Count the bytes of an array that is written, and return the array."""
+        self.done_bytes += content.nbytes
         return content
 
 
@@ -236,9 +250,10 @@ def _write_weights(
     weights = list(weights_of(file, config))
     position = 0
     for weight in weights:
-        size = math.prod(weight.shape) * _DTYPES[dtype][1]
+        kind, each = ("U8", 1) if weight.is_packed else (dtype, _DTYPES[dtype][1])
+        size = math.prod(weight.shape) * each
         described[weight.name] = {
-            "dtype": dtype,
+            "dtype": kind,
             "shape": list(weight.shape),
             "data_offsets": [position, position + size],
         }
@@ -250,10 +265,11 @@ def _write_weights(
         out.write(struct.pack("<Q", len(header)) + header)
         for place, weight in enumerate(weights, 1):
             for values in weight.read(_VALUES_AT_ONCE):
-                out.write(state.encode(np.ascontiguousarray(values).reshape(-1)))
-            # The experts of a layer are one tensor of the file.
-            if place == len(weights) or weights[place].tensor is not weight.tensor:
-                state.done_tensors += 1
+                flat = np.ascontiguousarray(values).reshape(-1)
+                out.write(state.count(flat) if weight.is_packed else state.encode(flat))
+            # The experts of a layer are one tensor of the file, or two.
+            if place == len(weights) or weights[place].tensors != weight.tensors:
+                state.done_tensors += len(weight.tensors)
                 yield state
         out.flush()
         os.fsync(out.fileno())

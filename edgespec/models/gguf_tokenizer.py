@@ -58,11 +58,15 @@ _ENDS: Final = (
     "<|endoftext|>",
     "<|end|>",
     "<|return|>",
+    "<|call|>",
     "<end_of_turn>",
     "<|end_of_role|>",
 )
 """Control tokens that end an output in some family. GGUF has room for one or two only, and
 llama.cpp ends at the others too."""
+_HARMONY_ENDS: Final = ("<|return|>", "<|call|>")
+_HARMONY_MESSAGE_END: Final = "<|end|>"
+"""In a vocabulary with ``_HARMONY_ENDS`` it ends one message of an output, such as the thought."""
 
 
 def tokenizer_of(file: GgufFile) -> Tokenizer:
@@ -105,6 +109,8 @@ def end_tokens_of(file: GgufFile) -> list[int]:
     ]
     ids = {text: token for token, text in enumerate(tokens)}
     found += [ids[end] for end in _ENDS if end in ids and types[ids[end]] == _CONTROL]
+    if all(end in ids for end in _HARMONY_ENDS):
+        found = [token for token in found if tokens[token] != _HARMONY_MESSAGE_END]
     return list(dict.fromkeys(found))
 
 

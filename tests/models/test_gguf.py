@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.models import folders
-from edgespec.models.gguf_architecture import config_of
+from edgespec.models.gguf_architecture import config_of, weights_of
 from edgespec.models.gguf_file import GgufError, GgufFile, GgufTensor
 from edgespec.models.gguf_folder import folder_of_gguf
 from edgespec.models.gguf_references import choose_file, hub_file, ollama_file
@@ -54,6 +54,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
 }
 FOUR_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -79,6 +80,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {}),
     "granite": ("granite", {}),
+    "gpt_oss": (
+        "gpt-oss",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
 }
 INTERLEAVED = ("llama", "granite")
 
@@ -90,11 +105,46 @@ def interleave(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
+def split_experts(
+    name: str, values: NDArray[Any], *, four_bits: bool
+) -> list[tuple[str, NDArray[Any], Any]]:
+    """Return the tensors that llama.cpp makes of a tensor of gpt-oss's experts: their names behind
+    the layer's, their values and types. gate_up_proj is [experts, inputs, outputs], and its outputs
+    are gate and up in turns."""
+    if name.endswith("_bias"):
+        whole, kind, raw = values, "bias", None
+    else:
+        whole, kind, raw = values.swapaxes(1, 2), "weight", Q.MXFP4 if four_bits else None
+    parts = {"ffn_down_exps": whole}
+    if name.startswith("gate_up"):
+        parts = {"ffn_gate_exps": whole[:, 0::2], "ffn_up_exps": whole[:, 1::2]}
+    found = []
+    for part, own in parts.items():
+        own = np.ascontiguousarray(own)
+        written = own if raw is None else gguf.quants.quantize(own, raw)
+        found.append((f"{part}.{kind}", written, raw))
+    return found
+
+
+def round_experts(model: Any) -> None:
+    """Round the experts of a gpt-oss model to what MXFP4 can hold, as the ``gguf`` library does."""
+    for name, tensor in model.state_dict().items():
+        if "experts" in name and not name.endswith("_bias"):
+            values = np.ascontiguousarray(tensor.numpy().swapaxes(1, 2))
+            rounded = gguf.quants.dequantize(gguf.quants.quantize(values, Q.MXFP4), Q.MXFP4)
+            tensor.copy_(torch.from_numpy(rounded.swapaxes(1, 2).copy()))
+
+
 def write_gguf(
-    path: Path, model: Any, architecture: str, add_more: Callable[[Any], None] = lambda writer: None
+    path: Path,
+    model: Any,
+    architecture: str,
+    add_more: Callable[[Any], None] = lambda writer: None,
+    *,
+    four_bits: bool = False,
 ) -> Path:
     """Write a model of transformers as llama.cpp's converter would. ``add_more`` adds what only
-    this model has."""
+    this model has. ``four_bits`` writes experts in MXFP4."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -118,6 +168,14 @@ def write_gguf(
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if architecture == "gpt-oss":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     add_tokens(writer, [f"t{number}" for number in range(config.vocab_size)])
     add_more(writer)
     for name, tensor in model.state_dict().items():
@@ -127,7 +185,16 @@ def write_gguf(
         if stem.startswith("model.layers."):
             _, _, layer, stem = stem.split(".", 3)
             prefix = f"blk.{layer}."
+        if stem == "mlp.experts":
+            for own, written, raw in split_experts(kind, values, four_bits=four_bits):
+                writer.add_tensor(f"{prefix}{own}", written, raw_dtype=raw)
+            continue
+        if kind == "sinks":
+            writer.add_tensor(f"{prefix}attn_sinks.weight", values)
+            continue
         names = {**NAMES, **(FOUR_NORMS if architecture in ("gemma2", "gemma3") else {})}
+        if architecture == "gpt-oss":
+            names["post_attention_layernorm"] = "post_attention_norm"
         if architecture in INTERLEAVED and stem in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = config.num_attention_heads if "q_" in stem else config.num_key_value_heads
             values = interleave(values, heads)
@@ -137,9 +204,11 @@ def write_gguf(
     return finish(writer, path)
 
 
-def add_tokens(writer: Any, tokens: Sequence[str], merges: Sequence[str] = ()) -> None:
+def add_tokens(
+    writer: Any, tokens: Sequence[str], merges: Sequence[str] = (), pre: str = "gpt-2"
+) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(list(tokens))
     writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
     if merges:
@@ -170,8 +239,41 @@ def test_a_family_gives_the_logits_of_transformers(tmp_path: Path, model_type: s
     folders.check_folder(folder)
 
 
+def test_experts_in_4_bit_floats_stay_in_4_bits(tmp_path: Path) -> None:
+    """Oracle: the rounded experts in transformers, and the bytes of the file."""
+    model = family_model("gpt_oss")
+    round_experts(model)
+    path = write_gguf(tmp_path / "tiny.gguf", model, "gpt-oss", four_bits=True)
+    folder = convert(path, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.quantization_config["quant_method"] == "mxfp4"
+    config.quantization_config = {**config.quantization_config, "dequantize": True}
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32
+    ).eval()
+    ids = torch.arange(40).reshape(1, -1) % 200
+    with torch.no_grad():
+        expected, found = model(ids).logits, again(ids).logits
+    assert torch.equal(expected, found)
+    experts = model.config.num_local_experts
+    hidden, wide = model.config.hidden_size, model.config.intermediate_size
+    blocks = read_tensor(folder, "model.layers.1.mlp.experts.gate_up_proj_blocks")
+    assert blocks.shape == (experts, 2 * wide, hidden // 32, 16)
+    assert blocks.dtype == np.uint8
+
+
+def test_an_expert_that_lacks_its_other_half_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", family_model("gpt_oss"), "gpt-oss")
+    file = GgufFile.read(path)
+    for lost in ("blk.0.ffn_gate_exps.weight", "blk.1.ffn_up_exps.bias"):
+        left = {name: tensor for name, tensor in file.tensors.items() if name != lost}
+        cut = GgufFile(path, file.metadata, left)
+        with pytest.raises(GgufError, match=f"but no '{lost}'"):
+            list(weights_of(cut, config_of(cut)))
+
+
 @pytest.mark.parametrize("count", [0, 4097, (1 << 31) - 1])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "smollm3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "smollm3", "gpt-oss"])
 def test_an_impossible_number_of_layers_is_refused(
     tmp_path: Path, architecture: str, count: int
 ) -> None:
@@ -446,7 +548,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o"])
 def test_a_byte_level_tokenizer_gives_the_same_ids(tmp_path: Path, pre: str) -> None:
     source = write_tokenizer(tmp_path) / "tokenizer.json"
     data = json.loads(source.read_text(encoding="utf-8"))
@@ -473,6 +575,54 @@ def test_a_byte_level_tokenizer_gives_the_same_ids(tmp_path: Path, pre: str) -> 
         return
     for one in TEXTS:
         assert found.encode(one).ids == expected.encode(one).ids
+
+
+O200K_CUTS = [
+    ("It's HelloWorld's", ["It's", " Hello", "World's"]),
+    ("a1234567", ["a", "123", "456", "7"]),
+    ("x  = {'/a/b'}\n\n", ["x", " ", " =", " {'/", "a", "/b", "'}\n\n"]),
+    ("日本語 Текст", ["日本語", " Текст"]),
+]
+
+
+@pytest.mark.parametrize(("text", "cuts"), O200K_CUTS, ids=["words", "digits", "code", "scripts"])
+def test_the_pattern_of_o200k_cuts_as_its_makers_say(
+    tmp_path: Path, text: str, cuts: list[str]
+) -> None:
+    """Contractions stay with their word, a change of case begins one, and digits come in threes."""
+    from edgespec.models.gguf_tokenizer import tokenizer_of
+
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "gpt-oss")
+    add_tokens(writer, ALPHABET, pre="gpt-4o")
+    writer.add_tensor("x", np.zeros(4, np.float32))
+    tokenizer = tokenizer_of(GgufFile.read(finish(writer, tmp_path / "a.gguf")))
+    found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == cuts
+
+
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|end|>", "<|return|>", "<|call|>", "<|start|>"], ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|endoftext|>"], ["<|endoftext|>", "<|end|>"]),
+    ],
+    ids=["gpt-oss", "phi-3"],
+)
+def test_the_end_of_a_message_ends_no_output_of_gpt_oss(
+    tmp_path: Path, special: list[str], ends: list[str]
+) -> None:
+    """In harmony an output has several messages: the thought ends with ``<|end|>``."""
+    from edgespec.models.gguf_tokenizer import end_tokens_of
+
+    tokens = [*ALPHABET, *special]
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "gpt-oss")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(ALPHABET) + [3] * len(special))
+    writer.add_eos_token_id(tokens.index(ends[0]))
+    writer.add_tensor("x", np.zeros(4, np.float32))
+    file = GgufFile.read(finish(writer, tmp_path / "a.gguf"))
+    assert [tokens[token] for token in end_tokens_of(file)] == ends
 
 
 def write_sentence_piece(
