@@ -182,6 +182,40 @@ def test_only_training_loads_torch() -> None:
     assert _loaded_by(*names) & HEAVY == set()
 
 
+POSIX_ONLY = ("fcntl", "grp", "pwd", "resource", "termios", "tty")
+SERVER_SIDE = (
+    "edgespec.verifier",
+    "edgespec.training",
+    "edgespec.local_verifier",
+    "edgespec.cli.credentials",
+)
+
+
+def test_the_device_side_can_be_imported_where_posix_is_not() -> None:
+    """Windows lacks some modules of the standard library, and SIGHUP. Libraries have their own
+    ways around that, so only our imports fail here. Oracle: a fresh interpreter."""
+    names = [
+        module.name
+        for module in parse_modules()
+        if is_within(module.name, "edgespec")
+        and not any(is_within(module.name, one) for one in (*SERVER_SIDE, "edgespec.__main__"))
+    ]
+    assert len(names) > 150
+    code = f"""
+import builtins, importlib, signal
+usual = builtins.__import__
+def refuse(name, given=None, *more):
+    if name in {POSIX_ONLY} and given and str(given.get("__name__")).startswith("edgespec"):
+        raise ModuleNotFoundError(name)
+    return usual(name, given, *more)
+builtins.__import__ = refuse
+del signal.SIGHUP
+for name in {names}:
+    importlib.import_module(name)
+"""
+    _printed(code)
+
+
 def _loaded_by(*names: str) -> set[str]:
     """Return the top-level names in ``sys.modules`` of a fresh interpreter that imported
     ``names``."""

@@ -28,7 +28,7 @@ from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, fr
 from edgespec.cli.running import say, signals_handled_by, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
-from edgespec.config.files import read_text, replace_file, user_folder
+from edgespec.config.files import STOPPING_SIGNALS, read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import is_unicode, make_one_line, make_printable
 from edgespec.device import build
@@ -455,7 +455,9 @@ def chat(
         runner,
         # These signals unwind the stack, so that the terminal is restored: it may outlive this
         # process, which a shell or a script can end by SIGHUP.
-        signals_handled_by(runner.end, (signal.SIGTERM, signal.SIGHUP)),
+        signals_handled_by(
+            runner.end, [one for one in STOPPING_SIGNALS if one is not signal.SIGINT]
+        ),
         trace_to(settings.trace, settings.trace_tokens) as tracer,
     ):
         settings, info = runner.run(device.choose_verifier(settings))

@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import sys
-import termios
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -148,7 +147,14 @@ def _bindings() -> KeyBindings:
 @contextlib.contextmanager
 def silent_keyboard() -> Iterator[None]:
     """Turn off the terminal's echo in this block, because keys would appear in the middle of a
-    reply. Typed keys wait for the next message; Ctrl-C still works."""
+    reply. Typed keys wait for the next message; Ctrl-C still works.
+
+    The console of Windows shows keys only where a program reads them, so nothing is done there."""
+    try:
+        import termios
+    except ModuleNotFoundError:
+        yield
+        return
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
     silent = [*before]

@@ -21,7 +21,7 @@ import typer
 from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError, host_names, join_host_port
-from edgespec.config.files import remove_temporary_folders
+from edgespec.config.files import STOPPING_SIGNALS, remove_temporary_folders
 from edgespec.core.protocol.checks import make_printable
 from edgespec.device.agent import GenerationError
 from edgespec.models.conversion_reports import ConversionReport, watch_conversions
@@ -29,8 +29,7 @@ from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter, lo
 from edgespec.telemetry.trace import HiddenTokens, TraceFile, Tracer
 
 _SHOWN_EVERY_S: Final = 0.1
-# A closed terminal (SIGHUP) must not leave a child process behind.
-_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANGUP: Final = "SIGHUP"
 _T = TypeVar("_T")
 
 
@@ -182,7 +181,7 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
 async def _run_supervised(work: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.ensure_future(work)
     stopping = StopRequest(task.cancel)
-    before = {int(number): signal.getsignal(number) for number in _STOPPING_SIGNALS}
+    before = {int(number): signal.getsignal(number) for number in STOPPING_SIGNALS}
     numbers = on_stopping_signals(stopping.request)
     try:
         return await task
@@ -196,16 +195,22 @@ async def _run_supervised(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def on_stopping_signals(
-    stop: Callable[[int], None], numbers: Sequence[int] = _STOPPING_SIGNALS
+    stop: Callable[[int], None], numbers: Sequence[int] = STOPPING_SIGNALS
 ) -> list[int]:
     """Make the running event loop call ``stop`` with the number of each stopping signal.
 
-    Signals that are ignored, as under ``nohup``, stay ignored. Returns the numbers of the others.
-    """
-    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    loop = asyncio.get_running_loop()
-    for number in handled:
-        loop.add_signal_handler(number, stop, number)
+    Signals that are ignored, as under ``nohup``, stay ignored. Returns the numbers of the others,
+    whose handlers the caller has to remove from the loop."""
+    loop, handled = asyncio.get_running_loop(), list[int]()
+    for number in numbers:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue
+        try:
+            loop.add_signal_handler(number, stop, number)
+        except NotImplementedError:  # the loop of Windows has no handlers
+            signal.signal(number, lambda number, _: loop.call_soon_threadsafe(stop, number))
+        else:
+            handled.append(number)
     return handled
 
 
@@ -236,7 +241,7 @@ class StopRequest:
     @property
     def terminal_closed(self) -> bool:
         """Whether the terminal has closed, so that no user waits for this process."""
-        return self._number == signal.SIGHUP
+        return bool(self._number) and signal.Signals(self._number).name == _HANGUP
 
     def request(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal of this ``number``."""
@@ -269,7 +274,7 @@ def stopping_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def signals_handled_by(handler: Any, numbers: Sequence[int] = _STOPPING_SIGNALS) -> Iterator[None]:
+def signals_handled_by(handler: Any, numbers: Sequence[int] = STOPPING_SIGNALS) -> Iterator[None]:
     """Install ``handler`` in this block for each of ``numbers`` whose signal is not ignored."""
     before = {number: signal.getsignal(number) for number in numbers}
     handled = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}

@@ -119,6 +119,10 @@ def _give_to_owner_of(handle: int, path: Path, mode: int) -> int:
     return kept & ~stat.S_IRWXG  # the file's group is another one, which was granted nothing
 
 
+STOPPING_SIGNALS: Final = tuple(
+    [one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+)
+"""Signals that end a command. SIGHUP, which closing a terminal sends, is not on every platform."""
 _TEMPORARY: set[Path] = set()
 
 
@@ -133,7 +137,7 @@ def temporary_folder(beside: Path | None = None, prefix: str = "edgespec-") -> I
     _TEMPORARY.add(folder)
     replaced = []
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOPPING_SIGNALS:
             # Any other handler unwinds the stack, and so reaches the ``finally`` below.
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _remove_and_exit)

@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import hmac
 import re
-import resource
 import socket
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, Final
@@ -351,7 +350,11 @@ async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None
 
 def connection_limit() -> int:
     """Return the limit on connections: ``MAX_CONNECTIONS``, or fewer if the limit on open files
-    (``ulimit -n``) is low."""
+    (``ulimit -n``) is low. Windows has no such limit."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return MAX_CONNECTIONS
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS

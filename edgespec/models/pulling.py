@@ -12,7 +12,6 @@ complete. A lock lets one process at a time fetch a pair.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -26,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
+from filelock import FileLock, Timeout
+
 from edgespec.config.common import SetupError
 from edgespec.config.files import temporary_folder
 from edgespec.models import catalogue, folders
@@ -38,6 +39,8 @@ INDEX_PATIENCE_S: Final = 90.0
 _POLL_S: Final = 0.1
 _CHUNK_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 64 << 20
+LOCK_FILE: Final = ".lock"
+"""File in the folder of a pair that the process which fetches it holds locked."""
 _WORK_PREFIX: Final = ".pull-"
 _ABANDONED_AFTER_S: Final = 86_400.0
 _MAX_MESSAGE: Final = 400
@@ -124,16 +127,16 @@ def _only_one(name: str, say: Say) -> Iterator[None]:
     that was killed."""
     folder = catalogue.pulled_folder(name)
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    lock = FileLock(folder / LOCK_FILE)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that pulls {name}")
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        lock.acquire(blocking=False)
+    except Timeout:
+        say(f"waiting for another process that pulls {name}")
+        lock.acquire()
+    try:
         yield
     finally:
-        os.close(handle)
+        lock.release()
 
 
 def _remove_abandoned(folder: Path) -> None:

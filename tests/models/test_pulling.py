@@ -33,6 +33,7 @@ from edgespec.config.loading import ConfigError
 from edgespec.models import catalogue, folders, pulling
 from edgespec.models.catalogue import Side
 from edgespec.models.model_source import Purpose, SourceKind, resolve_source
+from edgespec.models.pulling import LOCK_FILE
 from tests.kit.live_verifier import run_command, serve_toy
 from tests.models.test_gguf import write_small_model
 
@@ -107,8 +108,8 @@ class Market:
         monkeypatch.setattr(catalogue, "CATALOGUE_FILE", path)
 
     def list_files(self) -> list[str]:
-        """Return the files of the cache."""
-        found = self.cache.rglob("*")
+        """Return the files of the cache, without the locks."""
+        found = [path for path in self.cache.rglob("*") if path.name != LOCK_FILE]
         return sorted(str(path.relative_to(self.cache)) for path in found if path.is_file())
 
 
