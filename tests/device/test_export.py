@@ -7,6 +7,7 @@ Optimum is replaced by a stand-in that writes a graph with its signature. The re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import WORK_PREFIX, export_draft, export_to_cache, work_folder
 from edgespec.device.model_drafter import load_foreign_drafter
+from edgespec.models import file_digests
 from edgespec.models.folders import ModelFolderError, token_count
 from edgespec.models.model_source import Purpose, resolve_source
 from tests.device.foreign_graphs import concatenating_graph
@@ -187,6 +189,53 @@ def test_an_export_on_the_fly_is_kept_under_a_key_of_its_content(
     third = export_to_cache(source, 4, said.append)
     assert len({first, half, second, third}) == 4
     assert not list(first.parent.glob(f"{WORK_PREFIX}*"))
+
+
+def test_large_weights_are_read_once_while_they_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the digest of the content."""
+    monkeypatch.setattr(file_digests, "_KEPT_FROM_BYTES", 1)
+    read, usual = list[Path](), file_digests._read_digest
+
+    def count(path: Path) -> bytes:
+        read.append(path)
+        return usual(path)
+
+    monkeypatch.setattr(file_digests, "_read_digest", count)
+    (path := tmp_path / "weights").write_bytes(b"first")
+    expected = [hashlib.blake2b(one, digest_size=32).digest() for one in (b"first", b"other")]
+    clock = [path.stat().st_mtime]
+    monkeypatch.setattr(file_digests.time, "time", lambda: clock[0])
+
+    def digest() -> bytes:
+        return file_digests.compute_file_digest(path, tmp_path / "cache")
+
+    assert [digest(), digest()] == [expected[0]] * 2
+    assert len(read) == 2, "it was written just now"
+    clock[0] += 3600.0
+    assert [digest(), digest(), digest()] == [expected[0]] * 3
+    assert len(read) == 3
+    path.write_bytes(b"other")
+    os.utime(path, (clock[0] - 1800.0, clock[0] - 1800.0))
+    assert [digest(), digest()] == [expected[1]] * 2
+    for kept in (tmp_path / "cache" / "digests").iterdir():
+        kept.write_bytes(b"cut")
+    assert digest() == expected[1]
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder")
+    assert digest() == expected[1]
+
+
+def test_kept_digests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_digests, "_KEPT_FROM_BYTES", 1)
+    monkeypatch.setattr(file_digests, "_MAX_KEPT", 3)
+    monkeypatch.setattr(file_digests, "_SETTLED_AFTER_S", -1.0)
+    for number in range(8):
+        path = tmp_path / f"weights-{number}"
+        path.write_bytes(b"x")
+        file_digests.compute_file_digest(path, tmp_path / "cache")
+    assert len(list((tmp_path / "cache" / "digests").iterdir())) == 3
 
 
 def test_work_folders_that_were_left_behind_are_taken_away_after_a_day(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from edgespec.device.drafters.manifest import (
 )
 from edgespec.device.export.checkpoint import Checkpoint, read_shape
 from edgespec.models import folders
+from edgespec.models.file_digests import compute_file_digest
 
 if TYPE_CHECKING:
     import onnx
@@ -152,8 +153,7 @@ def work_folder(beside: Path) -> Iterator[Path]:
 
 
 # Number that is increased when an export of the same input would give other bytes.
-_EXPORT_VERSION = 5
-_CHUNK_BYTES = 1 << 20
+_EXPORT_VERSION = 6
 _HASHED_FILES = ("config.json", "generation_config.json", "*token*.json", "*.safetensors")
 
 
@@ -202,8 +202,6 @@ def _source_digest(source: Path, bits: int, kv_type: KvType) -> str:
     for path in sorted(
         file_path for pattern in _HASHED_FILES for file_path in source.glob(pattern)
     ):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
+        digest.update(f"{path.name} ".encode())
+        digest.update(compute_file_digest(path, folders.cache_folder()))
     return digest.hexdigest()
