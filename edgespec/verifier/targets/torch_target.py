@@ -111,8 +111,9 @@ class TorchTarget(SimpleTarget):
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
         if quantize:
-            # The version counts what makes other bits of the same weights: 2 has zero points.
-            number_format = f"{quantize}v2-{number_format}"
+            # The version counts what makes other bits of the same weights: 2 has zero points, 3
+            # sums blocks in another order.
+            number_format = f"{quantize}v3-{number_format}"
         self.info = ModelInfo(
             name,
             vocabulary,
