@@ -191,7 +191,8 @@ async def _run_edgespec(
         options.append(f"--set=quantize={quantize}")
     run = Run([], [], [], 0.0)
     async with verifier_process(options) as (address, _):
-        config = AgentConfig(draft=DraftSection(model=draft or build.NONE))
+        draft_section = DraftSection(model=draft or build.NONE)
+        config = AgentConfig(tokenizer=args.model, draft=draft_section)
         drafter = build.load_drafter(config)
         tokenizer = build.load_tokenizer(args.model)
         up, down = build.link_models(LinkSection(rtt_ms=rtt_ms))

@@ -553,7 +553,8 @@ def connect(
         address: ``host:port`` or ``unix:path``, or several of them: the best is used, and if it
             fails in the middle of a generation, another goes on.
         draft: ``bundled``, a folder, a Hub id, ``lookup`` to draft from the text without a model,
-            ``none`` to only stream; or a ``Draft`` with all its settings.
+            ``none`` to only stream; or a ``Draft`` with all its settings. In place of ``bundled``
+            the draft of the catalogue is used if the verifier serves the target of a pair.
         tokenizer: A folder or Hub id. Empty: the verifier's, which it sends once.
         model: The target or adapter to ask for, by name; empty: what the verifier serves.
         rule: The acceptance rule; all but ``exact`` are LOSSY.

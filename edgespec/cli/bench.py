@@ -180,7 +180,12 @@ def bench(
                 )
             named = _BUILT_IN_NAMES.get(prompts, prompts)
             subject = report.Subject(model, draft, server_draft, "", "", named, chat)
-            config = AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms))
+            # A draft without a tokenizer of its own has the target's, which lies here.
+            has_tokenizer = draft not in (build.NONE, build.LOOKUP, build.RANDOM)
+            config = AgentConfig(
+                tokenizer="" if has_tokenizer else model,
+                draft=DraftSection(model=draft, draft_ms=draft_ms),
+            )
             run_bench = _Bench(settings, subject, config, _read_prompts(prompts), tape, theory)
         except ValueError as error:
             raise ConfigError(str(error)) from None

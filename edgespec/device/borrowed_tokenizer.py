@@ -223,6 +223,9 @@ def _check_texts(folder: Path, info: ModelInfo) -> None:
 class BorrowingAgent(Agent):
     """An agent that borrows the texts of its target from a verifier before the first generation.
 
+    In place of the bundled draft it takes the catalogue's draft for that target, as the commands do
+    (``build.with_pulled_draft``).
+
     While no verifier sends them (``takes_target_texts``), it tries again before each generation."""
 
     def __init__(
@@ -234,7 +237,11 @@ class BorrowingAgent(Agent):
         beside: build.Fallback | None = None,
     ) -> None:
         options, drafter = build.agent_options(config, ""), None
-        if not borrows_tokenizer(config):
+        # In place of the bundled draft the catalogue's may be used, once the target is known.
+        waits = borrows_tokenizer(config) or (
+            config.draft.model == build.BUNDLED and beside is None
+        )
+        if not waits:
             drafter = build.load_drafter(config, say=say, beside=beside)
         transport = build.verifier_transport(config)
         super().__init__(transport, drafter, _no_text, _no_text, options, tracer=tracer)
@@ -278,7 +285,10 @@ class BorrowingAgent(Agent):
                 may_answer_later |= answer.error is not None and answer.error.retryable
             elif (model := answer.info.find_model(wanted)) is not None:
                 try:
-                    config = await with_tokenizer(self._config, model, self._warn_once, address)
+                    config = await _WORKERS.run(
+                        build.with_pulled_draft, self._config, model, _log_line
+                    )
+                    config = await with_tokenizer(config, model, self._warn_once, address)
                     await _WORKERS.run(self._use_texts, config, model)
                 except (PoolBusyError, PoolLateError) as error:
                     raise LinkError(str(error)) from None
@@ -307,6 +317,10 @@ class BorrowingAgent(Agent):
         self.drafter, self.reference, self._has_texts = drafter, reference, True
         self._encode, self._decoder = text.encode, text.stream
         self._read_constraint = device_grammar_reader(reference)
+
+
+def _log_line(text: str) -> None:
+    logger.info("%s", text)
 
 
 def _no_text(*_: object) -> NoReturn:

@@ -453,6 +453,12 @@ def _make_drafter(
         return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), toy_info())
     reference = tokenizer_reference(config)
     if draft.model == LOOKUP:
+        if not config.tokenizer:
+            raise ConfigError(
+                f"draft.model is {LOOKUP!r}, which has no tokenizer of its own: set tokenizer to a"
+                " folder or Hub id of the target (an agent that knows its verifier takes it from"
+                " there)"
+            )
         source = resolve_source(reference, Purpose.TEXTS)
         info = source.vocabulary_info(draft.context_length or _MAX_CONTEXT_LENGTH)
         return SilentDrafter(replace(info, name=LOOKUP))

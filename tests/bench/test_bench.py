@@ -32,7 +32,7 @@ from edgespec.bench.prompts import (
 )
 from edgespec.bench.report import Subject, judge_mismatches, make_document, write_footer, write_json
 from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Station
-from edgespec.config import AgentConfig, DraftSection, VerifierConfig
+from edgespec.config import AgentConfig, ConfigError, DraftSection, VerifierConfig
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.ports import Candidate, Drafter, PassRequest, PassResult, SimpleTarget
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -345,6 +345,18 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert result["server_drafts"]["model_steps"] > 0
     assert "both over server-draft: " in done.stdout
     assert "the server's own drafts: " in done.stdout
+
+
+def test_lookup_alone_has_the_targets_tokenizer(tmp_path: Path) -> None:
+    """Oracle: the vocabulary, which the verifier compares. Nothing else names the toy's here."""
+    size = ("--arms", "target-only,edgespec", "--limit", 1, "-n", 8, "--repeats", 1)
+    timing = ("--pass-ms", 0, "--rtt-ms", 0)
+    done = run_command("bench", "--model", "toy", "--draft", "lookup", *size, *timing)
+    assert done.exit_code == 0, done.output
+    config = AgentConfig(draft=DraftSection("lookup"))
+    with pytest.raises(ConfigError, match=r"'lookup', which has no tokenizer of its own: set"):
+        load_drafter(config)
+    assert require(load_drafter(replace(config, tokenizer="toy"))).info.name == "lookup"
 
 
 def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:

@@ -25,17 +25,20 @@ import huggingface_hub
 import pytest
 import yaml
 
+import edgespec
 from edgespec.cli import demo
 from edgespec.cli.device import choose_verifier
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.config.loading import ConfigError
+from edgespec.core.protocol.errors import GenerationError
 from edgespec.models import catalogue, folders, pulling
 from edgespec.models.catalogue import Side
 from edgespec.models.model_source import Purpose, SourceKind, resolve_source
 from edgespec.models.pulling import LOCK_FILE
 from tests.kit.live_verifier import run_command, serve_toy
 from tests.models.test_gguf import write_small_model
+from tests.present import require
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="there is no pip")
 
@@ -442,6 +445,25 @@ async def test_a_device_takes_the_draft_of_the_pair_that_its_verifier_serves(mod
         assert run_command("models", "remove", NAME).exit_code == 0
         with pytest.raises(SetupError, match="edgespec pull tiny --only draft"):
             await choose_verifier(device)
+
+
+async def test_connect_takes_the_draft_of_the_pair_too(model: Market) -> None:
+    """Oracle: the command's own choice, and the text without a draft."""
+    assert run_command("pull", NAME, "--yes").exit_code == 0
+    async with serve_toy(config=VerifierConfig(model=NAME, port=0)) as (where, _):
+        async with edgespec.connect(where, draft="none") as plain:
+            expected = await plain.complete("abc", max_tokens=8)
+        async with edgespec.connect(where) as agent:
+            found = await agent.complete("abc", max_tokens=8)
+            assert found.tokens == expected.tokens
+            chosen, _ = await choose_verifier(AgentConfig(verifier=where))
+            device = await agent._loaded()
+            wanted = resolve_source(chosen.draft.model, Purpose.DRAFT).info.vocabulary
+            assert require(device.drafter).info.vocabulary == wanted
+        assert run_command("models", "remove", NAME).exit_code == 0
+        async with edgespec.connect(where) as agent:
+            with pytest.raises(GenerationError, match="edgespec pull tiny --only draft"):
+                await agent.complete("abc")
 
 
 def test_a_demo_without_a_real_pair_shows_the_toy_and_says_why(
