@@ -99,6 +99,7 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
                 context_length=context_length,
                 kv_type=kv_type,
                 progress=lambda done, all_: layers.update(bar, completed=done, total=all_),
+                report_loss=lambda loss: say(str(loss)),
             )
     _say_written(out, f"{manifest.layers} layers", manifest.bits, manifest.model.vocabulary)
 

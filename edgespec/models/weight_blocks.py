@@ -82,6 +82,47 @@ class RoundedMatrix:
         return whole
 
 
+_KINDS: Final = (
+    ("embedding", ("embed",)),
+    ("attention", ("_attn.", "q_proj", "o_proj", ".qkv", ".out")),
+    ("MLP", (".mlp.", "gate", ".down")),
+)
+"""Kinds of matrices, and parts of the names by which they are known. All others are heads."""
+
+
+class RoundingLoss:
+    """The loss of rounding a model's matrices, by their kind."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+        """Sums of the squares of the weights and of the differences."""
+
+    def add(self, name: str, squares: float, lost_squares: float) -> None:
+        """Add the matrix ``name``, with the sums of a ``RoundedMatrix``."""
+        kind = next((one for one, parts in _KINDS if any(part in name for part in parts)), "head")
+        before = self._sums.get(kind, (0.0, 0.0))
+        self._sums[kind] = before[0] + squares, before[1] + lost_squares
+
+    def relative_errors(self) -> dict[str, float]:
+        """Return the error of each kind of matrix: the root of the summed squares of the
+        differences over that of the weights."""
+        return {kind: _divide_roots(*sums) for kind, sums in self._sums.items()}
+
+    @property
+    def relative_error(self) -> float:
+        """The error of all matrices together; 0 if none was rounded."""
+        squares, lost = (math.fsum(sums[part] for sums in self._sums.values()) for part in (0, 1))
+        return _divide_roots(squares, lost)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {one:.1%}" for kind, one in self.relative_errors().items())
+        return f"rounding changed the weights by {self.relative_error:.1%} ({parts})"
+
+
+def _divide_roots(squares: float, lost_squares: float) -> float:
+    return math.sqrt(lost_squares / squares) if squares > 0.0 else 0.0
+
+
 def quantize_matrix(weight: Floats, bits: int) -> tuple[Bytes, Floats]:
     """Return (integers, scales) of ``weight`` [N, K] in the layout described at the head of this
     file. Values are rounded to nearest with fitted block scales; the result is deterministic.

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -206,7 +207,7 @@ def test_large_weights_are_read_once_while_they_stay_as_they_are(
     (path := tmp_path / "weights").write_bytes(b"first")
     expected = [hashlib.blake2b(one, digest_size=32).digest() for one in (b"first", b"other")]
     clock = [path.stat().st_mtime]
-    monkeypatch.setattr(file_digests.time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: clock[0])
 
     def digest() -> bytes:
         return file_digests.compute_file_digest(path, tmp_path / "cache")

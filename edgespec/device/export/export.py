@@ -33,6 +33,8 @@ from edgespec.models.file_digests import compute_file_digest
 if TYPE_CHECKING:
     import onnx
 
+    from edgespec.models.weight_blocks import RoundingLoss
+
 COPIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -55,6 +57,7 @@ def export_draft(
     context_length: int = 0,
     kv_type: KvType = KvType.FLOAT32,
     progress: Callable[[int, int], None] | None = None,
+    report_loss: Callable[[RoundingLoss], None] | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target``, which is made if it is missing.
 
@@ -67,6 +70,7 @@ def export_draft(
         context_length: Longest sequence. 0 is the model's own, at most 16384.
         kv_type: Type of cached keys and values. int8 needs onnxruntime, to try the draft.
         progress: Called with the number of finished layers and of all layers.
+        report_loss: Called with what rounding to 4 or 8 bits changed.
 
     Returns:
         The manifest of the draft folder.
@@ -94,7 +98,10 @@ def export_draft(
         token_count=min(folders.token_count(source), shape.vocabulary_size),
         trained_length=folders.trained_length(source),
     )
-    model = GraphBuilder(shape, Checkpoint(source, shape), length, bits).build(progress)
+    builder = GraphBuilder(shape, Checkpoint(source, shape), length, bits)
+    model = builder.build(progress)
+    if report_loss is not None and bits != 32:
+        report_loss(builder.loss)
     if kv_type is KvType.FLOAT16:
         halve_cache(model)
     elif kv_type is KvType.INT8:
@@ -177,7 +184,9 @@ def export_to_cache(
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
     # The draft is built aside and moved, so no process ever finds a half-written folder.
     with work_folder(folder.parent) as work:
-        export_draft(source, work, bits=bits, kv_type=kv_type)
+        export_draft(
+            source, work, bits=bits, kv_type=kv_type, report_loss=lambda loss: say(str(loss))
+        )
         if folder.exists() and _find_fault(folder):
             with work_folder(folder.parent) as aside:
                 folder.rename(aside / "damaged")

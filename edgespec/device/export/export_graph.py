@@ -174,7 +174,7 @@ class GraphBuilder:
         self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
         self._checkpoint, self._read = checkpoint, checkpoint.read
         self._context_length = context_length
-        self._bits = bits
+        self._bits, self.loss = bits, wb.RoundingLoss()
         self._id_count = shape.kept.size if shape.kept else shape.vocabulary_size
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
@@ -445,10 +445,11 @@ class GraphBuilder:
 
     def _add_quantized(self, name: str, weight: NDArray[np.float32]) -> int:
         """Add a rounded matrix. Return its number of columns, filled up to whole blocks."""
-        packed, scales = wb.quantize_matrix(weight, self._bits)
-        self._add_constant(f"{name}.packed", packed)
-        self._add_constant(f"{name}.scales", scales)
-        return int(scales.shape[1]) * wb.BLOCK_SIZE
+        rounded = wb.round_matrix(weight, self._bits, shifts=False)
+        self.loss.add(name, rounded.squares, rounded.lost_squares)
+        self._add_constant(f"{name}.packed", rounded.integers)
+        self._add_constant(f"{name}.scales", rounded.scales)
+        return int(rounded.scales.shape[1]) * wb.BLOCK_SIZE
 
     def _add_block_product(self, name: str, value: str, size: tuple[int, int], output: str) -> str:
         return self._add_node(

@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto, helper
 
 from edgespec.models.graph_nodes import GraphNodes
-from edgespec.models.weight_blocks import RoundedMatrix, round_matrix
+from edgespec.models.weight_blocks import RoundedMatrix, RoundingLoss, round_matrix
 from edgespec.verifier.targets import cpu_threads
 from edgespec.verifier.targets.graph_passes import GraphModel, GraphShape, probe_logits
+from edgespec.verifier.targets.linear_layers import copy_from_file
 from edgespec.verifier.targets.quantized_linear import FORMATS, HEAD_BITS, check_product
 
 Array = NDArray[Any]
@@ -72,8 +73,10 @@ def _find_window(config: Any, layer: int) -> int:
     return int(window)
 
 
-def load_graph(path: str, model: Any, number_format: str, context_length: int) -> GraphModel:
-    """Return ``model``, whose weights are float32, as a graph with rounded weights.
+def load_graph(
+    path: str, model: Any, number_format: str, context_length: int
+) -> tuple[GraphModel, RoundingLoss]:
+    """Return ``model``, whose weights are float32, as a graph with rounded weights, and the loss.
 
     The layers and the head of ``model`` are taken apart on the way; its embedding table stays.
     Raises ``UnsupportedModelError`` where this machine's products are wrong."""
@@ -99,7 +102,8 @@ def load_graph(path: str, model: Any, number_format: str, context_length: int) -
     first.nodes.drop_packed()
     if np.array_equal(probe_logits(graph), before):
         whole.nodes.drop_packed()
-    return graph
+    copy_from_file(model)  # the embedding table is left
+    return graph, builder.loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class _GraphBuilder:
         self._model, self._config = model, model.config
         self._context_length, self._bits = context_length, bits
         self._rounded: dict[str, RoundedMatrix] = {}
+        self.loss = RoundingLoss()
         self.shape = _graph_shape(model)
         self._graph = GraphNodes()
 
@@ -264,7 +269,7 @@ class _GraphBuilder:
         if self._config.model_type in _GEMMA:
             weight = 1.0 + weight
         epsilon = getattr(module, "variance_epsilon", None)
-        return weight.numpy(), float(module.eps if epsilon is None else epsilon)
+        return weight.numpy().copy(), float(module.eps if epsilon is None else epsilon)
 
     def _scaled_branch(self, name: str, branch: str) -> str:
         """Append Granite's factor on what is added to the stream."""
@@ -314,7 +319,8 @@ class _GraphBuilder:
         if name not in self._rounded:
             weight = torch.cat([layer.weight.detach() for layer in layers]).numpy()
             bits = HEAD_BITS if is_head else self._bits
-            self._rounded[name] = round_matrix(weight, bits)
+            self._rounded[name] = rounded = round_matrix(weight, bits)
+            self.loss.add(name, rounded.squares, rounded.lost_squares)
             for layer in layers:
                 layer.weight = None
         return self._rounded[name]

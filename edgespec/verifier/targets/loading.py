@@ -284,6 +284,8 @@ class LoadedModel:
     """Numbers in the model, before any layer was packed or rounded."""
     graph: GraphModel | None = None
     """The layers with rounded weights as one graph; then ``model`` has no layers."""
+    rounding_loss: str = ""
+    """A clause about what rounding changed. Empty if no weights were rounded."""
 
 
 def load_model(
@@ -311,9 +313,9 @@ def load_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
     model, weight_count = _read(path, config, _choose_dtype(dtype, where), where, quantize)
-    graph = None
+    graph, loss = None, ""
     if quantize:
-        graph = _quantize(path, model, quantize, served_length if as_graph else 0)
+        graph, loss = _quantize(path, model, quantize, served_length if as_graph else 0)
     return LoadedModel(
         model=model,
         layer_count=config.num_hidden_layers,
@@ -325,21 +327,25 @@ def load_model(
         device=where,
         weight_count=weight_count,
         graph=graph,
+        rounding_loss=loss,
     )
 
 
-def _quantize(path: str, model: Any, quantize: str, context_length: int) -> GraphModel | None:
-    """Round the weights of ``model``. Return its layers as one graph, or None where their products
-    were rounded one by one: for a family that the graph does not know, or a context of 0."""
+def _quantize(
+    path: str, model: Any, quantize: str, context_length: int
+) -> tuple[GraphModel | None, str]:
+    """Round the weights of ``model``. Return its layers as one graph, and a description of the
+    loss. There is no graph where their products were rounded one by one: for a family that the
+    graph does not know, or a context of 0."""
     check_dense(path, model, quantize)
     if not context_length or model.config.model_type not in GRAPH_FAMILIES:
-        quantize_model(path, model, quantize)
-        return None
+        return None, str(quantize_model(path, model, quantize))
     try:
         from edgespec.verifier.targets.decoder_graph import load_graph  # needs onnx
     except ModuleNotFoundError as error:
         raise missing_package(error) from error
-    return load_graph(path, model, quantize, context_length)
+    graph, loss = load_graph(path, model, quantize, context_length)
+    return graph, str(loss)
 
 
 def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:

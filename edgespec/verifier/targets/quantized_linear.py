@@ -22,7 +22,13 @@ import torch
 from torch.nn import functional
 
 from edgespec.core.ports import UnsupportedModelError
-from edgespec.models.weight_blocks import CONTRIB, RoundedMatrix, matmul_attributes, round_matrix
+from edgespec.models.weight_blocks import (
+    CONTRIB,
+    RoundedMatrix,
+    RoundingLoss,
+    matmul_attributes,
+    round_matrix,
+)
 from edgespec.verifier.targets import cpu_threads
 
 FORMATS: Final = {"int8": 8, "int4": 4}
@@ -50,7 +56,9 @@ class QuantizedLinear(torch.nn.Module):
         self.out_features = sum(layer.out_features for layer in layers)
         self.bits = bits
         weight = torch.cat([layer.weight.detach().float() for layer in layers])
-        self._session = _make_session(round_matrix(weight.numpy(), bits))
+        rounded = round_matrix(weight.numpy(), bits)
+        self.squares, self.lost_squares = rounded.squares, rounded.lost_squares
+        self._session = _make_session(rounded)
         biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -115,16 +123,18 @@ def check_dense(path: str, model: Any, number_format: str) -> None:
             )
 
 
-def quantize_model(path: str, model: Any, number_format: str) -> None:
-    """Replace the linear layers of ``model``, whose weights are float32, by rounded ones.
+def quantize_model(path: str, model: Any, number_format: str) -> RoundingLoss:
+    """Replace the linear layers of ``model``, whose weights are float32, by rounded ones, and
+    return the loss.
 
     Raises ``UnsupportedModelError`` where onnxruntime or onnx is missing, and where this machine's
     products are wrong."""
-    head, tried = model.get_output_embeddings(), set[int]()
+    head, tried, loss = model.get_output_embeddings(), set[int](), RoundingLoss()
     for names in list(_list_products(model)):
         layers = [model.get_submodule(name) for name in names]
         bits = HEAD_BITS if layers[0] is head else FORMATS[number_format]
         whole = QuantizedLinear(layers, bits)
+        loss.add(names[0], whole.squares, whole.lost_squares)
         if bits not in tried:
             _check_product(path, names[0], layers, whole)
             tried.add(bits)
@@ -134,6 +144,7 @@ def quantize_model(path: str, model: Any, number_format: str) -> None:
             alone = len(layers) == 1
             model.set_submodule(name, whole if alone else QuantizedPart(whole, first, last))
             first = last
+    return loss
 
 
 def _list_products(model: Any) -> Iterator[tuple[str, ...]]:
