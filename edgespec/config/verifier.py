@@ -42,9 +42,11 @@ class LimitsSection:
     peer_share: float = range_field(0.75, 0.001, 1.0)
     """Share of all streams and sessions that one address may hold. Set it to 1 behind a proxy that
     hides the devices' addresses."""
-    max_cached_tokens: int = range_field(65_536, 1, 1 << 30)
+    max_cached_tokens: int | None = range_field(None, 1, 1 << 30)
     """Positions of the KV cache, for all sessions together. Sessions wait while the cache is full,
-    and no generation can be longer than the cache."""
+    and no generation can be longer than the cache. null takes 65,536 on a GPU. On a CPU it takes
+    the model's context, from 8,192 to 65,536, and at most a quarter of the free memory; give more
+    to a verifier with many long generations."""
     kv_budget: str = ""
     """Memory for the KV cache, as 4GiB, 25% or auto; it decides how many and how long generations
     can be. It replaces ``max_cached_tokens``. ``auto`` takes what is free."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_TOY_BLOCK_TOKENS = 16
+_TOY_BLOCK_TOKENS, _TOY_CACHED_TOKENS = 16, 65_536
 _TOY_DRAFT_NOISE = 0.25
 """The same noise as in a device's toy draft."""
 
@@ -151,8 +151,8 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
     apart = _check_draft(config, target.info.vocabulary)
     drafter: ServerDrafter
     if config.draft == TOY:
-        model, tokens = TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), config.limits.max_cached_tokens
-        drafter = ToyServerDrafter(model, toy_info(), max_cached_tokens=tokens)
+        model = TOY_MODEL.perturbed(_TOY_DRAFT_NOISE)
+        drafter = ToyServerDrafter(model, toy_info(), max_cached_tokens=_count_toy_tokens(config))
     else:
         drafter = _packed_drafter(config, target, apart)
     step_ms, row_ms = config.pacing.draft_ms, config.pacing.draft_row_ms
@@ -187,10 +187,14 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
         fingerprint=folders.text_fingerprint(repr(TOY_MODEL)),
         context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
         max_sessions=config.limits.max_sessions,
-        cache=CacheShape(
-            -(-config.limits.max_cached_tokens // _TOY_BLOCK_TOKENS), _TOY_BLOCK_TOKENS
-        ),
+        cache=CacheShape(-(-_count_toy_tokens(config) // _TOY_BLOCK_TOKENS), _TOY_BLOCK_TOKENS),
     )
+
+
+def _count_toy_tokens(config: VerifierConfig) -> int:
+    """Return how many cached tokens the toys count; they take no memory."""
+    tokens = config.limits.max_cached_tokens
+    return _TOY_CACHED_TOKENS if tokens is None else tokens
 
 
 def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:

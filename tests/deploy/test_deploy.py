@@ -380,7 +380,7 @@ def test_every_secret_is_a_credential_and_a_reload_lays_all_of_them_anew() -> No
 
 def test_its_configuration_is_one() -> None:
     config = load_config(VerifierConfig, DEPLOY / "systemd/verifier.yaml")
-    assert config.limits.max_cached_tokens >= (config.max_model_len or 0)
+    assert (config.limits.max_cached_tokens or 0) >= (config.max_model_len or 0)
     (command,) = unit_settings()["ExecStart"]
     assert command.startswith(f"{INSTALLED_AT} verifier --config /etc/edgespec/verifier.yaml ")
 

@@ -343,7 +343,7 @@ def test_rounded_weights_write_the_text_of_generate_up_to_near_ties(
     family_model(family).save_pretrained(tmp_path)
     target = torch_target(tmp_path, quantize=number_format, weights="w")
     assert target.canonical
-    assert target.info.fingerprint == f"w-{number_format}v2-float32"
+    assert target.info.fingerprint == f"w-{number_format}v3-float32"
     alone = [decode_alone(target, prompt, COUNT) for prompt in PROMPTS]
     assert decode_beside(target, PROMPTS, alone) == alone
     model = _rounded_twin(tmp_path, number_format)
@@ -405,6 +405,20 @@ def test_what_a_format_cannot_hold_is_refused_by_name(
         quantized.QuantizedLinear, "product", lambda layer, rows: right(layer, rows) * 1.2
     )
     _load_refused(folder, "8-bit product is wrong on this machine: ", quantize="int8")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("number_format", ["", "int8"])
+def test_a_checkpoints_file_is_not_mapped_for_longer_than_it_is_read(
+    tmp_path: Path, small: None, number_format: str
+) -> None:
+    """Weights that were packed or rounded lie in memory of their own."""
+    family_model("llama").save_pretrained(tmp_path)
+    target = torch_target(tmp_path, quantize=number_format)
+    if not number_format and not linear_layers.is_packed(target._model):
+        pytest.skip("weights are not packed on this machine")
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 # --- checkpoints that come quantised --------------------------------------------------------

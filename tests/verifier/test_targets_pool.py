@@ -233,6 +233,37 @@ def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize(
+    ("device", "context", "token_bytes", "free", "tokens"),
+    [
+        pytest.param("cpu", 8192, 46_080, 16 << 30, 8192, id="one context"),
+        pytest.param("cpu", 512, 512, 16 << 30, 8192, id="a short context"),
+        pytest.param("cpu", 131_072, 1024, 16 << 30, 65_536, id="a long context"),
+        pytest.param("cpu", 40_960, 229_376, 8 << 30, 9360, id="a quarter of the free memory"),
+        pytest.param("cpu", 40_960, 1 << 20, 1 << 20, 160, id="no memory"),
+        pytest.param("cuda", 8192, 23_040, 40 << 30, 65_536, id="a gpu"),
+        pytest.param("cuda", 8192, 1 << 20, 8 << 30, 7360, id="a full gpu"),
+    ],
+)
+def test_a_pool_that_nobody_sizes_fits_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    context: int,
+    token_bytes: int,
+    free: int,
+    tokens: int,
+) -> None:
+    """Whole blocks of 16 tokens; nine tenths of what is free on a GPU."""
+    monkeypatch.setattr(memory_sizing, "_free_and_total", lambda device: (free, 64 << 30))
+    assert memory_sizing.default_tokens(context, token_bytes, torch.device(device)) == tokens
+
+
+def test_a_target_that_nobody_sizes_shows_its_pool(tmp_path: Path) -> None:
+    target = torch_target(write_checkpoint(tmp_path), canonical=False, max_cached_tokens=None)
+    assert target.cache.tokens == 8192
+    assert target.mode.endswith(", 8192 cached tokens in 4 MiB")
+
+
 def test_a_share_of_a_gpu_is_for_a_gpu(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     message = "gpu_memory_utilization is 0.9, but the model is on cpu; give --kv-budget instead"

@@ -14,6 +14,7 @@ of its last pass lie behind them until ``keep`` or the next ``reserve``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -132,6 +133,15 @@ class CachedSequence(SequenceText):
     """Token counts of the sequence, where its sampling has penalties."""
 
 
+def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of zeros. On a CPU a page of it takes memory when it is first written to,
+    which torch does at once for all pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
 class KvPool:
     """Memory for ``max_tokens`` (rounded up to whole blocks) key and value rows of every layer.
 
@@ -150,7 +160,7 @@ class KvPool:
             raise ValueError(f"max_cached_tokens is {max_tokens}, but must be >= {BLOCK_SIZE}")
         self.block_count = -(-max_tokens // BLOCK_SIZE)
         shape = (2, layer_count, (self.block_count + 1) * BLOCK_SIZE, row_width)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = _make_zeros(shape, dtype, device)
         self.device, self.dtype = self._data.device, dtype
         self.token_bytes = 2 * layer_count * row_width * self._data.element_size()
         self._moves: list[tuple[int, int, int]] = []

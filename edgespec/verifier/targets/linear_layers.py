@@ -66,6 +66,11 @@ class PackedLinear(torch.nn.Module):
         padded = functional.pad(rows, (0, 0, 0, self._quick_rows - count))
         return self.product(padded)[..., :count, :]
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return self.out_features * self.in_features * self.dtype.itemsize
+
     def unpacked(self) -> torch.Tensor:
         """Return the weights [out_features, in_features] that were packed, bit for bit."""
         weights: torch.Tensor = self._packed.to_dense()
@@ -118,10 +123,26 @@ def pack_model(model: Any) -> int:
     if not why_not:
         for embedding in filter(None, found.values()):
             _narrow(model, embedding)
+        parts = [part for part in model.modules() if isinstance(part, PackedLinear)]
+        packed_bytes = sum(part.packed_bytes for part in parts)
+        if sum(one.nbytes for one in _list_tensors(model)) < packed_bytes:
+            copy_from_file(model)
         return len(found)
     logger.info("weights are not packed: %s", why_not)
     unpack_model(model)
     return 0
+
+
+def copy_from_file(model: Any) -> None:
+    """Copy the parameters and buffers of ``model``. The file of the checkpoint stays mapped as long
+    as one tensor lies in it, and all of it counts as this process's memory."""
+    with torch.no_grad():
+        for tensor in _list_tensors(model):
+            tensor.data = tensor.data.clone()
+
+
+def _list_tensors(model: Any) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def is_packed(model: Any) -> bool:

@@ -26,6 +26,10 @@ from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
 TOKENS_NEEDED = 160
 """Room for the self-test's longest schedule: a prompt and siblings in whole blocks, and another
 session."""
+USUAL_TOKENS = 65_536
+"""Most tokens of a pool that the operator does not size."""
+_LEAST_CPU_TOKENS = 8192
+_CPU_SHARE = 0.25
 SESSION_ROWS = 16
 """Rows of each session in the measured pass: a fed token and a chain of nodes."""
 
@@ -126,6 +130,20 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
             f"is room for {fits} ({said})"
         )
     return whole
+
+
+def default_tokens(context_length: int, token_bytes: int, device: torch.device) -> int:
+    """Return how many tokens, in whole blocks, the pool holds if the operator sizes it in no way.
+
+    A GPU is there to serve many sessions: ``USUAL_TOKENS``, if they fit. On a CPU the pool lies in
+    the memory of everything else, and few sessions run at a time: one context of the model, at
+    least ``_LEAST_CPU_TOKENS``, within a quarter of the free memory. ``token_bytes`` are the keys
+    and values of a token."""
+    on_cpu = device.type == "cpu"
+    wanted = min(USUAL_TOKENS, max(context_length, _LEAST_CPU_TOKENS)) if on_cpu else USUAL_TOKENS
+    free, _ = _free_and_total(device)
+    room = int((_CPU_SHARE if on_cpu else AUTO_SHARE) * free / token_bytes)
+    return max(TOKENS_NEEDED, min(wanted, room) // BLOCK_SIZE * BLOCK_SIZE)
 
 
 def check_draft_fits(draft: DraftMemory, tokens: int, device: torch.device) -> None:

@@ -62,8 +62,8 @@ class TorchTarget(SimpleTarget):
 
     ``path`` is a folder with safetensors or a hub id; ``name``, ``vocabulary`` and ``weights``
     (fingerprints) are passed on in ``info``. ``packed``: whether large weights are packed on a CPU
-    (``linear_layers.py``). ``max_cached_tokens`` bounds the key-value pool over all sessions; with
-    a ``pool_budget`` it is sized by memory instead.
+    (``linear_layers.py``). ``max_cached_tokens`` bounds the key-value pool over all sessions; None
+    is ``memory_sizing.default_tokens``. With a ``pool_budget`` the pool is sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     where it holds at a bearable cost (on a GPU: with Triton), else plain mode with a warning.
     ``model_threads`` is how many threads a pass on a CPU may have, None for torch's own count. In
@@ -82,7 +82,7 @@ class TorchTarget(SimpleTarget):
         weights: str = "",
         dtype: str = "auto",
         device: str = "auto",
-        max_cached_tokens: int = 65_536,
+        max_cached_tokens: int | None = None,
         max_sessions: int = 64,
         context_length: int | None = None,
         canonical: bool | None = None,
@@ -124,6 +124,12 @@ class TorchTarget(SimpleTarget):
         )
         if pool_budget is not None:
             max_cached_tokens = memory_sizing.starting_tokens(pool_budget, loaded.device)
+        has_default = max_cached_tokens is None
+        if max_cached_tokens is None:
+            token_bytes = 2 * loaded.layer_count * loaded.key_width * loaded.dtype.itemsize
+            max_cached_tokens = memory_sizing.default_tokens(
+                loaded.context_length, token_bytes, loaded.device
+            )
         self._pool = _make_pool(loaded, max_cached_tokens)
         self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
@@ -145,13 +151,15 @@ class TorchTarget(SimpleTarget):
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
             )
-        self._notes = [f"{quantize} weights"] if quantize else []
+        self._notes = [f"{quantize} weights, {loaded.rounding_loss}"] if quantize else []
         if is_packed(loaded.model):
             self._notes.append("packed weights")
         if not quantize and _would_gain(loaded):
             self._notes.append("quicker with --quantize int8")
         if pool_budget is not None:
             self._size_pool(loaded, pool_budget)
+        if has_default or pool_budget is not None:
+            self._notes.append(self._describe_pool())
         if isinstance(self._attention, PagedAttention):
             self._record_passes(self._attention)
 
@@ -245,9 +253,10 @@ class TorchTarget(SimpleTarget):
         tokens = memory_sizing.pool_tokens(budget, figures, self._max_sessions * longest)
         self._pool = _make_pool(loaded, tokens)
         logger.info("%d cached tokens: %s", tokens, figures)
-        self._notes.append(
-            f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
-        )
+
+    def _describe_pool(self) -> str:
+        tokens = self.cache.tokens
+        return f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
 
     def _enter_canonical_graph(self, graph: GraphModel) -> bool:
         """Enter canonical mode with ``graph`` and return whether it holds."""
