@@ -1,7 +1,7 @@
 """Digests of large files, which are kept in the cache so that a file is read once.
 
 A digest is kept under the file's path, size, times and inode. A file that changed in the last
-seconds is read each time: another change could leave all of these as they are.
+seconds is read each time, because another change could leave size and times as they are.
 """
 
 from __future__ import annotations
