@@ -7,7 +7,7 @@
     python benchmarks/draft_curve.py train --target T --texts texts --out CHECKPOINT
         [--layers 0,1,29] [--vocabulary 8192] [--loss first-choice] [--steps 200] [--rows 4]
     python benchmarks/draft_curve.py judge --judged judged --store DIR T-INT4 DRAFT...
-    python benchmarks/draft_curve.py grid --judged judged
+    python benchmarks/draft_curve.py grid --judged judged --reference T-INT4
 
 ``texts`` and ``judged`` are recordings of the target's own greedy texts, after different prompts.
 A draft is *right* where its first choice behind a prefix of ``judged`` is the token there, which is
@@ -22,8 +22,8 @@ weights. It continues with the state beside ``--out`` after an interruption. Wit
 the part is written as it is.
 ``judge`` runs exported drafts for real. The first one is the reference, whose step stands for 8 ms
 of virtual time; a step of another draft takes as much of that as its processor time. A pass takes
-25 ms. ``grid`` shows for made-up drafts which acceptance pays at which time of a step. Each choice
-of a made-up draft is right with the same chance, which the draft knows.
+25 ms. ``grid`` shows for made-up drafts which share of right choices pays at which time of a step.
+They are right more often where the reference is more certain.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from tests.sim import pair_worlds as pw
 _CONTEXT: Final = 1024
 _BEHIND, _STEPS = 256, 60
 _PASS_MS, _STEP_MS, _SERVER_MS = 25.0, 8.0, 2.5
-_CHANCES: Final = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_SHARES: Final = (0.3, 0.4, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9)
 
 
 def read_judged(path: Path, vocabulary: str) -> list[Text]:
@@ -324,43 +324,79 @@ def run_judge(options: argparse.Namespace) -> None:
 
 
 class MadeUpDraft(pw.DraftModel):
-    """A draft whose choice at a place of the target's text is right with the same chance
-    everywhere."""
+    """A draft that is right by chance, more often where the reference is more certain.
 
-    def __init__(self, info: ModelInfo, folder: Path, chance: float) -> None:
+    ``scores`` holds, for each place of each text, the logit of the reference's certainty of its
+    first choice there. The chance of the made-up draft is the sigmoid of that and a shift, with
+    which the mean over all places is ``share``. The draft knows the chance, and has no second
+    choice."""
+
+    def __init__(
+        self, info: ModelInfo, folder: Path, scores: Mapping[str, Sequence[float]], share: float
+    ) -> None:
         super().__init__(info, folder)
-        self._chance, self._name = chance, ""
-        self._tokens: tuple[int, ...] = ()
+        every = [score for text in scores.values() for score in text]
+        low, high = -30.0, 30.0
+        while high - low > 1e-6:
+            shift = (low + high) / 2
+            is_low = fmean(chance_of(score + shift) for score in every) < share
+            low, high = (shift, high) if is_low else (low, shift)
+        self._chances = {name: [chance_of(x + low) for x in text] for name, text in scores.items()}
+        self._name, self._tokens = "", tuple[int, ...]()
 
     def choose(self, text: pw.Text) -> None:
         self._tokens, self._name = text.tokens, text.name
 
     def candidates(self, after: tuple[int, ...]) -> tuple[Candidate, ...]:
-        place = len(after)
-        token = self._tokens[place] if place < len(self._tokens) else 0
+        place = min(len(after), len(self._tokens) - 1)
+        chance = self._chances[self._name][place]
         drawn = crc32(f"{self._name}:{place}".encode()) / 2**32
-        is_right = after == self._tokens[:place] and drawn < self._chance
-        return (Candidate(token if is_right else (token + 1) % 1000, math.log(self._chance)),)
+        is_right = after == self._tokens[:place] and drawn < chance
+        token = self._tokens[place]
+        return (Candidate(token if is_right else (token + 1) % 1000, math.log(chance)),)
+
+
+def chance_of(score: float) -> float:
+    """Return the sigmoid of ``score``, kept a little away from 0 and 1."""
+    return min(0.999, max(0.001, 1.0 / (1.0 + math.exp(-score))))
+
+
+def measure_scores(folder: Path, texts: Sequence[Text]) -> list[list[float]]:
+    """Return the logit of the draft's certainty of its first choice at each place of the texts."""
+    drafter, found = OnnxDrafter(folder, threads=1), list[list[float]]()
+    for text in texts:
+        drafter.begin(text.start, SamplingParams())
+        scores, fed = list[float](), 0
+        for place in range(text.start, len(text.tokens)):
+            (best,) = drafter.step(fed, text.tokens[fed:place], 1)
+            chance = min(0.999, max(0.001, math.exp(best.logprob)))
+            scores.append(math.log(chance / (1.0 - chance)))
+            fed = place
+        found.append(scores)
+    drafter.close()
+    return found
 
 
 def run_grid(options: argparse.Namespace) -> None:
-    """Print the speed over target-only by chance of a right choice and time of a step."""
+    """Print the speed over target-only by share of right choices and time of a step."""
     info = read_manifest(options.reference).model
-    outputs = make_outputs(read_judged(options.judged, info.vocabulary)[: options.limit])
+    texts = read_judged(options.judged, info.vocabulary)[: options.limit]
+    outputs = make_outputs(texts)
+    measured = measure_scores(options.reference, texts)
+    scores = {one.name: found for one, found in zip(outputs, measured, strict=True)}
     links = [pw.constant_link(float(rtt)) for rtt in options.rtts.split(",")]
     steps = [*map(float, options.steps_ms.split(","))]
     with TemporaryDirectory() as work:
+        drafts = [MadeUpDraft(info, Path(work), scores, share) for share in _SHARES]
         for link in links:
-            print(f"| {link.name}: ms a step | " + " | ".join(f"{one:g}" for one in _CHANCES), "|")
-            print("| ---: |" + " ---: |" * len(_CHANCES))
+            print(f"| {link.name}: ms a step | " + " | ".join(f"{one:g}" for one in _SHARES), "|")
+            print("| ---: |" + " ---: |" * len(_SHARES))
             times = pw.Times.of_ms(_PASS_MS, _STEP_MS, _SERVER_MS)
-            draft = MadeUpDraft(info, Path(work), 0.5)
-            base = [one.tpot_ms for one in pw.play(outputs, pw.STREAMING, link, times, draft)]
+            base = [one.tpot_ms for one in pw.play(outputs, pw.STREAMING, link, times, drafts[0])]
             for step_ms in steps:
                 times = pw.Times.of_ms(_PASS_MS, step_ms, _SERVER_MS)
                 cells = []
-                for chance in _CHANCES:
-                    draft = MadeUpDraft(info, Path(work), chance)
+                for draft in drafts:
                     found = pw.play(outputs, pw.DEVICE, link, times, draft)
                     cells.append(f"{fmean(base) / fmean(one.tpot_ms for one in found):.2f}")
                 print(f"| {step_ms:g} | {' | '.join(cells)} |", flush=True)
@@ -404,7 +440,7 @@ def main() -> None:
     judge.add_argument("--store", type=Path, required=True, help="folder for candidates")
     judge.add_argument("--lookup", action="store_true", help="also beside lookup")
     grid.add_argument("--reference", type=Path, required=True, help="exported draft of the target")
-    grid.add_argument("--steps-ms", default="0.5,1,2,4,6,8", help="with commas")
+    grid.add_argument("--steps-ms", default="1,2,4,6,8", help="with commas")
     options = parser.parse_args()
     options.run(options)
 

@@ -57,8 +57,8 @@ _DRAFT = _what(
     metavar="MODEL",
 )
 _LAYERS = _what(
-    "Keep only these layers, counted from 0, so that a step takes less time: 0,1,29 begins with the"
-    " first two and the last of 30",
+    "Keep only these layers, counted from 0, so that a step takes less time: 0,1,2 keeps the first"
+    " three, and first layers are the best beginning",
     metavar="N,N,...",
 )
 _VOCABULARY = _what(
@@ -165,8 +165,8 @@ def distill(
 
     [dim]edgespec distill --target ./t --prompts mine.jsonl --chat --record --out t.texts[/]
 
-    [dim]edgespec distill --target ./t --layers 0,1,29 --vocabulary 8192 --texts t.texts
-    --out ./d[/]
+    [dim]edgespec distill --target ./t --layers 0,1,2 --vocabulary 16384 --texts t.texts
+    --loss next-token --out ./d[/]
     """
     began_s = time.monotonic()
     with reporting_errors():
