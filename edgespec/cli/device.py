@@ -96,6 +96,8 @@ class JsonView:
     counts the tokens that were replaced."""
 
     rule: str = EXACT_RULE
+    answered_by: str = ""
+    """Model of this device that writes the text, for the last object. Empty: the target does."""
     _replaced: int = 0
 
     def show(self, chunk: Chunk) -> None:
@@ -109,6 +111,8 @@ class JsonView:
         self._replaced += sum([one.kind is TokenKind.REPLACED for one in chunk.pieces])
         if chunk.finish and self.rule != EXACT_RULE:
             line |= {"rule": full_rule_name(self.rule), "lossy": True, "replaced": self._replaced}
+        if chunk.finish and self.answered_by:
+            line |= {"answered_by": self.answered_by, "lossy": True}
         if chunk.logprobs:
             line["logprobs"] = [
                 {
@@ -256,6 +260,12 @@ async def choose_verifier(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         raise SetupError(why)
     info = answer.info.find_model(config.model) or answer.info.model
     return await _with_texts(config, info, address), info
+
+
+async def can_reach_verifier(config: AgentConfig) -> bool:
+    """Return whether a verifier of ``config`` answers a probe, if only with a refusal."""
+    answers = (await build.probe_verifiers(config)).values()
+    return any(one.error is None or not one.error.retryable for one in answers)
 
 
 async def _with_texts(config: AgentConfig, info: ModelInfo, address: str) -> AgentConfig:

@@ -16,8 +16,14 @@ from edgespec.cli.running import run, say, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.files import read_text
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
+from edgespec.core.protocol.messages import EXACT_RULE
 from edgespec.core.protocol.work import MAX_LOGPROBS
-from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
+from edgespec.device.build import (
+    build_agent,
+    load_tokenizer,
+    open_local_model,
+    tokenizer_reference,
+)
 
 MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
@@ -52,7 +58,7 @@ _SAMPLING = (
 )
 
 
-@opts.from_config(AgentConfig, *_SAMPLING, *opts.DEVICE_FLAGS)
+@opts.from_config(AgentConfig, *_SAMPLING, *opts.DEVICE_FLAGS, opts.FALLBACK)
 def generate(
     settings: AgentConfig,
     prompt: Prompt = None,
@@ -63,6 +69,9 @@ def generate(
     logprobs: Annotated[int, _LOGPROBS] = 0,
 ) -> None:
     """Stream the target's continuation of a prompt to stdout.
+
+    With --fallback draft the draft model writes it if no verifier can be reached, and a line on
+    stderr names that model.
 
     [dim]edgespec generate "def fibonacci(n):" --max-tokens 64 --stats[/]
 
@@ -103,6 +112,9 @@ def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint 
 async def _generate(
     config: AgentConfig, prompt: str, view: device.View, stats: bool, logprobs: int
 ) -> None:
+    if config.fallback and not await device.can_reach_verifier(config):
+        await _generate_here(config, prompt, view, stats, logprobs)
+        return
     config, info = await device.choose_verifier(config)
     config = device.with_bundled_sampling(config, info)
     tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
@@ -117,6 +129,30 @@ async def _generate(
                 say(device.describe_generation(progress, agent.stats))
             elif sys.stdout.isatty() and sys.stderr.isatty() and isinstance(view, device.TextView):
                 device.report_drafting(progress, agent.stats, color=view.color, explain=view.color)
+
+
+async def _generate_here(
+    config: AgentConfig, prompt: str, view: device.View, stats: bool, logprobs: int
+) -> None:
+    """Let the fallback of ``config`` continue the prompt. Raises ``ConfigError`` for what it cannot
+    do."""
+    with stopping_at_once():
+        local = open_local_model(config, say)
+    try:
+        away = f"no verifier can be reached, and {local.answered_by}"
+        if logprobs:
+            raise ConfigError(f"--logprobs: {away} computes no scores")
+        if config.rule != EXACT_RULE:
+            raise ConfigError(f"--rule {config.rule}: {away} judges no drafts")
+        say(f"no verifier can be reached: this text is by {local.answered_by}")
+        if isinstance(view, device.JsonView):
+            view.answered_by = local.answered_by
+        generation = local.generate(local.tokenizer.encode(prompt), config.sampling)
+        progress = await device.stream(generation, view)
+        if stats:
+            say(device.describe_generation(progress, None))
+    finally:
+        local.close()
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -86,6 +86,7 @@ class Flag:
 MAX_TOKENS = Flag("sampling.max_tokens", ("--max-tokens", "-n"), panel=GENERATION)
 TEMPERATURE = Flag("sampling.temperature", ("--temperature", "-t"), panel=GENERATION)
 RULE = Flag("rule", metavar="NAME", panel=GENERATION)
+FALLBACK = Flag("fallback", metavar="MODEL", panel=DRAFTING)
 VERIFIER_FLAGS = (
     Flag("verifier", metavar="HOST:PORT", panel=VERIFIER),
     Flag("tls.ca", metavar="FILE", panel=VERIFIER),

@@ -19,7 +19,7 @@ import typer
 from edgespec import __version__
 from edgespec.cli import running
 from edgespec.cli.device import explain_misfit, no_verifier_message
-from edgespec.cli.options import DEVICE_FLAGS, DRAFTING, RULE, Flag, from_config
+from edgespec.cli.options import DEVICE_FLAGS, FALLBACK, RULE, Flag, from_config
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.api_keys import load_api_key
 from edgespec.config.common import (
@@ -346,7 +346,7 @@ _ENDPOINT_FLAGS = (
     Flag("endpoint.key_file", metavar="FILE", panel=_SERVICE),
     Flag("endpoint.allow_origins", ("--allow-origin",), metavar="URL", panel=_SERVICE),
     Flag("endpoint.allow_local_apps", ("--allow-local-apps",), panel=_SERVICE),
-    Flag("fallback", metavar="MODEL", panel=DRAFTING),
+    FALLBACK,
 )
 
 

@@ -266,20 +266,35 @@ def local_model(fallback: Fallback, agent: Agent) -> LocalModel:
     """Return the model of ``fallback``, ready to write. If it is the draft model, it shares the
     caches of ``agent``; otherwise it has as many of its own, or one in a memory budget. Raises
     ``ValueError`` naming the file of a tokenizer."""
+    if fallback.drafter is None:
+        return _make_local_model(fallback.reference, agent.drafter, agent.drafter_pool)
+    caches = 1 if fallback.growth else agent.options.draft_caches
+    return _make_local_model(fallback.reference, fallback.drafter, caches=caches)
+
+
+def open_local_model(config: AgentConfig, say: Say) -> LocalModel:
+    """Return the fallback of ``config`` without an agent, ready to write one text at a time. Raises
+    what ``load_fallback`` and ``load_drafter`` raise."""
+    fallback = load_fallback(config, say)
+    assert fallback is not None
+    drafter = fallback.drafter or load_drafter(config, say=say)
+    return _make_local_model(fallback.reference, drafter, caches=1)
+
+
+def _make_local_model(
+    reference: str, drafter: Drafter | None, pool: DrafterPool | None = None, caches: int = 1
+) -> LocalModel:
+    """Return a model on ``drafter``, in the caches of ``pool`` or in its own."""
     from edgespec.device.local_model import LocalModel, with_own_context
 
-    source = resolve_source(fallback.reference, Purpose.TEXTS)
-    drafter = fallback.drafter or agent.drafter
     assert drafter is not None  # ``AgentConfig`` refuses a fallback without a draft model
-    owns_pool = fallback.drafter is not None
-    caches = 1 if fallback.growth else agent.options.draft_caches
-    pool = DrafterPool(drafter, caches) if owns_pool else agent.drafter_pool
+    source = resolve_source(reference, Purpose.TEXTS)
     return LocalModel(
         with_own_context(drafter.info, source.info),
-        pool,
+        pool or DrafterPool(drafter, caches),
         source.load_tokenizer(),
-        read_constraint=device_grammar_reader(fallback.reference),
-        owns_pool=owns_pool,
+        read_constraint=device_grammar_reader(reference),
+        owns_pool=pool is None,
     )
 
 

@@ -35,7 +35,7 @@ from tests.endpoint.live_endpoint import (
     events_of,
     start_endpoint,
 )
-from tests.kit.live_verifier import serve_toy, toy_text
+from tests.kit.live_verifier import run_command, serve_toy, toy_text
 
 DRAFT = TOY_MODEL.perturbed(build._TOY_DRAFT_NOISE)
 HEADER = "x-edgespec-answered-by"
@@ -257,3 +257,19 @@ async def test_metrics_count_the_answers() -> None:
 def test_a_fallback_must_be_a_model(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(AgentConfig, None, settings, overrides_from="test")
+
+
+def test_generate_names_the_model_of_its_text() -> None:
+    """Oracle: the same text by the specification."""
+    here = ("--draft", "toy", "--set", "tokenizer=toy", "--verifier", "127.0.0.1:1")
+    wanted = ("generate", PROMPT, *here, "--fallback", "draft", "-n", 12)
+    plain = run_command(*wanted)
+    assert (plain.exit_code, plain.stdout) == (0, texts(12)[0] + "\n")
+    assert NAME in plain.stderr
+    last = json.loads(run_command(*wanted, "--json").stdout.splitlines()[-1])
+    assert (last["answered_by"], last["lossy"]) == (NAME, True)
+    scored = run_command(*wanted, "--logprobs", 1)
+    assert scored.exit_code == 2
+    assert "computes no scores" in scored.stderr
+    without = run_command("generate", PROMPT, *here)
+    assert (without.exit_code, without.stdout) == (1, "")

@@ -207,6 +207,7 @@ const ORIGINS = {
   "device lookup": "Drafted on this device by lookup in earlier text, accepted by the target",
   "server": "Drafted by the verifier itself, accepted by the target",
   "target": "Chosen by the target; no draft of it was accepted",
+  "local": "Written by a model of this device, because no verifier could be reached",
   "unknown": "Sent again after a broken link; its origin is not known",
 };
 
