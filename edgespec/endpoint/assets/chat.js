@@ -333,7 +333,7 @@ function indented(text) {
   try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }
 }
 
-const PLAIN_HELP = "Plain streaming is estimated: one token for each pass of the target, and each pass as long as the verifier reported for this answer, less what draft rows added. Pauses between passes are left out. “Compare without drafts” measures it.";
+const PLAIN_HELP = "Plain streaming is estimated: one token for each pass of the target, and each pass as long as the verifier reported for this answer, less what draft rows added. Pauses between passes are left out. Where this device and the verifier are one machine, drafting slows the passes themselves, which the estimate does not see. “Compare without drafts” measures it.";
 
 /** Return what is known of a speed, as parts of a line. */
 function speedWords(speed) {
