@@ -453,7 +453,7 @@ async def test_another_models_answer_has_a_banner() -> None:
     async with over_fallback() as (live, _), open_browser() as browser:
         page = await browser.open(page_of(live))
         await page.wait_for_selector("html[data-ready]", state="attached")
-        assert await page.inner_text("#state") == "waiting for a verifier"
+        assert await page.inner_text("#state") == "no verifier yet"
         await page.click("#open-settings")
         await page.fill("#max_tokens", "12")
         await send(page, "hello")

@@ -54,7 +54,7 @@ async function waitForEndpoint(signal, needsVerifier = false) {
       const health = await askHealth();
       if (health.needs_key) { askForKey(); await keyEntered(signal); continue; }
       if (health.status === "ok") { showLink("ready", "good"); return; }
-      showLink("waiting for a verifier", "bad");
+      showLink("no verifier yet", "bad");
       if (!needsVerifier && health.status === "waiting" && "version" in health) return;
       notify("No verifier answers yet. This page goes on as soon as one does.");
     } catch (error) {
