@@ -526,6 +526,9 @@ class ResponseEnvelope(Envelope):
     """Items of the stream so far. The last one may be open."""
     _open: str = ""
     """Type of the open item; empty: every item is complete."""
+    _texts: list[str] = field(default_factory=list)
+    """Pieces of the open item's text or arguments. The item gets them when it is complete, because
+    a text that grows token by token is copied each time."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         item_begun = self._response(choices, [], None)
@@ -577,26 +580,25 @@ class ResponseEnvelope(Envelope):
         return self._call(part)
 
     def _text(self, text: str) -> bytes:
-        events = self._begin_item("message", _write_message("", "in_progress"))
+        events = self._begin_item("message", _write_message)
         if not text:
             return events
-        item = self._items[-1]
-        item["content"] = [_text_part(item["content"][0]["text"] + text)]
+        self._texts.append(text)
         return events + self._part_event("output_text.delta", delta=text, logprobs=[])
 
     def _thought(self, text: str) -> bytes:
-        events = self._begin_item("reasoning", _reasoning("", "in_progress"))
-        item = self._items[-1]
-        item["content"] = [_thought_part(item["content"][0]["text"] + text)]
+        events = self._begin_item("reasoning", _reasoning)
+        self._texts.append(text)
         return events + self._part_event("reasoning_text.delta", delta=text)
 
-    def _begin_item(self, kind: str, item: Json) -> bytes:
-        """Open an item with content of one part, unless one of its kind is open."""
+    def _begin_item(self, kind: str, make: Callable[[str, str], Json]) -> bytes:
+        """Open an item with content of one part, unless one of its kind is open. ``make`` returns
+        an item with a text and a status."""
         if self._open == kind:
             return b""
         events = self._end_item()
         self._open = kind
-        self._items.append(item)
+        self._items.append(item := make("", "in_progress"))
         events += self._item_event("output_item.added", item={**item, "content": []})
         return events + self._part_event("content_part.added", part=item["content"][0])
 
@@ -604,13 +606,13 @@ class ResponseEnvelope(Envelope):
         events = self._end_item()
         self._items.append(item := _tool_call(call, "in_progress"))
         self._open = item["type"]
+        self._texts.append(call.arguments)
         item_begun = {**item, _arguments_name(item): ""}
         events += self._item_event("output_item.added", item=item_begun)
         return events + (self._arguments_event(call.arguments) if call.arguments else b"")
 
     def _arguments(self, text: str) -> bytes:
-        item = self._items[-1]
-        item[_arguments_name(item)] += text
+        self._texts.append(text)
         return self._arguments_event(text)
 
     def _arguments_event(self, text: str) -> bytes:
@@ -621,7 +623,12 @@ class ResponseEnvelope(Envelope):
         if not self._open:
             return b""
         kind, self._open = self._open, ""
+        text, self._texts = "".join(self._texts), []
         item = self._items[-1] = {**self._items[-1], "status": status}
+        if kind in _ARGUMENT_EVENTS:
+            item[_arguments_name(item)] = text
+        else:
+            item["content"] = [_text_part(text) if kind == "message" else _thought_part(text)]
         if kind in _ARGUMENT_EVENTS:
             name = _arguments_name(item)
             done = {name: item[name]}
