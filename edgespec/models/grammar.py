@@ -25,7 +25,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -81,6 +81,8 @@ _LIMIT_OF_ERROR: Final = {
     "grammar size": "max_grammar_size",
 }
 """The limit in ``STEP_BOUNDS`` that an error of the library is about, by words in the error."""
+_TOKEN_BY_ID: Final = "<["
+"""Beginning of a token that a grammar names by its id."""
 _MAX_RECOMPILE_S: Final = 0.02
 """A constraint that took longer to compile is not compiled again while a pass waits."""
 _MASKS_KEPT: Final = 32
@@ -143,7 +145,9 @@ class GrammarReader:
                     self._run_trial(constraint.kind, grammar)
             else:
                 grammar = compiled.grammar
-            compiled = _Compiled(constraint.kind, grammar, self._load_tokenizer())
+            tokens = self._load_tokenizer()
+            named = frozenset(self._added.values()) if _TOKEN_BY_ID in grammar else frozenset()
+            compiled = _Compiled(constraint.kind, grammar, tokens, named)
             with self._lock:
                 self._compiled[replace(constraint, matcher=None)] = compiled
                 if len(self._compiled) > _MAX_COMPILED:
@@ -225,9 +229,13 @@ def as_constraint_errors(kind: ConstraintKind) -> Iterator[None]:
 class _Compiled:
     """One constraint, compiled for one vocabulary. Any thread may copy it."""
 
-    def __init__(self, kind: ConstraintKind, grammar: str, tokens: LLTokenizer) -> None:
-        """Raises ``ConstraintError`` if the library refuses the grammar."""
+    def __init__(
+        self, kind: ConstraintKind, grammar: str, tokens: LLTokenizer, named_ids: Collection[int]
+    ) -> None:
+        """``named_ids`` are added tokens, other than special ones, that the grammar may name by
+        their ids. Raises ``ConstraintError`` if the library refuses the grammar."""
         self.kind, self.grammar, self.copies = kind, grammar, 1
+        self.named_ids = frozenset(named_ids)
         self.ends = tuple(tokens.eos_tokens)
         self._tokenizer = tokens
         self.is_damaged = False
@@ -312,11 +320,18 @@ class TextMatcher:
         return count
 
     def rollback(self, count: int) -> None:
+        kept = len(self._consumed) - count
+        removed = self._consumed[kept:]
         with as_constraint_errors(self._compiled.kind):
-            self._inner.rollback(count)
-            if count:
-                del self._consumed[len(self._consumed) - count :]
-            for length in [one for one in self._masks if one > len(self._consumed)]:
+            del self._consumed[kept:]
+            if not self._compiled.named_ids.isdisjoint(removed):
+                # The library removes the bytes of such a token's text, although it read others for
+                # its id, and its masks are wrong from then on (llguidance 1.9.1).
+                self._inner = self._compiled.copy()
+                self._inner.try_consume_tokens(self._consumed)
+            else:
+                self._inner.rollback(count)
+            for length in [one for one in self._masks if one > kept]:
                 del self._masks[length]
             if self._inner.is_error():
                 self._replace_matcher()

@@ -56,6 +56,19 @@ from tests.kit.live_verifier import child_environment
 from tests.present import require
 
 PROMPT = [40, 50]
+
+
+def byte_words() -> str:
+    """Return a ``tokenizer.json`` with one token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE(vocab={one: i for i, one in enumerate(letters)}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    return str(words.to_str())
+
+
 SAMPLED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=400)
 WORD: Mapping[str, Any] = {"type": "string", "pattern": "^[a-z]{1,6}$"}
 
@@ -482,6 +495,51 @@ def test_a_mask_and_its_matcher_agree_on_the_text_of_added_tokens(
         assert re.fullmatch(re.escape(written or shown).replace("\\?", "."), shown), shown
         allowed = {words.token_to_id("<think>")} if "<think>" in text else set()
         assert special & set(output) <= (allowed if 'start: "a" <think>' in text else set())
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["added", "special"])
+def test_masks_stay_right_when_a_token_that_is_named_by_its_id_is_taken_back(
+    is_special: bool,
+) -> None:
+    """Oracle: a matcher that read the same output and never went back. Drafts beyond the end of a
+    call are consumed and taken back so."""
+    from tokenizers import AddedToken, Tokenizer
+
+    words = Tokenizer.from_str(byte_words())
+    words.add_tokens([AddedToken(one, special=is_special) for one in ("<call>", "</call>")])
+    begin, end = (require(words.token_to_id(one)) for one in ("<call>", "</call>"))
+    grammar = (
+        f"start: free (call free)*\nfree: <[^{begin}]>*\n"
+        f'call: <[{begin}]> "\\n" arguments "}}\\n" <[{end}]>\n'
+        'arguments: %json {"type": "object", "properties": {"a": {"type": "string"}}}'
+    )
+    reader = GrammarReader(words.to_str)
+    reader.trials = Untried()
+    make = require(reader(Constraint(ConstraintKind.GRAMMAR, grammar)).matcher)
+    likely = words.encode('So <call>\n{"a": "b"}}\n</call> <call>\n{"a": "c"}}\n</call>!').ids
+    others = [begin, end, *words.encode('"\\}]:{, a').ids]
+    assert {begin, end} <= set(likely)
+    for seed in range(80):
+        dice = random.Random(seed)
+        matcher, output = make(), likely[: dice.randrange(4, len(likely))]
+        assert matcher.consume(output) == len(output)
+        for _ in range(25):
+            if dice.random() < 0.4:
+                count = dice.randint(1, min(4, len(output)))
+                matcher.rollback(count)
+                del output[len(output) - count :]
+                again = make()
+                assert again.consume(output) == len(output)
+                assert matcher.mask() == again.mask(), (seed, words.decode(output))
+            elif dice.random() < 0.3:
+                matcher.mask()
+            else:
+                place = len(output)
+                is_likely = place < len(likely) and dice.random() < 0.6
+                token = likely[place] if is_likely else dice.choice(others)
+                output += [token] * matcher.consume([token])
+            if not output:
+                break
 
 
 @pytest.mark.parametrize(
