@@ -17,7 +17,7 @@ class ConversionReport:
     """The state of one conversion."""
 
     file: str
-    """Name of the GGUF file."""
+    """Name of the GGUF file, or of the model if it has another one, as in Ollama's store."""
     types: str
     """Types of its tensors with their numbers, such as ``211 Q4_1, 61 F32``."""
     written_type: str

@@ -73,9 +73,11 @@ def folder_of_gguf(path: Path, cache: Path, *, name: str = "") -> Path:
         return folder
     folders.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folders)
+    last: ConversionReport | None = None
     try:
         with temporary_folder(folders, _WORK_PREFIX) as work:
-            last = _convert(file, folders, work)
+            if not _link_other_name(folder.parent, work):
+                last = _convert(file, name, folders, work)
             folder.parent.mkdir(exist_ok=True)
             try:
                 work.rename(folder)
@@ -89,8 +91,24 @@ def folder_of_gguf(path: Path, cache: Path, *, name: str = "") -> Path:
                 " make room there, or point XDG_CACHE_HOME to a larger disk"
             ) from error
         raise
-    report_conversion(replace(last, folder=folder))
+    if last is not None:
+        report_conversion(replace(last, folder=folder))
     return folder
+
+
+def _link_other_name(folders: Path, work: Path) -> bool:
+    """Link the files of the same model under another name, if ``folders`` has one, into ``work``.
+    Return whether that was done: a file of Ollama's store may be named in several ways."""
+    for other in sorted(folders.glob("*/config.json")):
+        try:
+            for source in other.parent.iterdir():
+                os.link(source, work / source.name)
+        except OSError:  # no links on this disk, or the folder is being removed
+            for made in work.iterdir():
+                made.unlink()
+        else:
+            return True
+    return False
 
 
 def converted_folder(file: GgufFile, cache: Path, name: str = "") -> Path:
@@ -99,14 +117,14 @@ def converted_folder(file: GgufFile, cache: Path, name: str = "") -> Path:
     return cache / "gguf" / _compute_digest(file) / _make_folder_name(name or file.path.name)
 
 
-def _convert(file: GgufFile, folders: Path, work: Path) -> ConversionReport:
-    """Write the whole checkpoint into the folder ``work``, and return the last report. Raises
-    ``GgufError`` and ``OSError``."""
+def _convert(file: GgufFile, name: str, folders: Path, work: Path) -> ConversionReport:
+    """Write the whole checkpoint into the folder ``work``, and return the last report, which has
+    the model's ``name``. Raises ``GgufError`` and ``OSError``."""
     config = config_of(file)
     dtype, size_bytes = _plan_weights(file)
     _check_room(folders, size_bytes, file.path)
     report = ConversionReport(
-        file=file.path.name,
+        file=name or file.path.name,
         types=", ".join(f"{count} {kind}" for kind, count in tensor_types(file)),
         written_type=_TYPE_NAMES[dtype],
         done_tensors=0,

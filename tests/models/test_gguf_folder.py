@@ -85,6 +85,29 @@ def test_a_model_is_converted_once_and_again_after_a_change(
     assert not list((tmp_path / "cache" / "gguf").glob(".*"))
 
 
+def test_one_file_under_several_names_is_converted_once(
+    tmp_path: Path, reports: list[ConversionReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_small_model(tmp_path / "sha256-abc")
+    first = folder_of_gguf(path, tmp_path / "cache", name="first")
+    assert reports[-1].file == "first"
+    count = len(reports)
+    second = folder_of_gguf(path, tmp_path / "cache", name="second")
+    assert (len(reports), second.name) == (count, "second")
+    for file in first.iterdir():
+        assert (second / file.name).samefile(file)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    third = folder_of_gguf(path, tmp_path / "cache", name="third")
+    assert len(reports) > count
+    for file in first.iterdir():
+        assert (third / file.name).read_bytes() == file.read_bytes()
+    assert not list((tmp_path / "cache" / "gguf").glob(".*"))
+
+
 def test_the_loss_of_bfloat16_is_measured(
     tmp_path: Path, reports: list[ConversionReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
