@@ -24,7 +24,13 @@ from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.row_price import UNPRICED_LOOKUP_CHANCE, RowPriceEstimator
-from edgespec.core.verifier.run_ahead import RunAheadView, auto_run_ahead, never_run_ahead
+from edgespec.core.verifier.run_ahead import (
+    ArrivalEstimator,
+    DraftHistory,
+    RunAheadView,
+    auto_run_ahead,
+    never_run_ahead,
+)
 from edgespec.core.verifier.scheduler import INITIAL_PREFILL_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
@@ -389,6 +395,43 @@ def test_auto_waits_as_long_as_a_deep_draft_saves(rate: float, depth: int) -> No
         assert auto_run_ahead(just) == pytest.approx(10.0 + saved * view.pass_s)
         gone = replace(just, expected_at=9.9)
         assert auto_run_ahead(gone) <= gone.now, "a draft that never comes is not waited for again"
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.84])
+@pytest.mark.parametrize("arrival_rate", [0.05, 0.3, 0.7, 1.0])
+def test_auto_expects_to_lose_nothing_by_a_wait(rate: float, arrival_rate: float) -> None:
+    """Oracle: the expected passes that a wait saves and costs, for any time of the draft."""
+    view = replace(
+        VIEW, idle_since=10.0, hit_rate=rate, response_depth=5, arrival_rate=arrival_rate
+    )
+    saved, waits = rate - rate**5, 0
+    for part in range(100):
+        expected_at = 10.0 + part / 100 * view.pass_s
+        wait = (auto_run_ahead(replace(view, expected_at=expected_at)) - 10.0) / view.pass_s
+        waits += wait > 0.0
+        if wait > 0.0:
+            gain = arrival_rate * (saved - part / 100) - (1.0 - arrival_rate) * wait
+            assert gain >= -1e-9
+    assert waits > 0 or arrival_rate * saved < 0.02
+
+
+def test_expected_drafts_that_do_not_come_are_counted() -> None:
+    """A draft every 30 ms, after passes of 25: each comes in time. Then none comes any more."""
+    history = DraftHistory()
+    arrivals, now = ArrivalEstimator(history), 0.0
+    for _ in range(20):
+        arrivals.on_possible_pass(now, 0.025)
+        arrivals.on_possible_pass(now, 0.025)  # offered again: the same wait
+        arrivals.on_useful_draft(now + 0.02)
+        now += 0.03
+        arrivals.on_miss(now - 0.001)
+    assert arrivals.arrival_rate == pytest.approx(1.0)
+    for _ in range(20):
+        arrivals.on_possible_pass(now, 0.025)
+        now += 0.03
+    assert arrivals.arrival_rate < 0.25
+    late = ArrivalEstimator(history)
+    assert arrivals.arrival_rate < late.arrival_rate < 0.9, "sessions begin with the history"
 
 
 def waits_alone(view: RunAheadView) -> float:

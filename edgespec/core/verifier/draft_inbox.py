@@ -200,6 +200,7 @@ class DraftInbox:
             response_depth=self.arrivals.response_depth,
             response_s=self.arrivals.response_s,
             server_draft_s=server_draft_s,
+            arrival_rate=self.arrivals.arrival_rate,
         )
 
     def learn(self, verdict: PassVerdict) -> None:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
+from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, MovingAverage
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -20,6 +20,8 @@ MAX_HISTORIES: Final = 64
 
 # Weights of the newest sample: of a session's own averages, and of those over many sessions.
 _SESSION_WEIGHT, _HISTORY_WEIGHT = 0.25, 0.1
+# Memory of the share of expected drafts that arrived, and the trials for which its prior counts.
+_SESSION_MEMORY, _HISTORY_MEMORY, _PRIOR_TRIALS = 0.9, 0.98, 4.0
 
 
 class DraftHistory:
@@ -34,6 +36,7 @@ class DraftHistory:
         self.response_depth = MovingAverage(_HISTORY_WEIGHT)
         self.interval_s = MovingAverage(_HISTORY_WEIGHT)
         self.places = MovingAverage(_HISTORY_WEIGHT)
+        self.arrivals = DecayedRate(_HISTORY_MEMORY, _PRIOR_TRIALS)
         self.acceptance = AcceptanceEstimator()
 
 
@@ -86,8 +89,20 @@ class ArrivalEstimator:
         self._gap_s = MovingAverage(_SESSION_WEIGHT)
         self._interval_s = _begin_average(history.interval_s)
         self._places = _begin_average(history.places)
+        self._arrivals = DecayedRate(_SESSION_MEMORY, _PRIOR_TRIALS)
         self._missed_at: float | None = None
         self._arrived_at: float | None = None
+        self._awaited: tuple[float, float] | None = None
+        """Begin and end of the time in which a draft is expected; None if none is."""
+
+    @property
+    def arrival_rate(self) -> float:
+        """Share of the expected drafts that arrived within a pass; 1 before the first.
+
+        A draft that is expected may come to nothing: while it is under way the verifier decodes on,
+        and the draft has to foresee those tokens. Text lookup has nothing to send after most
+        misses."""
+        return self._arrivals.rate(self._history.arrivals.rate(1.0))
 
     @property
     def place_s(self) -> float | None:
@@ -116,6 +131,25 @@ class ArrivalEstimator:
         """Usual depth of the first draft after a miss, in nodes; 1 before one has arrived."""
         return self._depth.get(1.0)
 
+    def on_possible_pass(self, idle_since: float, pass_s: float) -> None:
+        """Note that a pass could start without a draft. If one is expected or overdue, it counts as
+        arrived if it comes within ``pass_s`` of ``idle_since``, when the session last committed.
+
+        That does not depend on whether the session waits: a draft that arrives during a pass is
+        judged against the same tokens."""
+        if self._awaited is not None:
+            if self._awaited[0] == idle_since:
+                return
+            self._count_awaited(arrived=False)
+        expected_at, end = self.expected_at(), idle_since + pass_s
+        if expected_at is not None and expected_at <= end:
+            self._awaited = idle_since, end
+
+    def _count_awaited(self, *, arrived: bool) -> None:
+        for rate in (self._arrivals, self._history.arrivals):
+            rate.add(arrived)
+        self._awaited = None
+
     def on_miss(self, now: float) -> None:
         """Note that a commit left the tree without a node, so the device must draft anew."""
         if self._missed_at is None:
@@ -128,6 +162,8 @@ class ArrivalEstimator:
         deep. The draft has candidates for ``places`` places. ``responds`` is whether the device had
         received the commit of the miss, if there was a miss, when it made the draft."""
         history = self._history
+        if self._awaited is not None:
+            self._count_awaited(arrived=now <= self._awaited[1])
         if not responds:
             self._missed_at = None
         since = self._arrived_at if self._missed_at is None else self._missed_at
@@ -187,6 +223,8 @@ class RunAheadView:
     server_draft_s: float = math.inf
     """Time in which the server model would propose as much as the device's next draft is expected
     to bring; infinite if it does not draft now."""
+    arrival_rate: float = 1.0
+    """Share of the expected drafts that arrived within a pass."""
 
 
 RunAheadPolicy = Callable[[RunAheadView], float]
@@ -222,6 +260,11 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
     node costs nothing at a rate above 0.92, and 5 % of the speed at 0.8 (virtual time,
     docs/measurements.md).
 
+    A wait is in vain if no draft arrives. Let a draft arrive with probability p (``arrival_rate``)
+    after e passes, and save s passes. A wait of at most p * s passes gains p * (s - e) where it
+    arrives and costs (1 - p) * p * s where not, p * (p * s - e) in all. So it begins only where the
+    draft is expected within p * s.
+
     No wait begins for a draft that the server model can match before it arrives, and none goes on
     for an overdue draft that the server model can match in less than the usual response time.
 
@@ -232,7 +275,7 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
         return view.now
     rate, pass_s = view.hit_rate, view.pass_s
     saved = rate - math.pow(rate, view.response_depth)
-    share = max(saved, min(1.0, (rate - unsure) / (sure - unsure)))
+    share = view.arrival_rate * max(saved, min(1.0, (rate - unsure) / (sure - unsure)))
     latest = view.idle_since + share * pass_s
     if view.expected_at > min(latest, view.now + view.server_draft_s):
         return view.now

@@ -427,6 +427,8 @@ class VerifySession:
         has_chain = self._server_drafts is not None and self._server_drafts.has_chain
         if not self._may_draft or self.inbox.tree.nodes or has_chain:
             return now
+        if not self.inbox.no_draft_coming:
+            self.inbox.arrivals.on_possible_pass(self._idle_since, offer.pass_s)
         view = self.inbox.run_ahead_view(
             now,
             self._idle_since,
