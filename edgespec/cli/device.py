@@ -176,6 +176,22 @@ def describe_loss(stats: GenerationStats) -> str:
     return f"LOSSY ({stats.rule}): {replaced} tokens ({share:.0%}) are not the target's own"
 
 
+_LEAST_JUDGED: Final = 24
+"""Places that have to be judged before the draft is: fewer say little about it."""
+_LOW_ACCEPTANCE: Final = 0.4
+
+
+def judge_draft(tried: int, hits: int) -> str:
+    """Return a clause about a draft that is rarely right, and about what would help. Empty for
+    another draft, and where too few places were judged: ``hits`` of ``tried`` were right."""
+    if tried < _LEAST_JUDGED or hits >= _LOW_ACCEPTANCE * tried:
+        return ""
+    return (
+        f"the draft was right at {hits} of {tried} places ({hits / tried:.0%}): a draft of the"
+        " target's own family, more bits or `edgespec distill` would help"
+    )
+
+
 def report_drafting(
     received: ReceivedTokens, stats: GenerationStats | None, *, color: bool, explain: bool
 ) -> None:
@@ -195,6 +211,8 @@ def report_drafting(
         )
     share = counters.accepted / counters.committed if counters.committed else 0.0
     parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
+    if advice := judge_draft(counters.tried, counters.hits):
+        parts.append(advice)
     if stats.is_lossy:
         parts.append(describe_loss(stats))
     console = Console(stderr=True, highlight=False)
@@ -229,6 +247,8 @@ def describe_generation(received: ReceivedTokens, stats: GenerationStats | None)
         if stats.verifiers:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")
+        if advice := judge_draft(c.tried, c.hits):
+            lines.append(advice)
         if c.rested > c.committed // 10:
             why = f": {stats.rest_reason}" if stats.rest_reason else ""
             lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")

@@ -109,6 +109,8 @@ def _say_written(out: Path, how: str, bits: int, vocabulary: str) -> None:
     typer.echo(
         f"{out}: {how}, {bits} bits, {size / 1e6:.1f} MB, vocabulary {vocabulary}"
         f"\nuse it: edgespec generate PROMPT --draft {out}"
+        f"\ntry how often it is right: edgespec bench --quick --arms edgespec --model TARGET"
+        f" --draft {out}"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from edgespec.cli.device import choose_verifier
+from edgespec.cli.device import choose_verifier, judge_draft
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LimitsSection, VerifierConfig
 from edgespec.core.association.known_verifiers import make_views
 from edgespec.core.association.policies import Association, rank_verifiers
@@ -235,3 +235,17 @@ def test_the_key_goes_to_none_of_several_that_others_could_listen_to(
     monkeypatch.setenv("EDGESPEC_API_KEY", "word")
     with pytest.raises(ConfigError, match="the key for gpu-box:7420 would be sent without TLS"):
         build_agent(AgentConfig(("127.0.0.1", "gpu-box"), draft=DraftSection("toy")))
+
+
+@pytest.mark.parametrize(
+    ("tried", "hits", "advises"),
+    [(0, 0, False), (23, 0, False), (24, 9, True), (24, 10, False), (1000, 399, True)],
+)
+def test_a_draft_that_is_rarely_right_is_named_with_what_helps(
+    tried: int, hits: int, advises: bool
+) -> None:
+    found = judge_draft(tried, hits)
+    assert bool(found) is advises
+    if advises:
+        assert f"right at {hits} of {tried} places" in found
+        assert "edgespec distill" in found
