@@ -213,9 +213,9 @@ def _install_packages(client: Client, environment: Path) -> None:
             )
             _install_step([*make, str(environment)], environment)
         if client.uses_torch:
-            own = next(Path(one) for one in sys.path if one.endswith("site-packages"))
+            own = [one for one in sys.path if one.endswith("site-packages")]
             (packages,) = environment.glob("lib/python*/site-packages")
-            (packages / "edgespec_checkout.pth").write_text(f"{own}\n")
+            (packages / "edgespec_checkout.pth").write_text("\n".join(own))
         pip = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
         pip.append("--no-compile")  # the first run compiles what it needs
         if uv:
@@ -376,6 +376,7 @@ def _is_edited(shown: str) -> bool:
 
 
 _WEATHER: Final = "21 degrees in Paris"
+_CITY: Final = {"city": "Paris", "country": "France"}
 _REAL_JUDGES: Final[Mapping[Check, Callable[[str], bool]]] = {
     Check.ANSWER: lambda shown: bool(shown.strip()) and shown != "None",
     Check.CITY: _is_city,
@@ -385,8 +386,11 @@ _REAL_JUDGES: Final[Mapping[Check, Callable[[str], bool]]] = {
 _SCRIPTED_JUDGES: Final[Mapping[Check, Callable[[str], bool]]] = {
     **_REAL_JUDGES,
     Check.ANSWER: lambda shown: scripted_model.ANSWER in " ".join(shown.split()),
-    Check.CITY: lambda shown: json.loads(shown) == {"city": "Paris", "country": "France"},
+    Check.CITY: lambda shown: json.loads(shown) == _CITY,
+    Check.CITY_AFTER_CALL: lambda shown: json.loads(shown) == _CITY,
     Check.WEATHER: lambda shown: scripted_model.RESULT in shown and _WEATHER in shown,
+    Check.SECTIONS: lambda shown: scripted_model.ANSWER in " ".join(shown.split()),
+    Check.CALLED: lambda shown: bool(shown.strip()) and shown != "None",
     Check.THOUGHT: _is_thought,
     Check.TASK: _is_task,
     Check.EDITS: _is_edited,

@@ -135,7 +135,7 @@ _THINK: Final = "Think first."
 _SECTIONS: Final = re.compile(r"Respond with .*?\[\[ ## completed ## \]\]", re.DOTALL)
 """The request for an output in dspy's own notation."""
 _SECTION: Final = re.compile(r"\[\[ ## (\w+) ## \]\]")
-_SHELL_ARGUMENTS: Final = ("command", "cmd")
+_SHELL_ARGUMENTS: Final = ("command", "cmd", "commands")
 _MOST_RESULT: Final = 200
 """Characters of a tool's result that are quoted."""
 _MOST_DEPTH: Final = 16
@@ -270,10 +270,14 @@ def _shell_arguments(shell: Mapping[str, Any], command: str) -> dict[str, Any]:
     """Return the arguments with which a shell tool runs ``command``."""
     known = _properties(shell)
     key = next(one for one in _SHELL_ARGUMENTS if one in known)
-    is_list = known[key].get("type") == "array"
+    written: Any = command
+    if key == "commands":
+        written = [command]
+    elif known[key].get("type") == "array":
+        written = ["bash", "-c", command]
     required = (shell.get("parameters") or {}).get("required") or ()
     others = {one: instance_of(known[one]) for one in required if one in known and one != key}
-    return {key: ["bash", "-c", command] if is_list else command, **others}
+    return {key: written, **others}
 
 
 def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ def run(question: str) -> str:
         *("cline", "auth", "-p", "openai-compatible", "-k", "none"),
         *("-b", f"{parts.URL}/v1", "-m", parts.MODEL),
     )
-    return parts.run_program("cline", "--yolo", question)
+    return parts.run_program("cline", question)
 
 
 def plain():

@@ -6,7 +6,9 @@ import gradio
 import parts
 from gradio_client import Client
 
-page = gradio.load_chat(f"{parts.URL}/v1", model=parts.MODEL, token="none", api_name="chat")
+page = gradio.load_chat(
+    f"{parts.URL}/v1", model=parts.MODEL, token="none", file_types=None, api_name="chat"
+)
 _, address, _ = page.launch(
     prevent_thread_lock=True,
     quiet=True,
@@ -14,15 +16,14 @@ _, address, _ = page.launch(
     server_name="127.0.0.1",
     server_port=parts.free_port(),
 )
-client = Client(address, verbose=False)
 
 
 def plain():
-    return client.predict(parts.ASK["plain"], api_name="/chat")
+    return Client(address, verbose=False).predict(parts.ASK["plain"], api_name="/chat")
 
 
 def stream():
-    job = client.submit(parts.ASK["plain"], api_name="/chat")
+    job = Client(address, verbose=False).submit(parts.ASK["plain"], api_name="/chat")
     answer = job.result()
     if len(job.outputs()) < 2:
         raise ValueError("the page showed the answer in one piece")

@@ -43,7 +43,7 @@ def proxy() -> Iterator[str]:
         env={**os.environ, "LITELLM_MASTER_KEY": KEY},
     ) as process:
         try:
-            parts.read_until(process, "Uvicorn running", "Application startup complete")
+            parts.read_until(process, "Uvicorn running")
             yield f"http://127.0.0.1:{PORT}"
         finally:
             process.terminate()
