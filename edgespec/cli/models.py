@@ -33,7 +33,6 @@ from edgespec.models.model_source import Purpose, resolve_source
 
 _KEPT: Final = ("gguf", "drafts")
 """Folders of the cache with converted GGUF models and with exported drafts."""
-_EXPORT_BITS: Final = 4
 
 
 class Only(Enum):
@@ -168,7 +167,8 @@ def _prepare(name: str, only: Only) -> None:
     from edgespec.device.export.export import export_to_cache
 
     with stopping_at_once():
-        export_to_cache(resolve_source(name, Purpose.DRAFT).folder, _EXPORT_BITS, say)
+        source = resolve_source(name, Purpose.DRAFT)
+        export_to_cache(source.folder, source.export_bits, say)
 
 
 def _agree(name: str, pair: Pair, missing: Sequence[Side], *, is_agreed: bool) -> None:
@@ -251,7 +251,7 @@ def _describe_side(name: str, pair: Pair, side: Side) -> tuple[bool, str]:
     weights = pair.side_of_weights(side)
     size = in_mb(pair.part(side).size_bytes)
     if weights is not side:
-        return False, f"{side.value:<6} 4-bit export of the target, memory {memory}"
+        return False, f"{side.value:<6} {pair.draft_bits}-bit export of the target, memory {memory}"
     pulled = catalogue.find_pulled(name, side)
     if pulled is None:
         return False, f"{side.value:<6} not pulled, {size}, memory {memory}"

@@ -155,8 +155,9 @@ class DraftSection:
     need less memory."""
     draft_ms: float = emulation_field(range_field(0.0, 0.0, common.MINUTE_MS))
     """Milliseconds that each draft step takes at least, to emulate a slower device."""
-    bits: int = advanced_field(choice_field(4, (4, 8, 32)))
-    """Bits of a weight when a checkpoint is exported: 4, 8 or 32."""
+    bits: int = advanced_field(choice_field(0, (0, 4, 8, 32)))
+    """Bits of a weight when a checkpoint is exported: 4, 8 or 32. 0 takes what the catalogue states
+    for a pair that was pulled, and 4 for any other model."""
     kv_type: KvType | None = advanced_field(None)
     """Type of the cached keys and values when a checkpoint is exported. null takes float32, or the
     type that the memory budget needs."""

@@ -174,7 +174,10 @@ def _prepare_draft_folder(source: ModelSource, draft: DraftSection, say: Say) ->
         return source.folder
     with require_library("onnx", "edgespec[export]"):
         return export_to_cache(
-            source.folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32
+            source.folder,
+            draft.bits or source.export_bits,
+            say,
+            draft.kv_type or memory.KvType.FLOAT32,
         )
 
 
@@ -198,8 +201,9 @@ def list_variants(draft: DraftSection, source: ModelSource) -> tuple[memory.Draf
     folder = source.folder
     if source.kind is SourceKind.EXPORT:
         return (read_exported_variant(folder),)
+    bits = draft.bits or source.export_bits
     if (kv_type := draft.kv_type) is not None:
-        return (predict_variant(folder, draft.bits, kv_type),)
+        return (predict_variant(folder, bits, kv_type),)
     with require_library("onnxruntime", "edgespec[cpu]"):
         from edgespec.models.onnx_runtime import ort
     version = tuple(map(int, ort.__version__.split(".")[:2]))
@@ -208,7 +212,7 @@ def list_variants(draft: DraftSection, source: ModelSource) -> tuple[memory.Draf
         for one in memory.KvType
         if one is not memory.KvType.INT8 or version >= _INT8_FROM_VERSION
     ]
-    return tuple(predict_variant(folder, draft.bits, kv_type) for kv_type in types)
+    return tuple(predict_variant(folder, bits, kv_type) for kv_type in types)
 
 
 def read_exported_variant(folder: Path) -> memory.DraftVariant:
@@ -330,7 +334,8 @@ def load_planned_drafter(
     plan = memory.plan_memory(variants, question)
     if source.kind is not SourceKind.EXPORT:
         with require_library("onnx", "edgespec[export]"):
-            folder = export_to_cache(folder, draft.bits, say, plan.variant.kv_type)
+            bits = draft.bits or source.export_bits
+            folder = export_to_cache(folder, bits, say, plan.variant.kv_type)
         plan = memory.plan_memory((read_exported_variant(folder),), question)
     say(summarise_plan(plan, memory.plan_without_limit(variants, question)))
     settings = plan.settings

@@ -80,8 +80,10 @@ class Pair:
     target: Part
     draft: Part | None = None
     """The draft's checkpoint. None drafts with an export of the target."""
+    draft_bits: int = 4
+    """Bits of a weight in the draft's export: 4, 8 or 32."""
     exported_bytes: int
-    """Bytes of the draft's 4-bit export."""
+    """Bytes of the draft's export."""
     target_memory: str
     """Memory that a verifier of the target takes, roughly."""
     draft_memory: str

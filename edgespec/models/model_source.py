@@ -110,6 +110,9 @@ class ModelSource:
     """ONNX files of other tools by variant; empty for all kinds but ``GRAPHS``."""
     tokenizer_folder: Path | None = None
     """Folder with the tokenizer, if it is not ``location``. See ``with_tokenizer_of``."""
+    export_bits: int = 4
+    """Bits of a weight with which a draft of this checkpoint is exported unless the user names
+    others."""
 
     @property
     def folder(self) -> Path:
@@ -247,7 +250,9 @@ def _resolve_pulled(reference: str, purpose: Purpose, variant: str) -> ModelSour
     path = locate_pulled(reference, side)
     folder = _convert_gguf(path, reference) if is_gguf(path) else path
     if purpose is Purpose.DRAFT:
-        return _choose_draft(reference, folder, _list_files(folder), variant, reference)
+        source = _choose_draft(reference, folder, _list_files(folder), variant, reference)
+        pair = find_pair(reference)
+        return source if pair is None else replace(source, export_bits=pair.draft_bits)
     return ModelSource(kind=_kind_of(folder), reference=reference, name=reference, location=folder)
 
 

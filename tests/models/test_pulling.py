@@ -32,8 +32,11 @@ from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.config.loading import ConfigError
 from edgespec.core.protocol.errors import GenerationError
+from edgespec.device.build import load_drafter
+from edgespec.device.drafters.manifest import read_manifest
 from edgespec.models import catalogue, folders, pulling
 from edgespec.models.catalogue import Side
+from edgespec.models.folders import DRAFT_MANIFEST
 from edgespec.models.model_source import Purpose, SourceKind, resolve_source
 from edgespec.models.pulling import LOCK_FILE
 from tests.kit.live_verifier import run_command, serve_toy
@@ -101,6 +104,7 @@ class Market:
             "licence": "Apache-2.0",
             "licence_url": "https://licence.example",
             "target": target,
+            "draft_bits": 8,
             "exported_bytes": 1000,
             "target_memory": "1 MB",
             "draft_memory": "1 MB",
@@ -398,11 +402,15 @@ def test_a_pulled_name_is_a_model_everywhere_until_it_is_removed(model: Market) 
     assert (target.kind, target.name) == (SourceKind.CHECKPOINT, NAME)
     assert draft.folder == target.folder
     assert resolve_source(NAME, Purpose.TEXTS).vocabulary == target.vocabulary
+    (manifest,) = (name for name in model.list_files() if name.endswith(DRAFT_MANIFEST))
+    assert read_manifest((model.cache / manifest).parent).bits == 8
+    assert load_drafter(AgentConfig(draft=DraftSection(NAME))) is not None
+    assert sum(name.endswith(DRAFT_MANIFEST) for name in model.list_files()) == 1
     kept = {name.split("/")[0] for name in model.list_files()}
     assert kept == {"models", "gguf", "drafts"}
     listed = run_command("models").stdout
     assert "target pulled from the package index" in listed
-    assert "4-bit export of the target" in listed
+    assert "8-bit export of the target" in listed
     exported = next(line.split(":")[0].strip() for line in listed.splitlines() if "drafts/" in line)
     assert run_command("models", "remove", exported).exit_code == 0
     assert "drafts/" not in run_command("models").stdout
