@@ -239,7 +239,6 @@ OWN = {
     "edgespec.device.borrowed_tokenizer": "in our cache",
     "edgespec.device.corpus": "in our cache",
     "edgespec.device.drafters.manifest": "in a model's folder",
-    "edgespec.device.export.export": "in a model's folder",
     "edgespec.endpoint.pages": "comes with the package",
     "edgespec.models": "in a model's folder",
     "edgespec.telemetry.process_memory": "the kernel's",

@@ -371,7 +371,7 @@ def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
     with start_daemon() as (address, _), start_endpoint("--verifier", address) as (url, process):
         lines = [require(process.stderr).readline() for _ in range(7)]
         words = [line.split()[0] for line in lines]
-        assert words == ["draft", "verifier", "memory", "clients", "web", "status:", "try"]
+        assert words == ["draft", "verifier", "memory", "clients", "web", "chat:", "try"]
         assert f"{address}: serves toy, context 4096" in lines[1]
         done = subprocess.run(
             ["bash", "-c", lines[6].partition("try it: ")[2].replace("curl ", "curl -s ")],

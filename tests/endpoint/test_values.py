@@ -125,7 +125,7 @@ def test_a_length_beyond_all_room_asks_for_the_room(
 async def test_a_text_without_limit_ends_where_the_context_does() -> None:
     agent = ScriptedAgent(["a"])
     async with over_toy(draft="none") as live:
-        live.endpoint.agent = agent  # type: ignore[assignment] # says what it was asked for
+        live.endpoint.generator = agent  # type: ignore[assignment] # says what it was asked for
         await ask(live, TEXTS, {"prompt": "abc", "max_tokens": -1})
         await ask(live, CHAT, {"messages": [USER], "max_tokens": -1})
     assert [one.max_tokens for one in agent.samplings] == [

@@ -463,11 +463,14 @@ def profile(
         if out.is_dir():
             raise ConfigError(f"--out is {str(out)!r}, which is a folder, but must be a file")
         stderr = Console(stderr=True)
+        needed = ConfigError(f"--draft is {draft!r}, but a profile needs a draft model")
+        if draft == build.LOOKUP:
+            raise needed
         drafter = build.load_drafter(
             AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms))
         )
-        if drafter is None or draft == build.LOOKUP:
-            raise ConfigError(f"--draft is {draft!r}, but a profile needs a draft model")
+        if drafter is None:
+            raise needed
         arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
         with temporary_folder() as traces:
             try:
