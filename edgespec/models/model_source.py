@@ -251,9 +251,10 @@ def _resolve_pulled(reference: str, purpose: Purpose, variant: str) -> ModelSour
     folder = _convert_gguf(path, reference) if is_gguf(path) else path
     if purpose is Purpose.DRAFT:
         source = _choose_draft(reference, folder, _list_files(folder), variant, reference)
-        pair = find_pair(reference)
-        return source if pair is None else replace(source, export_bits=pair.draft_bits)
-    return ModelSource(kind=_kind_of(folder), reference=reference, name=reference, location=folder)
+    else:
+        source = ModelSource(_kind_of(folder), reference, name=reference, location=folder)
+    pair = find_pair(reference)
+    return source if pair is None else replace(source, export_bits=pair.draft_bits)
 
 
 def _convert_gguf(path: Path, name: str) -> Path:

@@ -34,6 +34,7 @@ from edgespec.config.loading import ConfigError
 from edgespec.core.protocol.errors import GenerationError
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.manifest import read_manifest
+from edgespec.device.model_drafter import list_variants
 from edgespec.models import catalogue, folders, pulling
 from edgespec.models.catalogue import Side
 from edgespec.models.folders import DRAFT_MANIFEST
@@ -401,6 +402,9 @@ def test_a_pulled_name_is_a_model_everywhere_until_it_is_removed(model: Market) 
     target, draft = (resolve_source(NAME, one) for one in (Purpose.TARGET, Purpose.DRAFT))
     assert (target.kind, target.name) == (SourceKind.CHECKPOINT, NAME)
     assert draft.folder == target.folder
+    weights = resolve_source(NAME, Purpose.DRAFT_WEIGHTS)
+    assert {one.bits for one in list_variants(DraftSection(NAME), weights)} == {8}
+    assert list_variants(DraftSection(NAME, bits=4), draft)[0].bits == 4
     assert resolve_source(NAME, Purpose.TEXTS).vocabulary == target.vocabulary
     (manifest,) = (name for name in model.list_files() if name.endswith(DRAFT_MANIFEST))
     assert read_manifest((model.cache / manifest).parent).bits == 8
