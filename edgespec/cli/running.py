@@ -207,11 +207,27 @@ def on_stopping_signals(
             continue
         try:
             loop.add_signal_handler(number, stop, number)
-        except NotImplementedError:  # the loop of Windows has no handlers
-            signal.signal(number, lambda number, _: loop.call_soon_threadsafe(stop, number))
+        except NotImplementedError:  # Event loops of Windows have no signal handlers.
+            signal.signal(number, _make_forwarder(loop, stop, signal.getsignal(number)))
         else:
             handled.append(number)
     return handled
+
+
+def _make_forwarder(
+    loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], before: Any
+) -> Callable[[int, FrameType | None], None]:
+    """Return a signal handler that makes ``loop`` call ``stop``. Once the loop has ended the
+    handler ``before`` is back, and gets the signal."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        if loop.is_closed():
+            signal.signal(number, before)
+            signal.raise_signal(number)
+        else:
+            loop.call_soon_threadsafe(stop, number)
+
+    return forward
 
 
 async def wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:

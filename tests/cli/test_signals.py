@@ -7,6 +7,7 @@ that ``--help`` documents (128 plus the signal's number). The terminal of a chat
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from edgespec.cli.running import StopRequest
+from edgespec.cli.running import StopRequest, on_stopping_signals
 from edgespec.config.files import temporary_folder
 from tests.kit.live_verifier import child_environment
 from tests.models.test_grammar import wait_until
@@ -167,3 +168,31 @@ def test_a_command_leaves_nothing_running(
     left = [path.name for folder in ("tmp", "work") for path in (tmp_path / folder).iterdir()]
     # The next run of distill continues from this folder, if anything was written by then.
     assert set(left) <= ({"out.training"} if name == "distill" else set())
+
+
+def test_a_loop_without_signal_handlers_is_told_and_gives_the_signal_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Event loops of Windows have no signal handlers."""
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    seen = list[str]()
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", refuse)
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("the handler from before"))
+
+    async def work() -> None:
+        came = asyncio.Event()
+        assert on_stopping_signals(lambda _: came.set(), (signal.SIGTERM,)) == []
+        signal.raise_signal(signal.SIGTERM)
+        await came.wait()
+        seen.append("the loop")
+
+    try:
+        asyncio.run(work())
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == ["the loop", "the handler from before", "the handler from before"]

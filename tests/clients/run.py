@@ -432,8 +432,8 @@ def _parse_options() -> argparse.Namespace:
         "--target",
         choices=(SCRIPTED, SMOLLM2, "both"),
         default="both",
-        help="model behind the endpoint. The scripted one calls tools as it is told; SmolLM2 must"
-        f" have been pulled (edgespec pull {_PAIR}) and is left out otherwise",
+        help="model behind the endpoint. The scripted one makes the calls that a test prescribes."
+        f" SmolLM2 is left out if it was not pulled (edgespec pull {_PAIR})",
     )
     parser.add_argument(
         "--install-only", action="store_true", help="install what is missing, and run nothing"
