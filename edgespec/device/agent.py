@@ -48,6 +48,7 @@ from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool
+from edgespec.device.followed_corpus import FollowedCorpus
 from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.prober import probe_all
 from edgespec.device.session_driver import SessionDriver
@@ -69,6 +70,8 @@ _GRAMMAR_TIMEOUT_S: Final = 40.0
 # Seconds that a disk without an answer may delay the end of a generation.
 _DISK_TIMEOUT_S: Final = 10.0
 _MAX_WAITING_RECORDINGS: Final = 64
+# Tokenizing a whole corpus anew takes a minute at most on a slow device.
+_FILES_TIMEOUT_S: Final = 600.0
 _log = logging.getLogger(__name__)
 
 
@@ -369,6 +372,11 @@ class Agent:
             max_waiting=_MAX_WAITING_RECORDINGS,
             timeout_s=_DISK_TIMEOUT_S,
         )
+        self._files = WorkerPool(
+            "following draft.corpus", threads=1, max_waiting=1, timeout_s=_FILES_TIMEOUT_S
+        )
+        self.following: asyncio.Task[None] | None = None
+        """The last look for changed files, which may still go on."""
         draft_vocabulary = "" if drafter is None else drafter.info.vocabulary
         self._vocabulary = self.options.vocabulary or draft_vocabulary
         self._warned: set[str] = set()
@@ -415,6 +423,7 @@ class Agent:
             GenerationError: The verifier refuses, or cannot be reached any more.
         """
         await self._prepare()
+        self._follow_files()
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
         check_range("logprobs", logprobs, 0, MAX_LOGPROBS)
@@ -467,6 +476,7 @@ class Agent:
                 await driver.close()
             finally:  # also where it is cancelled a second time
                 route.close()
+            self._keep_text(tokens, committed)
             await self._record(tokens, committed)
 
     async def score(
@@ -548,6 +558,12 @@ class Agent:
             self.drafter_pool.close()
         self._grammars.close()
         self._disk.close()
+        tables = self.options.text_tables
+        if tables is not None and isinstance(tables.corpus, FollowedCorpus):
+            tables.corpus.close()
+        self._files.close()
+        if self.following is not None:
+            self.following.cancel()
         if isinstance(self._read_constraint, GrammarReader):
             self._read_constraint.close()  # This ends the processes that try grammars.
 
@@ -562,6 +578,28 @@ class Agent:
         """The caches of the drafter. The agent must have one."""
         assert self.drafter is not None
         return DrafterPool(self.drafter, self.options.draft_caches, self.options.shared_ids)
+
+    def _follow_files(self) -> None:
+        """Look for changed files of ``draft.corpus`` in a thread, if it is time to. The generation
+        does not wait; it drafts from the changed files as soon as they are read."""
+        tables = self.options.text_tables
+        corpus = None if tables is None else tables.corpus
+        if isinstance(corpus, FollowedCorpus) and corpus.is_due:
+            if self.following is None or self.following.done():
+                self.following = asyncio.create_task(self._refresh_corpus(corpus))
+
+    async def _refresh_corpus(self, corpus: FollowedCorpus) -> None:
+        try:
+            if await self._files.run(corpus.refresh):
+                _log.info("draft.corpus has changed: %s", corpus.summary)
+        except (PoolBusyError, PoolLateError) as error:
+            self._warn_once(f"draft.corpus is not followed: {error}")
+
+    def _keep_text(self, prompt: tuple[int, ...], committed: Sequence[int]) -> None:
+        """Keep a text for lookup in later generations, until this process ends."""
+        tables = self.options.text_tables
+        if tables is not None and tables.earlier is not None:
+            tables.earlier.add((*prompt, *committed))
 
     async def _record(self, prompt: Sequence[int], committed: Sequence[int]) -> None:
         """Record a generation in a thread, since the disk may be slow.

@@ -34,7 +34,7 @@ from edgespec.core.guarded_drafter import Restrictable
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import PREFILL_CHUNK, Drafter, ModelInfo, Transport
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_lookup import TextTables
+from edgespec.core.protocol.text_lookup import EarlierTexts, TextTables
 from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafter_pool import DrafterPool
@@ -438,9 +438,10 @@ def _open_recording(config: AgentConfig) -> Recording | None:
 
 
 def text_tables(config: AgentConfig) -> TextTables | None:
-    """Return empty n-gram tables if ``config`` uses lookup. They take less than 2 MiB."""
-    wanted = config.draft.from_text or config.draft.model == LOOKUP
-    return TextTables(ngrams=True, max_leaders=_MAX_LEADERS) if wanted else None
+    """Return empty tables of texts if ``config`` uses lookup. They take less than 5 MiB."""
+    if not (config.draft.from_text or config.draft.model == LOOKUP):
+        return None
+    return TextTables(ngrams=True, max_leaders=_MAX_LEADERS, earlier=EarlierTexts())
 
 
 def add_corpus(
@@ -448,14 +449,19 @@ def add_corpus(
 ) -> None:
     """Load the corpus of ``config``, if it has one, into ``text``.
 
-    ``tokenizer`` must be that of ``config``. Raises the errors of ``open_corpus``."""
+    ``tokenizer`` must be that of ``config``. Raises the errors of ``FollowedCorpus``."""
     if text is None or not config.draft.corpus:
         return
-    from edgespec.device.corpus import open_corpus
+    from edgespec.device.followed_corpus import FollowedCorpus
+    from edgespec.device.model_drafter import max_corpus_bytes
 
-    vocabulary = vocabulary_of(tokenizer_reference(config))
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    text.corpus = open_corpus(config.draft.corpus, vocabulary, encode, say or (lambda text: None))
+    text.corpus = FollowedCorpus(
+        config.draft.corpus,
+        vocabulary_of(tokenizer_reference(config)),
+        partial(tokenizer.encode, add_special_tokens=False),
+        say or (lambda text: None),
+        max_corpus_bytes(config.draft),
+    )
 
 
 def _make_drafter(

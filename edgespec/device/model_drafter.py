@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from edgespec.config import DraftSection, EndpointSection, PolicySection
+from edgespec.config import ConfigError, DraftSection, EndpointSection, PolicySection
 from edgespec.config.common import SetupError, require_library
 from edgespec.core.device import memory
 from edgespec.core.guarded_drafter import CacheGroup, GuardedDrafter
@@ -294,6 +294,30 @@ def measure_memory_question(draft: DraftSection, max_width: int) -> memory.Memor
     )
 
 
+def corpus_bytes(draft: DraftSection) -> int:
+    """Return the bytes of text that ``draft.corpus`` has now, as far as the budget allows. Raises
+    ``ConfigError`` for a path that is not there."""
+    from edgespec.device.corpus_files import CorpusFolders
+
+    folders = CorpusFolders(draft.corpus, max_corpus_bytes(draft))
+    try:
+        stamps = folders.find_files(all_named=True).stamps
+    except OSError as error:
+        raise ConfigError(f"draft.corpus: {error.filename}: {error.strerror or error}") from None
+    return sum(one.size_bytes for one in stamps.values())
+
+
+def max_corpus_bytes(draft: DraftSection) -> int:
+    """Return the most bytes of text that ``draft.corpus`` may have: what is left of a memory
+    budget, if there is one. Raises ``ValueError`` for a budget that cannot be read."""
+    from edgespec.device.corpus_files import MAX_CORPUS_BYTES
+
+    if not draft.memory_budget:
+        return MAX_CORPUS_BYTES
+    budget = memory.parse_budget(draft.memory_budget).resolve(machine_memory())
+    return min(MAX_CORPUS_BYTES, memory.corpus_text_bytes(budget))
+
+
 def _list_additions(draft: DraftSection) -> tuple[memory.MemoryTerm, ...]:
     """Return what ``edgespec serve`` holds beyond other commands."""
     additions = [
@@ -307,6 +331,8 @@ def _list_additions(draft: DraftSection) -> tuple[memory.MemoryTerm, ...]:
     if "edgespec.endpoint.app" not in sys.modules:
         why = "libraries of serve"
         additions.append(memory.MemoryTerm("endpoint", _ENDPOINT_BYTES, why, memory.Held.SERVING))
+    if draft.corpus:
+        additions += memory.corpus_terms(corpus_bytes(draft))
     if draft.model != BUNDLED:
         why = "the process that renders them in serve and chat"
         additions.append(

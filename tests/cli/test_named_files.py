@@ -237,7 +237,7 @@ OWN = {
     "edgespec.cli.verifier": "the terminal",
     "edgespec.cli.credentials": "a folder, for its lock",
     "edgespec.device.borrowed_tokenizer": "in our cache",
-    "edgespec.device.corpus": "in our cache",
+    "edgespec.device.followed_corpus": "in our cache",
     "edgespec.device.drafters.manifest": "in a model's folder",
     "edgespec.endpoint.pages": "comes with the package",
     "edgespec.models": "in a model's folder",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -190,23 +191,56 @@ def test_loading_a_text_gives_the_index_of_adding_it() -> None:
         added.add(text[:end])
     assert loaded.indexed_length == added.indexed_length == 300
     assert len(loaded) == len(added)
-    pairs = [tg.pair_of(a, b) for a in range(6) for b in range(6)]
-    assert [loaded.position_after(pair) for pair in pairs] == [
-        added.position_after(pair) for pair in pairs
+    pairs = [(a, b) for a in range(6) for b in range(6)]
+    assert [loaded.position_after(text, *pair) for pair in pairs] == [
+        added.position_after(text, *pair) for pair in pairs
     ]
     assert loaded.length >= 2
 
 
 def test_the_index_is_bounded() -> None:
     text = list(range(1000))
-    added, loaded = tg.PromptLookup(max_pairs=64), tg.PromptLookup(max_pairs=64)
+    added, loaded = tg.PromptLookup(max_length=64), tg.PromptLookup(max_length=64)
     for end in range(1, 1001):
         added.add(text[:end])
         assert len(added) <= 64
+        if end > 40:  # The latest half of the bound is always there.
+            assert added.position_after(text[:end], text[end - 32], text[end - 31]) == end - 30
     for end in (10, 500, 530, 560, 1000):
         loaded.load(text, end)
         assert len(loaded) <= 64
-    assert loaded.position_after(tg.pair_of(997, 998)) == 999
+    assert loaded.position_after(text, 997, 998) == 999
+
+
+@pytest.mark.parametrize("alphabet", [3, 40, 5000])
+@pytest.mark.parametrize("max_length", [64, 500, tg.MAX_INDEXED])
+def test_an_index_finds_every_place_of_a_pair(alphabet: int, max_length: int) -> None:
+    """Parts of all sizes are read, and slots are shared by several pairs."""
+    dice = random.Random(alphabet)
+    text = [dice.randrange(alphabet) * 4096 for _ in range(1200)]
+    index, end = tg.PairIndex(max_length), 2
+    while end < len(text):
+        end = min(len(text), end + dice.choice((1, 1, 1, 7, 300)))
+        index.extend(text, end)
+        assert index.length == end
+        assert min(end, max_length // 2) <= len(index) <= max_length
+        before, last = text[at := dice.randrange(end - 1)], text[at + 1]
+        first = end - len(index) + 2
+        stood = [p for p in range(first, end) if (text[p - 2], text[p - 1]) == (before, last)]
+        assert [*index.positions_after(text, before, last)] == stood[::-1]
+
+
+def test_a_long_prompt_is_indexed_as_a_whole() -> None:
+    """An output that repeats the beginning of a prompt of 60,000 tokens finds it there, and is
+    found there still after some more tokens."""
+    dice = random.Random(4)
+    prompt = [dice.randrange(30_000) for _ in range(60_000)]
+    session, _ = open_session(*prompt, *prompt[100:102], context=1 << 17)
+    hits = 0
+    for at in range(102, 480):
+        hits += [node.token for node in session.tree.roots[:1]] == [prompt[at]]
+        session.handle(Commit(len(session.prefix.tokens), (prompt[at],)), 0.02 * at)
+    assert hits > 360
 
 
 PROMPT = (1, 2, 3, 4) * 5
@@ -292,15 +326,19 @@ def tables() -> TextTables:
 
 
 def open_session(
-    *prompt: int, said: TextTables | None = None, learned: KeptEstimates | None = None
+    *prompt: int,
+    said: TextTables | None = None,
+    learned: KeptEstimates | None = None,
+    context: int = 4096,
 ) -> tuple[DraftSession, list[object]]:
     """Return a session that streams, and the messages that it sent after its request."""
     request = Open("s", "", "", prompt, sampling=SamplingParams(max_tokens=400))
     session = DraftSession(
-        request, GoodputPolicy(2), RECONNECT, 1000, learned=learned, text=said or tables()
+        request, GoodputPolicy(2), RECONNECT, context, learned=learned, text=said or tables()
     )
     session.handle(ev.Start(), 0.0)
-    actions = session.handle(ev.Connected(), 0.0) + session.handle(GREETING, 0.0)
+    greeting = replace(GREETING, limits=replace(GREETING.limits, context_length=context))
+    actions = session.handle(ev.Connected(), 0.0) + session.handle(greeting, 0.0)
     return session, messages_in(actions)[1:]
 
 
@@ -359,6 +397,113 @@ def test_what_was_said_outlives_a_generation() -> None:
             session.handle(Commit(1 + at, (token,)), 0.02 * at)
     assert hits[0] == 0
     assert hits[1] > 50
+
+
+# --- earlier texts ------------------------------------------------------------------------------
+
+
+def find_in_texts(texts: Sequence[Sequence[int]], end: Sequence[int]) -> tuple[int, set[int]]:
+    """Return the number of last tokens of ``end`` that occur in a text, and what follows there."""
+    for length in range(len(end), 1, -1):
+        followers = {
+            text[at + length]
+            for text in texts
+            for at in range(len(text) - length)
+            if [*text[at : at + length]] == [*end[-length:]]
+        }
+        if followers:
+            return length, followers
+    return 0, set()
+
+
+@pytest.mark.parametrize("alphabet", [8, 30, 400])
+def test_earlier_texts_are_found_as_a_search_finds_them(alphabet: int) -> None:
+    dice, earlier, texts = random.Random(alphabet), tg.EarlierTexts(), list[list[int]]()
+    for _ in range(12):
+        texts.append([dice.randrange(alphabet) for _ in range(dice.randrange(1, 60))])
+        if dice.random() < 0.5:
+            texts[-1] += dice.choice(texts)[:20]
+        earlier.add(texts[-1])
+    for _ in range(300):
+        text = dice.choice(texts)
+        at = dice.randrange(len(text) + 1)
+        end = [*(dice.randrange(alphabet) for _ in range(2)), *text[max(0, at - 18) : at]]
+        end = end[-dice.randrange(2, tg.CORPUS_LENGTH + 1) :]
+        length, followers = find_in_texts(texts, end)
+        found, named = earlier.after(tuple(end))
+        if alphabet > 8:  # Few letters have pairs at more places than are looked at.
+            assert found == length
+            assert len(named) == min(tg.RANKS, len(followers))
+            assert {token for token, _ in named} <= followers
+        assert found <= length
+        assert sum(share for _, share in named) <= 1.0 + 1e-9
+
+
+def test_a_conversation_is_kept_once() -> None:
+    """Each prompt repeats the one before and its answer, and another conversation begins alike."""
+    dice = random.Random(1)
+    earlier, text, added = tg.EarlierTexts(), [dice.randrange(900) for _ in range(640)], 640
+    earlier.add(text)
+    for _ in range(20):
+        more = [dice.randrange(900) for _ in range(dice.randrange(1, 300))]
+        text, added = text + more, added + len(more)
+        earlier.add(text)
+        length, named = earlier.after(tuple(more[-3:-1])) if len(more) > 2 else (2, [(more[-1], 1)])
+        assert length == 2
+        assert more[-1] in [token for token, _ in named]
+    other = text[:640] + [dice.randrange(900, 1000) for _ in range(100)]
+    earlier.add(other)
+    # Blocks that end behind the repeated part are kept again, and a few tokens before it.
+    assert len(earlier) <= added + 100 + 22 * (64 + tg.CORPUS_LENGTH + 1)
+    before = len(earlier)
+    earlier.add(other[:640])
+    assert len(earlier) == before
+
+
+def test_earlier_texts_are_bounded_and_the_latest_stay() -> None:
+    dice, earlier = random.Random(2), tg.EarlierTexts(max_tokens=1000)
+    for _ in range(40):
+        text = [dice.randrange(5000) for _ in range(dice.randrange(2, 1500))]
+        earlier.add(text)
+        assert len(earlier) <= 1000
+        assert earlier.after(tuple(text[-5:-1])) == (len(text[-5:-1]), [(text[-1], 1.0)])
+        assert len(earlier._blocks) <= 1000 // 64
+
+
+def test_a_long_earlier_text_is_indexed_a_part_at_a_time() -> None:
+    dice, earlier = random.Random(3), tg.EarlierTexts()
+    text = [dice.randrange(50_000) for _ in range(20_000)]
+    earlier.add(text)
+    looks = 0
+    while earlier.after(tuple(text[-4:-1]))[0] == 0:
+        looks += 1
+    assert looks == 20_000 // 2048
+    assert earlier.after(tuple(text[-4:-1])) == (3, [(text[-1], 1.0)])
+
+
+def test_the_longer_match_of_earlier_texts_and_corpus_counts() -> None:
+    said = TextTables(ngrams=True, earlier=tg.EarlierTexts())
+    require(said.earlier).add([1, 2, 3, 4, 5])
+    for length, named in ((5, 9), (2, 5), (4, 5)):
+        said.corpus = Phrases(length, (9, 1.0))
+        assert said.after((7, 1, 2, 3, 4))[1] == ([(named, 1.0)] if named == 5 else ((9, 1.0),))
+
+
+def test_another_conversations_text_is_in_flight_at_once() -> None:
+    """A file that a tool returned in an earlier conversation is copied in this one."""
+    dice = random.Random(6)
+    file = [dice.randrange(900) for _ in range(300)]
+    said = TextTables(ngrams=True, max_leaders=64, earlier=tg.EarlierTexts())
+    hits = []
+    for _ in range(2):
+        session, _ = open_session(901, *file[:2], said=said)
+        hits.append(0)
+        for at in range(2, 300):
+            hits[-1] += [node.token for node in session.tree.roots[:1]] == [file[at]]
+            session.handle(Commit(1 + at, (file[at],)), 0.02 * at)
+        require(said.earlier).add((902, *file))
+    assert hits[0] < 10
+    assert hits[1] > 290
 
 
 class Phrases:

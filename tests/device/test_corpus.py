@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import yaml
 
@@ -39,12 +40,13 @@ from edgespec.core.protocol.messages import Commit, Limits, Open, Opened, RunAhe
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import CORPUS_LENGTH, RANKS
 from edgespec.core.toy_model import ToyModel
-from edgespec.device import corpus
+from edgespec.device import corpus, followed_corpus
 from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import BorrowingAgent
 from edgespec.device.build import agent_options, build_agent, load_drafter
-from edgespec.device.corpus import StoredCorpus, open_corpus
+from edgespec.device.corpus import StoredCorpus
 from edgespec.device.drafters.toy import SilentDrafter
+from edgespec.device.followed_corpus import FollowedCorpus
 from edgespec.models.folders import model_info
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, ToyTokenizer
@@ -93,8 +95,12 @@ def fail_if_asked(text: str) -> NoReturn:
     raise AssertionError("the store was made again")
 
 
-def open_store(*paths: Path, vocabulary: str = "letters") -> StoredCorpus:
-    return open_corpus([str(path) for path in paths], vocabulary, letters, ignore_message)
+def open_store(*paths: Path, vocabulary: str = "letters") -> FollowedCorpus:
+    return FollowedCorpus([str(path) for path in paths], vocabulary, letters, ignore_message)
+
+
+def list_stores(tmp_path: Path) -> list[Path]:
+    return [*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]
 
 
 def write(path: Path, text: str) -> Path:
@@ -106,14 +112,13 @@ def find_followers(texts: Sequence[str], end: str) -> tuple[int, Counter[str]]:
     """Return the number of last letters of ``end`` that occur in a text, at least two, and counts
     of the letters that follow them."""
     for length in range(min(len(end), CORPUS_LENGTH), 1, -1):
-        tail, found, there = end[-length:], Counter[str](), False
+        tail, found = end[-length:], Counter[str]()
         for text in texts:
             for at in range(len(text) - length + 1):
                 if text[at : at + length] == tail:
-                    there = True
                     found.update(text[at + length : at + length + 1])
-        if there:
-            return (length, found) if found else (0, found)
+        if found:
+            return length, found
     return 0, Counter()
 
 
@@ -152,83 +157,102 @@ def test_a_frequent_end_is_sampled(tmp_path: Path) -> None:
     assert named[0][1] == pytest.approx(2 / 3, abs=0.1)
 
 
-def test_a_store_is_made_once_and_anew_for_another_text(tmp_path: Path) -> None:
+def test_a_store_is_made_once_and_a_changed_text_stands_beside_it(tmp_path: Path) -> None:
     path, said = write(tmp_path / "a.txt", "one two three"), list[str]()
     names = [str(path)]
-    open_corpus(names, "v", letters, said.append)
-    assert said == ["draft.corpus: 0.0 MB in 1 files are indexed, once"]
-    open_corpus(names, "v", fail_if_asked, ignore_message)
-    (store,) = (tmp_path / "cache" / "edgespec" / "corpus").iterdir()
+    FollowedCorpus(names, "v", letters, said.append)
+    assert said == ["draft.corpus: 0.0 MB are indexed, once; 1 file"]
+    FollowedCorpus(names, "v", fail_if_asked, fail_if_asked)
+    (store,) = list_stores(tmp_path)
     assert store.stat().st_mode & 0o777 == 0o600
+    content = store.read_bytes()
     write(path, "one two four")
-    assert open_corpus(names, "v", letters, ignore_message).after(tuple(letters("two "))) == (
-        *(4, [(ord("f"), 1.0)]),
-    )
-    open_corpus(names, "v", fail_if_asked, ignore_message)
+    changed = FollowedCorpus(names, "v", letters, ignore_message)
+    assert changed.after(tuple(letters("two "))) == (4, [(ord("f"), 1.0)])
+    assert store.read_bytes() == content
+    write(path, "one two three")  # It is in the store still.
+    FollowedCorpus(names, "v", fail_if_asked, fail_if_asked)
     with pytest.raises(AssertionError):
-        open_corpus(names, "another vocabulary", fail_if_asked, ignore_message)
+        FollowedCorpus(names, "another vocabulary", fail_if_asked, ignore_message)
 
 
-@pytest.mark.parametrize("damage", [b"", b"x", b"x" * 40, None])
-def test_a_damaged_store_is_made_anew(tmp_path: Path, damage: bytes | None) -> None:
+@pytest.mark.parametrize("damage", [b"", b"x", b"x" * 40, None, "count"])
+def test_a_damaged_store_is_made_anew(tmp_path: Path, damage: bytes | str | None) -> None:
     path = write(tmp_path / "a.txt", "one two three")
     open_store(path)
-    (store,) = (tmp_path / "cache" / "edgespec" / "corpus").iterdir()
-    store.write_bytes(store.read_bytes()[:-4] if damage is None else damage)
+    (store,) = list_stores(tmp_path)
+    whole = store.read_bytes()
+    if damage == "count":
+        store.write_bytes(whole[:32] + b"\xff\xff\xff\xff" + whole[36:])
+    else:
+        store.write_bytes(whole[:-4] if damage is None else damage)  # type: ignore[arg-type]
     assert open_store(path).after(tuple(letters("two "))) == (4, [(ord("t"), 1.0)])
+    assert store.read_bytes() == whole
 
 
 def test_stores_that_were_not_used_of_late_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "_MAX_STORES", 2)
+    monkeypatch.setattr(followed_corpus, "_MAX_STORES", 2)
     for number in range(4):
         open_store(write(tmp_path / f"{number}.txt", f"text {number}"))
-    assert len([*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]) == 2
-    open_corpus([str(tmp_path / "3.txt")], "letters", fail_if_asked, ignore_message)
+    assert len(list_stores(tmp_path)) == 2
+    FollowedCorpus([str(tmp_path / "3.txt")], "letters", fail_if_asked, ignore_message)
 
 
-def test_a_folder_gives_its_texts(tmp_path: Path) -> None:
-    folder = tmp_path / "notes"
-    (folder / "deep" / ".git").mkdir(parents=True)
-    write(folder / "deep" / "a.py", "the quick fox")
-    write(folder / "deep" / ".git" / "b.py", "a hidden cat")
-    (folder / "picture").write_bytes(b"\xff\xd8\xff")
-    store = open_store(folder)
-    assert store.after(tuple(letters("quick "))) == (6, [(ord("f"), 1.0)])
-    assert store.after(tuple(letters("hidden "))) == (0, ())
+@pytest.mark.parametrize("alphabet", [1, 2, 300])
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 15])
+def test_places_are_sorted_by_their_tokens(
+    alphabet: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: Python's own sort of the tokens before each place."""
+    monkeypatch.setattr(corpus, "_SORTED_AT_ONCE", at_once)
+    dice = np.random.default_rng(alphabet)
+    texts = {bytes(15) + bytes([n]): dice.integers(0, alphabet, 90, np.int32) for n in range(3)}
+    store = StoredCorpus(corpus.build_store(bytes(32), texts), bytes(32))
+    backwards = [word for ids in texts.values() for word in [*(ids + 1).tolist(), 0]][::-1]
+    keys = [backwards[at : at + CORPUS_LENGTH] for at in range(len(backwards))]
+    padded = [key + [0] * (CORPUS_LENGTH - len(key)) for key in keys]
+    assert [padded[at] for at in store._order.tolist()] == sorted(padded)
+    assert sorted(store._order.tolist()) == [*range(len(backwards))]
+    for one, ids in store.read_tokens().items():
+        assert ids.tolist() == texts[one].tolist()
 
 
 def test_large_texts_are_cut_into_pieces_and_told_of(tmp_path: Path) -> None:
-    lines = "".join(f"line {number} ends here\n" for number in range(60_000))
+    lines = "".join(f"line {number} ends here\n" for number in range(120_000))
     path, said, pieces = write(tmp_path / "a.txt", lines + "x" * 200_000), list[str](), list[str]()
+    other = write(tmp_path / "b.txt", "the end")
 
     def encode(text: str) -> list[int]:
         pieces.append(text)
         return [len(pieces)]
 
-    open_corpus([str(path)], "v", encode, said.append)
-    assert "".join(pieces) == lines + "x" * 200_000
-    assert max(map(len, pieces)) <= corpus._PIECE_CHARS
-    assert said[1] == "draft.corpus: 10 % read"
-    assert said[-2:] == [
-        "draft.corpus: 100 % read",
-        f"draft.corpus: {len(pieces) + 1} tokens are sorted",
+    FollowedCorpus([str(path), str(other)], "v", encode, said.append)
+    assert "".join(pieces) == lines + "x" * 200_000 + "the end"
+    assert max(map(len, pieces)) <= followed_corpus._PIECE_CHARS
+    assert said == [
+        "draft.corpus: 2.7 MB are read",
+        "draft.corpus: 2.7 MB are indexed, once; 2 files",
     ]
 
 
-def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     there, binary = write(tmp_path / "a.txt", "0123456789"), tmp_path / "b.bin"
+    other, secret = write(tmp_path / "d.txt", "abcdefghij"), write(tmp_path / "e", "secret")
     binary.write_bytes(b"\xff\xfe\x00")
-    monkeypatch.setattr(corpus, "MAX_CORPUS_BYTES", 15)
-    for paths, message in (
+    cases: list[tuple[tuple[Path, ...], str]] = [
         ((tmp_path / "none",), "draft.corpus: .*none: No such file"),
         ((there, binary), "b.bin is not UTF-8 text"),
-        ((there, there), "a.txt: 10 bytes, but at most 5 are read: a corpus has at most 15 bytes"),
-        ((write(tmp_path / "c", ""),), "c: there is no text"),
-    ):
+        ((there, other), "d.txt: 10 bytes, but at most 5 are read: a corpus has at most 15 bytes"),
+        ((write(tmp_path / "c", ""),), r"c: there is no text \(0 files\)"),
+    ]
+    if os.geteuid():
+        secret.chmod(0)
+        cases.append(((there, secret), "e: Permission denied"))
+    for paths, message in cases:
         with pytest.raises(ConfigError, match=message):
-            open_store(*paths)
+            FollowedCorpus([*map(str, paths)], "v", letters, ignore_message, 15)
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(
@@ -240,7 +264,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(
     monkeypatch.setattr("edgespec.config.files.os.fsync", full)
     with pytest.raises(SetupError, match=r"corpus.*: No space left on device\n.*XDG_CACHE_HOME"):
         open_store(write(tmp_path / "a.txt", "some text"))
-    assert not [*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]
+    assert not list_stores(tmp_path)
 
 
 def test_file_flag_and_environment_say_the_same(
@@ -545,7 +569,7 @@ def test_guesses_come_from_what_was_committed(
     recording = Recording(path, MOST)
 
     def open_store(vocabulary: str = "v", say: Any = ignore_message) -> Any:
-        return open_corpus([str(path)], vocabulary, fail_if_asked, say)
+        return FollowedCorpus([str(path)], vocabulary, fail_if_asked, say)
 
     assert open_store().after((97, 98)) == (0, ())
     for _ in range(12):

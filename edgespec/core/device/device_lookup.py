@@ -25,6 +25,8 @@ from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, Speculati
 MIN_PATH_CHANCE: Final = 0.03
 """Least chance that all tokens on a node's path are right."""
 MAX_LOOKUP_NODES: Final = 64
+INDEXED_PER_EVENT: Final = 8192
+"""Most tokens of a prompt that are indexed at one event, which takes about two milliseconds."""
 
 
 class DeviceLookup:
@@ -48,10 +50,15 @@ class DeviceLookup:
                     self._chances.add(node, hit=node is verdict.right)
 
     def _read_text(self) -> None:
-        """Judge candidates by the newly committed tokens, then index those."""
+        """Judge candidates by the newly committed tokens, then index those.
+
+        A long prompt is indexed a part at a time, at the events of the seconds before the first
+        token."""
         lookup, prefix = self._reader.lookup, self._tree.prefix
-        if lookup.indexed_length < prefix.prompt_length:
-            lookup.load(prefix.tokens, prefix.prompt_length)
+        if (indexed := lookup.indexed_length) < prefix.prompt_length:
+            lookup.load(prefix.tokens, min(prefix.prompt_length, indexed + INDEXED_PER_EVENT))
+            if lookup.indexed_length < prefix.prompt_length:
+                return
         self._reader.learn(prefix.tokens)
 
     def add_nodes(self, view: DraftView) -> None:

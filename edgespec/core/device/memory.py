@@ -280,6 +280,37 @@ def _workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
     return settings.chunk * row + scratch + settings.threads * _THREAD_BYTES
 
 
+_STORE_BYTES_PER_TEXT_BYTE = 3.2
+_MAKING_BYTES_PER_TEXT_BYTE = 4.8
+_CORPUS_BYTES = 10 * MIB
+_CORPUS_SHARE = 0.25
+
+
+def corpus_text_bytes(budget_bytes: int) -> int:
+    """Return the most bytes of text that ``draft.corpus`` may have within a budget.
+
+    Formula: a quarter of the budget, less 10 MiB, over the 3.2 + 4.8 bytes for each byte of text.
+    A budget of 600 MiB allows 17.5 MiB of text."""
+    per_byte = _STORE_BYTES_PER_TEXT_BYTE + _MAKING_BYTES_PER_TEXT_BYTE
+    return max(0, int((_CORPUS_SHARE * budget_bytes - _CORPUS_BYTES) / per_byte))
+
+
+def corpus_terms(text_bytes: int) -> tuple[MemoryTerm, ...]:
+    """Return the memory that ``draft.corpus`` takes for this many bytes of text.
+
+    Formula: 8 bytes of the store for each token, of which a byte of text has 0.4 at most in most
+    texts, and 10 MiB for what changed since and for sorting; 12 bytes for each token while the
+    store is made anew. 10 MiB of text take 42 MiB, and 48 MiB more at such a time."""
+    why = f"index of {in_mib(text_bytes)} of text, and what changed since it was made"
+    making = "while the index is made anew, because much of the text has changed"
+    return (
+        MemoryTerm("corpus", int(_STORE_BYTES_PER_TEXT_BYTE * text_bytes) + _CORPUS_BYTES, why),
+        MemoryTerm(
+            "corpus, changing", int(_MAKING_BYTES_PER_TEXT_BYTE * text_bytes), making, Held.RESERVED
+        ),
+    )
+
+
 # --- the plan ---------------------------------------------------------------------------------
 
 MIN_PLANNED_WINDOW = 128

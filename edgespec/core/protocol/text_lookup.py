@@ -4,8 +4,9 @@ Theory of operation. Four sources give candidates for the next position, the sur
 
     match      what followed the last tokens the last time they occurred in this text, two tokens
                or more, counted up to ``MAX_MATCH_LENGTH`` (prompt lookup decoding, Saxena 2023)
-    corpus     what most often followed the longest end of the text that also occurs in other texts
-               (``Corpus``; REST, He et al., NAACL 2024); it is ordered among the others by chance
+    corpus     what most often followed the longest end of the text that also occurs in other texts:
+               files on the device (``Corpus``; REST, He et al., NAACL 2024) and earlier texts
+               (``EarlierTexts``); it is ordered among the others by chance
     n-grams    what followed the last pair of tokens in committed texts, in an LRU table (Cacheback,
                Ma, Gim and Zhong, EMNLP 2025)
     recycled   what followed the last token alone, and the target's tokens in place of rejected
@@ -25,13 +26,15 @@ those nodes that are likely enough to be visited too. What differs between the e
 callers: the least chance, the most nodes, and the nodes of other sources that are in the tree
 already.
 
-Bounds: an index of ``MAX_PAIRS`` entries of about 170 bytes, cleared when it is full; tables of
-``MAX_LEADERS`` rows of about 230 bytes, below 2 MiB each.
+Bounds: an index takes 8 to 16 bytes for each of the last ``MAX_INDEXED`` tokens, so a long prompt
+is indexed as a whole; tables of ``MAX_LEADERS`` rows of about 230 bytes are below 2 MiB
+each.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Final, Generic, Protocol, TypeVar
@@ -125,7 +128,7 @@ class FollowerTable:
 
 
 class Corpus(Protocol):
-    """Texts that were indexed before the generation began."""
+    """Texts beside the generation's own, which a generation only reads."""
 
     def after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
         """Return how many of the last tokens of ``end`` also occur in the corpus, and what followed
@@ -142,13 +145,36 @@ CORPUS_LENGTH: Final = 16
 class TextTables:
     """Tables of committed texts, with a ``corpus`` beside them.
 
-    ``ngrams`` False leaves the table of pairs out, for a text whose own index has them already."""
+    ``ngrams`` False leaves the table of pairs out, for a text whose own index has them already.
+    ``earlier`` are whole texts of earlier generations; None keeps none."""
 
     corpus: Corpus | None = None
 
-    def __init__(self, *, ngrams: bool, max_leaders: int = MAX_LEADERS) -> None:
+    def __init__(
+        self,
+        *,
+        ngrams: bool,
+        max_leaders: int = MAX_LEADERS,
+        earlier: EarlierTexts | None = None,
+    ) -> None:
         self.recycled = FollowerTable(max_leaders)
         self.ngrams = FollowerTable(max_leaders) if ngrams else None
+        self.earlier = earlier
+
+    @property
+    def reads_other_texts(self) -> bool:
+        """Whether there may be a match in other texts than the generation's own."""
+        return self.corpus is not None or self.earlier is not None
+
+    def after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
+        """Return the longest match of ``end`` in earlier texts and in the corpus, with the contract
+        of ``Corpus.after``. Of equally long ones it is the one in earlier texts."""
+        length, followers = (0, ()) if self.earlier is None else self.earlier.after(end)
+        if self.corpus is not None and length < len(end):
+            other_length, others = self.corpus.after(end)
+            if other_length > length:
+                return other_length, others
+        return length, followers
 
     def add(self, tokens: Sequence[int], at: int) -> None:
         """Record that the token at ``at`` >= 2 was committed behind those before it."""
@@ -160,14 +186,72 @@ class TextTables:
 
 # --- matches --------------------------------------------------------------------------------
 
-MAX_PAIRS = 8192
+MAX_INDEXED: Final = 1 << 17
+"""Most tokens of one text that are indexed. Of a longer one these are the last ones."""
 MAX_MATCH_LENGTH = 12
 """Longest match that is counted; longer ones are treated as this long."""
+_FEWEST_SLOTS: Final = 256
 
 
-def pair_of(before: int, last: int) -> int:
-    """Return two neighbouring tokens as one dictionary key."""
-    return before << 32 | last
+class PairIndex:
+    """Positions of all pairs of neighbouring tokens in one text, which only grows.
+
+    Theory of operation. A pair is hashed to a slot, which has the last position behind a pair of
+    that slot, and ``_earlier`` has the position before it, as in the window of a Lempel-Ziv coder.
+    Whether a position belongs to a pair is seen in the text itself, so an entry takes 4 bytes and
+    its slots 4 to 12. When ``max_length`` tokens are indexed, the older half is forgotten.
+    """
+
+    __slots__ = ("_earlier", "_latest", "_most", "_start", "length")
+
+    def __init__(self, max_length: int = MAX_INDEXED) -> None:
+        self.length = 0
+        """Number of tokens of the text that were read."""
+        self._most = max_length
+        self._start = 0  # The tokens before it are not indexed any more.
+        self._latest = array("i", [-1]) * _FEWEST_SLOTS
+        self._earlier = array("i")
+
+    def __len__(self) -> int:
+        """Return the number of tokens that are indexed."""
+        return len(self._earlier)
+
+    def positions_after(self, tokens: Sequence[int], before: int, last: int) -> Iterator[int]:
+        """Yield the positions of the tokens that followed the pair, the last one first."""
+        latest, earlier, start = self._latest, self._earlier, self._start
+        at = latest[hash((before, last)) & len(latest) - 1]
+        while at >= 0:
+            if tokens[at - 1] == last and tokens[at - 2] == before:
+                yield at
+            at = earlier[at - start]
+
+    def extend(self, tokens: Sequence[int], end: int) -> None:
+        """Index the tokens before ``end`` that were not read yet."""
+        if end - self._start > self._most:
+            # A text that grows by single tokens is indexed anew once in half of the bound.
+            kept = max(self._most // 2, min(self._most, end - self.length))
+            self._begin(max(0, end - kept), end)
+        elif end - self._start > len(self._latest):
+            self._begin(self._start, end + (end - self._start) // 2)
+        latest, earlier, mask = self._latest, self._earlier, len(self._latest) - 1
+        first = self.length
+        while first < end and first - self._start < 2:
+            earlier.append(-1)
+            first += 1
+        pairs = zip(tokens[first - 2 : end - 2], tokens[first - 1 : end - 1], strict=True)
+        for at, pair in enumerate(pairs, first):
+            slot = hash(pair) & mask
+            earlier.append(latest[slot])
+            latest[slot] = at
+        self.length = max(self.length, end)
+
+    def _begin(self, start: int, end: int) -> None:
+        """Forget everything, with slots for the tokens from ``start`` to ``end``."""
+        slots = _FEWEST_SLOTS
+        while slots < min(end - start, self._most):
+            slots *= 2
+        self._latest, self._earlier = array("i", [-1]) * slots, array("i")
+        self._start = self.length = start
 
 
 def common_length(tokens: Sequence[int], position: int, end: int) -> int:
@@ -185,35 +269,32 @@ class PromptLookup:
     ``position`` is the position behind the current match, and ``length`` is the match's length; 0:
     there is none."""
 
-    def __init__(self, max_pairs: int = MAX_PAIRS) -> None:
-        self.indexed_length = 0
+    def __init__(self, max_length: int = MAX_INDEXED) -> None:
         self.position = self.length = 0
-        self._most_pairs = max_pairs
-        self._positions: dict[int, int] = {}
+        self._index = PairIndex(max_length)
 
     def __len__(self) -> int:
-        return len(self._positions)
+        """Return the number of tokens that are indexed."""
+        return len(self._index)
 
-    def position_after(self, pair: int) -> int:
+    @property
+    def indexed_length(self) -> int:
+        """Number of tokens of the text that were read."""
+        return self._index.length
+
+    def position_after(self, tokens: Sequence[int], before: int, last: int) -> int:
         """Return the position of the last token that followed the pair; -1 if none did."""
-        return self._positions.get(pair, -1)
+        return next(self._index.positions_after(tokens, before, last), -1)
 
     def load(self, tokens: Sequence[int], end: int) -> None:
-        places, start = self._positions, max(self.indexed_length, end - self._most_pairs)
-        if len(places) + end - start > self._most_pairs:
-            places.clear()
-        for at in range(max(2, start), end):
-            places[tokens[at - 2] << 32 | tokens[at - 1]] = at
-        self.indexed_length = end
+        """Index the tokens before ``end``, and look for a match of the last two of them."""
+        self._index.extend(tokens, end)
         self._search(tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        at = self.indexed_length
-        if at >= 2:
-            if len(self._positions) >= self._most_pairs:
-                self._positions.clear()
-            self._positions[tokens[at - 2] << 32 | tokens[at - 1]] = at
-        self.indexed_length = at + 1
+        """Index the next token, and follow the match that there is, or look for one."""
+        at = self._index.length
+        self._index.extend(tokens, at + 1)
         if self.length and tokens[self.position] == tokens[at]:
             self.position += 1
             if self.length < MAX_MATCH_LENGTH:
@@ -222,13 +303,90 @@ class PromptLookup:
             self._search(tokens)
 
     def _search(self, tokens: Sequence[int]) -> None:
-        end, self.length = self.indexed_length, 0
+        end, self.length = self._index.length, 0
         if end < 2:
             return
-        position = self.position_after(pair_of(tokens[end - 2], tokens[end - 1]))
+        position = self.position_after(tokens, tokens[end - 2], tokens[end - 1])
         if position < 0:
             return
         self.position, self.length = position, common_length(tokens, position, end)
+
+
+# --- earlier texts ---------------------------------------------------------------------------
+
+_BLOCK: Final = 64
+_MAX_TRIES: Final = 32
+_INDEXED_PER_LOOKUP: Final = 2048
+MAX_EARLIER_TOKENS: Final = 1 << 17
+
+
+class EarlierTexts:
+    """Texts of earlier generations, prompts included, as a ``Corpus``. They belong to one user.
+
+    Theory of operation. The texts stand one behind another in one array, with a mark between them,
+    and ``PairIndex`` finds the places where a pair occurs. A conversation's next prompt repeats all
+    of it, so a text is cut into blocks, each is known by the hash of everything before its end, and
+    only the blocks behind the last known one are added. When ``max_tokens`` are held, the older
+    half is forgotten. A token takes 12 to 20 bytes. A lookup first indexes at most
+    ``_INDEXED_PER_LOOKUP`` of the tokens that are not indexed yet, so no call takes long.
+    """
+
+    def __init__(self, max_tokens: int = MAX_EARLIER_TOKENS) -> None:
+        self._most = max_tokens
+        self._tokens = array("i")
+        self._index = PairIndex(max_tokens)
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the beginnings of texts, up to the end of a block, least recently seen first.
+        """
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, text: Sequence[int]) -> None:
+        """Add a text, less what earlier texts began with. Of a very long one the end is kept."""
+        start, known, seen = 0, True, 0
+        for end in range(_BLOCK, len(text) + 1, _BLOCK):
+            seen = hash((seen, *text[end - _BLOCK : end]))
+            if known and seen in self._blocks:
+                start = end
+            else:
+                known = False
+            self._blocks[seen] = None
+            self._blocks.move_to_end(seen)
+        while len(self._blocks) > self._most // _BLOCK:
+            self._blocks.popitem(last=False)
+        # The tokens before the new ones let a match begin there.
+        start = max(0, start - CORPUS_LENGTH, len(text) - self._most // 2)
+        if len(text) - start <= (CORPUS_LENGTH if start else 1):
+            return
+        if len(self._tokens) + len(text) - start + 1 > self._most:
+            self._tokens = self._tokens[-(self._most // 2 - 1) :]
+            self._index = PairIndex(self._most)
+        self._tokens.extend(text[start:])
+        self._tokens.append(-1)
+
+    def after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
+        """Return the longest match with the contract of ``Corpus.after``. Of the places of the last
+        pair the latest ``_MAX_TRIES`` are looked at."""
+        tokens, index, best = self._tokens, self._index, 0
+        if index.length < len(tokens):
+            index.extend(tokens, min(len(tokens), index.length + _INDEXED_PER_LOOKUP))
+        followers = Counter[int]()
+        for tried, at in enumerate(index.positions_after(tokens, end[-2], end[-1])):
+            if tried == _MAX_TRIES:
+                break
+            if tokens[at] < 0:  # Nothing follows at the end of a text.
+                continue
+            length, most = 2, min(len(end), at)
+            while length < most and tokens[at - 1 - length] == end[-1 - length]:
+                length += 1
+            if length > best:
+                best = length
+                followers.clear()
+            if length == best:
+                followers[tokens[at]] += 1
+        count = followers.total()
+        return best, [(token, one / count) for token, one in followers.most_common(RANKS)]
 
 
 # --- candidates -----------------------------------------------------------------------------
@@ -254,8 +412,8 @@ class TextReader:
         self._tables, self._chances = tables, chances
         self._recycled = tables.recycled.after
         self._ngrams = None if tables.ngrams is None else tables.ngrams.after
-        self._corpus = None if tables.corpus is None else tables.corpus.after
-        self._context_length = 2 if tables.corpus is None else CORPUS_LENGTH
+        self._others = tables.after if tables.reads_other_texts else None
+        self._context_length = CORPUS_LENGTH if tables.reads_other_texts else 2
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Judge candidates by the new tokens of ``tokens``, then index those."""
@@ -285,7 +443,7 @@ class TextReader:
         text."""
         end, position, length = state
         if position >= len(tokens):  # it reaches the end, or was not looked up
-            position = self.lookup.position_after(end[-2] << 32 | end[-1])
+            position = self.lookup.position_after(tokens, end[-2], end[-1])
             length = 0 if position < 0 else max(2, length)
         if length > MAX_MATCH_LENGTH:
             length = MAX_MATCH_LENGTH
@@ -326,9 +484,9 @@ class TextReader:
         return candidates
 
     def _look_up_corpus(self, end: tuple[int, ...]) -> list[TextCandidate]:
-        if self._corpus is None:
+        if self._others is None:
             return []
-        length, followers = self._corpus(end)
+        length, followers = self._others(end)
         kind = _CORPUS_KINDS[min(length, len(_CORPUS_KINDS) - 1)]
         return [
             (_CORPUS_CELL + (kind * _SHARES + int(share * 2.99)) * RANKS + rank, token)
