@@ -96,7 +96,7 @@ DEVICE_FLAGS = (
     *VERIFIER_FLAGS,
     Flag("model", metavar="NAME", panel=VERIFIER),
     Flag("draft.model", ("--draft",), metavar="MODEL", panel=DRAFTING),
-    Flag("draft.corpus", ("--draft-corpus",), metavar="FILE", panel=DRAFTING),
+    Flag("draft.corpus", ("--draft-corpus",), metavar="PATH", panel=DRAFTING),
     Flag("draft.memory_budget", metavar="SIZE", panel=DRAFTING),
     Flag("draft.window", ("--draft-window",), metavar="TOKENS", panel=DRAFTING),
     Flag("record", metavar="FILE", panel=OUTPUT),

@@ -173,12 +173,13 @@ class DraftSection:
     budget may allow fewer."""
     lookup: bool = False
     """Add lookup candidates to the draft model's. Lookup continues a phrase as it went on the last
-    time in the prompt, the output or an earlier output; the best candidates of both sources become
-    draft nodes."""
+    time in the prompt, the output or an earlier text of this process; the best candidates of both
+    sources become draft nodes."""
     corpus: tuple[str, ...] = ()
-    """Draft also from this file or folder, such as the code that is being edited; may be given more
-    than once. Its candidates join those of lookup, with or without a model. An index is built in
-    the cache once, and again when a file has changed."""
+    """Draft also from this file or folder, such as the project that is being edited; may be given
+    more than once. Its candidates join those of lookup, with or without a model. Files that
+    ``.gitignore`` leaves out, hidden, binary and large ones are skipped. An index is built in the
+    cache once, and files that change while the device runs are read again."""
     provider: str = advanced_field(choice_field("cpu", PROVIDERS))
     """Part of onnxruntime that runs the draft: cpu, cuda, tensorrt, dml, coreml or openvino. An
     accelerator may be slower than the CPU, because keys and values are copied at each step."""

@@ -251,4 +251,5 @@ def _spread_places(tokens: NDArray[Any], order: NDArray[np.int32]) -> list[int]:
         ranks = np.arange(len(part)) - np.searchsorted(found, found)
         order[places[found] + ranks] = at + by_token
         places += np.bincount(part, minlength=len(counts))
-    return edges[counts > 0].tolist()
+    ends: list[int] = edges[counts > 0].tolist()
+    return ends

@@ -319,7 +319,7 @@ class _NewTexts:
         self._bytes += len(content)
         if self._bytes - self._announced_bytes > _PROGRESS_FROM_BYTES:
             self._announced_bytes = self._bytes
-            self._say(f"draft.corpus: {self._bytes / 1e6:.1f} MB are read")
+            self._say(f"draft.corpus: {_show_size(self._bytes)} are read")
         return digest
 
     def add_ids(
@@ -335,7 +335,11 @@ class _NewTexts:
     def finish(self, summary: str) -> None:
         """Call ``say`` with the number of files if any text was new."""
         if self.texts:
-            self._say(f"draft.corpus: {self._bytes / 1e6:.1f} MB are indexed, once; {summary}")
+            self._say(f"draft.corpus: {summary}; {_show_size(self._bytes)} of text are new")
+
+
+def _show_size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.1f} MB" if size_bytes >= 1e6 else f"{-(-size_bytes // 1000)} kB"
 
 
 def _split_text(text: str) -> Iterator[str]:

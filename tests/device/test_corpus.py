@@ -161,7 +161,7 @@ def test_a_store_is_made_once_and_a_changed_text_stands_beside_it(tmp_path: Path
     path, said = write(tmp_path / "a.txt", "one two three"), list[str]()
     names = [str(path)]
     FollowedCorpus(names, "v", letters, said.append)
-    assert said == ["draft.corpus: 0.0 MB are indexed, once; 1 file"]
+    assert said == ["draft.corpus: 1 file; 1 kB of text are new"]
     FollowedCorpus(names, "v", fail_if_asked, fail_if_asked)
     (store,) = list_stores(tmp_path)
     assert store.stat().st_mode & 0o777 == 0o600
@@ -233,7 +233,7 @@ def test_large_texts_are_cut_into_pieces_and_told_of(tmp_path: Path) -> None:
     assert max(map(len, pieces)) <= followed_corpus._PIECE_CHARS
     assert said == [
         "draft.corpus: 2.7 MB are read",
-        "draft.corpus: 2.7 MB are indexed, once; 2 files",
+        "draft.corpus: 2 files; 2.7 MB of text are new",
     ]
 
 
