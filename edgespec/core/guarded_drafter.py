@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.device.memory import DraftAllowance, MemoryGuard
-from edgespec.core.ports import Cancelled, Candidate, Drafter, make_twin, never_cancelled
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    Resuming,
+    make_twin,
+    never_cancelled,
+)
 
 MEASURE_EVERY_S: Final = 0.5
 _LARGE_GROWTH_BYTES: Final = 1 << 20
@@ -93,6 +100,10 @@ class GuardedDrafter:
         self.inner, self.info, self.caches = inner, inner.info, caches
         self.begin, self.close = inner.begin, inner.close
         caches.members.append(inner)
+
+    @property
+    def resumes_feeds(self) -> bool:
+        return isinstance(self.inner, Resuming) and self.inner.resumes_feeds
 
     def twin(self) -> GuardedDrafter:
         """Return a twin in the same caches. Raises ``MemoryError`` if there is no room."""

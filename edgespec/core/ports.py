@@ -52,8 +52,10 @@ class Drafter(Protocol):
         """The drafter that this one wraps; None for one that computes candidates itself."""
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        """Empty the cache and start a sequence whose first ``prompt_length`` tokens are the
-        prompt."""
+        """Start an empty sequence whose first ``prompt_length`` tokens are the prompt.
+
+        A drafter may keep rows of the sequence before, and use them where the new one begins with
+        the same tokens."""
 
     def step(
         self,
@@ -91,6 +93,16 @@ class Twinned(Protocol):
 
         Its calls come from the same thread, never at the same time as those of this one. Raises
         ``MemoryError``, or whatever else the model raises when there is no room for it."""
+
+
+@runtime_checkable
+class Resuming(Protocol):
+    """A drafter whose long feeds may be interrupted at little cost."""
+
+    @property
+    def resumes_feeds(self) -> bool:
+        """Whether a step that is repeated after ``StepCancelledError`` computes only what the first
+        attempt did not."""
 
 
 def make_twin(drafter: Drafter) -> Drafter:

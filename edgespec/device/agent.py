@@ -433,8 +433,9 @@ class Agent:
         tokens = check_prompt(text, self.options.vocabulary_size)
         sampling = await self.with_matcher(sampling or SamplingParams())
         drafter = self.drafter if drafts else None
-        if drafter is not None and len(tokens) >= drafter.info.context_length:
-            drafter = None
+        if drafter is not None and self.options.text_tables is None:
+            # Beyond the draft's context lookup alone has candidates.
+            drafter = drafter if len(tokens) < drafter.info.context_length else None
         conversation_hash = (
             hash_conversation_name(conversation) if conversation else hash_prompt_beginning(tokens)
         )

@@ -5,6 +5,14 @@ generation drafts in a cache that it owns until it ends. The first cache is the 
 further ones are its twins (``ports.Twinned``), made when they are first needed. A generation that
 finds no free cache gets no candidates until one is free; it is streamed meanwhile.
 
+A cache keeps its rows when its generation ends. The next turn of a conversation gets the cache of
+the turn before, whose tokens it begins with, and the drafter feeds only the rest. A generation that
+continues no kept text takes the cache whose rows are worth least, so that the short requests which
+a program sends beside a conversation do not cost it its rows.
+
+The prompt of a long text takes many runs of the model. If other steps wait, its step is interrupted
+after each run and goes on behind them, if the drafter can resume it (``ports.Resuming``).
+
 An error in a step concerns that generation only: it goes on without drafts. A step that makes no
 progress for ``STEP_TIMEOUT_S`` is abandoned, together with the steps that wait for it.
 
@@ -22,11 +30,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
 from edgespec.core import ports
 from edgespec.core.device.events import StartStep, StepDone, StepFailed
+from edgespec.core.device.token_cache import common_prefix_length
 from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.shared_ids import SharedIds
@@ -35,9 +45,34 @@ STEP_TIMEOUT_S = 20.0
 # Seconds that closing waits for a running step. It ends soon if the drafter checks for its end.
 _CLOSE_TIMEOUT_S = 5.0
 _NO_CANDIDATES: Final = StepDone(())
+KEPT_CACHES: Final = 2
+"""Caches that generations which follow one another use at most: one for a conversation, and one for
+the requests that its program sends beside it. Generations that run at the same time may have
+more."""
+MIN_KEPT_TOKENS: Final = 512
+"""Tokens from which on the rows of an ended generation are worth a further cache. A device feeds
+fewer in about a second."""
 _T = TypeVar("_T")
 _Work = tuple[Future[Any], Callable[[], Any]]
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class DraftCache:
+    """A drafter, and what its rows hold of the generation that used it last."""
+
+    drafter: ports.Drafter
+    tokens: list[int] = field(default_factory=list)
+    has_draft_ids: bool = False
+    """Whether ``tokens`` are ids of the draft instead of the target."""
+    lease_number: int = 0
+    """Number of the lease that used it last; numbers count up."""
+
+    def shared_length(self, lease: DrafterLease) -> int:
+        """Return how many of the lease's first tokens the rows hold."""
+        if self.has_draft_ids is not lease.has_draft_ids:
+            return 0
+        return common_prefix_length(self.tokens, lease.tokens)
 
 
 class DrafterPool:
@@ -54,12 +89,13 @@ class DrafterPool:
     ) -> None:
         check_range("caches", caches, 1, ports.MAX_CACHES)
         self._drafters, self._shared = [drafter], shared
-        self._free = [drafter]
+        self._free = [DraftCache(drafter)]
+        self._lease_count = 0
         self._max_drafters = caches if isinstance(drafter, ports.Twinned) else 1
         self._thread = DraftThread("edgespec-draft")
         self._progress_at = time.monotonic()
         """Time at which the running step last made progress. The drafter's thread writes it."""
-        self._hung_step: Future[StepDone] | None = None
+        self._hung_step: Future[StepDone | None] | None = None
         """The step that hung last."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         """Events of the leases that wait for a cache, with their loops. Set when one is free."""
@@ -80,6 +116,14 @@ class DrafterPool:
 
     async def step(self, lease: DrafterLease, step: StartStep) -> StepDone | StepFailed:
         """Run ``step`` for ``lease`` when the drafter is free. Called by ``DrafterLease``."""
+        while (outcome := await self._submit_step(lease, step)) is None:
+            pass  # The step was interrupted, and goes on behind the others that wait.
+        return outcome
+
+    async def _submit_step(
+        self, lease: DrafterLease, step: StartStep
+    ) -> StepDone | StepFailed | None:
+        """Submit ``step`` and return its outcome. None if it was interrupted."""
         work = self._thread.submit(lambda: self._run_step(lease, step))
         submitted_at = time.monotonic()
         future = asyncio.wrap_future(work)
@@ -118,37 +162,79 @@ class DrafterPool:
         """Give a lease a cache and begin its sequence. Return False if no cache is free."""
         if lease.is_ended:
             return True
-        if (drafter := self._acquire_drafter()) is None:
+        if (cache := self._acquire_cache(lease)) is None:
             return False
-        lease.drafter = drafter
-        drafter.begin(lease.prompt_length, lease.sampling)
+        lease.cache = cache
+        cache.drafter.begin(lease.prompt_length, lease.sampling)
         return True
 
-    def _run_step(self, lease: DrafterLease, step: StartStep) -> StepDone:
-        def cancelled() -> bool:
-            self._progress_at = time.monotonic()
-            return lease.is_ended
+    def _run_step(self, lease: DrafterLease, step: StartStep) -> StepDone | None:
+        """Run ``step``. Return None if it was interrupted for the sake of others that wait."""
+        checks, is_interrupted = 0, False
 
-        if cancelled():
+        def cancelled() -> bool:
+            nonlocal checks, is_interrupted
+            self._progress_at = time.monotonic()
+            checks += 1
+            # Something was fed since the first check, so the step gets on.
+            is_interrupted = can_resume and checks > 1 and self._thread.has_waiting_work
+            return lease.is_ended or is_interrupted
+
+        if lease.is_ended:
             raise ports.StepCancelledError("the generation has ended")
+        self._progress_at = time.monotonic()
         keep_length, feed = step.keep_length, step.feed
         lease.tokens[keep_length:] = feed
-        if lease.drafter is None:
-            if not self._begin(lease):
-                return _NO_CANDIDATES
+        if lease.cache is None and not self._begin(lease):
+            return _NO_CANDIDATES
+        assert lease.cache is not None
+        if not lease.has_rows:
             keep_length, feed = 0, tuple(lease.tokens)
-        assert lease.drafter is not None
+        drafter = lease.cache.drafter
+        can_resume = isinstance(drafter, ports.Resuming) and drafter.resumes_feeds
         shared = None if lease.has_draft_ids else self._shared
         if shared is not None:
             feed = tuple(shared.to_draft_ids(feed))
-        candidates = _check_candidates(
-            lease.drafter.step(keep_length, feed, step.width, cancelled), step.width
-        )
+        try:
+            found = drafter.step(keep_length, feed, step.width, cancelled)
+        except ports.StepCancelledError:
+            if not is_interrupted:
+                raise
+            return None
+        lease.has_rows = True
+        candidates = _check_candidates(found, step.width)
         return StepDone(candidates if shared is None else shared.keep_shared(candidates))
 
-    def _acquire_drafter(self) -> ports.Drafter | None:
-        if self._free:
-            return self._free.pop()
+    def _acquire_cache(self, lease: DrafterLease) -> DraftCache | None:
+        """Return the free cache that costs least to use, or a new one. None if there is none.
+
+        Rows that the lease cannot use are lost. A loss counts less the longer the rows were not
+        used: it is divided by the number of leases since then."""
+        self._lease_count += 1
+        shared = {id(cache): cache.shared_length(lease) for cache in self._free}
+
+        def cost(cache: DraftCache) -> tuple[float, int]:
+            lost, kept = len(cache.tokens) - shared[id(cache)], shared[id(cache)]
+            return lost / (self._lease_count - cache.lease_number), -kept
+
+        continued = [one for one in self._free if 2 * shared[id(one)] >= len(one.tokens)]
+        best = max(continued, key=lambda one: shared[id(one)], default=None)
+        if best is None and self._free:
+            best = min(self._free, key=cost)
+            lost = len(best.tokens) - shared[id(best)]
+            if lost >= MIN_KEPT_TOKENS and len(self._drafters) < KEPT_CACHES:
+                best = self._make_cache(is_needed=False) or best
+        elif best is None:
+            best = self._make_cache(is_needed=True)
+        if best is not None:
+            best.lease_number = self._lease_count
+            if best in self._free:
+                self._free.remove(best)
+        return best
+
+    def _make_cache(self, *, is_needed: bool) -> DraftCache | None:
+        """Return a further cache. None if there is no room, which is logged as a warning if it
+        ``is_needed`` for a generation to draft at all."""
         if len(self._drafters) >= self._max_drafters:
             return None
         first = self._drafters[0]
@@ -157,17 +243,19 @@ class DrafterPool:
             self._drafters.append(first.twin())
         except Exception as error:  # Whatever error the model raises, the existing caches suffice.
             self._max_drafters = len(self._drafters)
-            _log.warning("no room for %d caches of the draft: %s", self._max_drafters + 1, error)
+            level = logging.WARNING if is_needed else logging.INFO
+            _log.log(level, "no room for %d caches of the draft: %s", self._max_drafters + 1, error)
             return None
-        return self._drafters[-1]
+        return DraftCache(self._drafters[-1])
 
     def release(self, lease: DrafterLease) -> None:
-        """Free the drafter of a lease that has ended, after its running step if there is one."""
+        """Free the cache of a lease that has ended, after its running step if there is one."""
 
         def put() -> None:
-            if lease.drafter is not None:
-                self._free.append(lease.drafter)
-                lease.drafter = None
+            if (cache := lease.cache) is not None:
+                cache.tokens, cache.has_draft_ids = lease.tokens, lease.has_draft_ids
+                lease.cache = None
+                self._free.append(cache)
                 for loop, is_free in tuple(self._waiting):
                     with suppress(RuntimeError):  # the loop was closed
                         loop.call_soon_threadsafe(is_free.set)
@@ -178,8 +266,9 @@ class DrafterPool:
 class DrafterLease:
     """The use of a pool by one generation; call ``end`` when it ends.
 
-    ``tokens`` are the tokens that its cache holds, or would hold if it had one. With
-    ``has_draft_ids`` they are ids of the draft, and otherwise of the target."""
+    ``tokens`` are the tokens that its cache holds, or would hold if it had one. They may be set to
+    the prompt before the first step, so that the best cache is chosen. With ``has_draft_ids`` they
+    are ids of the draft, and otherwise of the target."""
 
     def __init__(
         self,
@@ -192,7 +281,9 @@ class DrafterLease:
         self.prompt_length, self.sampling = prompt_length, sampling
         self.has_draft_ids = has_draft_ids
         self.tokens: list[int] = []
-        self.drafter: ports.Drafter | None = None
+        self.cache: DraftCache | None = None
+        self.has_rows = False
+        """Whether a step has fed the tokens into the cache."""
         self.is_ended = False
         self._pool = pool
 
@@ -241,6 +332,11 @@ class DraftThread:
             target=_run_queue, args=(self._work,), name=name, daemon=True
         )
         self._closed = False
+
+    @property
+    def has_waiting_work(self) -> bool:
+        """Whether work waits for what runs now. Called by the thread itself."""
+        return not self._work.empty()
 
     def submit(self, run: Callable[[], _T]) -> Future[_T]:
         """Return the future result of ``run``.

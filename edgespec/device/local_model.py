@@ -115,6 +115,7 @@ class LocalModel:
         params = await self.with_matcher(sampling or SamplingParams())
         self._check_constraint(params)
         lease = DrafterLease(self._pool, len(tokens), params, has_draft_ids=True)
+        lease.tokens += tokens
         try:
             await self._wait_for_cache(lease)
             reader = OutputReader(

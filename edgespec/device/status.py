@@ -17,6 +17,7 @@ from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import explain_resting
 from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.session import DraftSession
 from edgespec.core.device.streaming_speed import StreamingSpeed
 from edgespec.core.guarded_drafter import GuardedDrafter
 from edgespec.core.protocol.checks import make_one_line
@@ -200,11 +201,13 @@ class StatusSource:
         if memory.resting:
             why = "the memory budget leaves nothing to the draft: it rests"
             return replace(status, worth=False, why=why)
+        latest, limit = running[-1] if running else activity.last, agent.drafter.info.context_length
+        if latest is not None and latest.session.prefix.length >= limit:
+            return explain_long_text(status, latest.session, limit)
         failed = session is not None and session.counters.draft_failure
         given_up = session is not None and session.has_given_up
         if running and not drafts and session is not None and not failed and not given_up:
-            why = "the draft is busy, or the text is longer than its context"
-            return replace(status, worth=False, why=why)
+            return replace(status, worth=False, why="the draft is busy")
         return status
 
     def _memory_status(self) -> st.MemoryStatus:
@@ -261,6 +264,20 @@ def assess_drafting(
         return replace(status, worth=True, why=_explain_acceptance(status, price))
     status = replace(status, tokens_per_s=now, plain_tokens_per_s=plain)
     return replace(status, worth=now >= plain, why=_explain_gain(now, plain))
+
+
+def explain_long_text(
+    status: st.DraftingStatus, session: DraftSession, context_length: int
+) -> st.DraftingStatus:
+    """Return the status while a text is longer than the context of the draft model."""
+    why = f"the text has {session.prefix.length} tokens, and the draft model's context holds"
+    why += f" {context_length}: "
+    if session.drafting:
+        return replace(
+            status, why=make_one_line(f"{why}only lookup drafts; {status.why}")[:_MAX_WHY]
+        )
+    advice = "nothing drafts; draft.window or draft.lookup would"
+    return replace(status, worth=False, why=why + advice)
 
 
 def _explain_gain(now: float, plain: float) -> str:

@@ -114,6 +114,7 @@ def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool)
         max_sessions=bounds.max_sessions,
         max_rows_per_pass=min(bounds.max_rows_per_pass, shape.max_rows),
         max_rows_per_session=bounds.max_rows_per_session,
+        prefill_share=bounds.prefill_share,
         max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
         cache=target.cache,
         share_prefixes=bounds.share_prefixes,

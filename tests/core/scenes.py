@@ -118,13 +118,19 @@ def paced_opening(name: str, length: int) -> m.Open:
 
 class PacedEngine:
     """An engine whose passes take 20 ms, ``session_s`` for each session and ``row_s`` for each
-    prompt row. Devices acknowledge at once; ``tokens`` counts the committed tokens of each session.
+    prompt row beyond ``free_rows``. Devices acknowledge at once; ``tokens`` counts the committed
+    tokens of each session.
     """
 
     def __init__(
-        self, row_s: float, limits: ee.EngineLimits | None = None, session_s: float = 0.0
+        self,
+        row_s: float,
+        limits: ee.EngineLimits | None = None,
+        session_s: float = 0.0,
+        free_rows: int = 0,
     ) -> None:
         self.now, self._row_s, self._session_s = 0.0, row_s, session_s
+        self._free_rows = free_rows
         self.engine = VerifyEngine(
             PACED_MODEL, PACED_LIMITS, limits or ee.EngineLimits(), contain=False
         )
@@ -165,6 +171,7 @@ class PacedEngine:
             self._do(self.engine.handle(ee.Poll(), self.now))
             return rows
         extra = sum(count - 1 for count in rows.values())
+        extra = max(0, extra - self._free_rows)
         self.now += DECODE_S + self._session_s * len(batch) + self._row_s * extra
         results = [PassResult(one.key, (7,) if one.sample else ()) for one in batch]
         self._do(self.engine.handle(ee.BatchDone(tuple(results)), self.now))

@@ -31,7 +31,14 @@ from edgespec.core.verifier.run_ahead import (
     auto_run_ahead,
     never_run_ahead,
 )
-from edgespec.core.verifier.scheduler import INITIAL_PREFILL_ROWS, SLOTS, PassScheduler, PromptLoad
+from edgespec.core.verifier.scheduler import (
+    BASE_EVERY,
+    INITIAL_PREFILL_ROWS,
+    MIN_PREFILL_ROWS,
+    SLOTS,
+    PassScheduler,
+    PromptLoad,
+)
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
 from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, finish_step
@@ -284,6 +291,108 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
     # passes, in turn).
     for place, at_s in enumerate(fed_at_s, 1):
         assert at_s - 50 * scenes.DECODE_S <= 7.5 * alone_s * place + 0.3
+
+
+def feed_long_prompt(
+    world: scenes.PacedEngine, name: str = "long", length: int = 8_000
+) -> tuple[list[float], list[int], float]:
+    """Open a long prompt beside sessions that decode. Return their gaps while it is fed, its rows
+    by pass, and the seconds until its first token."""
+    world.open(name, length)
+    at, gaps_s, fed = world.now, list[float](), list[int]()
+    while world.engine.sessions[name].prefix.length == length:
+        before_s, rows = world.now, world.run_pass()
+        gaps_s.append(world.now - before_s)
+        fed.append(rows.get(name, 0))
+    world.close(name)
+    return gaps_s, fed, world.now - at
+
+
+def open_decoders(world: scenes.PacedEngine) -> None:
+    for number in range(7):
+        world.open(f"decoder {number}", 20)
+    for _ in range(40):
+        world.run_pass()
+
+
+# Seconds of a row, rows that are free, the share that passes may become longer by, and the largest
+# ratio of the time to the first token to that of the prompt alone. Equal rows allow no less than
+# (1 + share) / share, and free rows hardly delay the prompt.
+PASS_LAWS = {
+    "equal rows": (0.0002, 0, 0.25, 5.4),
+    "equal rows, longer passes": (0.0002, 0, 1.0, 2.2),
+    "free rows": (0.0002, 100, 0.25, 1.3),
+    "free rows of a fast machine": (0.00002, 400, 0.25, 1.3),
+}
+
+
+@pytest.mark.parametrize(("row_s", "free", "share", "most"), PASS_LAWS.values(), ids=[*PASS_LAWS])
+def test_a_long_prompt_makes_passes_longer_by_its_share_and_uses_free_rows(
+    row_s: float, free: int, share: float, most: float
+) -> None:
+    """Oracle: the gaps, and the seconds that the rows of the prompt take in passes of its own."""
+    limits = ee.EngineLimits(prefill_share=share)
+    world = scenes.PacedEngine(row_s, limits, free_rows=free)
+    open_decoders(world)
+    feed_long_prompt(world, "the first, whose rows are timed")
+    gaps_s, fed, first_s = feed_long_prompt(world)
+    gaps_s.sort()
+    assert gaps_s[int(0.95 * len(gaps_s))] <= (1.005 + share) * scenes.DECODE_S
+    assert gaps_s[-1] <= (1.6 + share) * scenes.DECODE_S
+    assert sum(fed) == 8_000
+    passes = 8_000 / limits.max_rows_per_session
+    alone_s = passes * scenes.DECODE_S + row_s * (8_000 - passes * free)
+    assert first_s <= most * alone_s
+    if free:
+        assert sum(count > free for count in fed) > len(fed) / 2
+
+
+def test_now_and_then_a_pass_is_measured_without_prompts() -> None:
+    """Passes without prompts become shorter while a prompt waits, so the budget shrinks too."""
+    world = scenes.PacedEngine(0.0002, session_s=0.002)
+    open_decoders(world)
+    _, fed, _ = feed_long_prompt(world, length=4_000)
+    assert sum(not count for count in fed) == pytest.approx(len(fed) / 32, abs=1)
+    for number in range(6):
+        world.close(f"decoder {number}")
+    _, fed, _ = feed_long_prompt(world, "another", 8_000)
+    # The prompt's own session makes a pass longer too, by 2 of the 5.3 ms that it may add.
+    usual = (0.22 * (scenes.DECODE_S + 0.002) - 0.002) / 0.0002
+    assert max(fed[-20:-1]) == pytest.approx(usual, rel=0.2)
+
+
+def test_a_pass_to_be_measured_without_prompts_has_them_if_no_session_decodes() -> None:
+    """Sessions that wait for a draft decline the pass. The prompt does not wait for them."""
+    sessions: dict[str, VerifySession] = {}
+    declines = False
+
+    def ask(key: str, offer: se.Offer, at: float) -> PassRequest | None:
+        if declines and key == "s":
+            return None
+        (run,) = sessions[key].handle(offer, at)
+        assert isinstance(run, se.RunPass)
+        return run.request
+
+    scheduler = PassScheduler(ee.EngineLimits(), CacheScheduler(None, sessions), ask)
+    now, fed = 0.0, list[int]()
+    long = replace(scenes.REQUEST, session_id="long", prompt=(1,) * 4_000)
+    sessions["long"] = scenes.new_session(long)
+    for _ in range(BASE_EVERY):
+        sessions["s"] = session = scenes.new_session()
+        scenes.run_pass(session)
+        for declines in (False, True):
+            scheduler.enqueue("s")
+            scheduler.enqueue("long")
+            requests, _ = scheduler.form_pass(sessions, now)
+            keys = [request.key for request in requests]
+            assert keys == ["long"] if declines else keys[0] == "s"
+            now += PASS_S + ROW_S * sum(one.row_count for one in requests)
+            scheduler.finish_pass(now)
+            for one in requests:
+                targets = (scenes.TEXT[3],) if one.sample else ()
+                sessions[one.key].handle(se.PassDone(targets), now)
+            fed += [one.row_count for one in requests if declines]
+    assert min(fed) >= MIN_PREFILL_ROWS
 
 
 def test_no_prompt_starves_behind_short_ones_that_keep_coming() -> None:

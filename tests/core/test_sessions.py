@@ -30,6 +30,7 @@ from edgespec.core.protocol.checks import State, check_transition
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Limits
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session as verify_session
@@ -40,14 +41,33 @@ from edgespec.verifier.constraint_reader import GRAMMAR_WITHIN_S
 from tests.core import scenes
 from tests.core.draft_scripts import (
     GREETING,
+    RECONNECT,
     REQUEST,
     finish_step,
+    messages_in,
     new_session,
     new_streaming_session,
 )
 from tests.sim.random_worlds import play
 
 SILENT = replace(REQUEST, drafting=False)
+
+
+def test_beyond_the_drafts_context_only_lookup_drafts() -> None:
+    """The draft model's last step is for the last position within its context."""
+    request = replace(
+        REQUEST, prompt=(7, 8, 9, 7, 8, 9, 7, 8), sampling=SamplingParams(max_tokens=99)
+    )
+    for context, is_within in ((9, True), (8, False)):
+        session = DraftSession(
+            request, GoodputPolicy(), RECONNECT, context, text=TextTables(ngrams=True)
+        )
+        actions = session.handle(ev.Start(), 0.0)
+        assert any(isinstance(one, ev.StartStep) for one in actions) is is_within
+        session.handle(ev.Connected(), 0.0)
+        actions = session.handle(replace(GREETING, position=8), 0.0)
+        (draft,) = [one for one in messages_in(actions) if isinstance(one, m.Draft)]
+        assert draft.tokens[:3] == (9, 7, 8)
 
 
 def test_what_a_verifier_says_is_made_harmless() -> None:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.device.draft_window import SINKS, DraftWindow
 from edgespec.core.device.memory import KvType
+from edgespec.core.ports import StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import kv_buffers
 from edgespec.device.drafters.decoder_graph import CacheTensor
@@ -139,6 +140,118 @@ def test_a_window_whose_rows_do_not_move_is_a_fresh_draft_of_its_last_tokens(
     assert caplog.text.count(unknown) == (kv_type is KvType.FLOAT32)
     sliding.close()
     fresh.close()
+
+
+class FedCount:
+    """Counts the tokens that a drafter's runs were fed."""
+
+    def __init__(self, drafter: OnnxDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, inner = 0, OnnxDrafter._forward
+
+        def forward(one: OnnxDrafter, cached: int, tokens: Sequence[int]) -> NDArray[np.generic]:
+            self.count += len(tokens) if one is drafter else 0
+            return inner(one, cached, tokens)
+
+        monkeypatch.setattr(OnnxDrafter, "_forward", forward)
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+# What a sequence of 150 tokens leaves to the next one, whose first tokens agree as far as stated:
+# the tokens that the next one has to feed, of 180.
+TURNS = {
+    "next turn": (0, 150, 30),
+    "the answer was read otherwise": (0, 140, 40),
+    "nothing in common": (0, 0, 180),
+    "the same prompt again": (0, 180, 1),
+    "next turn in a window": (128, 150, 30),
+    "other text in a window": (128, 0, 112),
+    "an old correction in a window": (128, 20, 112 - SINKS),
+}
+
+
+@pytest.mark.parametrize(("window", "agreed", "fed"), TURNS.values(), ids=list(TURNS))
+def test_the_next_sequence_feeds_only_what_is_new_in_it(
+    window: int,
+    agreed: int,
+    fed: int,
+    drafts: dict[KvType, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: a drafter that begins with the second sequence. In a window it holds other tokens
+    than one that slid there, so the logits are compared where there is none."""
+    folder = drafts[KvType.FLOAT32]
+    drafter, fresh = OnnxDrafter(folder, window=window), OnnxDrafter(folder)
+    fed_count, dice = FedCount(drafter, monkeypatch), np.random.default_rng(5)
+    first = [int(token) for token in dice.integers(1, VOCABULARY_SIZE // 2, 180)]
+    second = first[:agreed] + [token + VOCABULARY_SIZE // 2 for token in first[agreed:]]
+    drafter.begin(10, GREEDY)
+    drafter.step(0, first[: min(180, max(agreed, 150))], 2)
+    fed_count.take()
+    drafter.begin(20, GREEDY)
+    drafter.begin(20, GREEDY)  # no step came between
+    found = drafter.step(0, second, 2)
+    assert fed_count.take() == fed
+    drafter.step(180, [7], 2)
+    assert fed_count.take() == 1
+    if not window:
+        fresh.begin(20, GREEDY)
+        expected = fresh.step(0, second, 2)
+        assert [one.token for one in found] == [one.token for one in expected]
+        fresh.step(180, [7], 2)
+        np.testing.assert_allclose(drafter.logits, fresh.logits, atol=1e-3)
+    drafter.close()
+    fresh.close()
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("keep", [0, 40])
+def test_a_cancelled_step_goes_on_where_it_was(
+    window: int, keep: int, drafts: dict[KvType, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = OnnxDrafter(drafts[KvType.FLOAT32], window=window, chunk=16)
+    whole = OnnxDrafter(drafts[KvType.FLOAT32], window=window, chunk=16)
+    fed_count, text = FedCount(drafter, monkeypatch), [token % 50 + 1 for token in range(120)]
+    for one in (drafter, whole):
+        one.begin(10, GREEDY)
+        if keep:
+            one.step(0, text[:keep], 1)
+    whole.step(keep, text[keep:], 1)
+    fed_count.take()
+    checks = iter([False, False, True])
+    with pytest.raises(StepCancelledError, match="32 of"):
+        drafter.step(keep, text[keep:], 1, lambda: next(checks))
+    drafter.step(keep, text[keep:], 1)
+    assert fed_count.take() == 120 - keep
+    np.testing.assert_array_equal(drafter.logits, whole.logits)
+    checks = iter([False, True])
+    with pytest.raises(StepCancelledError):
+        drafter.step(120, text[:40], 1, lambda: next(checks))
+    fed_count.take()
+    drafter.begin(10, GREEDY)  # another sequence than the cancelled one, which begins alike
+    drafter.step(0, [*text, *text[:16], 9], 1)
+    assert fed_count.take() == 1
+    drafter.close()
+    whole.close()
+
+
+def test_a_run_that_failed_leaves_no_rows(
+    drafts: dict[KvType, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, text = OnnxDrafter(drafts[KvType.FLOAT32]), list(range(1, 100))
+    drafter.begin(10, GREEDY)
+    drafter.step(0, text[:40], 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(drafter._store, "advance", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drafter.step(40, text[40:], 1)
+    fed_count = FedCount(drafter, monkeypatch)
+    drafter.begin(10, GREEDY)
+    drafter.step(0, text, 1)
+    assert fed_count.take() == len(text) - 40
+    drafter.close()
 
 
 def test_a_draft_looks_as_far_as_it_was_trained(drafts: dict[KvType, Path], tmp_path: Path) -> None:

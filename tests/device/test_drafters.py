@@ -234,19 +234,25 @@ def test_the_whole_context_can_be_used(kind: str, drafter: Drafter) -> None:
 
 
 def test_a_cancelled_prefill_ends_at_the_next_chunk(drafter: Drafter) -> None:
+    """A drafter may keep rows of the step before, which rounds otherwise."""
     drafter.begin(200, SAMPLED)
     expected = drafter.step(0, TOKENS[:200], 4)
+
+    def check(found: tuple[Candidate, ...]) -> None:
+        assert [one.token for one in found] == [one.token for one in expected]
+        logprobs = [one.logprob for one in expected]
+        assert [one.logprob for one in found] == pytest.approx(logprobs, abs=1e-4)
+
     for allowed in range(3):
         asked = itertools.count(1)
         drafter.begin(200, SAMPLED)
         try:
-            found = drafter.step(0, TOKENS[:200], 4, lambda: next(asked) > allowed)  # noqa: B023
-            assert found == expected
+            check(drafter.step(0, TOKENS[:200], 4, lambda: next(asked) > allowed))  # noqa: B023
         except StepCancelledError:
             continue
         assert allowed > 0, "nobody asked whether the step was cancelled"
     drafter.begin(200, SAMPLED)
-    assert drafter.step(0, TOKENS[:200], 4) == expected
+    check(drafter.step(0, TOKENS[:200], 4))
 
 
 @pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "optimum"])

@@ -37,7 +37,7 @@ from edgespec.device.activity import Activity
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent, connect
 from edgespec.device.prober import VerifierMonitor
-from edgespec.device.status import StatusSource, assess_drafting
+from edgespec.device.status import StatusSource, assess_drafting, explain_long_text
 from edgespec.endpoint.pages import rendered_page, status_routes
 from edgespec.telemetry.agent_status import (
     AGENT_METRICS,
@@ -45,6 +45,7 @@ from edgespec.telemetry.agent_status import (
     METRICS_PREFIX,
     AgentStatus,
     AgentTotals,
+    DraftingStatus,
     EventKind,
     TimelineEvent,
     VerifierState,
@@ -52,6 +53,7 @@ from edgespec.telemetry.agent_status import (
 from edgespec.telemetry.metric_table import Table, make_registry
 from edgespec.verifier.build import load_target
 from tests.cli.test_chat import STATUS
+from tests.core.draft_scripts import REQUEST, new_session
 from tests.kit.live_verifier import GatedTarget, serve_toy
 from tests.present import require
 from tests.report.test_pages import BROWSER, DARK
@@ -217,6 +219,17 @@ def test_drafting_is_worth_what_it_saves() -> None:
         "the last answer took 25% longer than without drafts: 40.0 tokens a second against an"
         " estimated 50.0 of plain streaming",
     )
+
+
+@pytest.mark.parametrize("lookup", [True, False])
+def test_a_text_beyond_the_drafts_context_is_named_with_both_lengths(lookup: bool) -> None:
+    session = new_session(request=replace(REQUEST, prompt=(1,) * 900, drafting=lookup))
+    status = DraftingStatus(True, "drafts saved 10% of the time of the last answer")
+    found = explain_long_text(status, session, 512)
+    where = "the text has 900 tokens, and the draft model's context holds 512: "
+    assert found.why.startswith(where)
+    assert (found.worth, "only lookup drafts" in found.why) == (lookup, lookup)
+    assert "draft.window" in found.why or lookup
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:

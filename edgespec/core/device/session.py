@@ -60,6 +60,9 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 class DraftSession:
     """One generation.
 
+    The draft model makes no step for positions from ``draft_context_length`` on, and text lookup
+    goes on there.
+
     ``vocabulary_size`` bounds the token ids that a verifier may commit; 0 if it is not known.
     ``verifier`` and ``learned`` are estimates of earlier generations about this verifier and the
     draft, which the session updates in place. ``text`` are the tables of the user's earlier texts;
@@ -118,7 +121,7 @@ class DraftSession:
         """Time at which the last commit of a pass arrived on this stream."""
         self._opened_at: float | None = math.inf
         """Time at which this stream was opened; None once a pass of it has committed."""
-        self._end = min(self._bounds.length - 1, draft_context_length)
+        self._end = self._bounds.length - 1
         """Position from which on nodes cannot matter any more."""
         self._stop_if_useless()
 
@@ -193,7 +196,7 @@ class DraftSession:
         self._reader.on_opened(opened.limits.max_unreceived)
         self._outbox.trim(opened.limits.max_nodes_outstanding)
         self._bounds = replace(self._bounds, context_length=opened.limits.context_length)
-        self._end = min(self._bounds.length - 1, self._draft_context_length)
+        self._end = self._bounds.length - 1
         return []
 
     def _on_commit(self, commit: Commit, now: float) -> list[ev.DraftAction]:
@@ -251,6 +254,7 @@ class DraftSession:
             return
         if self.drafting and not self.has_given_up:
             view = view or self._view(unsent, now)
+            view.end = min(self._end, self._draft_context_length)
             parent = self._policy.choose_parent(view)
             if parent is not None and self._model.can_step(parent):
                 actions.append(self._model.begin_step(parent, view, self._policy, now))

@@ -14,6 +14,20 @@ from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, Token
 from edgespec.core.protocol.work import ModelInfo
 
 
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of leading tokens in which two sequences agree."""
+    low, high = 0, min(len(first), len(second))
+    if [*first[:high]] == [*second[:high]]:  # the usual case, at the speed of memory
+        return high
+    while high - low > 1:  # They agree before ``low`` and differ somewhere before ``high``.
+        middle = (low + high) // 2
+        if [*first[low:middle]] == [*second[low:middle]]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 class TokenCache:
     """Ids of one sequence, in which prompt and output are separate.
 

@@ -86,6 +86,11 @@ class SlopeEstimator:
         self._variance = (1.0 - share) * (self._variance + share * from_x * from_x)
         self._covariance = (1.0 - share) * (self._covariance + share * from_x * from_y)
 
+    @property
+    def mean(self) -> tuple[float, float]:
+        """Moving averages of x and of y."""
+        return self._x, self._y
+
     def get(self) -> float | None:
         """Return the slope; None while there are few samples or x has hardly varied."""
         if self.count < _MIN_SAMPLES or self._variance < _MIN_VARIANCE:

@@ -27,6 +27,8 @@ class EngineLimits:
     """Rows of one packed pass: fed tokens and nodes of all its sessions."""
     max_rows_per_session: int = 512
     """Rows of one session in a pass; a longer prompt is fed in several passes."""
+    prefill_share: float = 0.22
+    """Share by which prompts may make a pass longer while other sessions decode in it."""
     max_sessions_per_peer: int = 0
     """Sessions of one peer (a device's address); 0 means no limit but ``max_sessions``."""
     cache: CacheShape | None = None

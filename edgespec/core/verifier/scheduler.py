@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from edgespec.core.protocol.credential import ANYBODY, Credential
-from edgespec.core.protocol.estimators import ASSUMED_PASS_S, SlopeEstimator
+from edgespec.core.protocol.estimators import ASSUMED_PASS_S, MovingAverage, SlopeEstimator
 from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
@@ -85,38 +85,55 @@ def is_decoding(session: VerifySession) -> bool:
 
 
 # Prefill budget: how many prompt rows a pass may carry while others decode in it, so that the pass
-# becomes about a quarter longer (chunked prefill under a time budget, as in Sarathi-Serve, arXiv
-# 2403.02310). When no session decodes, prompts have the whole pass. Prompts that arrive steadily
-# have to be fed as fast as they arrive: the budget is three times what ``PromptLoad`` measures if
-# that is more, up to three fifths of the verifier's time.
+# becomes longer by a share of its usual duration (chunked prefill under a time budget, as in
+# Sarathi-Serve, arXiv 2403.02310). When no session decodes, prompts have the whole pass.
 #
-#     rows = share * base_s / row_s,  share = min(tokens_per_pass * PREFILL_SHARE, MAX_BURST_SHARE)
-#     or, if that is more,  rows = tokens_per_pass * ARRIVAL_MARGIN * rows that arrive in a pass,
-#                           up to the share  tokens_per_pass * MAX_PREFILL_SHARE
+#     rows = mean_rows + (base_s * share - (mean_s - base_s)) / row_s
 #
-# and at least ``MIN_PREFILL_ROWS``. A pass with n prompt rows is estimated to last base_s +
-# n * row_s, a line through recent passes. With passes of 24 ms and prompt rows of 0.5 ms that is
-# 0.25 * 24 / 0.5 = 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. ``tokens_per_pass`` is
-# the mean number of tokens that a session commits per pass. Where drafts raise it, passes may be as
-# much longer, and have to be, or drafts would slow down prompts.
+# ``base_s`` is the mean of passes without prompts. ``mean_rows`` and ``mean_s`` are the means of
+# recent passes with prompts, and ``row_s`` is the slope between those passes, but no less than that
+# from ``base_s`` to them: passes never get cheaper by the row. Where each row takes equally long
+# this is base_s * share / row_s. On a GPU the first rows are free, since a pass that reads all
+# weights has time to compute them; only the slope near the budget finds how many rows fit.
 #
-# Every other pass with prompts carries half of the budget, so that the number of rows varies and
-# the line can always be fitted.
+# Worked examples, with a share of 0.25. Passes of 24 ms and rows of 0.5 ms: 0.25 * 24 / 0.5 = 12
+# rows. Passes of 23 ms in which 103 rows are free and others take 0.2 ms: 103 + 0.25 * 23 / 0.2 =
+# 132 rows.
+#
+# What that costs a prompt. With equal rows it is fed in the part share / (1 + share) of the time,
+# so a share of 0.25 makes its first token 5 times as late as alone, and a share of 3.3 1.3 times as
+# late. With free rows it is hardly late at all: in the second example 132 rows in 28.8 ms are as
+# many a second as a pass of 1,024 prompt rows computes (docs/measurements.md).
+#
+# Prompts that arrive steadily have to be fed as fast as they arrive: the budget is three times what
+# ``PromptLoad`` measures if that is more, up to three fifths of the verifier's time. There,
+# ``tokens_per_pass`` counts, the mean number of tokens that a session commits per pass: where
+# drafts raise it, fewer passes are made, and each of them has to feed more.
+#
+# One pass in four carries an eighth less, so that the slope can be measured, and one in
+# ``BASE_EVERY`` carries no prompt row, so that ``base_s`` is measured while prompts wait.
 
-MAX_BURST_SHARE: Final = 0.3
-"""Limit whatever the tokens per pass: prompts should stretch a stream's gaps by at most 1.3."""
-PREFILL_SHARE: Final = 0.25
-"""With 0.5 instead, ten long prompts stretched the gaps of a running stream to 1.5."""
+PREFILL_SHARE: Final = 0.22
+"""Default of ``EngineLimits.prefill_share``. With 0.5 ten long prompts stretched the gaps of a
+running stream to 1.5."""
 MAX_PREFILL_SHARE: Final = 1.5
 ARRIVAL_MARGIN: Final = 3.0
 """Margin for prompts that come in clusters: with a factor of 2 they waited half as long again."""
-MIN_PREFILL_ROWS: Final = 16
-"""Least budget. Fewer rows are not cheaper: CPUs compute tiles of 16 rows
+MIN_PREFILL_ROWS: Final = 8
+"""Least budget. Fewer rows are not cheaper: CPUs compute tiles of 8 rows and more
 (``targets/row_tiles.py``).
 """
 INITIAL_PREFILL_ROWS: Final = 32
-"""Budget before the first prompt was timed beside decoding sessions."""
+"""Budget before the first prompts were timed beside decoding sessions."""
 MAX_PREFILL_ROWS: Final = 1 << 20
+MAX_GROWTH: Final = 1.25
+"""Largest factor by which the budget grows from one pass to the next. A pass that was late for
+another reason must not admit a whole prompt at once."""
+BASE_EVERY: Final = 32
+NEAR_WEIGHT: Final = 0.15
+"""Weight of the last pass among those near the budget, as in ``MovingAverage``: some seven passes
+count, so that the budget follows a prompt whose rows get dearer as it gets longer."""
+NEAR_SAMPLES: Final = 8
 PROMPT_PASS_S: Final = 0.1
 """Longest pass of prompts alone, in seconds, while several credentials are active. A newcomer waits
 for the end of such a pass, and the goal for the first token is 0.3 s: this pass, one pass with the
@@ -136,33 +153,65 @@ SLOTS: Final = 8
 
 
 class PrefillBudget:
-    """Learns from finished passes how many prompt rows the next one may carry (``rows``)."""
+    """Learns from finished passes how many prompt rows the next one may carry (``rows``).
 
-    def __init__(self) -> None:
+    Passes may become longer by ``share`` of a pass without prompts."""
+
+    def __init__(self, share: float = PREFILL_SHARE) -> None:
+        self._share = share
         self._took_s = SlopeEstimator()
+        """Durations of all passes by their prompt rows, few and many."""
+        self._base_s = MovingAverage()
+        """Durations of passes without prompts."""
+        self._near_s = SlopeEstimator(NEAR_WEIGHT)
+        """Durations of passes with prompts beside sessions that decode."""
         self._budget = INITIAL_PREFILL_ROWS
-        self._halve = False
+        self._passes = 0
+        self._follows_prompt = False
+        """Whether the last pass carried prompt rows."""
 
     def note_pass(
-        self, prompt_rows: int, took_s: float, arriving: float = 0.0, tokens_per_pass: float = 1.0
+        self,
+        prompt_rows: int,
+        took_s: float,
+        arriving: float = 0.0,
+        tokens_per_pass: float = 1.0,
+        *,
+        decodes: bool = True,
     ) -> None:
         """Record a finished pass that sampled.
 
         ``prompt_rows`` of its rows were prompts. ``took_s`` is its duration without the rows of
         drafts. ``arriving`` is how many prompt rows arrive in the duration of a pass,
-        ``tokens_per_pass`` the mean tokens per session and pass.
+        ``tokens_per_pass`` the mean tokens per session and pass. ``decodes`` states whether a
+        session decoded in it.
         """
         self._took_s.add(prompt_rows, took_s)
-        if prompt_rows:
-            self._halve = not self._halve
-            # The budget at most doubles: a pass that was late for another reason must not admit a
-            # whole prompt at once.
-            affordable = self._affordable_rows(arriving, tokens_per_pass)
-            self._budget = max(MIN_PREFILL_ROWS, min(affordable, 2 * self._budget))
+        if not decodes:
+            return
+        self._passes += 1
+        if not prompt_rows:
+            if self._follows_prompt:  # It is rare, so it has to count.
+                self._base_s.limit_weight(1)
+            self._base_s.add(took_s)
+            self._follows_prompt = False
+            return
+        self._follows_prompt = True
+        self._near_s.add(prompt_rows, took_s)
+        most = int(MAX_GROWTH * self._budget)
+        affordable = self._affordable_rows(arriving, tokens_per_pass)
+        self._budget = max(MIN_PREFILL_ROWS, min(affordable, most))
 
     @property
     def rows(self) -> int:
-        return self._budget // 2 if self._halve else self._budget
+        """Most prompt rows of the next pass. It is 0 now and then, to measure a pass without
+        prompts; if no session decodes in that pass, ``usual_rows`` are meant."""
+        return 0 if self._passes % BASE_EVERY == BASE_EVERY - 1 else self.usual_rows
+
+    @property
+    def usual_rows(self) -> int:
+        less = 0 if self._passes % 4 else self._budget // 8
+        return max(MIN_PREFILL_ROWS, self._budget - less)
 
     @property
     def rows_without_decoding(self) -> int:
@@ -180,19 +229,28 @@ class PrefillBudget:
         """Return how many prompt rows a pass may carry in the long run. The arguments are those of
         ``note_pass``.
 
-        ``base_rows`` are the rows that take as long as a pass without prompts. Two limits are
-        computed in it, and the larger one counts: what a burst of prompts may add to a pass, and
-        what must be fed to keep up with the prompts that arrive. Until a slope is known the budget
-        stays as it is."""
-        row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
-        if row_s is None or base_s is None:
+        Two limits are computed, and the larger one counts: what a burst of prompts may add to a
+        pass, and what must be fed to keep up with the prompts that arrive. The budget stays as it
+        is until enough passes were timed."""
+        base_s = self._base_s.get(0.0) if self._base_s.count else self._took_s.value(0.0)
+        if base_s is None or self._near_s.count < NEAR_SAMPLES:
             return self._budget
+        longest = tokens_per_pass * max(self._share, MAX_PREFILL_SHARE)
+        lasting = min(
+            tokens_per_pass * ARRIVAL_MARGIN * arriving, self._rows_within(base_s, longest)
+        )
+        burst = self._rows_within(base_s, self._share)
+        return min(MAX_PREFILL_ROWS, int(max(burst, lasting)))
+
+    def _rows_within(self, base_s: float, share: float) -> float:
+        """Return how many prompt rows make a pass longer by ``share`` of ``base_s``."""
+        mean_rows, mean_s = self._near_s.mean
+        base_s = min(base_s, mean_s)
+        added_s = mean_s - base_s
+        row_s = max(self._near_s.get() or 0.0, added_s / mean_rows)
         if row_s <= 0.0:
             return MAX_PREFILL_ROWS
-        base_rows = max(0.0, base_s) / row_s
-        burst = min(tokens_per_pass * PREFILL_SHARE, MAX_BURST_SHARE) * base_rows
-        lasting = tokens_per_pass * min(ARRIVAL_MARGIN * arriving, MAX_PREFILL_SHARE * base_rows)
-        return min(MAX_PREFILL_ROWS, int(max(burst, lasting)))
+        return mean_rows + (base_s * share - added_s) / row_s
 
 
 class PromptLoad:
@@ -241,15 +299,23 @@ class PromptQueue:
     engine's own table of the sessions' credentials.
     """
 
-    def __init__(self, credential_of: Mapping[str, Credential] | None = None) -> None:
+    def __init__(
+        self,
+        credential_of: Mapping[str, Credential] | None = None,
+        prefill_share: float = PREFILL_SHARE,
+    ) -> None:
         self._credential_of = {} if credential_of is None else credential_of
         self._since: dict[str, float] = {}
-        self._budget = PrefillBudget()
+        self._budget = PrefillBudget(prefill_share)
         self._load = PromptLoad()
 
     @property
     def rows(self) -> int:
         return self._budget.rows
+
+    @property
+    def usual_rows(self) -> int:
+        return self._budget.usual_rows
 
     @property
     def rows_without_decoding(self) -> int:
@@ -269,12 +335,21 @@ class PromptQueue:
         self._since.pop(key, None)
 
     def note_pass(
-        self, prompt_rows: int, took_s: float, drafts_s: float, tokens_per_pass: float, now: float
+        self,
+        prompt_rows: int,
+        took_s: float,
+        drafts_s: float,
+        tokens_per_pass: float,
+        now: float,
+        *,
+        decodes: bool,
     ) -> None:
         """Record a finished pass that sampled: its prompt rows, its duration, the seconds that its
-        draft nodes took, and the recent mean of tokens per session and pass."""
+        draft nodes took, the recent mean of tokens per session and pass, and whether a session
+        decoded in it."""
         arriving = self._load.rows_per_s(now) * took_s
-        self._budget.note_pass(prompt_rows, max(0.0, took_s - drafts_s), arriving, tokens_per_pass)
+        own_s = max(0.0, took_s - drafts_s)
+        self._budget.note_pass(prompt_rows, own_s, arriving, tokens_per_pass, decodes=decodes)
 
 
 # Divisor of the rows that are kept for prompts if more sessions decode than a pass has rows.
@@ -313,7 +388,7 @@ class PassScheduler:
         self._awaiting_draft: dict[str, None] = {}
         """Sessions that declined an offer in order to wait for a draft."""
         self.price = RowPriceEstimator()
-        self._prompts = PromptQueue(credential_of)
+        self._prompts = PromptQueue(credential_of, limits.prefill_share)
         self.draft_times = DraftTimes() if draft_times is None else draft_times
         self._passes_without_proposal = 0
         """Passes since the server model last proposed a token."""
@@ -348,6 +423,33 @@ class PassScheduler:
         forming = self._begin_forming(began_at)
         self._cache_scheduler.begin_pass(now)
         line, first_prompt, prompt_room = self._order_queue(sessions, now)
+        self._offer_in_order(sessions, line, first_prompt, prompt_room, forming, now)
+        if not forming.parts and not prompt_room:
+            # No session decodes in the pass that was to be measured without prompts.
+            line, first_prompt = line[first_prompt:], 0
+            prompt_room = self._prompts.usual_rows
+            self._offer_in_order(sessions, line, first_prompt, prompt_room, forming, now)
+        if forming.parts and self.isolated_keys.isdisjoint(forming.parts):
+            self._offer_again(sessions, forming, now)
+        for key in self._cache_scheduler.evicted:
+            self.enqueue(key)
+        self._cache_scheduler.evicted.clear()
+        parts = tuple(forming.parts.values())
+        if parts:
+            self.running = Batch(now, parts)
+        return tuple(request for _, request in parts), forming.offered_keys
+
+    def _offer_in_order(
+        self,
+        sessions: Mapping[str, VerifySession],
+        line: list[str],
+        first_prompt: int,
+        prompt_room: int,
+        forming: FormingPass,
+        now: float,
+    ) -> None:
+        """Offer rows to the sessions of ``line`` until the pass is full. Those from index
+        ``first_prompt`` on feed prompts, at most ``prompt_room`` rows together."""
         room = forming.rows_left
         prompt_rows_kept = (
             min(prompt_room, max(1, room // _PROMPT_DIVISOR)) if first_prompt < len(line) else 0
@@ -371,15 +473,6 @@ class PassScheduler:
                     prompt_room -= len(request.feed)
             if is_isolated and forming.parts:
                 break
-        if forming.parts and self.isolated_keys.isdisjoint(forming.parts):
-            self._offer_again(sessions, forming, now)
-        for key in self._cache_scheduler.evicted:
-            self.enqueue(key)
-        self._cache_scheduler.evicted.clear()
-        parts = tuple(forming.parts.values())
-        if parts:
-            self.running = Batch(now, parts)
-        return tuple(request for _, request in parts), forming.offered_keys
 
     def plan_round(
         self, sessions: Mapping[str, VerifySession], offer_chain: OfferChain, now: float
@@ -588,7 +681,14 @@ class PassScheduler:
             server_rows = sum(request.server_nodes for _, request in batch.parts)
             self.price.note_pass(rows, prompt_rows, took_s, target_s, server_rows)
             drafts_s = drafted * self.price.row_s
-            self._prompts.note_pass(prompt_rows, took_s, drafts_s, self.price.tokens_per_pass, now)
+            self._prompts.note_pass(
+                prompt_rows,
+                took_s,
+                drafts_s,
+                self.price.tokens_per_pass,
+                now,
+                decodes=any(one.sample and len(one.feed) == 1 for _, one in batch.parts),
+            )
         for _, request in batch.parts:
             if len(request.feed) == 1:
                 self.fairness.note_rows(1 + len(request.tokens))

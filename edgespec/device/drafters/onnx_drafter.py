@@ -15,6 +15,10 @@ last row. Long feeds run in chunks, which bounds scratch memory and lets a cance
 Chunking changes logits by rounding only. If a sequence is longer than the window, only its first
 and last tokens are held (``DraftWindow``): rows between them leave, and the rows behind those move
 down, with their keys turned back (``kv_buffers``).
+
+The rows of a sequence stay when the next one begins, and so do those of a step that was cancelled.
+A step keeps them as far as its sequence begins with the same tokens, so the next turn of a
+conversation feeds only what is new in it.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from numpy.typing import NDArray
 
 from edgespec.core import ports
 from edgespec.core.device.draft_window import DraftWindow
-from edgespec.core.device.token_cache import TokenCache
+from edgespec.core.device.token_cache import TokenCache, common_prefix_length
 from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
@@ -92,6 +96,9 @@ class GraphDrafter:
         can_move = not any(cache.dtype == "int8" for cache in graph.caches)
         self._max_candidates = MAX_WIDTH
         self._window = DraftWindow(window or capacity, can_move=can_move)
+        self._row_tokens: list[int] = []
+        """Tokens of an earlier sequence, or of a cancelled step, whose rows the window still holds.
+        Empty once a step has used them."""
         self._frequencies: list[kv.Frequencies | None] = []
         """Frequencies of each cache tensor, measured when a sequence first outgrows the window. The
         entry of values is None."""
@@ -110,9 +117,15 @@ class GraphDrafter:
         twin._bind_buffers()
         return twin
 
+    @property
+    def resumes_feeds(self) -> bool:
+        """True: a step that follows a cancelled one computes only what that one did not."""
+        return True
+
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        tokens = self._cache.tokens[: self._window.skipped + self._window.held_rows]
         self._cache.begin(prompt_length, sampling)
-        self._window.clear()
+        self._row_tokens = self._row_tokens or tokens
 
     def restrict(self, window: int, width: int) -> None:
         """Hold at most ``window`` rows and give at most ``width`` candidates a step from now on.
@@ -147,14 +160,21 @@ class GraphDrafter:
         if self._session is None:
             raise ValueError("the drafter is closed")
         position = self._cache.advance(keep_length, feed)
+        row_tokens, self._row_tokens = self._row_tokens, []
         if not self._max_candidates:
             self._window.clear()
             return ()
+        kept = keep_length
+        if row_tokens:
+            kept = max(
+                kept, min(position - 1, common_prefix_length(row_tokens, self._cache.tokens))
+            )
         try:
-            window = self._move_window(keep_length, position)
+            window = self._move_window(kept, position)
             first, end = window.held_rows, position - window.skipped
             while (start := window.held_rows) < end:
                 if cancelled():
+                    self._row_tokens = self._cache.tokens[: window.skipped + start]
                     raise ports.StepCancelledError(
                         f"cancelled with {start - first} of {end - first} tokens fed"
                     )
@@ -222,6 +242,7 @@ class GraphDrafter:
         same."""
         assert self._session is not None
         self._cache, self._work = TokenCache(self.info), Workspace()
+        self._row_tokens = []
         self._binding = self._session.io_binding()
         self._store = self._store_type(self._graph.caches, self._capacity)
         roles = self._graph.roles

@@ -1,0 +1,447 @@
+"""Long prompts: how well a draft guesses behind them, what they cost, and what they cost others.
+
+    python benchmarks/long_prompts.py record --model TARGET --store DIR --lengths 1024,4096,8000
+    python benchmarks/long_prompts.py windows --draft DRAFT --store DIR --windows 0,1024,4096
+    python benchmarks/long_prompts.py times --model TARGET --draft DRAFT --lengths 1024,8000
+    python benchmarks/long_prompts.py beside [--model TARGET] --length 32768 --shares 0.22,1,3.3
+
+``record`` lets the target continue real texts, greedily, and keeps its tokens in the store. Prompts
+are the first tokens of public-domain books and of Python's library ($EDGESPEC_DATA/corpus).
+``windows`` runs the draft behind the same texts, with several lengths of ``draft.window`` (0: the
+whole text), and prints its acceptance rate, its prefill, its steps, its keys and values, and what
+the next turn of the conversation feeds. ``times`` compares a draft step, a pass of the target and
+transformers, by length. ``beside`` runs the verifier's engine and a real target: one long prompt
+beside seven sessions that decode. Without ``--model`` it makes a small checkpoint with random
+weights and a context of 65,536 tokens.
+
+Times are processor time of this process, with one thread for each model, so that other programs
+disturb them less. Nothing is asserted but that tokens are the target's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+
+from edgespec.config import VerifierConfig
+from edgespec.config.verifier import LimitsSection
+from edgespec.core.ports import PREFILL_CHUNK, PassRequest, TargetModel
+from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.device.build import load_tokenizer
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.models.tokenizer import prompt_encoder
+from edgespec.verifier.build import load_target
+
+TEXTS = {"prose": "books_public_domain.txt.xz", "code": "cpython311_lib.txt.xz"}
+CHUNK = 512
+TURN_TOKENS = 200
+"""Tokens that the next turn of a conversation adds to prompt and answer."""
+GREEDY = SamplingParams(max_tokens=1 << 16, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LongText:
+    """A prompt and the target's own tokens behind it."""
+
+    kind: str
+    number: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    prefill_s: float
+    """Processor time of the target for the prompt, in passes of ``CHUNK`` rows."""
+    pass_s: float
+    """Median processor time of a pass of one row."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("what", choices=("record", "windows", "times", "beside"))
+    parser.add_argument("--model", default="")
+    parser.add_argument("--draft", default="")
+    parser.add_argument("--store", type=Path, default=Path("long-prompts"))
+    parser.add_argument("--lengths", type=_numbers, default=[1024, 4096, 8000])
+    parser.add_argument("--windows", type=_numbers, default=[0, 512, 1024, 2048, 4096])
+    parser.add_argument("--texts", type=int, default=1, help="texts of each kind and length")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens that the target adds")
+    parser.add_argument("--length", type=int, default=32_768)
+    parser.add_argument("--shares", type=_shares, default=[0.22])
+    parser.add_argument("--json", type=Path, help="file to which each row is added")
+    asked = parser.parse_args()
+    steps = {"record": record, "windows": windows, "times": times, "beside": beside}
+    for row in steps[asked.what](asked):
+        print("  ".join(f"{name} {_show(value)}" for name, value in row.items()), flush=True)
+        if asked.json:
+            with asked.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"what": asked.what, **row}) + "\n")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def _shares(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
+
+
+def _show(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+Row = dict[str, str | int | float]
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def read_prompts(model: str, kind: str, length: int, count: int) -> list[tuple[int, ...]]:
+    """Return ``count`` prompts of ``length`` tokens, from different places of one corpus."""
+    import lzma
+
+    path = Path(os.environ["EDGESPEC_DATA"]) / "corpus" / TEXTS[kind]
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        text = file.read(20_000_000).replace("<|doc|>", "")
+    encode = prompt_encoder(load_tokenizer(model))
+    found, chars = [], 8 * length
+    for number in range(count):
+        start = text.index("\n", 100_000 + number * 1_500_000) + 1
+        tokens = tuple(encode(text[start : start + chars]))
+        assert len(tokens) >= length, f"{len(tokens)} tokens in {chars} characters"
+        found.append(tokens[:length])
+    return found
+
+
+def record(asked: argparse.Namespace) -> Iterator[Row]:
+    target = open_target(asked.model, max(asked.lengths) + asked.tokens + 1)
+    for length in asked.lengths:
+        for kind in TEXTS:
+            path = _path(asked.store, kind, length)
+            if path.exists():
+                continue
+            texts = [
+                continue_text(target, kind, number, prompt, asked.tokens)
+                for number, prompt in enumerate(
+                    read_prompts(asked.model, kind, length, asked.texts)
+                )
+            ]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in texts))
+            yield {
+                "kind": kind,
+                "length": length,
+                "texts": len(texts),
+                "target_prefill_s": fmean(one.prefill_s for one in texts),
+                "target_pass_ms": 1e3 * fmean(one.pass_s for one in texts),
+            }
+
+
+def _path(store: Path, kind: str, length: int) -> Path:
+    return store / f"{kind}-{length}.jsonl"
+
+
+def open_target(model: str, tokens: int) -> TargetModel:
+    limits = LimitsSection(max_cached_tokens=tokens + 4096)
+    return load_target(VerifierConfig(model=model, threads=1, limits=limits))
+
+
+def continue_text(
+    target: TargetModel, kind: str, number: int, prompt: tuple[int, ...], count: int
+) -> LongText:
+    target.open("text", len(prompt), GREEDY)
+    began, feed, cached = time.process_time(), list(prompt), 0
+    while len(feed) > CHUNK:
+        target.forward([PassRequest("text", cached, tuple(feed[:CHUNK]), sample=False)])
+        cached, feed = cached + CHUNK, feed[CHUNK:]
+    tokens, passes_s = list[int](), list[float]()
+    prefill_s = 0.0
+    while len(tokens) < count:
+        at = time.process_time()
+        (found,) = target.forward([PassRequest("text", cached, tuple(feed))])
+        cached += len(feed)
+        if tokens:
+            passes_s.append(time.process_time() - at)
+        else:
+            prefill_s = time.process_time() - began
+        feed = [found.targets[0]]
+        tokens += feed
+    target.close("text")
+    return LongText(kind, number, prompt, tuple(tokens), prefill_s, median(passes_s))
+
+
+def read_texts(store: Path, kind: str, length: int) -> list[LongText]:
+    lines = _path(store, kind, length).read_text().splitlines()
+    return [
+        replace(one, prompt=tuple(one.prompt), tokens=tuple(one.tokens))
+        for one in (LongText(**json.loads(line)) for line in lines)
+    ]
+
+
+# --- the draft behind them ------------------------------------------------------------------------
+
+
+class CountingDrafter(OnnxDrafter):
+    """Counts the tokens that its runs were fed."""
+
+    fed = 0
+
+    def _forward(self, cached: int, tokens: Sequence[int]):  # type: ignore[no-untyped-def]
+        self.fed += len(tokens)
+        return super()._forward(cached, tokens)
+
+
+def windows(asked: argparse.Namespace) -> Iterator[Row]:
+    for window in asked.windows:
+        drafter = CountingDrafter(Path(asked.draft), threads=1, window=window)
+        for length in asked.lengths:
+            for kind in TEXTS:
+                if length + asked.tokens < drafter.info.context_length:
+                    texts = read_texts(asked.store, kind, length)
+                    yield {
+                        "window": window,
+                        "kind": kind,
+                        "length": length,
+                        **judge(drafter, texts),
+                    }
+        drafter.close()
+
+
+def judge(drafter: CountingDrafter, texts: Sequence[LongText]) -> Row:
+    """Run the draft behind each text as a device does, one step for each token of the target."""
+    hits, places, prefills_s, steps_s, turns = 0, 0, list[float](), list[float](), list[Row]()
+    for text in texts:
+        drafter.begin(len(text.prompt), GREEDY)
+        guesses, length = [], len(text.prompt)
+        at = time.process_time()
+        found = drafter.step(0, text.prompt, 2)
+        prefills_s.append(time.process_time() - at)
+        for token in text.tokens:
+            guesses.append(found[0].token)
+            at = time.process_time()
+            found = drafter.step(length, (token,), 2)
+            steps_s.append(time.process_time() - at)
+            length += 1
+        hits += sum(a == b for a, b in zip(guesses, text.tokens, strict=True))
+        places += len(text.tokens)
+        whole = (*text.prompt, *text.tokens, *text.prompt[:TURN_TOKENS])
+        fed, at = drafter.fed, time.process_time()
+        if len(whole) < drafter.info.context_length:
+            drafter.begin(len(whole), GREEDY)
+            drafter.step(0, whole, 2)
+            turns.append({"fed": drafter.fed - fed, "s": time.process_time() - at})
+    tensors = sum(rows[:, :1].nbytes for _, rows in drafter.cached_rows(1))
+    return {
+        "acceptance": hits / places,
+        "places": places,
+        "prefill_s": fmean(prefills_s),
+        "step_ms": 1e3 * median(steps_s),
+        "held_rows": drafter.held_tokens,
+        "kv_mib": drafter.held_tokens * tensors / 2**20,
+        "next_turn_fed": fmean(float(one["fed"]) for one in turns) if turns else 0,
+        "next_turn_s": fmean(float(one["s"]) for one in turns) if turns else 0.0,
+    }
+
+
+# --- times by length ------------------------------------------------------------------------------
+
+
+def times(asked: argparse.Namespace) -> Iterator[Row]:
+    """Time steps behind repeated tokens: the time depends on their number alone."""
+    for length in asked.lengths:
+        prompt = tuple(1000 + index % 1000 for index in range(length))
+        row: Row = {"length": length}
+        if asked.draft:
+            drafter = OnnxDrafter(Path(asked.draft), threads=1)
+            if length + 16 < drafter.info.context_length:
+                drafter.begin(length, GREEDY)
+                row["draft_prefill_s"], _ = _cpu_s(lambda: drafter.step(0, prompt, 2))  # noqa: B023
+                steps = [
+                    _cpu_s(lambda at=at: drafter.step(length + at, (5,), 2))[0]  # noqa: B023
+                    for at in range(12)
+                ]
+                row["draft_step_ms"] = 1e3 * median(steps)
+            drafter.close()
+        if asked.model:
+            target = open_target(asked.model, length + 32)
+            text = continue_text(target, "", 0, prompt, 12)
+            row |= {"target_prefill_s": text.prefill_s, "target_pass_ms": 1e3 * text.pass_s}
+            row |= transformers_times(asked.model, prompt)
+        row["resident_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        yield row
+
+
+def transformers_times(model: str, prompt: Sequence[int]) -> Row:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    cache, steps_s = None, list[float]()
+    with torch.inference_mode():
+        began = time.process_time()
+        for start in range(0, len(prompt), CHUNK):
+            ids = torch.tensor([prompt[start : start + CHUNK]])
+            found = loaded(ids, past_key_values=cache, logits_to_keep=1)
+            cache = found.past_key_values
+        prefill_s = time.process_time() - began
+        for _ in range(12):
+            at = time.process_time()
+            ids = found.logits[:, -1:].argmax(-1)
+            found = loaded(ids, past_key_values=cache)
+            steps_s.append(time.process_time() - at)
+    torch.set_num_threads(threads)
+    return {"transformers_prefill_s": prefill_s, "transformers_pass_ms": 1e3 * median(steps_s)}
+
+
+def _cpu_s(run) -> tuple[float, object]:  # type: ignore[no-untyped-def]
+    at = time.process_time()
+    found = run()
+    return time.process_time() - at, found
+
+
+# --- one long prompt beside others ----------------------------------------------------------------
+
+
+class RealEngine:
+    """The engine of a verifier with a real target. Its clock is the target's processor time, and
+    devices acknowledge at once."""
+
+    def __init__(self, target: TargetModel, context_length: int, share: float) -> None:
+        limits = m.Limits(context_length=context_length, max_unreceived=1 << 16)
+        engine_limits = ee.EngineLimits(cache=target.cache, prefill_share=share)
+        self.engine = VerifyEngine(target.info, limits, engine_limits, contain=False)
+        self.target, self.now, self._streams = target, 0.0, 0
+        self._batch: tuple[PassRequest, ...] = ()
+        self._stream_of: dict[str, int] = {}
+        self._name_of: dict[int, str] = {}
+
+    def open(self, name: str, prompt: Sequence[int]) -> None:
+        self._streams += 1
+        self._stream_of[name], self._name_of[self._streams] = self._streams, name
+        opening = m.Open(name, "", "", tuple(prompt), sampling=GREEDY, drafting=False)
+        self._do(self.engine.handle(ee.StreamOpened(self._streams, opening), self.now))
+
+    def close(self, name: str) -> None:
+        stream = self._stream_of.pop(name)
+        self._do(self.engine.handle(ee.StreamMessage(stream, m.Cancel()), self.now))
+
+    def has_begun(self, name: str) -> bool:
+        prefix = self.engine.sessions[name].prefix
+        return prefix.length > prefix.prompt_length
+
+    def run_pass(self) -> tuple[dict[str, int], float]:
+        """Run one pass; return the rows of each session in it, and its seconds."""
+        batch, self._batch = self._batch, ()
+        took_s, results = _cpu_s(lambda: self.target.forward(batch))
+        self.now += took_s
+        self._do(self.engine.handle(ee.BatchDone(tuple(results)), self.now))  # type: ignore[call-overload]
+        return {one.key: len(one.feed) for one in batch}, took_s
+
+    def _do(self, actions: Sequence[ee.EngineAction]) -> None:
+        for action in actions:
+            match action:
+                case ee.RunBatch(requests):
+                    self._batch = requests
+                case ee.OpenSequence():
+                    self.target.open(action.key, action.prompt_length, action.sampling, action.text)
+                case ee.CloseSequence(key):
+                    self.target.close(key)
+                case ee.KeepNodes(key, nodes):
+                    self.target.keep(key, nodes)
+                case ee.SendTo(stream, m.Commit() as commit) if commit.tokens:
+                    received = m.Received(commit.position + len(commit.tokens), 0)
+                    if self._name_of[stream] in self._stream_of:
+                        message = ee.StreamMessage(stream, received)
+                        self._do(self.engine.handle(message, self.now))
+                case _:
+                    pass
+
+
+@contextmanager
+def _model_folder(model: str) -> Iterator[str]:
+    """Yield the name of the model, or a folder with a small one of random weights."""
+    if model:
+        yield model
+        return
+    from tests.kit.tiny_checkpoints import tiny_config, write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_config(
+            max_position_embeddings=1 << 16,
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+        )
+        yield str(write_checkpoint(Path(folder) / "random", config))
+
+
+def beside(asked: argparse.Namespace) -> Iterator[Row]:
+    with _model_folder(asked.model) as model:
+        for share in asked.shares:
+            target = open_target(model, asked.length + 8 * 4096)
+            size = target.info.vocabulary_size
+            prompt = [(17 * index + index // 7) % (size - 4) + 2 for index in range(asked.length)]
+            alone = RealEngine(target, asked.length + 4096, share)
+            alone.open("long", prompt)
+            while not alone.has_begun("long"):
+                alone.run_pass()
+            alone.close("long")
+            alone_s = alone.now
+            again = RealEngine(target, asked.length + 4096, share)
+            others = [f"session {number}" for number in range(7)]
+            for number, name in enumerate(others):
+                again.open(name, prompt[number : number + 200])
+            before = [again.run_pass()[1] for _ in range(60)][20:]
+            again.open("long", prompt)
+            gaps_s, rows, at = list[float](), list[int](), again.now
+            while not again.has_begun("long"):
+                fed, took_s = again.run_pass()
+                gaps_s.append(took_s)
+                rows.append(fed.get("long", 0))
+            first_s = again.now - at
+            # The next turn: the same prompt and a little more, beside the same sessions.
+            again.close("long")
+            cached = again.engine.cache_scheduler.prefix_hit_tokens
+            again.open("long", [*prompt, *prompt[:TURN_TOKENS]])
+            turn_at = again.now
+            while not again.has_begun("long"):
+                again.run_pass()
+            for name in ("long", *others):
+                again.close(name)
+            yield {
+                "share": share,
+                "length": asked.length,
+                "gap_ms": 1e3 * median(before),
+                "p95_ratio": _p95(gaps_s) / _p95(before),
+                "p50_ratio": median(gaps_s) / median(before),
+                "rows_per_pass": fmean(rows),
+                "ttft_alone_s": alone_s,
+                "ttft_beside_s": first_s,
+                "ttft_ratio": first_s / alone_s,
+                "next_turn_cached": again.engine.cache_scheduler.prefix_hit_tokens - cached,
+                "next_turn_s": again.now - turn_at,
+            }
+
+
+def _p95(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.95 * len(values))]
+
+
+if __name__ == "__main__":
+    assert PREFILL_CHUNK <= CHUNK
+    sys.exit(main())
