@@ -24,14 +24,14 @@ import argparse
 import json
 import os
 import resource
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import TypeVar
 
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
@@ -49,6 +49,7 @@ TEXTS = {"prose": "books_public_domain.txt.xz", "code": "cpython311_lib.txt.xz"}
 CHUNK = 512
 TURN_TOKENS = 200
 """Tokens that the next turn of a conversation adds to prompt and answer."""
+T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=1 << 16, ignore_eos=True)
 
 
@@ -113,7 +114,7 @@ def read_prompts(model: str, kind: str, length: int, count: int) -> list[tuple[i
     path = Path(os.environ["EDGESPEC_DATA"]) / "corpus" / TEXTS[kind]
     with lzma.open(path, "rt", encoding="utf-8") as file:
         text = file.read(20_000_000).replace("<|doc|>", "")
-    encode = prompt_encoder(load_tokenizer(model))
+    encode = prompt_encoder(load_tokenizer(model), chat=False)
     found, chars = [], 8 * length
     for number in range(count):
         start = text.index("\n", 100_000 + number * 1_500_000) + 1
@@ -288,7 +289,7 @@ def transformers_times(model: str, prompt: Sequence[int]) -> Row:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    cache, steps_s = None, list[float]()
+    cache, steps_s, found = None, list[float](), None
     with torch.inference_mode():
         began = time.process_time()
         for start in range(0, len(prompt), CHUNK):
@@ -297,6 +298,7 @@ def transformers_times(model: str, prompt: Sequence[int]) -> Row:
             cache = found.past_key_values
         prefill_s = time.process_time() - began
         for _ in range(12):
+            assert found is not None
             at = time.process_time()
             ids = found.logits[:, -1:].argmax(-1)
             found = loaded(ids, past_key_values=cache)
@@ -305,7 +307,8 @@ def transformers_times(model: str, prompt: Sequence[int]) -> Row:
     return {"transformers_prefill_s": prefill_s, "transformers_pass_ms": 1e3 * median(steps_s)}
 
 
-def _cpu_s(run) -> tuple[float, object]:  # type: ignore[no-untyped-def]
+def _cpu_s(run: Callable[[], T]) -> tuple[float, T]:
+    """Run ``run`` and return its processor time, and its result."""
     at = time.process_time()
     found = run()
     return time.process_time() - at, found
@@ -346,7 +349,7 @@ class RealEngine:
         batch, self._batch = self._batch, ()
         took_s, results = _cpu_s(lambda: self.target.forward(batch))
         self.now += took_s
-        self._do(self.engine.handle(ee.BatchDone(tuple(results)), self.now))  # type: ignore[call-overload]
+        self._do(self.engine.handle(ee.BatchDone(tuple(results)), self.now))
         return {one.key: len(one.feed) for one in batch}, took_s
 
     def _do(self, actions: Sequence[ee.EngineAction]) -> None:
@@ -444,4 +447,4 @@ def _p95(values: Sequence[float]) -> float:
 
 if __name__ == "__main__":
     assert PREFILL_CHUNK <= CHUNK
-    sys.exit(main())
+    main()

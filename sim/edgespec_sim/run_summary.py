@@ -87,6 +87,8 @@ class GroupSummary:
     up_bytes_per_token: float
     down_bytes_per_token: float
     reconnects: int
+    request_bytes: float | None = None
+    """Mean bytes of a request with its prompt. None if they were not counted."""
     energy_j_per_token: float | None = None
     """Energy of the device: drafting, and its radio in every state. None if a part is unknown."""
     handovers: int = 0
@@ -150,6 +152,9 @@ class VerifierSummary:
     guessed: int = 0
     """Nodes of its own draft model in passes, and how many of them were accepted."""
     accepted: int = 0
+    cached_share: float | None = None
+    """Share of the tokens of prompts that were cached when a session entered a shared KV cache.
+    None without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,11 +138,12 @@ class Stream:
 
     ``to_verifier`` and ``to_device`` are called when messages arrive. A cut calls
     ``lost_at_verifier`` and ``lost_at_device``. Payload bytes are those of drafts, acknowledgements
-    and commits. The request with its prompt, which any system must send, is not counted. A radio's
+    and commits. The request with its prompt, which any system must send, is counted apart, in
+    ``request_bytes``. A radio's
     meter records every packet, both ways."""
 
     __slots__ = (
-        *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "up_bytes"),
+        *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "request_bytes", "up_bytes"),
         *("lost_at_device", "lost_at_verifier", "open", "to_device", "to_verifier"),
     )
 
@@ -156,7 +157,7 @@ class Stream:
     ) -> None:
         self._queue, self._up, self._down = queue, up, down
         self._watch, self._radio = watch, radio
-        self.up_bytes = self.down_bytes = 0
+        self.up_bytes = self.down_bytes = self.request_bytes = 0
         self.open = True
         self.to_verifier: Callable[[m.Uplink], None] = lambda message: None
         self.to_device: Callable[[m.Downlink], None] = lambda message: None
@@ -165,7 +166,9 @@ class Stream:
 
     def send_up(self, message: m.Uplink) -> None:
         size_bytes = message_bytes(message)
-        if not isinstance(message, m.Open):
+        if isinstance(message, m.Open):
+            self.request_bytes += size_bytes
+        else:
             self.up_bytes += size_bytes
         if self._radio is not None:
             self._radio.add_packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)

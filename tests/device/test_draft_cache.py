@@ -154,13 +154,13 @@ class FedCount:
 
         monkeypatch.setattr(OnnxDrafter, "_forward", forward)
 
-    def take(self) -> int:
+    def reset(self) -> int:
         count, self.count = self.count, 0
         return count
 
 
-# What a sequence of 150 tokens leaves to the next one, whose first tokens agree as far as stated:
-# the tokens that the next one has to feed, of 180.
+# Window, number of first tokens in which the next sequence agrees with one of 150 tokens, and the
+# tokens that it has to feed of its 180.
 TURNS = {
     "next turn": (0, 150, 30),
     "the answer was read otherwise": (0, 140, 40),
@@ -189,13 +189,13 @@ def test_the_next_sequence_feeds_only_what_is_new_in_it(
     second = first[:agreed] + [token + VOCABULARY_SIZE // 2 for token in first[agreed:]]
     drafter.begin(10, GREEDY)
     drafter.step(0, first[: min(180, max(agreed, 150))], 2)
-    fed_count.take()
+    fed_count.reset()
     drafter.begin(20, GREEDY)
     drafter.begin(20, GREEDY)  # no step came between
     found = drafter.step(0, second, 2)
-    assert fed_count.take() == fed
+    assert fed_count.reset() == fed
     drafter.step(180, [7], 2)
-    assert fed_count.take() == 1
+    assert fed_count.reset() == 1
     if not window:
         fresh.begin(20, GREEDY)
         expected = fresh.step(0, second, 2)
@@ -219,20 +219,20 @@ def test_a_cancelled_step_goes_on_where_it_was(
         if keep:
             one.step(0, text[:keep], 1)
     whole.step(keep, text[keep:], 1)
-    fed_count.take()
+    fed_count.reset()
     checks = iter([False, False, True])
     with pytest.raises(StepCancelledError, match="32 of"):
         drafter.step(keep, text[keep:], 1, lambda: next(checks))
     drafter.step(keep, text[keep:], 1)
-    assert fed_count.take() == 120 - keep
+    assert fed_count.reset() == 120 - keep
     np.testing.assert_array_equal(drafter.logits, whole.logits)
     checks = iter([False, True])
     with pytest.raises(StepCancelledError):
         drafter.step(120, text[:40], 1, lambda: next(checks))
-    fed_count.take()
+    fed_count.reset()
     drafter.begin(10, GREEDY)  # another sequence than the cancelled one, which begins alike
     drafter.step(0, [*text, *text[:16], 9], 1)
-    assert fed_count.take() == 1
+    assert fed_count.reset() == 1
     drafter.close()
     whole.close()
 
@@ -250,7 +250,7 @@ def test_a_run_that_failed_leaves_no_rows(
     fed_count = FedCount(drafter, monkeypatch)
     drafter.begin(10, GREEDY)
     drafter.step(0, text, 1)
-    assert fed_count.take() == len(text) - 40
+    assert fed_count.reset() == len(text) - 40
     drafter.close()
 
 

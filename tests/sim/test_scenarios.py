@@ -425,6 +425,81 @@ def play_world(world: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
     return play(Job(world, arm, 0, 1, Path()))
 
 
+# Two agents with five turns each. A turn adds as long a text as the output before (20), and 100.
+AGENTS = replace(
+    SMALL,
+    duration_s=120.0,
+    arms=(Arm.TARGET_ONLY, Arm.EDGESPEC),
+    devices={
+        "laptop": replace(
+            SMALL.devices["laptop"],
+            count=2,
+            workload=replace(
+                WORK,
+                prompt_tokens=3_000,
+                output_tokens=20,
+                length_spread=0.0,
+                turns=5,
+                turn_tokens=100,
+                tool_s=1.0,
+                requests=10,
+            ),
+        )
+    },
+    verifiers={
+        "server": sc.VerifierSection(
+            pass_time=CostSection(ms=20.0, row_ms=0.2), cached_tokens=16_000
+        )
+    },
+)
+
+
+@pytest.mark.parametrize("source", [sc.TokensFrom.PROCESS, sc.TokensFrom.TOY])
+def test_a_further_turn_computes_only_what_is_new(source: sc.TokensFrom) -> None:
+    """Prompts have 3,000, 3,120, ... 3,480 tokens: of ten in two conversations 80 % and more are
+    cached, and only the first turns wait for a whole prompt."""
+    summary = run(replace(AGENTS, tokens=sc.TokensSection(source=source)))
+    for arm in summary.arms:
+        assert (arm.all.requests, arm.all.mismatches) == (20, 0)
+        (verifier,) = arm.verifiers
+        assert 0.7 < require(verifier.cached_share) < 0.8
+        tokens = 5 * 3_000 + 120 * (1 + 2 + 3 + 4)
+        assert 5 * require(arm.all.request_bytes) > tokens
+        ttfts_s = sorted(row.ttft_s or 0.0 for row in arm.rows)
+        assert ttfts_s[-4] > 3_000 * 0.2e-3
+        assert ttfts_s[-5] < 0.4
+    uncached = replace(AGENTS.verifiers["server"], cached_tokens=None)
+    whole = run(replace(AGENTS, verifiers={"server": uncached}))
+    for arm in whole.arms:
+        assert require(arm.all.ttft_s).median > 3_000 * 0.2e-3
+        assert arm.verifiers[0].cached_share is None
+
+
+def test_the_draft_of_a_further_turn_reads_only_what_is_new() -> None:
+    """A row of the draft takes 1 ms, so the whole prompt would take 3 s."""
+    device = replace(AGENTS.devices["laptop"], draft=CostSection(ms=5.0, row_ms=1.0))
+    scenario = replace(AGENTS, devices={"laptop": device}, arms=(Arm.EDGESPEC,))
+    (job,) = make_jobs(scenario, 1, HERE)
+    world = World(scenario, job.arm, "1/0", WorldSetup(make_token_source(scenario, 1, HERE), HERE))
+    world.run()
+    for user in world.users:
+        # Two prompts of 3 s each, eight turns of 120 tokens, and steps of 5 ms.
+        assert 6.0 < user.drafting_s < 6.0 + 8 * 0.12 + 5.0
+
+
+def test_turns_need_a_source_with_turns_and_a_cache_has_to_fit() -> None:
+    with pytest.raises(ValueError, match="turns is 5, but a tape"):
+        replace(AGENTS, tokens=sc.TokensSection(source=sc.TokensFrom.TAPE))
+    machine = sc.VerifierSection(
+        pass_time=CostSection(roofline="qwen3-32b-fp8@h200"), cached_tokens=400_000
+    )
+    with pytest.raises(ValueError, match=r"cached_tokens is 400000, but .* holds 3"):
+        replace(AGENTS, verifiers={"server": machine})
+    fits = replace(machine, cached_tokens=350_000)
+    scenario = replace(AGENTS, verifiers={"server": fits})
+    assert "KV cache holds 350000 tokens" in scenario.memory_note("server")
+
+
 def test_no_joule_is_made_or_lost() -> None:
     outcome = play_world(WORLD)
     used, spare = outcome.verifiers

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.sampling import GOLDEN, SamplingParams, mix_bits
+from edgespec.core.protocol.sampling import GOLDEN, MASK_32, MIX_A, MIX_B, SamplingParams
 
 _EMPTY_HASH = 0x65646765
 
@@ -52,8 +52,16 @@ class CommittedPrefix:
 
     def hash_at(self, length: int) -> int:
         hashes = self._hashes
+        if length < len(hashes):
+            return hashes[length]
+        value = hashes[-1]
         for token in self.tokens[len(hashes) - 1 : length]:
-            hashes.append(mix_bits(hashes[-1] * GOLDEN + token))
+            # This is ``mix_bits``, whose calls would take half of the time for a long prompt.
+            value = (value * GOLDEN + token) & MASK_32
+            value = ((value ^ value >> 16) * MIX_A) & MASK_32
+            value = ((value ^ value >> 13) * MIX_B) & MASK_32
+            value ^= value >> 16
+            hashes.append(value)
         return hashes[length]
 
     def starts_with(self, tokens: Sequence[int]) -> bool:

@@ -275,7 +275,7 @@ class CacheScheduler:
             size, committed = self.ledger.block_tokens, session.prefix.length
             first = session.cache_length // size
             stop = (length if length < committed else committed) // size
-            for block in table[first:]:
+            for block in table[first : -(-length // size)]:
                 assert self.ledger.is_writable(block), "a shared block would be written"
             if stop > first and self._sharing is not None:
                 self._sharing.note_filling(key, first, stop)

@@ -100,7 +100,7 @@ def is_decoding(session: VerifySession) -> bool:
 # rows. Passes of 23 ms in which 103 rows are free and others take 0.2 ms: 103 + 0.25 * 23 / 0.2 =
 # 132 rows.
 #
-# What that costs a prompt. With equal rows it is fed in the part share / (1 + share) of the time,
+# The cost for a prompt: with equal rows it is fed in the part share / (1 + share) of the time,
 # so a share of 0.25 makes its first token 5 times as late as alone, and a share of 3.3 1.3 times as
 # late. With free rows it is hardly late at all: in the second example 132 rows in 28.8 ms are as
 # many a second as a pass of 1,024 prompt rows computes (docs/measurements.md).
@@ -108,7 +108,7 @@ def is_decoding(session: VerifySession) -> bool:
 # Prompts that arrive steadily have to be fed as fast as they arrive: the budget is three times what
 # ``PromptLoad`` measures if that is more, up to three fifths of the verifier's time. There,
 # ``tokens_per_pass`` counts, the mean number of tokens that a session commits per pass: where
-# drafts raise it, fewer passes are made, and each of them has to feed more.
+# drafts raise it, fewer passes are made, and each has to feed more.
 #
 # One pass in four carries an eighth less, so that the slope can be measured, and one in
 # ``BASE_EVERY`` carries no prompt row, so that ``base_s`` is measured while prompts wait.

@@ -16,7 +16,7 @@ Chunking changes logits by rounding only. If a sequence is longer than the windo
 and last tokens are held (``DraftWindow``): rows between them leave, and the rows behind those move
 down, with their keys turned back (``kv_buffers``).
 
-The rows of a sequence stay when the next one begins, and so do those of a step that was cancelled.
+The rows of a sequence stay when the next one begins, and so do the rows of a cancelled step.
 A step keeps them as far as its sequence begins with the same tokens, so the next turn of a
 conversation feeds only what is new in it.
 """

@@ -142,6 +142,7 @@ _WORK: Final[_Columns] = {
     "wasted / token": lambda group: number(group.wasted_per_token),
     "bytes up": lambda group: number(group.up_bytes_per_token),
     "bytes down": lambda group: number(group.down_bytes_per_token),
+    "request bytes": lambda group: number(group.request_bytes),
 }
 _ENERGIES: Final[dict[str, Callable[[ArmSummary], float | None]]] = {
     "device J": lambda arm: arm.all.energy_j_per_token,

@@ -22,7 +22,13 @@ from edgespec.core.protocol.checks import (
     choice_field,
     range_field,
 )
-from edgespec_sim.scenario.verifiers import DEFAULT_SESSIONS, RADIOS, MemorySum, memory_sum
+from edgespec_sim.scenario.verifiers import (
+    DEFAULT_SESSIONS,
+    RADIOS,
+    MemorySum,
+    check_cache,
+    memory_sum,
+)
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
 from edgespec_sim.scenario.verifiers import ServerDraftSection as ServerDraftSection
@@ -356,7 +362,7 @@ class TokensSection:
 class WorkloadSection(Section):
     """The behaviour of each user: send a request, read, think, repeat."""
 
-    prompt_tokens: int = range_field(64, 0, 32_000)
+    prompt_tokens: int = range_field(64, 0, 65_536)
     """Mean length of a prompt. 0: the prompts of the tape, only with tokens from a tape."""
     output_tokens: int = range_field(128, 1, 32_000)
     length_spread: float = range_field(0.0, 0.0, 3.0)
@@ -367,6 +373,14 @@ class WorkloadSection(Section):
     """Number of requests after which a user stops; 0: continue until the world ends."""
     start_within_s: float = range_field(1.0, 0.0, 1e6)
     """First requests are spread evenly over this time."""
+    turns: int = range_field(1, 1, 1000)
+    """Requests of a conversation. Each further turn sends the prompt of the turn before again, as
+    long a text as its output was, and ``turn_tokens`` more. 1: every request stands alone."""
+    turn_tokens: int = range_field(0, 0, 65_536)
+    """Mean number of tokens that a further turn adds: the result of a tool, or a question."""
+    tool_s: float = range_field(0.0, 0.0, 1e6)
+    """Mean pause between the turns of a conversation, exponential, such as the time of a tool.
+    ``think_s`` is the pause between conversations."""
     start_thinking: bool = False
     """Start the users in a thinking pause instead, so that the world begins near its steady
     state."""
@@ -451,6 +465,12 @@ class Scenario:
                 f"warm_up_s is {self.warm_up_s:g}, but must be at least 0 and less than duration_s,"
                 f" {self.duration_s:g}"
             )
+        for name, section in self.devices.items():
+            if section.workload.turns > 1 and self.tokens.source is TokensFrom.TAPE:
+                raise ValueError(
+                    f"devices.{name}.workload.turns is {section.workload.turns}, but a tape has"
+                    " prompts of one turn: take tokens.source process or toy"
+                )
         if self.tokens.source is not TokensFrom.TAPE:
             for name, section in self.devices.items():
                 if section.workload.prompt_tokens == 0:
@@ -463,6 +483,7 @@ class Scenario:
         for kind in self.verifiers:
             try:
                 self.memory_sum(kind)
+                check_cache(self.verifiers[kind])
             except ValueError as error:
                 raise ValueError(f"verifiers.{kind}: {error}") from None
 
@@ -475,7 +496,7 @@ class Scenario:
     def session_limit(self, kind: str) -> int:
         """Return the most sessions that a verifier of that kind runs at a time."""
         section, memory = self.verifiers[kind], self.memory_sum(kind)
-        if memory is None:
+        if memory is None or section.cached_tokens is not None:
             return section.max_sessions or DEFAULT_SESSIONS
         return min(section.max_sessions or memory.sessions, memory.sessions)
 
@@ -483,6 +504,12 @@ class Scenario:
         """Describe how many sessions a verifier of that kind runs at a time, and the reason."""
         section, memory = self.verifiers[kind], self.memory_sum(kind)
         takes = f"verifier {kind} takes {self.session_limit(kind)} sessions at a time"
+        if section.cached_tokens is not None:
+            return (
+                f"Memory: {takes}. Its KV cache holds {section.cached_tokens} tokens, as"
+                " cached_tokens says: prompts share their beginnings, and sessions wait while it is"
+                " full."
+            )
         if memory is None:
             why = "as max_sessions says" if section.max_sessions else "the daemon's default"
             return f"Memory: {takes} ({why}; its memory is unknown)."

@@ -216,6 +216,11 @@ class VerifierSection(Section):
     max_sessions: int | None = range_field(None, 1, MAX_DEVICES)
     """Most sessions at a time. null: as many as the memory holds, or 64 if the scenario does not
     name a machine."""
+    cached_tokens: int | None = range_field(None, 16, 1 << 30)
+    """Positions of the KV cache, for all sessions together. Prompts that begin alike then share
+    what was computed, also for the next turn of a conversation, and sessions wait while the cache
+    is full. null: sessions are limited by their number alone, and every prompt is computed
+    whole."""
     max_rows_per_pass: int = range_field(1024, 1, 1 << 20)
     gpu_power: str = choice_field("", ("", *GPU_POWERS))
     """h200, h100, a100-80g or l4: published power of each of the verifier's machines."""
@@ -344,6 +349,25 @@ class MemorySum:
             f"of the {self.memory_bytes / 1e9:.0f} GB of {many} at most {_USABLE:.0%} are used, the"
             f" weights of {self.model} take {self.weights_bytes / 1e9:.0f} GB, and a session of"
             f" {self.session_tokens:.0f} tokens {self.session_bytes / 1e9:.2f} GB"
+        )
+
+
+def check_cache(section: VerifierSection) -> None:
+    """Raise ``ValueError`` if the machine is known and its memory does not hold the KV cache beside
+    the weights."""
+    name = section.machine or section.pass_time.roofline
+    if section.cached_tokens is None or not name:
+        return
+    model, machine = model_and_machine("machine", name)
+    if machine.memory_bytes is None:
+        return
+    count = 1 if section.stages is None else section.stages.nodes
+    free = _USABLE * count * machine.memory_bytes - model.parameters * model.weight_bytes
+    most = int(free / model.context_bytes)
+    if section.cached_tokens > most:
+        raise ValueError(
+            f"cached_tokens is {section.cached_tokens}, but beside the weights the memory of"
+            f" {name} holds {max(0, most)} tokens"
         )
 
 

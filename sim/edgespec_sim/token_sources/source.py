@@ -72,9 +72,13 @@ class TokenSource(Protocol):
     def drafter(self) -> Drafter:
         """Return a new drafter. Each device has its own."""
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
-        """Return the world's request of that number (0, 1, ...), the same for the same number and
-        lengths. A tape has outputs of its own lengths, which may be cut but not lengthened."""
+    def request(
+        self, number: int, prompt_length: int, max_tokens: int, turn: int = 0
+    ) -> TokenRequest:
+        """Return the world's request of that number (0, 1, ...), the same for the same number,
+        turn and lengths. The prompt of a later ``turn`` begins with the earlier prompts, but for
+        their last token. A tape has one turn only, and outputs of its own lengths, which may be cut
+        but not lengthened."""
 
     def expected(self, request: TokenRequest, count: int) -> Sequence[int]:
         """Return the first ``count`` tokens of the target's output, computed without any session.
@@ -87,7 +91,8 @@ class TokenSource(Protocol):
 # The target produces the script's token wherever the tokens before it are the script's. The drafter
 # proposes that token at its rank, and wrong tokens at all other ranks. Off the script, the tokens
 # of both are arbitrary, because nothing is ever committed after a wrong draft node.
-#     code       a prompt that encodes a number: its digits, then one filler token to the end
+#     code       a prompt that encodes a number: its digits, then one filler token to the end; on
+#                a later turn of a conversation its last token is the turn's number
 #     on script  every token so far is the script's; an index of the output, -1 before it
 # The work of a step or pass is proportional to the tokens fed, whatever the length of the output.
 # Both models check the cache contract of ``ports``, and raise ``ScriptError`` if it is broken.
@@ -122,25 +127,32 @@ FindScript = Callable[[tuple[int, ...], int], Script]
 end."""
 
 
-def encode_number(number: int, length: int, base: int) -> tuple[int, ...]:
-    """Return a prompt of ``length`` tokens below ``base`` that encodes ``number``. Raises
-    ``ScriptError`` if the number does not fit."""
+def encode_number(number: int, length: int, base: int, turn: int = 0) -> tuple[int, ...]:
+    """Return a prompt of ``length`` tokens below ``base`` that encodes ``number`` and ``turn``.
+    Raises ``ScriptError`` if they do not fit."""
     digits = min(length, CODE_LENGTH)
     if not 0 <= number < (base - 1) ** digits:
         limit = (base - 1) ** digits
         raise ScriptError(f"request number is {number}, but {digits} tokens hold 0 to {limit - 1}")
     code = [number // (base - 1) ** place % (base - 1) for place in range(digits)]
-    return (*code, *(base - 1,) * (length - digits))
+    if not turn:
+        return (*code, *(base - 1,) * (length - digits))
+    if length <= CODE_LENGTH or not 0 <= turn < base:
+        raise ScriptError(f"turn {turn} does not fit a prompt of {length} tokens below {base}")
+    return (*code, *(base - 1,) * (length - digits - 1), turn - 1)
 
 
 def decode_number(prompt: Sequence[int], base: int) -> int:
-    """Return the number that ``encode_number`` encoded. Raises ``ScriptError`` for any other
-    prompt."""
-    code, filler = prompt[:CODE_LENGTH], base - 1
+    """Return the number that ``encode_number`` encoded, or another one for each later turn of it.
+    Raises ``ScriptError`` for any other prompt."""
+    code, filler, turn = prompt[:CODE_LENGTH], base - 1, 0
     rest = prompt[CODE_LENGTH:]
+    if rest and rest[-1] < filler:
+        turn, rest = rest[-1] + 1, rest[:-1]
     if not code or max(code) >= filler or rest.count(filler) != len(rest):
         raise ScriptError(f"a prompt that begins with {tuple(code)} names no script")
-    return sum(digit * filler**place for place, digit in enumerate(code))
+    number: int = sum(digit * filler**place for place, digit in enumerate((*code, turn)))
+    return number
 
 
 class _ScriptReader:
@@ -208,6 +220,8 @@ class ScriptedTarget(SimpleTarget):
         self.info, self.mode, self._find = info, "scripted", find
         self.cache: CacheShape | None = None
         self._sequences: dict[str, _ScriptReader] = {}
+        self._texts: dict[str, Sequence[int]] = {}
+        """Texts of the sequences, which may begin behind cached tokens."""
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -215,6 +229,7 @@ class ScriptedTarget(SimpleTarget):
         if key in self._sequences:
             raise ScriptError(f"sequence {key!r} is already open")
         self._sequences[key] = _ScriptReader(prompt_length, sampling.max_tokens, self._find)
+        self._texts[key] = text
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self.passes += 1
@@ -234,12 +249,17 @@ class ScriptedTarget(SimpleTarget):
 
     def close(self, key: str) -> None:
         self._sequences.pop(key, None)
+        self._texts.pop(key, None)
 
     def _run(self, request: PassRequest) -> PassResult:
         key, nodes = request.key, request.tokens
         if key not in self._sequences:
             raise ScriptError(f"sequence {key!r} is not open")
         played = self._sequences[key]
+        text = self._texts[key]
+        if played.length < request.cache_length <= len(text):
+            # These rows were computed by another sequence.
+            played.advance(played.length, text[played.length : request.cache_length])
         index = played.advance(request.cache_length, request.feed)
         if played.off_at != _NEVER:
             raise ScriptError(f"{key!r}: committed tokens are not the target's own")
@@ -401,8 +421,11 @@ class TapeSource(_ScriptedSource):
             f" {positions} tokens, {tape.acceptance():.1%} accepted"
         )
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
+    def request(
+        self, number: int, prompt_length: int, max_tokens: int, turn: int = 0
+    ) -> TokenRequest:
         """Return a request. A ``prompt_length`` of 0 means the recorded prompt."""
+        assert not turn, "as a scenario checks"
         index = self._order[number % len(self._order)]
         size = self._info.vocabulary_size
         # A prompt with two generations (under different seeds) identifies only one of them.
@@ -465,8 +488,10 @@ class ProcessSource(_ScriptedSource):
         errors."""
         return ProcessSource(self.law.at(acceptance), self._seed, self._errors + 1)
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
-        prompt = encode_number(number, prompt_length, VOCABULARY_SIZE)
+    def request(
+        self, number: int, prompt_length: int, max_tokens: int, turn: int = 0
+    ) -> TokenRequest:
+        prompt = encode_number(number, prompt_length, VOCABULARY_SIZE, turn)
         return TokenRequest(prompt, SamplingParams(max_tokens=max_tokens))
 
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
@@ -543,7 +568,9 @@ class ToySource:
     def drafter(self) -> ToyDrafter:
         return ToyDrafter(self._model.perturbed(self._noise))
 
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> TokenRequest:
+    def request(
+        self, number: int, prompt_length: int, max_tokens: int, turn: int = 0
+    ) -> TokenRequest:
         seed = self._sampling.seed
         dice = random.Random(f"{seed}/{number}")
         size = self._model.vocabulary_size

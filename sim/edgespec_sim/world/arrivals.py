@@ -36,7 +36,7 @@ from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevic
 
 MAX_ROWS: Final = 1_000_000
 MAX_BYTES: Final = 256 << 20
-MAX_TOKENS: Final = 32_000
+MAX_TOKENS: Final = 65_536
 _NAMES: Final = {
     "timestamp": "time_s",
     "contexttokens": "prompt_tokens",

@@ -26,7 +26,7 @@ from edgespec_sim.world.meters import Meters, RequestRecord, ratio
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import CellChange
 from edgespec_sim.world.site import Site, SiteCounters, WorldSetup, charge_energy
-from edgespec_sim.world.user import ConditionCourse, User
+from edgespec_sim.world.user import CONTEXT_LENGTH, ConditionCourse, User
 
 _MAX_PROGRESS_STEPS = 200
 _DRAIN_STEPS = 100
@@ -63,7 +63,7 @@ class World:
         """Watches of all streams, if the laws of ``conservation.py`` are checked."""
         self.network = Network(self.queue, scenario, seed, setup.folder)
         self._tracer = tracer
-        limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
+        limits = Limits(context_length=CONTEXT_LENGTH, lease_s=scenario.lease_s)
         self.sites = [
             Site(self.queue, scenario, kind, number, limits, setup, seed, tracer)
             for kind, section in scenario.verifiers.items()
@@ -203,7 +203,7 @@ class World:
         for watch in self._watches:
             watch.check(now_s)
         for user in self.users:
-            longest_s = user.step.seconds(32_000, 32_000, 1.0)
+            longest_s = user.step.seconds(CONTEXT_LENGTH, CONTEXT_LENGTH, 1.0)
             if user.course is not None:
                 longest_s *= user.course.max_slowdown
             check_device(user.name, now_s, user.drafting_s, longest_s)
@@ -230,6 +230,7 @@ class World:
             draft_s=after.draft_s - before.draft_s,
             guessed=after.guessed - before.guessed,
             accepted=after.accepted - before.accepted,
+            cached_share=site.cached_share,
         )
 
 

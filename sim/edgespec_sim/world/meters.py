@@ -37,6 +37,8 @@ class RequestRecord:
     counters: DraftCounters = field(default_factory=DraftCounters)
     up_bytes: int = 0
     down_bytes: int = 0
+    request_bytes: int = 0
+    """Bytes of the request with its prompt."""
     energy_j: float = 0.0
     mismatches: int = 0
     lossy: bool = False
@@ -161,6 +163,7 @@ class Meters:
             wasted_per_token=ratio(total(lambda one: one.counters.wasted), tokens),
             up_bytes_per_token=ratio(total(lambda one: one.up_bytes), tokens),
             down_bytes_per_token=ratio(total(lambda one: one.down_bytes), tokens),
+            request_bytes=ratio(total(lambda one: one.request_bytes), len(records)) or None,
             reconnects=int(total(lambda one: one.counters.reconnects)),
             handovers=int(total(lambda one: one.handovers)),
             memory_tightened=int(total(lambda one: one.memory_tightened)),

@@ -19,7 +19,7 @@ from pathlib import Path
 from edgespec.core.association.policies import VerifierView
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
-from edgespec.core.protocol.work import PassRequest
+from edgespec.core.protocol.work import CacheShape, PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.server_drafts import DraftCounts
@@ -34,6 +34,8 @@ from edgespec_sim.sessions import Compute, ServerDraftModel, SimulatedVerifier, 
 from edgespec_sim.token_sources.source import ProcessSource, TokenSource
 from edgespec_sim.world.meters import RequestRecord
 
+_BLOCK_TOKENS = 16
+"""Tokens of a block of the KV cache, as in the daemon."""
 # Size of a draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
 _MESSAGE_BITS = 8 * 120.0
 
@@ -142,6 +144,11 @@ class Site:
         self._session_limit = scenario.session_limit(kind)
         self.starts = 0
         """Number of starts of its process. Connections do not outlive a process."""
+        self._cache: CacheShape | None = None
+        if (tokens := section.cached_tokens) is not None:
+            self._cache = CacheShape(tokens // _BLOCK_TOKENS, _BLOCK_TOKENS)
+            most = min(limits.context_length, self._cache.tokens)
+            limits = replace(limits, context_length=most)
         self._queue, self._limits, self._tracer = queue, limits, tracer
         self._source = setup.source
         make_law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, setup.folder)
@@ -213,6 +220,14 @@ class Site:
         round_s = link.rtt_s + messages_s + (self.pass_s + self._session_s * sessions)
         return VerifierView(self.name, round_s, sessions, sessions >= self._session_limit)
 
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the tokens of prompts that were cached when a session entered the KV cache. None
+        without a shared cache."""
+        caches = [server.engine.cache_scheduler for server in (*self._ended, *self._servers)]
+        asked = sum(one.prefix_query_tokens for one in caches)
+        return sum(one.prefix_hit_tokens for one in caches) / asked if asked else None
+
     def find_session(self, key: str) -> VerifySession | None:
         for server in self._servers:
             if (session := server.engine.sessions.get(key)) is not None:
@@ -247,6 +262,7 @@ class Site:
         engine_limits = EngineLimits(
             max_sessions=max(1, self._session_limit // slots),
             max_rows_per_pass=self.section.max_rows_per_pass,
+            cache=self._cache,
             drafter=self.section.server_draft is not None,
             rules=(self._source.rule,),
         )

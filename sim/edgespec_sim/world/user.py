@@ -12,7 +12,7 @@ import bisect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.draft_window import DraftWindow
@@ -34,7 +34,7 @@ from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection, 
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.token_sources.source import TokenRequest
-from edgespec_sim.world.arrivals import Arrival, draw_length
+from edgespec_sim.world.arrivals import MAX_TOKENS, Arrival, draw_length
 from edgespec_sim.world.meters import Meters, RequestRecord
 from edgespec_sim.world.site import Site, WorldSetup
 
@@ -176,7 +176,8 @@ class GuardedDraft:
 
 # Numbers of different users' requests must not collide: each user has a range of this size.
 REQUESTS_PER_USER = 1 << 20
-_DRAFT_CONTEXT = 65_536
+CONTEXT_LENGTH: Final = 1 << 17
+"""Longest context of verifiers and drafts, in tokens."""
 # Laptops keep trying: a user waits for a restart to end and does not give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 
@@ -252,6 +253,13 @@ class User:
         self.key = ""
         """Session id of the running request."""
         self._request: TokenRequest | None = None
+        self._turn = self._conversation = 0
+        """The turn of the next request (0: it begins a conversation), and the conversation's
+        number."""
+        self._history_tokens = 0
+        """Tokens of the conversation so far: prompt and output of its last turn."""
+        self._draft_rows = self._reused_rows = 0
+        """Rows of the conversation that the draft holds, and how many this request uses."""
         self._streams: list[Stream] = []
 
     def start(self) -> None:
@@ -280,16 +288,25 @@ class User:
     def _send_request(self) -> None:
         self._settle_radio()
         load = self._section.workload
-        prompt_length = draw_length(load.prompt_tokens, load.length_spread, self._dice)
+        typical = load.turn_tokens if self._turn else load.prompt_tokens
+        new_tokens = draw_length(typical, load.length_spread, self._dice)
         max_tokens = draw_length(load.output_tokens, load.length_spread, self._dice)
-        number = self.number * REQUESTS_PER_USER + self._request_count
-        self._begin_request(number, prompt_length, max_tokens, self._queue.now)
+        if self._turn and self._history_tokens + new_tokens + max_tokens >= CONTEXT_LENGTH:
+            self._turn, new_tokens = 0, min(load.prompt_tokens, MAX_TOKENS)
+        if not self._turn:
+            self._conversation = self.number * REQUESTS_PER_USER + self._request_count
+            self._history_tokens = self._draft_rows = 0
+        prompt_length, turn = self._history_tokens + new_tokens, self._turn
+        self._turn = (turn + 1) % load.turns
+        self._reused_rows = self._draft_rows
+        self._history_tokens = self._draft_rows = prompt_length
+        self._begin_request(self._conversation, prompt_length, max_tokens, self._queue.now, turn)
 
     def _begin_request(
-        self, number: int, prompt_length: int, max_tokens: int, sent_s: float
+        self, number: int, prompt_length: int, max_tokens: int, sent_s: float, turn: int = 0
     ) -> None:
         source, arm = self._source, self._world.arm
-        self._request = source.request(number, prompt_length, max_tokens)
+        self._request = source.request(number, prompt_length, max_tokens, turn)
         self._request_count += 1
         self.sent_s = sent_s
         self._streams = []
@@ -313,7 +330,7 @@ class User:
             request,
             policy,
             _RECONNECT,
-            _DRAFT_CONTEXT,
+            CONTEXT_LENGTH,
             jitter_seed=self.number,
             verifier=self._verifiers.setdefault(site.name, VerifierEstimates()),
             learned=self._learned,
@@ -339,6 +356,10 @@ class User:
             kept, fed = self._guarded_draft.windowed.kept, self._guarded_draft.windowed.fed
             if not fed:
                 return 0.0  # A paused draft computes nothing.
+        elif not kept and self._reused_rows:
+            # The first step of a further turn feeds what is new in it.
+            kept = min(self._reused_rows, fed - 1)
+            fed -= kept
         return slowdown * self.step.seconds(fed, kept, chance)
 
     def _connect(self, site: Site, key: str) -> tuple[Stream, float] | None:
@@ -352,6 +373,7 @@ class User:
         device, self.device = self.device, None
         assert device is not None
         self._record(device, complete=True)
+        self._history_tokens += len(device.delivery.tokens)
         if self.on_free is not None:
             self.on_free()
             return
@@ -361,8 +383,9 @@ class User:
         self._queue.after(self._pause_s(), self._send_request)
 
     def _pause_s(self) -> float:
-        think_s = self._section.workload.think_s
-        return self._dice.expovariate(1.0 / think_s) if think_s else 0.0
+        load = self._section.workload
+        pause_s = load.tool_s if self._turn else load.think_s
+        return self._dice.expovariate(1.0 / pause_s) if pause_s else 0.0
 
     def _record(self, device: SimulatedDevice, *, complete: bool) -> None:
         delivery, ended, site = device.delivery, device.delivery.ended, self.site
@@ -386,6 +409,7 @@ class User:
             counters=replace(device.session.counters),
             up_bytes=sum(stream.up_bytes for stream in self._streams),
             down_bytes=sum(stream.down_bytes for stream in self._streams),
+            request_bytes=sum(stream.request_bytes for stream in self._streams),
             energy_j=energy_j,
             session=self.key,
             energy_known=self.radio is not None and self._section.draft_w > 0.0,
