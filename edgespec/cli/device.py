@@ -176,7 +176,7 @@ def describe_loss(stats: GenerationStats) -> str:
     return f"LOSSY ({stats.rule}): {replaced} tokens ({share:.0%}) are not the target's own"
 
 
-_LEAST_JUDGED: Final = 24
+LEAST_JUDGED: Final = 24
 """Places that have to be judged before the draft is: fewer say little about it."""
 _LOW_ACCEPTANCE: Final = 0.4
 
@@ -184,7 +184,7 @@ _LOW_ACCEPTANCE: Final = 0.4
 def judge_draft(tried: int, hits: int) -> str:
     """Return a clause about a draft that is rarely right, and about what would help. Empty for
     another draft, and where too few places were judged: ``hits`` of ``tried`` were right."""
-    if tried < _LEAST_JUDGED or hits >= _LOW_ACCEPTANCE * tried:
+    if tried < LEAST_JUDGED or hits >= _LOW_ACCEPTANCE * tried:
         return ""
     return (
         f"the draft was right at {hits} of {tried} places ({hits / tried:.0%}): a draft of the"
@@ -252,6 +252,8 @@ def describe_generation(received: ReceivedTokens, stats: GenerationStats | None)
         if c.rested > c.committed // 10:
             why = f": {stats.rest_reason}" if stats.rest_reason else ""
             lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")
+        if lead := stats.lead:
+            lines.append(f"does this device's draft model help? {lead}")
         if stats.is_lossy:
             lines.append(describe_loss(stats))
         if c.draft_failure:

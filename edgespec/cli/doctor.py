@@ -8,20 +8,24 @@ import os
 import platform
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from edgespec.cli import device
+from edgespec.cli.device import LEAST_JUDGED
 from edgespec.cli.main import FAILED
-from edgespec.cli.options import VERIFIER_FLAGS, from_config, option
+from edgespec.cli.options import DRAFT, VERIFIER_FLAGS, from_config, option
 from edgespec.cli.running import fail, run
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig, ConfigError
 from edgespec.config.common import installed_version, require_library
+from edgespec.core.device.lead import describe_lead, find_case
 from edgespec.core.ports import UntrustedPeerError
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.build import probe_verifiers, with_port
+from edgespec.device.build import build_agent, probe_verifiers, with_port
 from edgespec.models.folders import BUNDLED_FOLDER
 from edgespec.models.model_source import Purpose
 from edgespec.wire.access import load_tls_access
@@ -146,6 +150,40 @@ async def check_verifier(address: str, config: AgentConfig) -> Check:
     return Check(name, State.GOOD, finding)
 
 
+async def check_lead(config: AgentConfig) -> Check:
+    """Let this device draft for one short generation, and answer with what was measured whether its
+    draft model helps (``core/device/lead.py``)."""
+    name = "does this device help"
+    lines: list[str] = []
+    try:
+        config, info = await device.choose_verifier(config)
+        async with (
+            asyncio.timeout(_TRIAL_TIMEOUT_S),
+            build_agent(config, say=lines.append, target=info) as agent,
+        ):
+            async for _ in agent.generate(_TRIAL_PROMPT, _TRIAL):
+                pass
+            stats = agent.stats
+    except TimeoutError:
+        finding = f"not known: {_TRIAL.max_tokens} tokens took more than {_TRIAL_TIMEOUT_S:g} s"
+        return Check(name, State.NOTE, finding)
+    except Exception as error:  # a draft that does not fit, a verifier that refuses
+        return Check(name, State.NOTE, f"not tried: {make_one_line(str(error))}")
+    case = None if stats is None else find_case(stats.estimates)
+    if stats is None or case is None:
+        why = "" if stats is None else stats.counters.draft_failure
+        return Check(name, State.NOTE, f"not known: {why or 'no draft step was timed'}")
+    tried, hits = stats.counters.tried, stats.counters.hits
+    if tried >= LEAST_JUDGED:
+        case, source = replace(case, acceptance=hits / tried), f"right at {hits} of {tried} places"
+    else:
+        source = f"an acceptance of {case.acceptance:.2f} is assumed"
+    return Check(name, State.GOOD, f"{describe_lead(case)} ({source} of a short generation)")
+
+
+_TRIAL_PROMPT: Final = "The lighthouse keeper wrote in his diary that"
+_TRIAL: Final = SamplingParams(max_tokens=64, ignore_eos=True)
+_TRIAL_TIMEOUT_S: Final = 60.0
 _PROBE = option(
     "Only check whether the verifier serves, for a health check; wait at most this long",
     *("--probe",),
@@ -153,9 +191,12 @@ _PROBE = option(
 )
 
 
-@from_config(AgentConfig, *VERIFIER_FLAGS)
+@from_config(AgentConfig, *VERIFIER_FLAGS, DRAFT)
 def doctor(settings: AgentConfig, probe_s: Annotated[float | None, _PROBE] = None) -> None:
     """Check this installation and its verifier, and say what to run.
+
+    If a verifier answers, this device drafts for one generation of 64 tokens there. From the
+    measured times follows whether its draft model helps, and what would change that.
 
     The exit code is 1 if something that a device needs is broken; notes are about optional parts.
     With --probe, only the verifier's health service is checked, which needs no API key: the exit
@@ -168,7 +209,10 @@ def doctor(settings: AgentConfig, probe_s: Annotated[float | None, _PROBE] = Non
             _probe(address, settings, probe_s)
         return
     found = [check_libraries(), check_onnxruntime(), check_draft_step(), check_target()]
-    found += [run(check_verifier(address, settings)) for address in settings.verifiers]
+    answers = [run(check_verifier(address, settings)) for address in settings.verifiers]
+    found += answers
+    if any(one.state is State.GOOD for one in answers):
+        found.append(run(check_lead(settings)))
     console = Console(highlight=False, soft_wrap=True)
     for check in found:
         console.print(f"{check.state.value} {escape(check.name)}: {escape(check.finding)}")

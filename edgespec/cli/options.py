@@ -92,10 +92,11 @@ VERIFIER_FLAGS = (
     Flag("tls.ca", metavar="FILE", panel=VERIFIER),
     Flag("api_key_file", metavar="FILE", panel=VERIFIER),
 )
+DRAFT = Flag("draft.model", ("--draft",), metavar="MODEL", panel=DRAFTING)
 DEVICE_FLAGS = (
     *VERIFIER_FLAGS,
     Flag("model", metavar="NAME", panel=VERIFIER),
-    Flag("draft.model", ("--draft",), metavar="MODEL", panel=DRAFTING),
+    DRAFT,
     Flag("draft.corpus", ("--draft-corpus",), metavar="PATH", panel=DRAFTING),
     Flag("draft.memory_budget", metavar="SIZE", panel=DRAFTING),
     Flag("draft.window", ("--draft-window",), metavar="TOKENS", panel=DRAFTING),

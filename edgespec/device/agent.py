@@ -22,6 +22,7 @@ from edgespec.core.association.policies import hash_conversation_name, hash_prom
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
 from edgespec.core.device.goodput_policy import describe_useless_draft, explain_resting, make_policy
+from edgespec.core.device.lead import describe_lead, find_case
 from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
@@ -291,6 +292,13 @@ class GenerationStats:
     def rest_reason(self) -> str | None:
         """Why drafting does not pay now. None if it does, or if the policy never rests."""
         return explain_resting(self.policy, self.estimates.price, self.estimates)
+
+    @property
+    def lead(self) -> str:
+        """Whether the draft model can be ahead of the verifier, by how much, and what would change
+        it (``core/device/lead.py``). Empty until steps, passes and the round trip were timed."""
+        case = find_case(self.estimates)
+        return "" if case is None else describe_lead(case)
 
     @property
     def verifiers(self) -> tuple[str, ...]:

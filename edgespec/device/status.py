@@ -16,6 +16,7 @@ from edgespec.core.association.known_verifiers import CLOSED
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import explain_resting
+from edgespec.core.device.lead import describe_lead, find_case
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.streaming_speed import StreamingSpeed
@@ -250,6 +251,7 @@ def assess_drafting(
         status,
         step_s=estimates.step_s.get(0.0) or None,
         tokens_per_pass=counters.committed / counters.passes if counters.passes else None,
+        lead="" if (case := find_case(estimates)) is None else describe_lead(case),
     )
     if counters.draft_failure:
         why = f"the draft model failed: {counters.draft_failure}"

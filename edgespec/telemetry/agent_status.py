@@ -188,6 +188,9 @@ class DraftingStatus:
     """Tokens a second of the judged generation after its first pass; None before its second."""
     plain_tokens_per_s: float | None = None
     """Estimate of what plain streaming would have made (``core/device/streaming_speed.py``)."""
+    lead: str = ""
+    """Whether the draft model can be ahead of the verifier, by how much, and what would change it
+    (``core/device/lead.py``). Empty until steps, passes and the round trip were timed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from edgespec.core.device.estimates import KeptEstimates
+from collections.abc import Callable
+
+from edgespec.core.device.estimates import KeptEstimates, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import Limits, Open
+from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec_sim.cost_profile import constant_law
@@ -31,20 +34,34 @@ def play_alone(
     step_s: float,
     pass_s: float,
     learned: KeptEstimates | None = None,
+    verifier: VerifierEstimates | None = None,
+    text: TextTables | None = None,
+    arrange: Callable[[EventQueue, Machine], None] = lambda queue, machine: None,
 ) -> SimulatedDevice:
-    """Play the only session of a verifier to its end; return its device. ``learned`` holds the
-    estimates from earlier sessions of the device."""
+    """Play the only session of a verifier to its end; return its device.
+
+    ``learned`` and ``verifier`` hold the estimates from earlier sessions of the device, ``text``
+    the tables of its lookup. ``arrange`` is called at the beginning and may plan changes of the
+    verifier's machine."""
     queue = EventQueue()
     limits = Limits(context_length=_CONTEXT_LENGTH)
     engine = VerifyEngine(target.info, limits, EngineLimits())
-    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant_law(pass_s), ""))
+    machine = Machine(queue, constant_law(pass_s), "")
+    arrange(queue, machine)
+    site = SimulatedVerifier(queue, engine, target, machine)
     session = DraftSession(
-        opened, policy, ReconnectPolicy(), drafter.info.context_length, learned=learned
+        opened,
+        policy,
+        ReconnectPolicy(),
+        drafter.info.context_length,
+        verifier=verifier,
+        learned=learned,
+        text=text,
     )
 
     def connect() -> tuple[Stream, float]:
         made = Stream(queue, HopPath(queue, fixed_s=rtt_s / 2), HopPath(queue, fixed_s=rtt_s / 2))
-        verifier.accept(made)
+        site.accept(made)
         return made, rtt_s
 
     device = SimulatedDevice(queue, session, drafter, lambda kept, fed: step_s, connect)

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftView, is_full, sends_now
 from edgespec.core.protocol.tree import ROOT
 
@@ -33,6 +34,9 @@ class FixedPolicy:
     width: int = 1
     min_candidate_chance: ClassVar[float] = 0.0
     drops_useless_draft: ClassVar[bool] = False
+
+    def is_hopeless(self, estimates: DraftEstimates) -> bool:
+        return False
 
     def choose_parent(self, view: DraftView) -> int | None:
         if view.in_flight or view.unsent >= self._nodes_per_round(view) or view.room < self.width:
@@ -72,6 +76,9 @@ class PearlPolicy:
     min_candidate_chance: ClassVar[float] = 0.0
     drops_useless_draft: ClassVar[bool] = False
 
+    def is_hopeless(self, estimates: DraftEstimates) -> bool:
+        return False
+
     def choose_parent(self, view: DraftView) -> int | None:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
         full = view.unsent >= gamma * self.width or view.room < self.width
@@ -109,6 +116,9 @@ class WindowedPolicy:
     """Share of a pass, as in ``GoodputPolicy``."""
     min_candidate_chance: ClassVar[float] = 0.0
     drops_useless_draft: ClassVar[bool] = False
+
+    def is_hopeless(self, estimates: DraftEstimates) -> bool:
+        return False
 
     def choose_parent(self, view: DraftView) -> int | None:
         step_s, tree = view.step_s, view.tree

@@ -22,6 +22,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import MEMORY, PRIOR_WEIGHT, TextChances
 from edgespec.core.protocol.tree import NO_CELL, UNRANKED, Node
 
+LONG_FEED: Final = 16
+"""Tokens from which on a draft step's duration is that of prefill."""
 USUAL_FEED: Final = 2
 """Tokens that a usual draft step feeds at most: a corrected token and the one behind it. A longer
 feed is prefill or catching up."""
@@ -119,6 +121,33 @@ class DraftChances:
             chances.add(guess.rank, guess.logprob, hit=hit)
 
 
+TRIAL_EVERY: Final = 32
+"""Generations after which a draft model that cannot get ahead is tried again at the latest."""
+
+
+@dataclass(slots=True)
+class ModelRest:
+    """Generations in which the draft model rests, because it cannot get ahead of the verifier.
+
+    The verifier's speed and the round trip are measured without draft steps. The duration of a step
+    and the acceptance rate are not, so now and then a generation is a *trial*: 1, 2, 4, 8, 16 and
+    32 generations after the last one in which the model could be of use, then every
+    ``TRIAL_EVERY``."""
+
+    generations: int = 0
+    """Generations in a row at whose beginning the model could not be of use; 0: it can be."""
+
+    def begin_generation(self, *, is_hopeless: bool) -> None:
+        """Count a generation that begins."""
+        self.generations = self.generations + 1 if is_hopeless else 0
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the model may be tried where its steps do not pay."""
+        count = self.generations
+        return count & (count - 1) == 0 or count % TRIAL_EVERY == 0
+
+
 @dataclass(slots=True)
 class KeptEstimates:
     """Estimates that are kept between generations: pass the same object to the next
@@ -129,9 +158,13 @@ class KeptEstimates:
     step_s: MovingAverage = field(default_factory=MovingAverage)
     """Seconds that a usual draft step takes. They depend on the device alone, so drafts for all
     models share them."""
+    feed_s: MovingAverage = field(default_factory=MovingAverage)
+    """Seconds per token of prefill on the device."""
     evidence: DraftEvidence = field(default_factory=DraftEvidence)
     """Evidence whether the draft model is useful for this model, from greedy and sampled outputs
     together."""
+    rest: ModelRest = field(default_factory=ModelRest)
+    """Generations in which the draft model rests."""
 
     def guesses(self, sampling: SamplingParams) -> DraftChances:
         """Return the chances for outputs that are sampled like this one: shared noise changes what
@@ -153,7 +186,9 @@ class KeptEstimatesByModel:
         """Return the estimates for the next session of this model."""
         if name == self._name:
             return self._usual
-        learned = self._others.pop(name, None) or KeptEstimates(step_s=self._usual.step_s)
+        learned = self._others.pop(name, None) or KeptEstimates(
+            step_s=self._usual.step_s, feed_s=self._usual.feed_s
+        )
         self._others[name] = learned
         if len(self._others) > MAX_OTHER_MODELS:
             del self._others[next(iter(self._others))]
@@ -200,12 +235,16 @@ class DraftEstimates(VerifierEstimates):
 
     step_s: MovingAverage = field(default_factory=MovingAverage)
     """Seconds that a draft step takes that feeds one or two tokens."""
+    feed_s: MovingAverage = field(default_factory=MovingAverage)
+    """Seconds per token of prefill on the device."""
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """Seconds that one more draft node adds to a pass."""
     guesses: DraftChances = field(default_factory=DraftChances)
     """Chances that draft nodes are right, by their source."""
     evidence: DraftEvidence = field(default_factory=DraftEvidence)
     """Evidence whether the draft model is useful."""
+    rest: ModelRest = field(default_factory=ModelRest)
+    """Generations in which the draft model rests."""
     open_s: float = math.inf
     """Seconds that opening this stream took; a round trip takes no longer."""
 
@@ -219,14 +258,16 @@ class DraftEstimates(VerifierEstimates):
         busy, or the device in another state of its battery. So each average starts with a weight of
         at most ``PRIOR_SAMPLES`` samples."""
         known = {one.name: getattr(verifier, one.name) for one in fields(verifier)}
-        for value in (*known.values(), learned.step_s):
+        for value in (*known.values(), learned.step_s, learned.feed_s):
             if isinstance(value, MovingAverage):
                 value.limit_weight(PRIOR_SAMPLES)
         return cls(
             **known,
             step_s=learned.step_s,
+            feed_s=learned.feed_s,
             guesses=learned.guesses(sampling),
             evidence=learned.evidence,
+            rest=learned.rest,
         )
 
     def note_step(self, fed: int, took_s: float) -> None:
@@ -238,6 +279,8 @@ class DraftEstimates(VerifierEstimates):
         for a step that was never timed: that of a long prompt would be far from it."""
         if fed <= USUAL_FEED or (self.step_s.count and took_s < self.step_s.get(0.0)):
             self.step_s.add(took_s)
+        if fed >= LONG_FEED:
+            self.feed_s.add(took_s / fed)
 
     @property
     def acceptance(self) -> AcceptanceEstimator:

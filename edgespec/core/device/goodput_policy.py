@@ -20,7 +20,9 @@ an example). (SmartSpec, arXiv 2406.14066, defines goodput as tokens committed p
 load, and chooses draft lengths by it.)
 
 Where nothing pays, the policy rests: now and then it drafts one node that is not sent, so that a
-change of the acceptance rate is noticed.
+change of the acceptance rate is noticed. Where the model could not get ahead of the verifier even
+if it were right more often, it does not run at all, not even over the prompt (``ModelRest``): the
+round trip and the verifier's speed are measured without it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import ClassVar, Final, assert_never
 
 from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.estimates import DraftEstimates, DraftEvidence, RowPrice
+from edgespec.core.device.lead import DraftingCase, find_case
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -54,6 +57,8 @@ _ROUNDING: Final = 1e-9
 # While resting, every position is probed until this many recent positions were decided, then one in
 # eight.
 _TRIALS_WANTED, _PROBE_EVERY = 24.0, 8
+_TRIAL_TOKENS: Final = 32
+"""Tokens of an output during which a model that cannot get ahead is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +77,25 @@ class GoodputPolicy:
     """Least chance of a candidate after the first one; less likely ones are dropped."""
     drops_useless_draft: ClassVar[bool] = True
 
+    def is_hopeless(self, estimates: DraftEstimates) -> bool:
+        case = find_case(estimates)
+        trials = estimates.acceptance.trials
+        if case is None or not trials or trials[0] < _TRIALS_WANTED:
+            return False
+        return not self._may_get_ahead(case, case.rtt_s)
+
+    def _may_get_ahead(self, case: DraftingCase, delay_s: float) -> bool:
+        """Return whether steps would pay if the draft were right more often than it was: at half of
+        the places where it was wrong as well.
+
+        ``delay_s`` is the time by which the first node arrives later than a step takes."""
+        behind = (delay_s + case.step_s) / case.token_s
+        step = _first_step_in_time(behind, 1.0 - case.step_s / case.token_s)
+        rate = 1.0 - (1.0 - case.acceptance) / 2.0
+        return step <= _FURTHEST and _gain_behind(rate, rate, step) >= self.min_gain
+
     def choose_parent(self, view: DraftView) -> int | None:
-        if is_full(view, self.width, self.window):
+        if is_full(view, self.width, self.window) or self._rests(view):
             return None
         leaf, gain = self.best_leaf(view)
         return leaf if gain >= self.min_gain else self._probe(view)
@@ -130,11 +152,36 @@ class GoodputPolicy:
                     pending.append((behind, behind_in_pass, node.id, position + 1, node.children))
         return best, best_gain
 
+    def _rests(self, view: DraftView) -> bool:
+        """Return whether the model does not run at all: it could not get ahead when the generation
+        began, and could not now.
+
+        Before the first pass both ends begin at the same time, so the device is only late by its
+        prefill. It drafts on as long as it is ahead by nodes of such a beginning."""
+        estimates, prefix = view.estimates, view.tree.prefix
+        if not estimates.rest.generations:
+            return False
+        if estimates.rest.is_trial and prefix.length - prefix.prompt_length < _TRIAL_TOKENS:
+            return False
+        if not self.is_hopeless(estimates):
+            return False
+        case = find_case(estimates)
+        if case is None or case.step_s >= case.token_s:
+            return True
+        if any(node.rank != UNRANKED for node in view.tree.nodes.values()):
+            return False
+        if view.since_open_s is None:
+            return True
+        prefill_s = prefix.length * estimates.feed_s.get(0.0)
+        return not self._may_get_ahead(case, view.since_open_s + prefill_s)
+
     def _probe(self, view: DraftView) -> int | None:
         tree, trials = view.tree, view.estimates.acceptance.trials
         length = tree.prefix.length
         every = 1 if not trials or trials[0] < _TRIALS_WANTED else _PROBE_EVERY
         due = length < view.end and length % every == 0
+        if due and length - tree.prefix.prompt_length >= _TRIAL_TOKENS:
+            due = not self.is_hopeless(view.estimates)
         return ROOT if due and _open_value(tree.roots) > 0.0 else None
 
 
@@ -185,6 +232,12 @@ def _open_value(children: Sequence[Node]) -> float:
     return max(0.0, 1.0 - named**3)
 
 
+def _view_nothing(estimates: DraftEstimates, width: int) -> DraftView:
+    """Return the view of a session that has drafted nothing yet."""
+    tree = SpeculationTree(CommittedPrefix((0,)))
+    return DraftView(tree=tree, unsent=0, in_flight=0, room=width, end=1 << 30, estimates=estimates)
+
+
 def describe_useless_draft(evidence: DraftEvidence) -> str:
     """Return one line about a draft model that was given up: how often it was right, and what would
     help."""
@@ -214,11 +267,7 @@ def explain_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstima
             f" draft's first candidate is expected to be right with {chance:.2f}"
         )
     if isinstance(policy, GoodputPolicy):
-        tree = SpeculationTree(CommittedPrefix((0,)))
-        view = DraftView(
-            tree=tree, unsent=0, in_flight=0, room=policy.width, end=1 << 30, estimates=estimates
-        )
-        _, gain = policy.best_leaf(view)
+        _, gain = policy.best_leaf(_view_nothing(estimates, policy.width))
         if gain < policy.min_gain:
             return f"a draft step would save {gain:.3f} tokens, and has to save {policy.min_gain:g}"
     return None

@@ -188,6 +188,11 @@ class DraftPolicy(Protocol):
         """Whether a useless draft model (``DraftEvidence``) makes no steps any more. The published
         schemes draft on, as they have no rule for that."""
 
+    def is_hopeless(self, estimates: DraftEstimates) -> bool:
+        """Return whether the draft model cannot be of use in a generation that begins with these
+        estimates, even if it is right more often than expected. The published schemes have no rule
+        for that."""
+
     def choose_parent(self, view: DraftView) -> int | None:
         """Return the node (or ``ROOT``) to draft behind, or None to rest until something
         happens."""

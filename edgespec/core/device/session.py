@@ -101,6 +101,9 @@ class DraftSession:
         self._outbox = DraftOutbox(self.tree)
         verifier, learned = verifier or VerifierEstimates(), learned or KeptEstimates()
         self.estimates = DraftEstimates.of(verifier, learned, sampling)
+        if request.drafting:
+            is_hopeless = policy.is_hopeless(self.estimates)
+            self.estimates.rest.begin_generation(is_hopeless=is_hopeless)
         self.counters = ev.DraftCounters()
         self._model = DeviceModel(self.tree, self.estimates, self.counters)
         self._lookup = None if text is None else DeviceLookup(self.tree, text, self.estimates)
@@ -523,7 +526,11 @@ class CommitReader:
             counters.verify_s += commit.verify_us / 1e6
             self.estimates.pass_s.add(commit.verify_us / 1e6)
             self.estimates.commit_tokens.add(len(commit.tokens))
-            self.estimates.server_tokens.add(len(commit.tokens) - commit.accepted)
+            server_tokens = self.estimates.server_tokens
+            if not commit.rows or not server_tokens.count:
+                # Beside nodes of this device, the verifier's own drafts of the same tokens would
+                # not be counted.
+                server_tokens.add(len(commit.tokens) - commit.accepted)
             if self._commit_at is not None:
                 self.estimates.commit_s.add(now - self._commit_at)
             self._commit_at = now

@@ -64,6 +64,7 @@ function showDrafting(found) {
   const words = found.worth === null ? "Not known yet:" : found.worth ? "Yes:" : "Not now:";
   setText("worth", words);
   setText("why", found.why + ".");
+  setText("lead", found.lead);
   const verdict = document.querySelector(".verdict");
   verdict.className = "verdict" + (found.worth === null ? "" : found.worth ? " good" : " bad");
   const { tokens_per_s: now, plain_tokens_per_s: plain } = found;

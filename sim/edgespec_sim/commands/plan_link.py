@@ -11,6 +11,7 @@ something over the fastest arm without one; otherwise the latter is advised.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -20,6 +21,7 @@ import typer
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import option
 from edgespec.cli.running import reporting_errors
+from edgespec.core.device.lead import DraftingCase, describe_lead, find_lead
 from edgespec_sim.commands import play
 from edgespec_sim.replication import TpotTotal, measure_speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
@@ -251,12 +253,20 @@ def link(
         totals = {arm: [one.meters.tpot for one in advised] for arm, advised in worlds.items()}
         summary = play.summary_of(point, seed_plan)
         advice = advise(summary, totals, draft_ms, pass_ms)
+    case = DraftingCase(
+        token_s=find_token_s(totals[advice.baseline]),
+        step_s=draft_ms / 1e3,
+        rtt_s=rtt_ms / 1e3,
+        acceptance=acceptance,
+        pass_s=pass_ms / 1e3,
+    )
     sets = " ".join(f"--set {key}={_yaml_value(value)}" for key, value in settings.items())
     command = f"edgespec-sim run {SCENARIO} {sets}"
     if as_json:
-        typer.echo(json.dumps(_advice_as_json(summary, advice, command), indent=2))
+        typer.echo(json.dumps(_advice_as_json(summary, advice, case, command), indent=2))
     else:
         _show(summary, advice)
+        typer.echo(f"will a draft model on the device help? {describe_lead(case)}")
         typer.echo(f"the same world: {command}")
 
 
@@ -275,7 +285,15 @@ def _show(summary: RunSummary, advice: LinkAdvice) -> None:
     typer.echo(f"GPU, ms a token: {', '.join(shown)}")
 
 
-def _advice_as_json(summary: RunSummary, advice: LinkAdvice, command: str) -> dict[str, Any]:
+def find_token_s(alone: Sequence[TpotTotal]) -> float:
+    """Return the seconds per token of an arm, from its totals in each world."""
+    return sum(one.seconds for one in alone) / sum(one.requests for one in alone)
+
+
+def _advice_as_json(
+    summary: RunSummary, advice: LinkAdvice, case: DraftingCase, command: str
+) -> dict[str, Any]:
+    lead = find_lead(case)
     return {
         "run": command,
         "settings": summary.settings["yaml"],
@@ -300,4 +318,11 @@ def _advice_as_json(summary: RunSummary, advice: LinkAdvice, command: str) -> di
         "gain_interval": advice.gain_interval,
         "flags": FLAGS[advice.arm],
         "reason": advice.reason,
+        "lead": {
+            "server_token_ms": 1e3 * case.token_s,
+            "tokens": None if math.isinf(lead.tokens) else lead.tokens,
+            "chance": lead.chance,
+            "speed_up": lead.speedup,
+            "says": describe_lead(case),
+        },
     }
