@@ -69,7 +69,7 @@ class DraftingCase:
 
     def run_chance(self, tokens: float) -> float:
         """Return the chance that a run has this many right tokens or more."""
-        return min(self.acceptance, _MAX_RATE) ** tokens
+        return math.pow(min(self.acceptance, _MAX_RATE), tokens)
 
 
 @dataclass(frozen=True, slots=True)
