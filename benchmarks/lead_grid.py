@@ -3,10 +3,11 @@
     PYTHONPATH=.:sim python benchmarks/lead_grid.py [--jobs 2] [--seeds 4] [--out lead.json]
 
 Each cell is one device and one verifier in virtual time: passes, draft steps, round-trip times,
-acceptance, and what the verifier drafts by itself (nothing, by the device's model, or by another). The formula gets the time a token that the verifier was measured to take without the device.
-Prints the cells by what the formula expects and what was played, those where both differ most, and
-the draft steps and joules a thousand tokens. The exit status is 1 if the formula says that a device
-does not help where it was played to help, or the reverse.
+acceptance, and what the verifier drafts by itself (nothing, by the device's model, or by another).
+The formula gets the time a token that the verifier was measured to take without the device. Prints
+the played speeds by the expected ones, the cells where both differ most, and draft steps and joules
+per thousand tokens. The exit status is 1 if the formula's answer is surely another than the played
+one.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was played in a cell, beside the formula."""
+    """The played speeds of one cell, beside the formula."""
 
     cell: Cell
     token_ms: float

@@ -3,7 +3,7 @@
 Theory of operation. A verifier decodes on while a device drafts. So a draft node is of use only if
 it arrives before the verifier has decoded its position. After a token that was drafted wrongly both
 begin again at the same place, but the device receives it half a round trip later, and its nodes
-travel for another half. If the next n drafted tokens are right, the last of them is committed
+travel for another half. If the next n drafted tokens are right, the last one is committed
 
     n * token_s             after that, if the verifier decodes it by itself
     n * draft_s + rtt_s     after that, if it comes from the device (both plus one pass)
@@ -16,10 +16,10 @@ With a token in 25 ms, drafted tokens of 8 ms and a round trip of 50 ms, m is 2.
 
 **Runs.** With acceptance rate a, a run has n right tokens or more with chance a**n, as if places
 were independent of one another. Real texts are easy or hard for a while, and a second candidate
-may continue a run, so long runs are somewhat more frequent (docs/measurements.md).
+may continue a run, which makes long runs more frequent (docs/measurements.md).
 
 **Speed.** Let the verifier's passes begin at i * pass_s after the wrong token, and let arrived(t)
-be the number of drafted tokens that are there at t. Where all of them are right, pass i ends with
+be the number of drafted tokens that are there at t. Where they are all right, pass i ends with
 
     p_0 = 0,    p_(i+1) = max(p_i, arrived(i * pass_s)) + s,    s = pass_s / token_s
 
