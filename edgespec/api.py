@@ -130,6 +130,7 @@ class GenerateOptions(TypedDict, total=False):
     conversation: str
     model: str
     rule: str
+    prediction: Prompt | None
 
 
 class CallOptions(SamplingFields, GenerateOptions, total=False):
@@ -302,6 +303,7 @@ class Agent:
         conversation: str = "",
         model: str = "",
         rule: str = "",
+        prediction: Prompt | None = None,
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's output. Leaving the loop early cancels the generation.
@@ -317,6 +319,9 @@ class Agent:
                 alike belong together.
             model: The target or adapter to use, by name; empty: that of the configuration.
             rule: The acceptance rule; empty: that of the configuration.
+            prediction: Text that the output is expected to be, such as the file that it edits, or
+                its token ids. The device drafts from it: the more of it is right, the sooner the
+                output arrives. It changes no token.
             started: Called with the statistics of this generation, which grow as it goes.
 
         Raises:
@@ -332,6 +337,7 @@ class Agent:
             conversation=conversation,
             model=model,
             rule=rule,
+            prediction=prediction,
             started=started,
         )
         try:
@@ -350,6 +356,7 @@ class Agent:
         conversation: str = "",
         model: str = "",
         rule: str = "",
+        prediction: Prompt | None = None,
         **fields: Unpack[SamplingFields],
     ) -> GenerationStream:
         """Return the stream of a generation, which begins when its first chunk is asked for.
@@ -365,6 +372,7 @@ class Agent:
             "conversation": conversation,
             "model": model,
             "rule": rule,
+            "prediction": prediction,
         }
         return GenerationStream(
             lambda started: self._chunks(prompt, wanted, timeout_s, options, started)

@@ -57,8 +57,9 @@ class LimitsSection:
     """Sessions whose cached prompt beginnings another session may use: ``all``, those of the same
     ``credential``, or ``none``. With ``all``, the time to the first token reveals to a device that
     the same beginning was sent recently by another one."""
-    max_nodes_outstanding: int = advanced_field(range_field(128, 1, 256))
-    """Draft nodes of one session that may await their verdict."""
+    max_nodes_outstanding: int = advanced_field(range_field(256, 1, 1024))
+    """Draft nodes of one session that may await their verdict. A device with a prediction fills
+    them, so over a distant link its speed grows with them."""
     max_nodes_per_pass: int = advanced_field(range_field(64, 1, 256))
     """Draft nodes of one session in one pass."""
     max_unreceived: int = advanced_field(range_field(256, 1, 4096))

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import operator
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,6 +44,7 @@ from edgespec.core.protocol.errors import (
 )
 from edgespec.core.protocol.errors import GenerationError as GenerationError
 from edgespec.core.protocol.messages import MAX_TOKEN_ID
+from edgespec.core.protocol.predicted_text import MAX_PREDICTION_TOKENS, check_prediction_length
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
@@ -73,6 +74,8 @@ _DISK_TIMEOUT_S: Final = 10.0
 _MAX_WAITING_RECORDINGS: Final = 64
 # Tokenizing a whole corpus anew takes a minute at most on a slow device.
 _FILES_TIMEOUT_S: Final = 600.0
+MAX_PREDICTION_CHARS: Final = 16 * MAX_PREDICTION_TOKENS
+"""Longest predicted text that is tokenized at all, in characters."""
 _log = logging.getLogger(__name__)
 
 
@@ -166,7 +169,8 @@ class OutputReader:
             pieces.append(Piece(shown, kind, held_chars))
         count, position = len(pieces), self._position
         if count < len(event.kinds):
-            self._counters.subtract_undelivered(event.kinds[count:])
+            predicted = sum(index >= count for index in event.predicted)
+            self._counters.subtract_undelivered(event.kinds[count:], predicted)
         self._position += count
         if not count:
             return None
@@ -352,6 +356,8 @@ class Agent:
         tracer: Records the events and actions of every generation.
         read_constraint: Gives a constraint its matcher, or raises ``ConstraintError``. If None,
             drafts ignore constraints; the verifier enforces them all the same.
+        encode_continuation: Turns text that continues a prompt into token ids, without the tokens
+            that begin a text. None: ``encode``.
     """
 
     def __init__(
@@ -364,6 +370,7 @@ class Agent:
         *,
         tracer: Tracer | None = None,
         read_constraint: ReadConstraint | None = None,
+        encode_continuation: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
         self.options = options or AgentOptions()
         self.stats: GenerationStats | None = None
@@ -372,6 +379,7 @@ class Agent:
         """Notes on all generations, for the agent's status."""
         self.transport, self.drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
+        self._encode_continuation = encode_continuation or encode
         self._tracer, self._read_constraint = tracer, read_constraint
         self._grammars = make_grammar_pool()
         self._disk = WorkerPool(
@@ -403,6 +411,7 @@ class Agent:
         conversation: str = "",
         model: str = "",
         rule: str = "",
+        prediction: str | Sequence[int] | None = None,
         drafts: bool = True,
         timeline: GenerationTimeline | None = None,
         started: Callable[[GenerationStats], None] | None = None,
@@ -419,6 +428,10 @@ class Agent:
                 generations whose prompts begin alike belong together.
             model: Name of the model or adapter of this generation. If empty, the options name it.
             rule: Rule that accepts drafts. If empty, the options name it.
+            prediction: Text that the output is expected to be, such as the file that it edits, or
+                its token ids; at most ``MAX_PREDICTION_TOKENS``. It is drafted from, so a right one
+                makes the output arrive sooner, and a wrong one changes nothing. It does not leave
+                the device as a whole. None or empty: there is none.
             drafts: Whether this device and the verifier may draft. Without drafts the output is
                 the same, by plain streaming. A verifier of an older version drafts on by itself.
             timeline: Is written while the generation proceeds. None: nothing is recorded.
@@ -439,6 +452,7 @@ class Agent:
         rule = full_rule_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
         tokens = check_prompt(text, self.options.vocabulary_size)
+        predicted = self._read_prediction(prediction)
         sampling = await self.with_matcher(sampling or SamplingParams())
         drafter = self.drafter if drafts else None
         if drafter is not None and self.options.text_tables is None:
@@ -450,7 +464,14 @@ class Agent:
         needed_length = len(tokens) + sampling.max_tokens
         route = VerifierRoute(self.transport, conversation_hash, needed_length, model)
         session = self._make_session(
-            tokens, sampling, drafter, logprobs, model, rule, plain=not drafts
+            tokens,
+            sampling,
+            drafter,
+            logprobs,
+            model,
+            rule,
+            predicted if drafts else (),
+            plain=not drafts,
         )
         notes = self.activity.start(session, route, self._tracer, timeline)
         lease = None if drafter is None else DrafterLease(self.drafter_pool, len(tokens), sampling)
@@ -638,6 +659,7 @@ class Agent:
         logprobs: int,
         model: str,
         rule: str,
+        prediction: tuple[int, ...],
         *,
         plain: bool,
     ) -> DraftSession:
@@ -649,12 +671,16 @@ class Agent:
             sampling=sampling,
             run_ahead=self.options.run_ahead,
             rule=rule,
-            drafting=drafter is not None,
+            drafting=drafter is not None or bool(prediction),
             session_secret=secrets.token_bytes(16),
             logprobs=logprobs,
             plain=plain,
         )
         context_length = 0 if drafter is None else drafter.info.context_length
+        if drafter is not None and self.options.shared_ids is None:
+            # Its ids are the target's, whose number may be unknown.
+            size = drafter.info.vocabulary_size
+            prediction = tuple([token for token in prediction if token < size])
         # The acceptance rate under a relaxed rule is no estimate for the exact one.
         learned = self._learned.for_model(model if rule == m.EXACT_RULE else f"{model}\0{rule}")
         return DraftSession(
@@ -667,7 +693,18 @@ class Agent:
             verifier=self.verifier,
             learned=learned,
             text=self.options.text_tables,
+            prediction=prediction,
         )
+
+    def _read_prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        """Return the token ids of a prediction. Raises ``TypeError`` or ``ValueError``."""
+        if not prediction:
+            return ()
+        if isinstance(prediction, str):
+            check_prediction_text(prediction)
+            prediction = self._encode_continuation(prediction)
+        check_prediction_length(len(prediction))
+        return check_tokens(prediction, self.options.vocabulary_size, "prediction")
 
     async def _read_chunks(
         self, driver: SessionDriver, prompt: tuple[int, ...], sampling: SamplingParams
@@ -716,19 +753,36 @@ def check_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]
     one.
 
     ``vocabulary_size`` is the target's, or 0 if it is not known."""
-    if isinstance(prompt, bytes | bytearray):
-        raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
+    tokens = check_tokens(prompt, vocabulary_size, "prompt")
+    if not tokens:
+        raise ValueError("the prompt is empty, but must hold at least one token")
+    return tokens
+
+
+def check_tokens(given: Sequence[int], vocabulary_size: int, name: str) -> tuple[int, ...]:
+    """Return the ids of ``given``, which errors call ``name``. Raises as ``check_prompt`` does."""
+    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
+        raise TypeError(f"the {name} is {type(given).__name__}, but must be text or token ids")
     largest = vocabulary_size - 1 if vocabulary_size else MAX_TOKEN_ID
     tokens: list[int] = []
-    for index, token in enumerate(prompt):
+    for index, token in enumerate(given):
         if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise TypeError(f"prompt[{index}] is {token!r}, but must be a token id, an integer")
+            raise TypeError(f"{name}[{index}] is {token!r}, but must be a token id, an integer")
         if not 0 <= (number := operator.index(token)) <= largest:
             wanted = f"must be in [0, {largest}]"
             if vocabulary_size:
                 wanted = f"the vocabulary has {vocabulary_size} ids"
-            raise ValueError(f"prompt[{index}] is the token id {number}, but {wanted}")
+            raise ValueError(f"{name}[{index}] is the token id {number}, but {wanted}")
         tokens.append(number)
-    if not tokens:
-        raise ValueError("the prompt is empty, but must hold at least one token")
     return tuple(tokens)
+
+
+def check_prediction_text(prediction: str) -> None:
+    """Raise ``ValueError`` if a predicted text is too long to be tokenized, or no Unicode."""
+    if len(prediction) > MAX_PREDICTION_CHARS:
+        raise ValueError(
+            f"the prediction has {len(prediction):,} characters, but may have at most"
+            f" {MAX_PREDICTION_CHARS:,}: send the part that the output is expected to be"
+        )
+    if not is_unicode(prediction):
+        raise ValueError("the prediction holds half of a surrogate pair, which is no character")

@@ -316,6 +316,7 @@ class BorrowingAgent(Agent):
         self.options, self._vocabulary = options, options.vocabulary
         self.drafter, self.reference, self._has_texts = drafter, reference, True
         self._encode, self._decoder = text.encode, text.stream
+        self._encode_continuation = partial(text.encode, add_special_tokens=False)
         self._read_constraint = device_grammar_reader(reference)
 
 

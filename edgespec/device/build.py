@@ -190,8 +190,16 @@ def build_agent(
     drafter = load_drafter(config, say=say, beside=beside)
     options = with_shared_ids(options, drafter, config, target)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_grammar_reader(reference)
-    transport = verifier_transport(config)
-    return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
+    return Agent(
+        verifier_transport(config),
+        drafter,
+        encode,
+        stream,
+        options,
+        tracer=tracer,
+        read_constraint=read,
+        encode_continuation=partial(encode, add_special_tokens=False),
+    )
 
 
 # --- a model that answers while no verifier can be reached ----------------------------------------

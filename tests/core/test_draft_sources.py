@@ -15,6 +15,7 @@ import pytest
 
 from edgespec.core.device.device_lookup import DeviceLookup
 from edgespec.core.device.device_model import DeviceModel
+from edgespec.core.device.device_prediction import DevicePrediction
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.events import DraftCounters, StepDone
 from edgespec.core.device.goodput_policy import GoodputPolicy
@@ -59,14 +60,18 @@ class End(Protocol):
 
 
 class OnDevice:
-    """A tree of a device with the device model or device lookup."""
+    """A tree of a device with one source. The prediction is the text that repeats."""
 
-    def __init__(self, *, model: bool) -> None:
+    def __init__(self, kind: SourceKind) -> None:
         self.tree = SpeculationTree(CommittedPrefix(tuple(map(token_at, range(16)))))
         self.estimates = DraftEstimates()
         self.model = DeviceModel(self.tree, self.estimates, DraftCounters())
         lookup = DeviceLookup(self.tree, TextTables(ngrams=True), self.estimates)
-        self.source: DeviceSource = self.model if model else lookup
+        prediction = DevicePrediction(
+            self.tree, tuple(map(token_at, range(16, 1016))), self.estimates
+        )
+        sources: tuple[DeviceSource, ...] = (self.model, lookup, prediction)
+        self.source = next(one for one in sources if one.kind is kind)
         self.now = 0.0
 
     def propose(self, token: int, least_chance: float, room: int) -> list[tuple[int, float]]:
@@ -168,8 +173,9 @@ def speculator(prefix: CommittedPrefix) -> PassSource:
 
 
 ENDS: dict[SourceKind, Callable[[], End]] = {
-    SourceKind.DEVICE_MODEL: lambda: OnDevice(model=True),
-    SourceKind.DEVICE_LOOKUP: lambda: OnDevice(model=False),
+    SourceKind.DEVICE_MODEL: lambda: OnDevice(SourceKind.DEVICE_MODEL),
+    SourceKind.DEVICE_LOOKUP: lambda: OnDevice(SourceKind.DEVICE_LOOKUP),
+    SourceKind.PREDICTION: lambda: OnDevice(SourceKind.PREDICTION),
     SourceKind.DEVICE: lambda: OnVerifier(lambda prefix: DraftInbox(prefix, 1 << 17, Limits())),
     SourceKind.SERVER_MODEL: lambda: OnVerifier(server_model),
     SourceKind.ENGINE_SPECULATOR: lambda: OnVerifier(speculator),
@@ -197,7 +203,7 @@ def test_the_chance_is_the_share_of_right_candidates(kind: SourceKind, share: fl
             chances.append(found[expected])
         end.commit(expected if dice.random() < share else WRONG)
     assert len(chances) > 20
-    if kind in (SourceKind.DEVICE_LOOKUP, SourceKind.SERVER_LOOKUP):
+    if kind in (SourceKind.DEVICE_LOOKUP, SourceKind.PREDICTION, SourceKind.SERVER_LOOKUP):
         # A match that goes on is surer than one that begins anew, and 99 interrupts it.
         assert min(chances) - 0.15 < share < max(chances) + 0.15
     else:
@@ -244,7 +250,7 @@ def test_the_time_of_a_step_is_assumed_until_it_was_measured() -> None:
     unmeasured: list[SteppedSource[object, object]] = [
         cast("SteppedSource[object, object]", source)
         for source in (
-            OnDevice(model=True).source,
+            OnDevice(SourceKind.DEVICE_MODEL).source,
             ServerModel(ChainChances(), DraftTimes()),
             EngineSpeculator(ChainChances(), DraftTimes()),
         )

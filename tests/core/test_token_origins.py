@@ -9,21 +9,29 @@ from edgespec.core.protocol.messages import Commit
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, SpeculationTree
 
 MODEL, LOOKUP = TokenOrigin.DEVICE_MODEL, TokenOrigin.DEVICE_LOOKUP
+PREDICTION = TokenOrigin.PREDICTION
 SERVER, TARGET, UNKNOWN = TokenOrigin.SERVER, TokenOrigin.TARGET, TokenOrigin.UNKNOWN
 
 
 def drafted() -> SpeculationTree:
-    """Return a tree behind four tokens: 10 by the model, behind it 11 by lookup, beside it 20."""
+    """Return a tree behind four tokens: 10 by the model, behind it 11 by lookup, beside it 20; and
+    40 by the prediction, behind it 41 by model and prediction."""
     tree = SpeculationTree(CommittedPrefix((1, 2, 3, 4)))
     tree.grow(1, ROOT, 10, 4, rank=0)
     tree.grow(2, 1, 11, 4, rank=UNRANKED)
     tree.grow(3, ROOT, 20, 4, rank=1)
+    tree.grow(4, ROOT, 40, 4, rank=UNRANKED, prediction_cell=0)
+    tree.grow(5, 4, 41, 4, rank=0, prediction_cell=0)
     return tree
 
 
 CASES = {
     "run-ahead": (Commit(4, (9,), verify_us=5), (TARGET,)),
     "accepted": (Commit(4, (10, 11, 12), accepted=2, verify_us=5), (MODEL, LOOKUP, TARGET)),
+    "predicted": (
+        Commit(4, (40, 41, 9), accepted=2, verify_us=5),
+        (PREDICTION, PREDICTION, TARGET),
+    ),
     "second choice": (Commit(4, (20, 5), accepted=1, verify_us=5), (MODEL, TARGET)),
     "server behind": (
         Commit(4, (10, 30, 31, 32), accepted=1, verify_us=5),

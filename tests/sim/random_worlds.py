@@ -60,7 +60,21 @@ def draw_options(seed: int) -> worlds.WorldOptions:
     if seed < GOVERNED_FROM:
         return options
     options = _with_conditions(options, random.Random(f"conditions of {seed}"))
-    return _as_users_run_it(options, random.Random(f"goodput of {seed}"))
+    options = _as_users_run_it(options, random.Random(f"goodput of {seed}"))
+    return _with_predictions(options, random.Random(f"predictions of {seed}"))
+
+
+def _with_predictions(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
+    """Give the devices of a third of the worlds predictions, right or wrong in every way, and leave
+    out the draft model here and there."""
+    if dice.random() >= 0.33:
+        return options
+    context_length = 0 if dice.random() < 0.3 else options.draft_context_length
+    return replace(
+        options,
+        prediction=dice.choice(tuple(worlds.PredictionKind)),
+        draft_context_length=context_length,
+    )
 
 
 def _as_users_run_it(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:

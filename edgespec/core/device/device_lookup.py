@@ -46,7 +46,7 @@ class DeviceLookup:
         What candidates are worth elsewhere is counted when ``add_nodes`` reads the text."""
         if verdict.model_nodes:
             for node in verdict.offered:
-                if node.rank == UNRANKED:
+                if node.rank == UNRANKED and node.lookup_cell != NO_CELL:
                     self._chances.add(node, hit=node is verdict.right)
 
     def _read_text(self) -> None:
@@ -69,7 +69,10 @@ class DeviceLookup:
         end, settled, min_in_pass = len(tokens), view.settled_position, view.row_chance
         if end < 2 or reader.lookup.indexed_length < end:
             return
-        room = min(view.room // 2, MAX_LOOKUP_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
+        spare = MAX_LOOKUP_NODES - sum(n.rank < 0 for n in tree.nodes.values())
+        if spare < 0:
+            return  # the prediction has filled the tree
+        room = min(view.room // 2, spare)
         # The node before a place is described by its id and the path's chance within its pass.
         lookup_tree = LookupTree(reader, tokens, (ROOT, 1.0))
         for (parent, chance_in_pass), path_chance, depth, candidates in lookup_tree.visit_places():
@@ -105,7 +108,10 @@ class DeviceLookup:
                 if node.lookup_cell == NO_CELL:
                     node.lookup_cell = cell
                     rank, logprob, rate = node.rank, node.logprob, node.chance
-                    node.chance = chances.draft_chance(rank, logprob, rate, lookup_chance)
+                    if rank == UNRANKED:  # the prediction's: both may have read the same text
+                        node.chance = max(rate, lookup_chance)
+                    else:
+                        node.chance = chances.draft_chance(rank, logprob, rate, lookup_chance)
             elif chance * lookup_chance >= MIN_PATH_CHANCE and room > len(children) - before:
                 node_id, base = tree.last_id + 1, tree.prefix.length
                 tree.grow(

@@ -15,7 +15,14 @@ from edgespec.core.device.events import DraftCounters, StartStep, StepDone
 from edgespec.core.device.policy import DraftPolicy, DraftView, JudgedPlace
 from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.estimators import ASSUMED_STEP_SHARE
-from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, Node, SpeculationTree
+from edgespec.core.protocol.tree import (
+    NO_CELL,
+    ROOT,
+    UNRANKED,
+    CommittedPrefix,
+    Node,
+    SpeculationTree,
+)
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -146,12 +153,14 @@ class DeviceModel:
         found = self._select(step, self._candidates, lookup_nodes)
         for rank, (token, logprob, chance) in enumerate(found):
             if (node := lookup_nodes.pop(token, None)) is not None:
+                if rank and node.prediction_cell != NO_CELL:
+                    chance = max(chance, self._estimates.guesses.contradicted_node_chance(node))
                 node.rank, node.logprob, node.chance = rank, logprob, chance
             else:
                 # This takes 0.2 us less by position than with names, for every draft node.
                 grow(tree.last_id + 1, step.parent, token, base, rank, logprob, chance)
         for node in lookup_nodes.values():
-            node.chance = self._estimates.guesses.contradicted_chance(node.lookup_cell)
+            node.chance = self._estimates.guesses.contradicted_node_chance(node)
 
     def learn(self, verdict: JudgedPlace) -> None:
         """Count a place at which the model had offered candidates, by rank and by confidence."""

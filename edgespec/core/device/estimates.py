@@ -18,6 +18,7 @@ from edgespec.core.protocol.estimators import (
     SlopeEstimator,
 )
 from edgespec.core.protocol.messages import MAX_PRICE, Commit
+from edgespec.core.protocol.predicted_text import INITIAL_CHANCES
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import MEMORY, PRIOR_WEIGHT, TextChances
 from edgespec.core.protocol.tree import NO_CELL, UNRANKED, Node
@@ -75,6 +76,32 @@ class DraftEvidence:
         return (share + z * z / (2.0 * n) + spread) / (1.0 + z * z / n) < USEFUL_RATE
 
 
+_ASSUMED_MODEL_RATE: Final = 0.6
+"""Acceptance rate of a draft model that is assumed where it contradicts a prediction."""
+
+
+class PredictionChances:
+    """Chances of the candidates of predictions, by cell (``predicted_text.INITIAL_CHANCES``)."""
+
+    def __init__(self) -> None:
+        self.cells = TextChances(initial=INITIAL_CHANCES)
+        """Accuracy of the candidates, whatever the draft model offered."""
+        self._contradicted = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in INITIAL_CHANCES]
+
+    def contradicted_chance(self, cell: int, chance: float) -> float:
+        """Return the chance of a candidate where the draft model offered other tokens.
+
+        ``chance`` is its chance elsewhere. Formula until there are observations: if the model errs
+        independently of the prediction, and is right at a rate a, then chance * (1 - a) / (chance *
+        (1 - a) + 1 - chance). With a = 0.6, 0.97 becomes 0.93 and 0.5 becomes 0.29."""
+        right = chance * (1.0 - _ASSUMED_MODEL_RATE)
+        return self._contradicted[cell].rate(right / (right + 1.0 - min(chance, 0.999)))
+
+    def add_contradicted(self, cell: int, *, hit: bool) -> None:
+        """Record a candidate of a decided position at which the draft model had offered others."""
+        self._contradicted[cell].add(hit)
+
+
 class DraftChances:
     """Chances that nodes of a device's tree are right, by their draft source.
 
@@ -82,14 +109,34 @@ class DraftChances:
 
     def __init__(self) -> None:
         self.alone = CalibratedChances()
-        """Accuracy of the draft model's candidates that text lookup did not offer."""
+        """Accuracy of the draft model's candidates that no other source offered."""
         self.confirmed = CalibratedChances()
-        """Accuracy of the draft model's candidates that text lookup offered as well."""
+        """Accuracy of the draft model's candidates that text lookup or the prediction offered as
+        well."""
         self.text = TextChances()
         """Accuracy of text lookup's candidates, whatever the draft model offered."""
         self.acceptance = AcceptanceEstimator()
         """Accuracy of the draft model's candidates by their rank alone."""
         self._contradicted = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.by_cell]
+        self._prediction: PredictionChances | None = None
+
+    @property
+    def prediction(self) -> PredictionChances:
+        """Accuracy of the candidates of predictions. It is made at the first use, because few
+        generations have a prediction and each device of a simulated city has such an object."""
+        if self._prediction is None:
+            self._prediction = PredictionChances()
+        return self._prediction
+
+    def contradicted_node_chance(self, node: Node) -> float:
+        """Return the chance of a node that lookup or the prediction has added, where the draft
+        model offered other tokens."""
+        chance, cell = 0.0, node.prediction_cell
+        if cell != NO_CELL:
+            chance = self.prediction.contradicted_chance(cell, node.chance)
+        if node.lookup_cell != NO_CELL:
+            chance = max(chance, self.contradicted_chance(node.lookup_cell))
+        return chance
 
     def contradicted_chance(self, cell: int) -> float:
         """Return the chance of a lookup candidate where the draft model offered other tokens.
@@ -102,8 +149,8 @@ class DraftChances:
     ) -> float:
         """Return the chance of the draft model's candidate of this rank.
 
-        ``rate`` is the acceptance rate of the rank. ``lookup_chance`` is the chance of text
-        lookup's candidate of the same token; None if lookup did not offer it."""
+        ``rate`` is the acceptance rate of the rank. ``lookup_chance`` is the chance of the same
+        token as a candidate of text lookup or of the prediction; None if neither offered it."""
         chance = self.alone.chance(rank, logprob, rate)
         if lookup_chance is None:
             return chance
@@ -114,11 +161,12 @@ class DraftChances:
     def add(self, guess: Node, *, hit: bool) -> None:
         """Record a candidate of a decided position at which the draft model had offered its
         candidates."""
-        if guess.rank == UNRANKED:
-            self._contradicted[guess.lookup_cell].add(hit)
-        else:
-            chances = self.alone if guess.lookup_cell == NO_CELL else self.confirmed
+        if guess.rank != UNRANKED:
+            is_alone = guess.lookup_cell == guess.prediction_cell == NO_CELL
+            chances = self.alone if is_alone else self.confirmed
             chances.add(guess.rank, guess.logprob, hit=hit)
+        elif guess.lookup_cell != NO_CELL:
+            self._contradicted[guess.lookup_cell].add(hit)
 
 
 TRIAL_EVERY: Final = 32

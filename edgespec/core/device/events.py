@@ -158,6 +158,8 @@ class Deliver:
     kinds: tuple[TokenKind, ...]
     logprobs: tuple[TokenScore, ...] = ()
     """Scores, one for each token, or none if the verifier sent none."""
+    predicted: tuple[int, ...] = ()
+    """Indices in ``tokens`` of accepted draft nodes that the prediction had offered."""
 
 
 @statically_frozen
@@ -197,6 +199,13 @@ class DraftCounters:
     """Committed tokens that the device had drafted."""
     replaced: int = 0
     """Committed tokens that a relaxed rule accepted in place of the target's own."""
+    predicted_sent: int = 0
+    """Nodes sent that the prediction had offered; a node that is sent again does not count again.
+    """
+    predicted_right: int = 0
+    """Nodes of ``predicted_sent`` whose token was committed, in time or not."""
+    predicted_accepted: int = 0
+    """Tokens of ``accepted`` that the prediction had offered."""
     corrected: int = 0
     """Committed tokens at positions where a sent draft was wrong."""
     passes: int = 0
@@ -233,11 +242,18 @@ class DraftCounters:
         """Sent nodes that did not become tokens by being verified."""
         return self.sent - self.accepted
 
-    def subtract_undelivered(self, kinds: Sequence[TokenKind]) -> None:
+    @property
+    def predicted_wrong(self) -> int:
+        """Nodes of the prediction that were sent and whose token was not committed at their place,
+        or not yet."""
+        return self.predicted_sent - self.predicted_right
+
+    def subtract_undelivered(self, kinds: Sequence[TokenKind], predicted: int = 0) -> None:
         """Remove committed tokens of these kinds from the counters because the user did not get
-        them.
+        them. The prediction had offered ``predicted`` tokens among them.
 
         They came behind a stop string, and how many do depends on the drafts."""
+        self.predicted_accepted -= predicted
         self.committed -= len(kinds)
         replaced = kinds.count(TokenKind.REPLACED)
         self.replaced -= replaced

@@ -29,6 +29,7 @@ from typing import assert_never
 from edgespec.core.device import events as ev
 from edgespec.core.device.device_lookup import DeviceLookup
 from edgespec.core.device.device_model import DeviceModel
+from edgespec.core.device.device_prediction import DevicePrediction
 from edgespec.core.device.estimates import DraftEstimates, KeptEstimates, VerifierEstimates
 from edgespec.core.device.link_session import LinkSession, ReconnectPolicy
 from edgespec.core.device.policy import DeviceSource, DraftPolicy, DraftView, JudgedPlace
@@ -45,7 +46,14 @@ from edgespec.core.protocol.messages import (
     RunAhead,
 )
 from edgespec.core.protocol.text_lookup import TextTables
-from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, Node, SpeculationTree
+from edgespec.core.protocol.tree import (
+    NO_CELL,
+    ROOT,
+    UNRANKED,
+    CommittedPrefix,
+    Node,
+    SpeculationTree,
+)
 from edgespec.core.statically_frozen import statically_frozen
 
 MAX_NODES_PER_DRAFT = 64
@@ -55,6 +63,9 @@ RECEIVED_EVERY = 8
 # Assumed until ``Opened`` arrives. If the real limit is lower, the verifier drops the surplus
 # nodes, which is harmless.
 _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
+# The same with a prediction: its first chain is complete before the stream is open, and the first
+# pass, behind the prompt, may commit all of it.
+_LIMITS_WITH_PREDICTION = Limits(max_nodes_outstanding=64)
 
 
 class DraftSession:
@@ -66,12 +77,15 @@ class DraftSession:
     ``vocabulary_size`` bounds the token ids that a verifier may commit; 0 if it is not known.
     ``verifier`` and ``learned`` are estimates of earlier generations about this verifier and the
     draft, which the session updates in place. ``text`` are the tables of the user's earlier texts;
-    None: no text lookup."""
+    None: no text lookup. ``prediction`` are token ids that the output is expected to be; empty:
+    none. ``draft_context_length`` is 0 without a draft model. Raises ``ValueError`` if the
+    prediction exceeds ``MAX_PREDICTION_TOKENS``."""
 
     # A simulated city has thousands of sessions: without dictionaries an event touches less memory.
     __slots__ = (
         *("_bounds", "_busy_since", "_committed_at", "_draft_context_length", "_end", "_lookup"),
-        *("_model", "_opened_at", "_outbox", "_policy", "_reader", "_announced_no_draft"),
+        *("_model", "_opened_at", "_outbox", "_policy", "_prediction", "_reader"),
+        *("_announced_no_draft",),
         *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
     )
 
@@ -86,14 +100,15 @@ class DraftSession:
         verifier: VerifierEstimates | None = None,
         learned: KeptEstimates | None = None,
         text: TextTables | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         self.request = request
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.tree = SpeculationTree(self.prefix)
-        self.limits = _LIMITS_BEFORE_OPENED
+        self.limits = _LIMITS_WITH_PREDICTION if prediction else _LIMITS_BEFORE_OPENED
         self.drafting = request.drafting
-        """Whether this device drafts. False once the draft model failed or was given up, unless
-        text lookup is on."""
+        """Whether this device drafts. False once the draft model was given up, unless text lookup
+        is on or there is a prediction; or once it failed, unless there is a prediction."""
         self._policy = policy
         sampling, length = request.sampling, len(request.prompt)
         self._bounds = CommitBounds(length, sampling.max_tokens, vocabulary_size)
@@ -107,13 +122,18 @@ class DraftSession:
         self.counters = ev.DraftCounters()
         self._model = DeviceModel(self.tree, self.estimates, self.counters)
         self._lookup = None if text is None else DeviceLookup(self.tree, text, self.estimates)
-        sources: tuple[DeviceSource, ...] = (self._model,)
+        self._prediction: DevicePrediction | None = None
+        if prediction:
+            self._prediction = DevicePrediction(
+                self.tree, prediction, self.estimates, vocabulary_size
+            )
+        sources = (self._model, self._prediction, self._lookup)
         self._reader = CommitReader(
             tree=self.tree,
             outbox=self._outbox,
             estimates=self.estimates,
             counters=self.counters,
-            sources=sources if self._lookup is None else (*sources, self._lookup),
+            sources=tuple([one for one in sources if one is not None]),
         )
         self.link = LinkSession(reconnect, jitter_seed, self.counters)
         self._announced_no_draft = False
@@ -170,7 +190,8 @@ class DraftSession:
             case ev.StepFailed(why):
                 self.counters.draft_failure = why
                 self._model.drop_step()
-                self.drafting, actions = False, []
+                self._draft_context_length = 0
+                self.drafting, actions = self._prediction is not None, []
             case ev.Stop(reason):
                 actions = [ev.Transmit(Cancel())] if state is ev.STREAMING else []
                 actions += self.link.end(ev.Finish(reason))
@@ -187,6 +208,8 @@ class DraftSession:
         self._reader.new_stream()
         self._busy_since, self._committed_at, self._opened_at = None, None, now
         self._announced_no_draft = False
+        if self._prediction is not None:
+            self._prediction.has_unsent = bool(self.tree.nodes)
         held = tuple(self.prefix.output)
         return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
 
@@ -208,7 +231,9 @@ class DraftSession:
             return self.link.abandon(why, now)
         commit, wrong = self._bounds.cut_to_bounds(commit)
         self._announced_no_draft = False
-        may_draft = self.drafting or (self.request.drafting and self.has_given_up)
+        may_draft = self._draft_context_length > 0 and (
+            self.drafting or (self.request.drafting and self.has_given_up)
+        )
         rests = may_draft and not self._model.is_running and not self._in_flight
         delivered = self._reader.read(commit, now)
         self.counters.rested += len(delivered.tokens) if delivered and rests else 0
@@ -244,12 +269,15 @@ class DraftSession:
             return
         self._stop_if_useless()
         streaming, view = state is ev.STREAMING, None
-        if self._lookup is not None or self._model.has_candidates:
+        has_text = self._lookup is not None or self._prediction is not None
+        if has_text or self._model.has_candidates:
             view = self._add_nodes(now)
         unsent = self._outbox.unsent_count if view is None else view.unsent
         if streaming and unsent:
             view = view or self._view(unsent, now)
-            if self._policy.should_send(view):
+            # Nodes of a prediction are complete: they do not wait for the next step.
+            is_complete = self._prediction is not None and self._prediction.has_unsent
+            if is_complete or self._policy.should_send(view):
                 actions += self._send_drafts()
                 view.unsent = unsent = self._outbox.unsent_count
                 view.in_flight = len(self.tree.nodes) - unsent
@@ -276,6 +304,13 @@ class DraftSession:
             view = self._view(self._outbox.unsent_count, now)
             self._model.add_nodes(view)
             self._count_nodes(view)
+        if self._prediction is not None and self.drafting:
+            view = view or self._view(self._outbox.unsent_count, now)
+            self._prediction.add_nodes(view)
+            self._count_nodes(view)
+            if confirmed := self._prediction.pop_confirmed():
+                highest_sent = self._outbox.highest_sent
+                self.counters.predicted_sent += sum([one <= highest_sent for one in confirmed])
         if self._lookup is not None and self.drafting:
             view = view or self._view(self._outbox.unsent_count, now)
             self._lookup.add_nodes(view)
@@ -289,13 +324,18 @@ class DraftSession:
         view.room = self._max_outstanding - alive
 
     def _stop_if_useless(self) -> None:
-        """Stop drafting if the draft model was given up and text lookup is off."""
-        if self.drafting and self._lookup is None and self.has_given_up:
+        """Stop drafting if the draft model was given up and no other source is there."""
+        has_text = self._lookup is not None or self._prediction is not None
+        if self.drafting and not has_text and self.has_given_up:
             self.drafting = False
 
     def _send_drafts(self) -> list[ev.DraftAction]:
+        highest_sent = self._outbox.highest_sent
         drafts = self._outbox.take_unsent(self._max_outstanding)
         self.counters.sent += sum([len(draft.tokens) for draft in drafts])
+        if self._prediction is not None:
+            self._prediction.has_unsent = False
+            self.counters.predicted_sent += self._count_predicted(highest_sent)
         return [ev.Transmit(draft) for draft in drafts]
 
     def _send_rest_or_announce_none(self) -> list[ev.DraftAction]:
@@ -309,6 +349,12 @@ class DraftSession:
             return []
         self._announced_no_draft = True
         return [ev.Transmit(self._outbox.announce_no_draft())]
+
+    def _count_predicted(self, above: int) -> int:
+        """Return how many sent nodes with ids above ``above`` the prediction has offered."""
+        nodes, last = self.tree.nodes, self._outbox.highest_sent
+        found = [nodes[one] for one in range(above + 1, last + 1) if one in nodes]
+        return sum([node.prediction_cell != NO_CELL for node in found])
 
     @property
     def _in_flight(self) -> int:
@@ -345,12 +391,14 @@ class DraftOutbox:
     A verifier's stream has only the nodes that were sent on it: after a reconnect every alive node
     is unsent again."""
 
-    __slots__ = ("_sent_through", "_tree")
+    __slots__ = ("_sent_through", "_tree", "highest_sent")
 
     def __init__(self, tree: SpeculationTree) -> None:
         self._tree = tree
         self._sent_through = 0
         """Highest id of the sent nodes: alive nodes are sent lowest id first."""
+        self.highest_sent = 0
+        """Highest id of the nodes that were sent on any stream."""
 
     def new_stream(self) -> None:
         self._sent_through = 0
@@ -386,6 +434,7 @@ class DraftOutbox:
             return []
         first, last = waiting[0].id, waiting[-1].id
         self._sent_through = last
+        self.highest_sent = max(self.highest_sent, last)
         if last - first < len(waiting) <= MAX_NODES_PER_DRAFT:  # the usual case: one run
             return [self._message(waiting)]
         runs = [[waiting[0]]]
@@ -432,6 +481,8 @@ class CommitReader:
         self._echo: tuple[int, float] | None = None
         """The position that the verifier is to repeat, and when it was sent."""
         self._commit_at: float | None = None
+        self._predicted: list[int] = []
+        """Positions of tokens of the present commit that were accepted from the prediction."""
 
     def new_stream(self) -> None:
         self._acknowledged, self._echo = self._prefix.length, None
@@ -462,7 +513,11 @@ class CommitReader:
                 for index, token in enumerate(tokens, overlap)
             ]
         )
-        return ev.Deliver(position, tokens, kinds, commit.logprobs[overlap:]) if tokens else None
+        if not tokens:
+            return None
+        predicted = tuple([at - position for at in self._predicted])
+        self._predicted.clear()
+        return ev.Deliver(position, tokens, kinds, commit.logprobs[overlap:], predicted)
 
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
         """Return the acknowledgement if one is due, else None: after ``_acknowledge_every`` tokens,
@@ -500,8 +555,15 @@ class CommitReader:
         A token is CORRECTED if nodes for its position were sent, but none is this token."""
         children = self._tree.roots
         missed = False
-        if children and self.judge(children, token) is None:
-            missed = any(self._outbox.was_sent(node.id) for node in children)
+        if children:
+            right = self.judge(children, token)
+            if right is None:
+                missed = any(self._outbox.was_sent(node.id) for node in children)
+            elif right.prediction_cell != NO_CELL and right.id <= self._outbox.highest_sent:
+                self.counters.predicted_right += 1
+                if accepted or replaced:
+                    self.counters.predicted_accepted += 1
+                    self._predicted.append(self._prefix.length)
         self._tree.commit((token,))
         self.counters.committed += 1
         self.counters.accepted += accepted or replaced

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from enum import Enum
 
 from edgespec.core.protocol.messages import Commit
-from edgespec.core.protocol.tree import UNRANKED, Node, SpeculationTree
+from edgespec.core.protocol.tree import NO_CELL, UNRANKED, Node, SpeculationTree
 
 
 class TokenOrigin(Enum):
     """Origin of a committed token."""
 
+    PREDICTION = "prediction"
+    """The prediction of the client offered the token, whether or not other sources on the device
+    did so too."""
     DEVICE_MODEL = "device model"
     """The device's draft model offered the token, whether or not lookup did so too."""
     DEVICE_LOOKUP = "device lookup"
@@ -64,4 +67,6 @@ def find_origins(tree: SpeculationTree, commit: Commit) -> tuple[TokenOrigin, ..
 def _device_origin(node: Node | None) -> TokenOrigin:
     if node is None:
         return TokenOrigin.UNKNOWN
+    if node.prediction_cell != NO_CELL:
+        return TokenOrigin.PREDICTION
     return TokenOrigin.DEVICE_LOOKUP if node.rank == UNRANKED else TokenOrigin.DEVICE_MODEL

@@ -14,6 +14,7 @@ needs to know nothing else of a source:
     source             file in ``core``              candidates come from
     device model       device/device_model.py        steps of the device's draft model
     device lookup      device/device_lookup.py       the text, and earlier texts of the user
+    prediction         device/device_prediction.py   text that the client expects the output to be
     device             verifier/draft_inbox.py       messages: a device's nodes at a verifier
     server model       verifier/server_model.py      rounds of the verifier's draft model
     engine speculator  verifier/server_model.py      the engine, behind each pass
@@ -44,6 +45,8 @@ class SourceKind(Enum):
 
     DEVICE_MODEL = "device model"
     DEVICE_LOOKUP = "device lookup"
+    PREDICTION = "prediction"
+    """Text that the client expects the output to be."""
     DEVICE = "device"
     """Nodes that arrived at the verifier in a draft: a device does not send their sources."""
     SERVER_MODEL = "server model"

@@ -61,8 +61,9 @@ class Limits:
 
     context_length: int = 4096
     """Prompt plus output, in tokens."""
-    max_nodes_outstanding: int = 128
-    """Alive draft nodes of one session's speculation tree."""
+    max_nodes_outstanding: int = 256
+    """Alive draft nodes of one session's speculation tree. A device with a prediction fills four
+    passes with them, which a distant link holds."""
     max_nodes_per_pass: int = 64
     max_unreceived: int = 256
     """Committed tokens that may be unacknowledged before the verifier pauses."""

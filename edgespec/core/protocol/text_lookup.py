@@ -75,11 +75,14 @@ class TextChances:
     """Estimated chance of a candidate, by cell.
 
     ``by_cell[cell]`` begins at the estimate of ``shared``, in which records made here count too.
-    Without ``shared`` it begins at what was measured on outputs of the bundled target."""
+    Without ``shared`` it begins at ``initial``, which for lookup is what was measured on outputs of
+    the bundled target."""
 
-    def __init__(self, shared: TextChances | None = None) -> None:
+    def __init__(
+        self, shared: TextChances | None = None, initial: Sequence[float] = _INITIAL_CHANCES
+    ) -> None:
         self._shared = shared
-        self.by_cell: list[float] = list(_INITIAL_CHANCES if shared is None else shared.by_cell)
+        self.by_cell: list[float] = list(initial if shared is None else shared.by_cell)
         self._priors = tuple(self.by_cell)
         self._rates = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.by_cell]
 

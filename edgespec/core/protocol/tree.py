@@ -109,6 +109,9 @@ class Node:
     """Estimated chance that the node is right if its parent is, if this end drafted it."""
     lookup_cell: int = NO_CELL
     """Cell of ``text_lookup.TextChances`` if text lookup offered the token, else ``NO_CELL``."""
+    prediction_cell: int = NO_CELL
+    """Cell of ``predicted_text.INITIAL_CHANCES`` if the prediction of a device offered the token,
+    else ``NO_CELL``."""
 
 
 class SpeculationTree:
@@ -164,6 +167,7 @@ class SpeculationTree:
         logprob: float = 0.0,
         chance: float = 1.0,
         lookup_cell: int = NO_CELL,
+        prediction_cell: int = NO_CELL,
     ) -> GrowResult:
         """Add one draft node.
 
@@ -189,7 +193,18 @@ class SpeculationTree:
             rank = len(siblings)
         self.last_id = node_id
         # This takes 0.24 us by position and 0.52 us with names, for every draft node.
-        node = Node(node_id, parent, token, position, rank, [], logprob, chance, lookup_cell)
+        node = Node(
+            node_id,
+            parent,
+            token,
+            position,
+            rank,
+            [],
+            logprob,
+            chance,
+            lookup_cell,
+            prediction_cell,
+        )
         self.nodes[node_id] = node
         siblings.append(node)
         return ALIVE

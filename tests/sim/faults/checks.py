@@ -23,9 +23,9 @@ from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import VerifyState
 from edgespec_sim.token_sources.source import target_tokens
 
-# A verifier accepts at most this many nodes of a device before it has greeted it
+# A device with a prediction sends at most this many nodes before the verifier has greeted it
 # (``device/session.py``).
-_NODES_BEFORE_OPENED = 16
+_NODES_BEFORE_OPENED = 64
 WIDEST = 3
 """Most candidates of a draft step. A running step may find that text lookup has filled the tree;
 then the surplus waits. (The bound on nodes in flight is checked at the verifier.)"""
@@ -111,6 +111,9 @@ class DeviceCheck:
         check_tree(tree, whose)
         fine = counters.accepted <= counters.sent or replaced
         require(fine, f"{whose}: {counters.accepted} of {counters.sent} nodes were accepted")
+        accepted, right = counters.predicted_accepted, counters.predicted_right
+        fine = accepted <= right <= counters.predicted_sent <= counters.sent
+        require(fine, f"{whose}: of the prediction {accepted} accepted and {right} right nodes")
         require(nodes <= self._most, f"{whose}: {nodes} nodes in the tree")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, Final
 
 from edgespec.core.device.comparison_policies import WindowedPolicy
@@ -52,6 +53,43 @@ def good_drafter(model: ToyModel) -> Drafter:
     return ToyDrafter(model.perturbed(0.3))
 
 
+class PredictionKind(Enum):
+    """How the prediction of a device differs from its output."""
+
+    RIGHT = "right"
+    EDITED = "edited"
+    """Tokens are inserted, deleted and replaced, and a block is moved."""
+    OTHER = "other"
+    """Random tokens, also beyond the vocabulary."""
+    SHIFTED = "shifted"
+    """The output begins in the middle of it."""
+    REPEATED = "repeated"
+    """The output and its beginnings, one after another."""
+
+
+def predict(
+    kind: PredictionKind, output: Sequence[int], vocabulary_size: int, dice: random.Random
+) -> tuple[int, ...]:
+    """Return a prediction of ``output`` that is wrong in the way of ``kind``."""
+    other = [dice.randrange(vocabulary_size + 2) for _ in range(dice.choice((0, 1, 9, 200)))]
+    match kind:
+        case PredictionKind.RIGHT:
+            return tuple(output)
+        case PredictionKind.OTHER:
+            return tuple(other)
+        case PredictionKind.SHIFTED:
+            return (*other, *output, *other)
+        case PredictionKind.REPEATED:
+            return tuple(token for end in range(len(output) + 1) for token in output[:end])
+    found = list(output)
+    for _ in range(dice.randrange(1, 5)):
+        at = dice.randrange(len(found) + 1)
+        length = dice.choice((0, 1, 1, 3))
+        found[at : at + length] = other[: dice.choice((0, 1, 1, 3))]
+    start, end = sorted((dice.randrange(len(found) + 1), dice.randrange(len(found) + 1)))
+    return (*found[:start], *found[end:], *found[start:end])
+
+
 @dataclass(frozen=True, slots=True)
 class WorldOptions:
     """The settings of a world, without its seed. Times are in seconds; chances are per message or
@@ -76,7 +114,10 @@ class WorldOptions:
     drafting: bool = True
     device_text: bool = False
     """Whether devices also draft by lookup in their text."""
+    prediction: PredictionKind | None = None
+    """Error of the devices' predictions; None: they have no prediction."""
     draft_context_length: int = 1 << 16
+    """Context of the devices' draft model; 0: they have none."""
     limits: m.Limits = field(default_factory=lambda: m.Limits(lease_s=5.0))
     engine_limits: EngineLimits = field(default_factory=EngineLimits)
     delay_s: float = 0.02
@@ -530,6 +571,7 @@ class _World:
             options.draft_context_length,
             jitter_seed=self.dice.getrandbits(32),
             text=TextTables(ngrams=True) if options.device_text else None,
+            prediction=self._predict(index),
         )
         inner = CheckedDrafter(options.drafter(options.model), session.tree)
         drafter = guard_drafter(inner, options, self.queue)
@@ -543,6 +585,19 @@ class _World:
         device.delivery.tokens.extend(request.committed)
         self.queue.after(self.dice.uniform(0.0, 0.1), lambda: self._begin(index, device))
         return device
+
+    def _predict(self, index: int) -> tuple[int, ...]:
+        """Return the prediction of a device, the same for each process that takes its place.
+
+        A draft model has the ids of its vocabulary alone, so what is beyond reaches only the
+        verifier, from a device without a draft model."""
+        options, expected = self.options, self.expected[index]
+        if options.prediction is None:
+            return ()
+        size, dice = options.model.vocabulary_size, random.Random(f"{index} {expected.prompt}")
+        found = predict(options.prediction, expected.tokens, size, dice)
+        has_model = options.draft_context_length > 0
+        return tuple([token for token in found if token < size]) if has_model else found
 
     def _prompt(self, index: int, vocabulary_size: int) -> list[int]:
         """Return the shared beginning, or the text of the device before, and tokens of its own."""

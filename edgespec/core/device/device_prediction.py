@@ -1,0 +1,172 @@
+"""The prediction of a client as a draft source: candidates from text that it expects the output to
+be.
+
+Theory of operation. ``predicted_text.py`` knows where in the prediction the output stands, behind
+any path of the tree. After every event the candidates are added that are worth a row, the likeliest
+place first: behind the end of the output, and behind whatever is in the tree. So where the output
+leaves the prediction, a token of the draft model or of lookup may lead back to it.
+
+A prediction takes no step, and its chains are as long as the verifier takes nodes. Its chances
+begin at the chances of earlier predictions (``estimates.PredictionChances``) and soon follow the
+verdicts on this one. Candidates are judged whether they were in the tree or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Final
+
+from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.policy import DraftView, JudgedPlace
+from edgespec.core.protocol.draft_source import SourceKind
+from edgespec.core.protocol.messages import MAX_TOKEN_ID
+from edgespec.core.protocol.predicted_text import PredictedText, ReadingState
+from edgespec.core.protocol.text_lookup import TextCandidate, TextChances
+from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, SpeculationTree
+
+MIN_PATH_CHANCE: Final = 0.01
+"""Least chance that all tokens on a node's path are right. It bounds the bytes of far nodes: rows
+are paid for by the chance in their pass."""
+RESERVED_NODES: Final = 4
+"""Nodes that are left to the other sources."""
+
+
+class DevicePrediction:
+    """Adds the candidates of a prediction to one session's ``tree``, as a ``DraftSource``.
+
+    ``prediction`` are token ids; ids beyond the vocabulary of ``vocabulary_size`` ids (0 if it is
+    not known) are left out. Raises ``ValueError`` if there are more than
+    ``MAX_PREDICTION_TOKENS``."""
+
+    def __init__(
+        self,
+        tree: SpeculationTree,
+        prediction: Sequence[int],
+        estimates: DraftEstimates,
+        vocabulary_size: int = 0,
+    ) -> None:
+        self.kind = SourceKind.PREDICTION
+        size = vocabulary_size or MAX_TOKEN_ID + 1
+        self._tree, self._guesses = tree, estimates.guesses
+        self._chances = TextChances(self._guesses.prediction.cells)
+        tokens = [token for token in prediction if 0 <= token < size]
+        self._text = PredictedText(tokens, self._chances.by_cell)
+        self._state = self._text.begin()
+        self._read_length = tree.prefix.prompt_length
+        self._seen: tuple[int, int, int] | None = None
+        """Committed length, last node and room when nodes were added last."""
+        self.has_unsent = False
+        """Whether nodes were added since the session sent nodes the last time."""
+        self._confirmed: list[int] = []
+
+    def learn(self, verdict: JudgedPlace) -> None:
+        """Count the candidates of a place at which the device model offered other tokens.
+
+        What candidates are worth elsewhere is counted when ``add_nodes`` reads the output."""
+        if verdict.model_nodes:
+            for node in verdict.offered:
+                if node.rank == UNRANKED and node.prediction_cell != NO_CELL:
+                    hit = node is verdict.right
+                    self._guesses.prediction.add_contradicted(node.prediction_cell, hit=hit)
+
+    def add_nodes(self, view: DraftView) -> None:
+        """Add the candidates that are worth a row in the present state of the tree and the
+        verifier."""
+        self._read_output()
+        tree, end, room = self._tree, self._read_length, view.room - RESERVED_NODES
+        seen = end, tree.last_id, room
+        if room <= 0 or seen == self._seen:
+            return
+        last, settled, min_in_pass = tree.last_id, view.settled_position, view.row_chance
+        count = 0
+        # Places: negated chance, number of places added before, node, depth, chance in its pass,
+        # state of the prediction.
+        heap: list[tuple[float, int, int, int, float, ReadingState]] = [
+            (-1.0, 0, ROOT, 0, 1.0, self._state)
+        ]
+        while heap and room > 0:
+            negated_chance, _, parent, depth, in_pass, state = heappop(heap)
+            children, position = tree.children(parent), end + depth
+            if position >= view.end:
+                continue
+            price = MIN_PATH_CHANCE / -negated_chance
+            if position >= settled and min_in_pass > price * in_pass:
+                price = min_in_pass / in_pass
+            room -= self._add(children, parent, self._text.candidates(state), price, room)
+            for child in children:
+                chance = negated_chance * child.chance
+                behind = in_pass if position < settled else in_pass * child.chance
+                if -chance >= MIN_PATH_CHANCE and behind >= min_in_pass:
+                    count += 1
+                    after = self._text.advance(state, child.token)
+                    heappush(heap, (chance, count, child.id, depth + 1, behind, after))
+        self.has_unsent |= tree.last_id > last
+        self._seen = end, tree.last_id, room
+
+    def pop_confirmed(self) -> Sequence[int]:
+        """Return the ids of the nodes of other sources that the prediction offered too since the
+        last call."""
+        confirmed, self._confirmed = self._confirmed, []
+        return confirmed
+
+    def _read_output(self) -> None:
+        """Judge the candidates by the newly committed tokens, and follow those."""
+        text, tokens, note = self._text, self._tree.prefix.tokens, self._chances.note
+        state = self._state
+        for position in range(self._read_length, len(tokens)):
+            token = tokens[position]
+            for cell, candidate in text.candidates(state):
+                note(cell, candidate == token)
+            state = text.commit(state, token, tokens, position)
+        self._state, self._read_length = state, len(tokens)
+
+    def _add(
+        self,
+        children: Sequence[Node],
+        parent: int,
+        candidates: Sequence[TextCandidate],
+        min_chance: float,
+        room: int,
+    ) -> int:
+        """Add the candidates that have at least ``min_chance`` as children of ``parent``, and
+        return the number of new nodes.
+
+        A candidate that another source offered too confirms that node instead."""
+        before, guesses, tree = len(children), self._guesses, self._tree
+        has_model_nodes = bool(children) and any(child.rank != UNRANKED for child in children)
+        for cell, token in candidates:
+            chance = self._chances.by_cell[cell]
+            node = next((child for child in children if child.token == token), None)
+            if node is not None:
+                if node.prediction_cell == NO_CELL:
+                    node.prediction_cell = cell
+                    self._confirmed.append(node.id)
+                    self._confirm(node, chance)
+                continue
+            if has_model_nodes:
+                chance = guesses.prediction.contradicted_chance(cell, chance)
+            if chance >= min_chance and room > len(children) - before:
+                tree.grow(
+                    tree.last_id + 1,
+                    parent,
+                    token,
+                    tree.prefix.length,
+                    rank=UNRANKED,
+                    chance=chance,
+                    prediction_cell=cell,
+                )
+        return len(children) - before
+
+    def _confirm(self, node: Node, chance: float) -> None:
+        """Raise the chance of a node that another source has added: the prediction, where the token
+        has ``chance``, offers it too."""
+        if node.rank == UNRANKED:  # lookup's: both may have read the same text
+            node.chance = max(node.chance, chance)
+            return
+        guesses, rank = self._guesses, node.rank
+        found = guesses.draft_chance(rank, node.logprob, node.chance, chance)
+        if rank:  # the model prefers another token
+            contradicted = guesses.prediction.contradicted_chance(node.prediction_cell, chance)
+            found = max(found, contradicted)
+        node.chance = found
