@@ -332,6 +332,9 @@ class AgentOptions:
     then only the limit of the wire bounds an id."""
     shared_ids: SharedIds | None = None
     """Ids that the draft shares with the target. None if it shares all its ids."""
+    translated_share: float | None = None
+    """Share of the target's words that are one word of the draft, for a draft with another
+    tokenizer. None for a draft with the target's."""
     draft_caches: int = DEFAULT_CACHES
     """Generations that are drafted for at the same time. Further ones are streamed without
     drafts."""

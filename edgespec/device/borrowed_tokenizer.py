@@ -308,8 +308,11 @@ class BorrowingAgent(Agent):
         try:
             text = build.load_tokenizer(reference := build.tokenizer_reference(config))
             options = replace(self.options, vocabulary=build.vocabulary_of(reference))
+            pair = build.find_translation(config, options.vocabulary, target)
             drafter = self.drafter or build.load_drafter(config)
-            options = build.with_shared_ids(options, drafter, config, target)
+            options, drafter = build.fit_drafter(options, drafter, config, target, pair)
+            if pair is not None:
+                _log_line(build.describe_pair(pair))
             build.add_corpus(self.options.text_tables, config, text, None)
         except ValueError as error:
             raise SetupError(str(error)) from error

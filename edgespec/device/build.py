@@ -37,14 +37,14 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import EarlierTexts, TextTables
 from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
-from edgespec.device.drafter_pool import DrafterPool
+from edgespec.device.drafter_pool import DrafterPool, in_own_ids
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.models import model_source
 from edgespec.models.catalogue import Side, find_pair, find_pulled
 from edgespec.models.grammar import device_grammar_reader
 from edgespec.models.model_source import Purpose, resolve_source
-from edgespec.models.shared_ids import SharedIds, find_differing_ids
+from edgespec.models.shared_ids import OtherVocabularyError, SharedIds, find_differing_ids
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
 from edgespec.models.toy import TOY, TOY_MODEL, toy_info
@@ -55,6 +55,7 @@ from edgespec.wire.access import DeviceAccess, load_device_access
 
 if TYPE_CHECKING:
     from edgespec.device.local_model import LocalModel
+    from edgespec.models.translation import Translation
     from edgespec.wire.codec import WireLimits
     from edgespec.wire.grpc_client import GrpcTransport
 
@@ -181,14 +182,17 @@ def build_agent(
 
     ``target`` is the model that its verifier serves, or None if that is not known. ``beside`` is
     a model that was loaded before. Raises the errors of ``load_drafter`` and
-    ``with_shared_ids``."""
+    ``find_translation``."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     if config.draft.memory_budget:
         template_worker().most_bytes = TEMPLATE_BYTES_IN_BUDGET
     options = agent_options(config, vocabulary_of(reference))
     add_corpus(options.text_tables, config, tokenizer, say)
+    pair = find_translation(config, options.vocabulary, target)  # A budget counts its tables.
     drafter = load_drafter(config, say=say, beside=beside)
-    options = with_shared_ids(options, drafter, config, target)
+    options, drafter = fit_drafter(options, drafter, config, target, pair)
+    if pair is not None and say is not None:
+        say(describe_pair(pair))
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_grammar_reader(reference)
     return Agent(
         verifier_transport(config),
@@ -296,14 +300,93 @@ def _make_local_model(
     from edgespec.device.local_model import LocalModel, with_own_context
 
     assert drafter is not None  # ``AgentConfig`` refuses a fallback without a draft model
+    info = in_own_ids(drafter).info
     source = resolve_source(reference, Purpose.TEXTS)
     return LocalModel(
-        with_own_context(drafter.info, source.info),
+        with_own_context(info, source.info),
         pool or DrafterPool(drafter, caches),
         source.load_tokenizer(),
         read_constraint=device_grammar_reader(reference),
         owns_pool=pool is None,
     )
+
+
+def find_translation(
+    config: AgentConfig, vocabulary: str, target: ModelInfo | None = None
+) -> Translation | None:
+    """Return how the ids of a ``vocabulary`` become the draft's and back, for a draft of another
+    family of tokenizers. None if ids are shared, or if there is no draft model.
+
+    ``target`` is the model whose vocabulary it is, if that is known. Raises ``SetupError`` for
+    tokenizers that cannot be translated, and ``ValueError`` naming a file."""
+    if not vocabulary or _shares_ids(config, vocabulary, target):
+        return None
+    from edgespec.models.byte_vocabulary import ByteVocabulary, NoBytesError
+    from edgespec.models.translation import Translation
+
+    reference = tokenizer_reference(config)
+    target_name = reference if target is None else target.name
+    source = resolve_source(config.draft.model, Purpose.TEXTS)
+    try:
+        return Translation(
+            ByteVocabulary(load_tokenizer(reference), target_name),
+            ByteVocabulary(source.load_tokenizer(), source.name),
+            target_ends=() if target is None else target.eos_token_ids,
+            draft_ends=source.info.eos_token_ids,
+        )
+    except NoBytesError as error:
+        raise _cannot_translate(config, error) from error
+
+
+def _shares_ids(config: AgentConfig, vocabulary: str, target: ModelInfo | None) -> bool:
+    """Return whether the draft's vocabulary is ``vocabulary``, or one of its family."""
+    if config.draft.model in (NONE, TOY, RANDOM, LOOKUP):
+        return True
+    if vocabulary_of(config.draft.model) == vocabulary:
+        return True
+    try:
+        _find_ids_apart(config, target)
+    except OtherVocabularyError:
+        if TOY in (config.tokenizer, config.draft.model):
+            raise
+        return False
+    return True
+
+
+def _cannot_translate(config: AgentConfig, error: ValueError) -> SetupError:
+    return SetupError(
+        f"draft {config.draft.model!r} has another tokenizer than the target, and cannot be"
+        f" translated: {error}; give --draft a model of the target's family, or lookup"
+    )
+
+
+def describe_pair(pair: Translation) -> str:
+    """Return one line for users about a translated draft."""
+    from edgespec.models.translation import describe_translation
+
+    return describe_translation(pair)
+
+
+def fit_drafter(
+    options: AgentOptions,
+    drafter: Drafter | None,
+    config: AgentConfig,
+    target: ModelInfo | None = None,
+    pair: Translation | None = None,
+) -> tuple[AgentOptions, Drafter | None]:
+    """Return ``options`` and the drafter in the ids of the target: translated by ``pair`` if that
+    is given, else with the ids that both share. Raises what ``with_shared_ids`` raises."""
+    if drafter is None or pair is None:
+        return with_shared_ids(options, drafter, config, target), drafter
+    from edgespec.device.translating_drafter import TranslatingDrafter
+
+    if target is None:
+        target = replace(drafter.info, vocabulary=options.vocabulary, vocabulary_size=0)
+        target = replace(target, eos_token_ids=pair.target_ends)
+    options = replace(
+        options, vocabulary_size=target.vocabulary_size, translated_share=pair.shared_share
+    )
+    return options, TranslatingDrafter(drafter, pair, target)
 
 
 def with_shared_ids(
@@ -353,8 +436,8 @@ def with_pulled_draft(config: AgentConfig, target: ModelInfo, say: Say) -> Agent
 def check_draft(config: AgentConfig, target: ModelInfo) -> None:
     """Check a configuration before anything large is loaded.
 
-    The draft must share its ids with the tokenizer of ``config``, and that tokenizer with
-    ``target``. Raises ``SetupError``, and ``ValueError`` naming the file."""
+    The tokenizer of ``config`` must be that of ``target``. The draft must share its ids, or have a
+    tokenizer that can be translated. Raises ``SetupError``, and ``ValueError`` naming the file."""
     reference = tokenizer_reference(config)
     if (own_vocabulary := vocabulary_of(reference)) != target.vocabulary:
         raise SetupError(
@@ -362,10 +445,15 @@ def check_draft(config: AgentConfig, target: ModelInfo) -> None:
             f" verifier's {target.name!r} ({target.vocabulary}); give --draft one that"
             " shares it, or name its tokenizer: --set tokenizer=FOLDER"
         )
-    if config.draft.model in (NONE, TOY, RANDOM, LOOKUP):
+    if _shares_ids(config, target.vocabulary, target):
         return
-    if vocabulary_of(config.draft.model) != target.vocabulary:
-        _find_ids_apart(config, target)
+    from edgespec.models.byte_vocabulary import NoBytesError, check_keeps_bytes
+
+    try:
+        for name, one in ((target.name, reference), (config.draft.model, config.draft.model)):
+            check_keeps_bytes(load_tokenizer(one), name)
+    except NoBytesError as error:
+        raise _cannot_translate(config, error) from error
 
 
 def _find_ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[int]:

@@ -32,7 +32,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from edgespec.core import ports
 from edgespec.core.device.events import StartStep, StepDone, StepFailed
@@ -55,6 +55,20 @@ fewer in about a second."""
 _T = TypeVar("_T")
 _Work = tuple[Future[Any], Callable[[], Any]]
 _log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Translated(Protocol):
+    """A drafter in the ids of a target, on a model that has others (``translating_drafter.py``)."""
+
+    @property
+    def untranslated(self) -> ports.Drafter:
+        """The drafter in the model's own ids, with the same cache."""
+
+
+def in_own_ids(drafter: ports.Drafter) -> ports.Drafter:
+    """Return the drafter in the ids of its own model."""
+    return drafter.untranslated if isinstance(drafter, Translated) else drafter
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +179,7 @@ class DrafterPool:
         if (cache := self._acquire_cache(lease)) is None:
             return False
         lease.cache = cache
-        cache.drafter.begin(lease.prompt_length, lease.sampling)
+        lease.model.begin(lease.prompt_length, lease.sampling)
         return True
 
     def _run_step(self, lease: DrafterLease, step: StartStep) -> StepDone | None:
@@ -190,7 +204,7 @@ class DrafterPool:
         assert lease.cache is not None
         if not lease.has_rows:
             keep_length, feed = 0, tuple(lease.tokens)
-        drafter = lease.cache.drafter
+        drafter = lease.model
         can_resume = isinstance(drafter, ports.Resuming) and drafter.resumes_feeds
         shared = None if lease.has_draft_ids else self._shared
         if shared is not None:
@@ -286,6 +300,12 @@ class DrafterLease:
         """Whether a step has fed the tokens into the cache."""
         self.is_ended = False
         self._pool = pool
+
+    @property
+    def model(self) -> ports.Drafter:
+        """The drafter in the ids of this lease. The lease must have one."""
+        assert self.cache is not None
+        return in_own_ids(self.cache.drafter) if self.has_draft_ids else self.cache.drafter
 
     async def step(self, step: StartStep) -> StepDone | StepFailed:
         """Run ``step`` when the drafter is free. ``StepFailed`` ends the lease."""

@@ -64,6 +64,11 @@ class RemoteTokenizer:
         token."""
         return list(self._call_child("encode_plain", text))
 
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text as a piece from the middle of a plain text
+        (``TextTokenizer.encode_pieces``)."""
+        return [list(ids) for ids in self._call_child("encode_pieces", list(texts))]
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(tokens) == 1 and tokens[0] in self._texts_at_start:
             return str(self._texts_at_start[tokens[0]])

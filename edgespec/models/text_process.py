@@ -72,6 +72,7 @@ class _Answers:
                 "facts": lambda: tokenizer.facts,
                 "encode": tokenizer.encode,
                 "encode_plain": tokenizer.encode_plain,
+                "encode_pieces": tokenizer.encode_pieces,
                 "decode": tokenizer.decode,
             }
 
@@ -165,6 +166,10 @@ class _Tokenizer:
         assert self._tokenizer is not None
         with self._tokenizer.special_tokens_as_text():
             return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode_pieces(texts)
 
     def decode(self, tokens: list[int], skip_special: bool) -> str:
         assert self._tokenizer is not None

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -364,6 +365,7 @@ class TokenBytes:
         kinds = _decoder_kinds(tokenizer)
         self._letters = byte_alphabet() if "ByteLevel" in kinds else None
         self._has_byte_fallback = "ByteFallback" in kinds
+        self._space_mark = _find_space_mark(tokenizer)
         self._decode: Callable[[list[str]], str] = (
             " ".join if tokenizer.decoder is None else tokenizer.decoder.decode
         )
@@ -383,6 +385,8 @@ class TokenBytes:
             return str(written).encode()
         if self._has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(written)):
             return bytes((int(match[1], 16),))
+        if (mark := self._space_mark) is not None:
+            return str(written).replace(mark, " ").encode()
         text = self._decode([_ANCHOR, written, _ANCHOR])
         return text.removeprefix(_ANCHOR).removesuffix(self._tail).encode()
 
@@ -403,6 +407,46 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
             kinds.add(str(step.get("type")))
             pending += step.get("decoders") or ()
     return kinds
+
+
+def _without_first_space(step: Any) -> Any:
+    """Return a normalizer or pre-tokenizer of a ``tokenizer.json`` that leaves the beginning and
+    the end of a text as they are. None if nothing is left of it."""
+    if not isinstance(step, dict):
+        return step
+    match step.get("type"):
+        case "Prepend" | "Strip":
+            return None
+        case "Metaspace":
+            return {**step, "prepend_scheme": "never"}
+        case "ByteLevel":
+            return {**step, "add_prefix_space": False}
+        case "Sequence":
+            name = "normalizers" if "normalizers" in step else "pretokenizers"
+            kept = [_without_first_space(one) for one in step[name]]
+            return {**step, name: [one for one in kept if one is not None]}
+        case _:
+            return step
+
+
+def _find_space_mark(tokenizer: Tokenizer) -> str | None:
+    """Return the letter that stands for a space, if replacing it is all that the decoder does to a
+    token in the middle of a text. That is so for SentencePiece, and a hundred times quicker than
+    calling the decoder."""
+    state = b"null" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+    step = json.loads(state) or {}
+    marks = list[str]()
+    for one in step.get("decoders", [step]):
+        match one:
+            case {"type": "Replace", "pattern": {"String": str(mark)}, "content": " "}:
+                marks.append(mark)
+            case {"type": "Metaspace", "replacement": str(mark)}:
+                marks.append(mark)
+            case {"type": "ByteFallback" | "Fuse"} | {"type": "Strip", "content": " "}:
+                continue
+            case _:
+                return None
+    return marks[0] if len(marks) == 1 else None
 
 
 class TextTokenizer:
@@ -515,6 +559,46 @@ class TextTokenizer:
         """A function that returns the bytes of one token by itself, which may be a part of a
         character."""
         return TokenBytes(self._tokenizer)
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text as a piece from the middle of a plain text: no space is put
+        before its first word, nothing is added, and names of special tokens are letters."""
+        cut = [self._cut_special_names(text) for text in texts]
+        encodings = self._piece_tokenizer.encode_batch_fast(
+            list(chain.from_iterable(cut)), add_special_tokens=False
+        )
+        ids = iter(encodings)
+        return [list(chain.from_iterable(next(ids).ids for _ in parts)) for parts in cut]
+
+    def _cut_special_names(self, text: str) -> list[str]:
+        """Return the parts of ``text``, cut behind the first letter of each special token's name,
+        so that none is recognised in a part."""
+        parts, start = list[str](), 0
+        for match in self._special_names.finditer(text):
+            parts.append(text[start : match.start() + 1])
+            start = match.start() + 1
+        return [*parts, text[start:]]
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str]:
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        names = sorted((decoder[one].content for one in self.special_ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    @cached_property
+    def _piece_tokenizer(self) -> Tokenizer:
+        """The library's tokenizer without spaces of its own. It is the same object where nothing
+        has to be changed, because a large one takes hundreds of MiB."""
+        from tokenizers import Tokenizer
+
+        steps = (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)
+        states = [None if step is None else json.loads(step.__getstate__()) for step in steps]
+        if all(_without_first_space(state) == state for state in states):
+            return self._tokenizer
+        whole = json.loads(self._tokenizer.to_str())
+        for part, state in zip(("normalizer", "pre_tokenizer"), states, strict=True):
+            whole[part] = _without_first_space(state)
+        return Tokenizer.from_str(json.dumps(whole))
 
     def copy_tokenizer(self) -> Tokenizer:
         """Return a copy of the library's own tokenizer, whose settings may be changed."""

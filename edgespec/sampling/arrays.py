@@ -129,6 +129,22 @@ def _multiply(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
     values *= np.uint32(MIX_B)
 
 
+class NoiseIds(NamedTuple):
+    """The ids whose noise the tokens of a row get, if they are not the tokens' own: those of a
+    target with another vocabulary."""
+
+    ids: NDArray[np.uint32]
+    """The id of each token, [V]."""
+    hashed: NDArray[np.uint32]
+    """``ids`` as the hash begins with them, [V]."""
+
+    @classmethod
+    def of(cls, ids: NDArray[np.uint32]) -> NoiseIds:
+        """Return the table for ``ids`` [V]. An id of 2**32 - 1 stands for one that the target
+        lacks."""
+        return cls(ids, ids * np.uint32(GOLDEN))
+
+
 _BUCKETS = 2048
 
 # Up to this many scores are sorted.
@@ -292,25 +308,33 @@ def best_candidates(
     width: int,
     counts: TokenCounts | None = None,
     work: Workspace | None = None,
+    noise: NoiseIds | None = None,
 ) -> tuple[Candidate, ...]:
     """Return the ``width`` best candidates for ``position``, best first, ties to the lowest id.
 
     ``logits`` is float32 [V] and is not changed. ``counts`` are those of all tokens before
     ``position``; they are needed only with penalties. ``work`` is scratch memory, about 40 bytes
-    for each token of the vocabulary; a frequent caller keeps one. Fewer candidates come back only
-    if fewer tokens have a finite logit. ``logprob`` is under the warped distribution (greedy:
-    softmax of the biased and penalised logits). For a token that truncation removed it is under the
-    untruncated one, which keeps it finite and not above that of any token inside.
+    for each token of the vocabulary; a frequent caller keeps one. ``noise`` names the ids whose
+    noise the tokens get, by default their own. Fewer candidates come back only if fewer tokens have
+    a finite logit. ``logprob`` is under the warped distribution (greedy: softmax of the biased and
+    penalised logits). For a token that truncation removed it is under the untruncated one, which
+    keeps it finite and not above that of any token inside.
 
     Raises ``ValueError`` for a width outside 1..64 and for logits whose maximum is not finite."""
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"width is {width}, but must be in [1, {MAX_WIDTH}]")
     work = work or Workspace()
-    return best_of_scores(_add_bias(logits, params, counts, work), params, position, width, work)
+    scores = _add_bias(logits, params, counts, work)
+    return best_of_scores(scores, params, position, width, work, noise)
 
 
 def best_of_scores(
-    scores: Row, params: SamplingParams, position: int, width: int, work: Workspace
+    scores: Row,
+    params: SamplingParams,
+    position: int,
+    width: int,
+    work: Workspace,
+    noise: NoiseIds | None = None,
 ) -> tuple[Candidate, ...]:
     """Return ``best_candidates`` for scores that are already biased and penalised. ``scores`` is
     changed."""
@@ -323,7 +347,8 @@ def best_of_scores(
         ids = _best_ids(scores, width, work)
         return _make_candidates(scores, ids, EVERYTHING.log_total(scores, work))
     support = _truncate(scores, params, work)
-    inside = _sample(scores, support, params.seed, position, width, work)
+    place = params.seed, position
+    inside = _sample(scores, support, place, width, work, noise)
     found = _make_candidates(scores, inside, support.log_total(scores, work))
     missing = width - len(found)
     if support is EVERYTHING or missing <= 0:
@@ -331,7 +356,7 @@ def best_of_scores(
     outside = work.array("outside", scores.size)
     outside[:] = scores
     outside[support.ids(scores)] = -np.inf
-    fill = _sample(outside, EVERYTHING, params.seed, position, missing, work)
+    fill = _sample(outside, EVERYTHING, place, missing, work, noise)
     return found + _make_candidates(scores, fill, EVERYTHING.log_total(scores, work))
 
 
@@ -359,7 +384,7 @@ def best_token(row: Row, params: SamplingParams, position: int, work: Workspace)
         return best
     scores = np.subtract(row, row[best], out=work.array("scores", row.size))
     support = _truncate(scores, params, work)
-    return int(_sample(scores, support, params.seed, position, 1, work)[0])
+    return int(_sample(scores, support, (params.seed, position), 1, work)[0])
 
 
 def _truncate(scores: Row, params: SamplingParams, work: Workspace) -> Support:
@@ -404,38 +429,48 @@ def _add_bias(
 
 
 def _sample(
-    scores: Row, support: Support, seed: int, position: int, width: int, work: Workspace
+    scores: Row,
+    support: Support,
+    place: tuple[int, int],
+    width: int,
+    work: Workspace,
+    noise_ids: NoiseIds | None = None,
 ) -> Ids:
-    """Return the ``width`` best ids of the support by score plus noise, best first. The result is
-    exact.
+    """Return the ``width`` best ids of the support by score plus the noise of the ``place`` (seed,
+    position), best first. The result is exact.
 
     A token must reach the ``width``-th best of some perturbed scores to rank. The noise is bounded
     above, so most tokens of a peaked row drop out by their scores. In a flat row most drop out by
     the bits of their noise, which grow as it does."""
+
+    def bits_of(tokens: Ids) -> NDArray[np.uint32]:
+        return noise_bits(*place, tokens if noise_ids is None else noise_ids.ids[tokens])
+
     flags = work.array("contending", scores.size, np.bool_)
     if support.floor > -math.inf:
         kept = np.greater_equal(scores, support.floor, out=flags)
         if np.count_nonzero(kept) <= _MAX_SORTED:
             few = support.only(scores, np.flatnonzero(kept))
-            return few[_best_ids(scores[few] + gumbel_noise(seed, position, few), width, work)]
+            return few[_best_ids(scores[few] + gumbel(bits_of(few)), width, work)]
     tried = _first_ids_above(float(scores.max()) - _NEAR_BEST, scores, support, work)
     if tried.size < width:
         count = min(_BOUNDING_PER_CANDIDATE * width, scores.size)
         tried = np.sort(support.only(scores, _best_ids(scores, count, work)))
         if tried.size < count:  # the whole support
-            perturbed = scores[tried] + gumbel_noise(seed, position, tried)
+            perturbed = scores[tried] + gumbel(bits_of(tried))
             return tried[_best_ids(perturbed, width, work)]
         more = _first_ids_above(float(scores[tried].min()) - _NEAR_BEST, scores, support, work)
         tried = more if more.size > tried.size else tried
-    floor = float(_nth_best(scores[tried] + gumbel_noise(seed, position, tried), width, work))
+    floor = float(_nth_best(scores[tried] + gumbel(bits_of(tried)), width, work))
     least = max(floor - LARGEST_NOISE, support.floor)
     if np.count_nonzero(np.greater_equal(scores, least, out=flags)) * _MANY < scores.size:
         ids = np.flatnonzero(flags)
-        bits = noise_bits(seed, position, ids)
+        bits = bits_of(ids)
     else:
         noise = max(floor, _MIN_NOISE)
+        hashed_ids = _hashed_ids(scores.size) if noise_ids is None else noise_ids.hashed
         ids, bits = _find_contenders(
-            scores, flags, floor - noise, min_bits(noise), (seed, position), work
+            scores, flags, floor - noise, min_bits(noise), place, hashed_ids, work
         )
         for further in _FURTHER_NOISE:  # a token further below needs more
             may = (bits >= min_bits(noise + further)) | (scores[ids] > floor - noise - further)
@@ -452,13 +487,14 @@ def _find_contenders(
     above: float,
     bits: np.uint32,
     place: tuple[int, int],
+    hashed_ids: NDArray[np.uint32],
     work: Workspace,
 ) -> tuple[Ids, NDArray[np.uint32]]:
     """Return the flagged ids whose noise at ``place`` has ``bits`` or more, or whose score is above
     ``above``, with the bits of each.
 
     The row is processed part by part, so that a part stays in the processor's cache."""
-    hashed_ids, found, found_bits = _hashed_ids(scores.size), [], []
+    found, found_bits = [], []
     shifted = work.array("shifted", _TOKENS_PER_PART, np.uint32)
     for start in range(0, scores.size, _TOKENS_PER_PART):
         part = slice(start, start + _TOKENS_PER_PART)

@@ -42,7 +42,7 @@ from edgespec.device.drafters import decoder_graph as dg
 from edgespec.device.drafters import kv_buffers as kv
 from edgespec.device.drafters import manifest as mf
 from edgespec.models.onnx_runtime import ort
-from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
+from edgespec.sampling.arrays import MAX_WIDTH, NoiseIds, Workspace, best_candidates
 from edgespec.telemetry.process_memory import trim_heap
 
 CHUNK = ports.PREFILL_CHUNK
@@ -102,6 +102,8 @@ class GraphDrafter:
         self._frequencies: list[kv.Frequencies | None] = []
         """Frequencies of each cache tensor, measured when a sequence first outgrows the window. The
         entry of values is None."""
+        self._noise: tuple[NoiseIds, int] | None = None
+        """Noise of another vocabulary, and the position that it is for (``set_noise``)."""
 
     @property
     def inner(self) -> None:
@@ -126,6 +128,12 @@ class GraphDrafter:
         tokens = self._cache.tokens[: self._window.skipped + self._window.held_rows]
         self._cache.begin(prompt_length, sampling)
         self._row_tokens = self._row_tokens or tokens
+        self._noise = None
+
+    def set_noise(self, ids: NoiseIds, position: int) -> None:
+        """Let the next step add the noise that the target's ``ids`` have at ``position`` in its own
+        text, until ``begin``. It is for a draft whose ids and positions are not the target's."""
+        self._noise = ids, position
 
     def restrict(self, window: int, width: int) -> None:
         """Hold at most ``window`` rows and give at most ``width`` candidates a step from now on.
@@ -315,7 +323,10 @@ class GraphDrafter:
             logits[:count][bits[:count] == 0] = -np.inf
             if logits.max() == -np.inf:
                 return ()
-        return best_candidates(logits, cache.sampling, position, width, cache.counts, self._work)
+        ids, position = (None, position) if self._noise is None else self._noise
+        return best_candidates(
+            logits, cache.sampling, position, width, cache.counts, self._work, ids
+        )
 
     def _bind_input(self, role: dg.Role, array: NDArray[Any], shape: tuple[int, ...]) -> None:
         name = self._graph.roles[role].name
