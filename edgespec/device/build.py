@@ -44,10 +44,12 @@ from edgespec.models import model_source
 from edgespec.models.catalogue import Side, find_pair, find_pulled
 from edgespec.models.grammar import device_grammar_reader
 from edgespec.models.model_source import Purpose, resolve_source
+from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.shared_ids import OtherVocabularyError, SharedIds, find_differing_ids
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
-from edgespec.models.toy import TOY, TOY_MODEL, toy_info
+from edgespec.models.tokenizer import TextTokenizer
+from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import Tracer
@@ -329,8 +331,8 @@ def find_translation(
     source = resolve_source(config.draft.model, Purpose.TEXTS)
     try:
         return Translation(
-            ByteVocabulary(load_tokenizer(reference), target_name),
-            ByteVocabulary(source.load_tokenizer(), source.name),
+            ByteVocabulary(_load_pieces(reference), target_name),
+            ByteVocabulary(_load_pieces(config.draft.model), source.name),
             target_ends=() if target is None else target.eos_token_ids,
             draft_ends=source.info.eos_token_ids,
         )
@@ -351,6 +353,14 @@ def _shares_ids(config: AgentConfig, vocabulary: str, target: ModelInfo | None) 
             raise
         return False
     return True
+
+
+def _load_pieces(reference: str) -> TextTokenizer | RemoteTokenizer:
+    """Return a tokenizer that can be translated. Raises ``SetupError`` for the toy's."""
+    tokenizer = load_tokenizer(reference)
+    if isinstance(tokenizer, ToyTokenizer):
+        raise SetupError("the toy has letters only: its drafts are the toy's or random")
+    return tokenizer
 
 
 def _cannot_translate(config: AgentConfig, error: ValueError) -> SetupError:
@@ -451,7 +461,7 @@ def check_draft(config: AgentConfig, target: ModelInfo) -> None:
 
     try:
         for name, one in ((target.name, reference), (config.draft.model, config.draft.model)):
-            check_keeps_bytes(load_tokenizer(one), name)
+            check_keeps_bytes(_load_pieces(one), name)
     except NoBytesError as error:
         raise _cannot_translate(config, error) from error
 

@@ -105,7 +105,7 @@ class TranslatingDrafter:
         self._anchor = self._anchor_tokens = 0
         """Place in the text at which the first word begins, in bytes and in the target's ids."""
         self._context: list[int] = []
-        """The draft's ids of the text up to the anchor, and those of the words."""
+        """The draft's ids: the text's up to the anchor, then the words'."""
 
     @property
     def untranslated(self) -> ports.Drafter:

@@ -72,7 +72,7 @@ class TranslatedText:
     @property
     def unfinished(self) -> int:
         """Number of bytes at the end that are the beginning of a character."""
-        return unfinished_length(self.data[self._run_start() :][-4:])
+        return unfinished_length(bytes(self.data[self._run_start() :][-4:]))
 
     @property
     def ends_untranslated(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a draft needs to guess the ids of a target that has another tokenizer.
+"""The pair of a draft and a target whose tokenizers differ.
 
 Words go through their bytes (``byte_vocabulary``). Special tokens have none, so they are paired by
 their role: tokens of one name, ends of a text, ends of a turn. A prompt was written by the target's
@@ -220,7 +220,7 @@ def _pair_special(
     ends: Sequence[int],
 ) -> dict[int, int]:
     """Return the special tokens of ``vocabulary`` that have a twin in ``other``, by id: tokens of
-    the same role, then those of the same name. Each end of an output becomes an end."""
+    the same role, then tokens of the same name. Each end of an output becomes an end."""
     found = {token: others[role] for role, token in roles.items() if role in others}
     added = other.tokenizer.added
     for name, token in vocabulary.tokenizer.added.items():

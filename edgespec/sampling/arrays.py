@@ -130,8 +130,8 @@ def _multiply(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
 
 
 class NoiseIds(NamedTuple):
-    """The ids whose noise the tokens of a row get, if they are not the tokens' own: those of a
-    target with another vocabulary."""
+    """The ids whose noise the tokens of a row get. They are the ids of a target with another
+    vocabulary."""
 
     ids: NDArray[np.uint32]
     """The id of each token, [V]."""

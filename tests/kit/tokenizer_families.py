@@ -64,7 +64,7 @@ _O200K: Final = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _WORDS: Final = r"\n|▁*[^▁\n]+|▁+"
-"""What SentencePiece trains on: no piece holds the end of a word and a space."""
+"""Parts on which SentencePiece trains: no piece holds the end of a word and a space."""
 _BYTES: Final = [f"<0x{byte:02X}>" for byte in range(256)]
 
 

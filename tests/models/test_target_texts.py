@@ -189,13 +189,22 @@ async def test_tokens_beyond_the_drafts_table_are_streamed_and_drafted_on(
     assert sent > 0
 
 
-async def test_a_draft_of_another_family_is_refused_in_numbers(folders: dict[str, Path]) -> None:
+async def test_a_draft_of_another_family_is_translated(folders: dict[str, Path]) -> None:
     async with serve_toy(config=VerifierConfig(model=str(folders["padded"]), port=0)) as (where, _):
-        with pytest.raises(SetupError, match=r"bundled' has another tokenizer .* ids differ.* id"):
-            await choose_verifier(device(where, "bundled"))
-        async with BorrowingAgent(device(where, "bundled")) as agent:
-            with pytest.raises(Exception, match=r"ids differ, but at most \d+ may; the first is"):
-                await anext(agent.generate("the"))
+        config, info = await choose_verifier(device(where, "bundled"))
+        lines = list[str]()
+        params = replace(config.sampling, max_tokens=8)
+        async with (
+            BorrowingAgent(device(where, "bundled")) as late,
+            build.build_agent(config, target=info, say=lines.append) as agent,
+        ):
+            said = [
+                [one.tokens async for one in each.generate("the", params)] for each in (late, agent)
+            ]
+            shares = [require(each.options.translated_share) for each in (late, agent)]
+    assert sum(said[0], ()) == sum(said[1], ())
+    assert shares[0] == shares[1] > 0.5
+    assert [line for line in lines if f"draft translated: {shares[0]:.0%} of the" in line]
 
 
 async def test_an_older_verifier_is_met_with_the_drafts_texts_and_told_once(

@@ -191,6 +191,7 @@ def test_a_text_begins_as_texts_of_the_draft_do(folder: Path) -> None:
     pair = pair_of("llama3", "gemma", folder)
     bos, *others = special(pair.target, "<|begin_of_text|>", "<|end_of_text|>")
     words = pair.target.encode(b"The fox")
+    text = TranslatedText(pair, 1)
     for ids in (words, (bos, *words)):
         text = TranslatedText(pair, len(ids))
         text.append(ids)
