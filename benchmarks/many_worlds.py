@@ -66,6 +66,8 @@ def _play_batch(seeds: tuple[int, int]) -> tuple[dict[str, int], list[str]]:
         counts["server's guesses"] += result.server_guesses
         counts["of these right"] += result.server_accepted
         counts["drafters off"] += result.drafters_off
+        counts["ids not sent"] += result.named_tokens
+        counts["beginnings missing"] += result.prefix_misses
     return counts, failed
 
 

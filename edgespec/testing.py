@@ -211,6 +211,8 @@ class _Link:
 
 
 class _DeviceEnd:
+    verifier = "loopback"
+
     def __init__(self, link: _Link) -> None:
         self._link = link
 

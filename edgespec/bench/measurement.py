@@ -103,7 +103,8 @@ def row_of(
     sums = {name: sum(getattr(m.counters, name) for m in done) for name in names}
     committed, passes, verify_ms = sums["committed"], sums["passes"], 1e3 * sums["verify_s"]
     drafted = traffic.get("drafted_nodes", 0)
-    up, down, opens = (traffic.get(f"{which}_payload_bytes", 0) for which in ("up", "down", "open"))
+    up, down = (traffic.get(f"{which}_payload_bytes", 0) for which in ("up", "down"))
+    opens = sum(traffic.get(f"{which}_payload_bytes", 0) for which in ("open", "prefixtokens"))
     framed = traffic.get("up_framed_bytes", 0) + traffic.get("down_framed_bytes", 0)
     pairs = zip(done, references, strict=True)
     return {

@@ -57,6 +57,10 @@ class LimitsSection:
     """Sessions whose cached prompt beginnings another session may use: ``all``, those of the same
     ``credential``, or ``none``. With ``all``, the time to the first token reveals to a device that
     the same beginning was sent recently by another one."""
+    prefix_mib: int = range_field(64, 0, 1 << 20)
+    """Memory in MiB for the token ids of recent prompts and outputs, so that a device sends only
+    what is new in a conversation; 64 MiB hold some 8 million ids. 0 keeps none, and devices send
+    whole prompts. A device can use only what it sent itself, under the same API key."""
     max_nodes_outstanding: int = advanced_field(range_field(256, 1, 1024))
     """Draft nodes of one session that may await their verdict. A device with a prediction fills
     them, so over a distant link its speed grows with them."""

@@ -270,6 +270,11 @@ class UntrustedPeerError(LinkError):
 class DeviceStream(Protocol):
     """The device's end of one generation's stream."""
 
+    @property
+    def verifier(self) -> str:
+        """Name of the verifier at the other end, such as its address. What is noted about the
+        verifier's memory of earlier texts is noted under it."""
+
     async def send(self, message: Uplink) -> None:
         """Send one message, in order. Raises ``LinkError`` if the stream is gone, and
         ``ValueError`` with the field and the bound if the message exceeds a bound of the wire."""

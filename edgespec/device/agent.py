@@ -22,6 +22,7 @@ from edgespec.core.association.policies import hash_conversation_name, hash_prom
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
 from edgespec.core.device.goodput_policy import describe_useless_draft, explain_resting, make_policy
+from edgespec.core.device.kept_prefixes import KeptPrefixes
 from edgespec.core.device.lead import describe_lead, find_case
 from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
@@ -401,6 +402,8 @@ class Agent:
         self._warned: set[str] = set()
         """Failures that were logged as warnings already."""
         self.verifier = es.VerifierEstimates()
+        self._kept = KeptPrefixes(secrets.token_bytes(16))
+        """The texts that verifiers keep, so that only what is new is sent."""
         self._learned = es.KeptEstimatesByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Drivers of running generations, and of ended ones that still have tasks."""
@@ -697,6 +700,7 @@ class Agent:
             learned=learned,
             text=self.options.text_tables,
             prediction=prediction,
+            kept=self._kept,
         )
 
     def _read_prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class Link:
     async def _send_messages(self, stream: DeviceStream) -> None:
         reader = asyncio.create_task(self._read_messages(stream))
         try:
-            self._pass_on(ev.Connected())
+            self._pass_on(ev.Connected(stream.verifier))
             while (message := await self._outgoing.get()) is not None:
                 await stream.send(message)
         except LinkError:

@@ -283,6 +283,10 @@ class PooledStream:
         self._received_at = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._check_silence)
 
+    @property
+    def verifier(self) -> str:
+        return self.address
+
     async def send(self, message: m.Uplink) -> None:
         if self._error is not None:
             raise self._error

@@ -695,6 +695,8 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
             "corrected_tokens": sum(one.corrected for one in counters),
             "verifier_passes": sum(one.passes for one in counters),
             "reconnects": sum(one.reconnects for one in counters),
+            "named_tokens": sum(one.named_tokens for one in counters),
+            "prefix_misses": sum(one.prefix_misses for one in counters),
             "failovers": sum(one.failovers for one in stats),
             "seed": seed,
             "rule": stats[0].rule if stats else EXACT_RULE,

@@ -157,6 +157,9 @@ class AgentTotals:
     tried: int = 0
     hits: int = 0
     reconnects: int = 0
+    named_tokens: int = 0
+    """Ids that were not sent, because a verifier had them."""
+    prefix_misses: int = 0
     draft_failures: int = 0
     """Generations whose drafter failed."""
 
@@ -270,6 +273,8 @@ counter judged_positions_total totals.tried Decided positions with a candidate o
 counter first_choice_hits_total totals.hits Positions where the draft's first candidate was right
 counter passes_total totals.passes Verifier passes for this agent's generations, as reported
 counter reconnects_total totals.reconnects Streams that were lost and opened again
+counter named_tokens_total totals.named_tokens Token ids not sent, because the verifier had them
+counter prefix_misses_total totals.prefix_misses Ids sent a trip late: the verifier lacked them
 gauge drafting_worth drafting.worth 1 if drafting pays for its rows now, else 0
 gauge row_price drafting.least_chance Least acceptance chance that pays for a row; 0: any does
 gauge verifier_up{verifier} up 1 if the verifier serves or answered the last probe, else 0

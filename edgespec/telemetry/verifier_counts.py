@@ -76,7 +76,7 @@ class StreamRecord:
     @property
     def resumed(self) -> bool:
         """Whether the generation was begun by another stream, on this verifier or on another."""
-        return bool(self.request.committed)
+        return self.request.committed_length > 0
 
     @property
     def ttft_s(self) -> float | None:
@@ -117,7 +117,7 @@ class StreamMeter:
     ) -> None:
         if type(event) is ee.StreamMessage:
             if type(event.message) is not m.Draft:
-                self._handle_message(event, now)
+                self._handle_message(event, actions, now)
         elif type(event) is ee.BatchDone:
             self.late_streams += len(event.behind)
             return self._record_pass(actions, now)
@@ -146,14 +146,26 @@ class StreamMeter:
         peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")
         record = StreamRecord(event.request, now, peer, event.credential.name)
         self._records[event.stream] = record
+        self._note_opening(event.stream, record, actions, now)
+
+    def _note_opening(
+        self,
+        stream: int,
+        record: StreamRecord,
+        actions: Sequence[ee.EngineAction],
+        now: float,
+    ) -> None:
+        """Note what an ``Open``, or the ids that its prefix lacked, led to."""
         for action in actions:
             match action:
-                case ee.SendTo(event.stream, m.Opened()):
+                case ee.SendTo(number, m.Opened()) if number == stream:
                     record.opened = True
-                case ee.SendTo(event.stream, m.Commit(finish=finish)) if finish is not None:
-                    self._end(event.stream, finish.value, now)
+                case ee.SendTo(number, m.Commit(finish=finish)) if (
+                    number == stream and finish is not None
+                ):
+                    self._end(stream, finish.value, now)
                 case ee.OpenSequence():
-                    self.prompt_tokens += len(event.request.prompt)
+                    self.prompt_tokens += record.request.prompt_length
                 case _:
                     pass
 
@@ -166,8 +178,14 @@ class StreamMeter:
         if self._ended is not None:
             self._ended(record)
 
-    def _handle_message(self, event: ee.StreamMessage, now: float) -> None:
+    def _handle_message(
+        self, event: ee.StreamMessage, actions: Sequence[ee.EngineAction], now: float
+    ) -> None:
         message = event.message
+        if isinstance(message, m.PrefixTokens):
+            if (opening := self._records.get(event.stream)) is not None:
+                self._note_opening(event.stream, opening, actions, now)
+            return
         if isinstance(message, m.Cancel):
             self._end(event.stream, m.FinishReason.CANCELLED.value, now)
         elif isinstance(message, m.Received):
@@ -247,7 +265,7 @@ def log_stream(record: StreamRecord) -> None:
         "reason": record.reason,
         "served": record.opened,
         "resumed": record.resumed,
-        "prompt_tokens": len(record.request.prompt),
+        "prompt_tokens": record.request.prompt_length,
         "tokens": record.tokens,
         "accepted": record.accepted,
         "nodes": record.nodes,
@@ -266,7 +284,8 @@ class TrafficCounts:
     """Messages and their payload bytes by kind."""
 
     def __init__(self) -> None:
-        up, down = ("open", "draft", "received", "cancel"), ("opened", "commit", "fault")
+        up = ("open", "draft", "received", "cancel", "prefixtokens")
+        down = ("opened", "commit", "fault", "prefixmissing")
         self.received_messages, self.received_bytes = dict.fromkeys(up, 0), dict.fromkeys(up, 0)
         self.sent_messages, self.sent_bytes = dict.fromkeys(down, 0), dict.fromkeys(down, 0)
 
@@ -333,6 +352,7 @@ class EngineSample:
     def __init__(self, watch: VerifierTelemetry, engine: VerifyEngine, version: str) -> None:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
         self.cache, self.waits, self.lag = engine.cache_scheduler, watch.waits, watch.lag.lag_s
+        self.prefixes = engine.prefixes
         self.drafts = drafts = engine.draft_counts
         sources = {"device": drafts.device, "model": drafts.model, "text": drafts.text}
         self.source_nodes = {name: counts.nodes for name, counts in sources.items()}
@@ -392,6 +412,10 @@ counter evictions_total cache.evictions Sessions whose key-value blocks were evi
 counter preemptions_total cache.preemptions Evicted sessions that had work to do
 counter prefix_cache_queries_total cache.prefix_query_tokens Tokens looked up in the prefix cache
 counter prefix_cache_hits_total cache.prefix_hit_tokens Tokens found in the prefix cache
+counter named_prefixes_found_total prefixes.found Beginnings of prompts named by devices and kept
+counter named_prefixes_missed_total prefixes.missed Named beginnings that were not kept any more
+counter named_prefix_tokens_total prefixes.found_tokens Token ids that were named and not sent
+gauge prefix_store_bytes prefixes.held_bytes Memory of the ids kept for named beginnings
 counter received_bytes_total{kind} traffic.received_bytes Payload bytes of messages from devices
 counter received_messages_total{kind} traffic.received_messages Messages from devices
 counter sent_bytes_total{kind} traffic.sent_bytes Payload bytes of messages to devices

@@ -118,6 +118,7 @@ def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool)
         max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
         cache=target.cache,
         share_prefixes=bounds.share_prefixes,
+        prefix_bytes=bounds.prefix_mib << 20,
         stall_s=bounds.stall_s,
         server_drafts=config.server_drafts,
         drafter=drafts,

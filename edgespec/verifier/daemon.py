@@ -621,7 +621,7 @@ class Verifier:
 
     def revoke(self, names: Collection[str]) -> int:
         """End the streams and generations of these credentials now; return how many streams there
-        were.
+        were. The ids of their texts are dropped.
 
         A session that such a device left detached ends with its lease.
         """
@@ -632,6 +632,8 @@ class Verifier:
             if self._telemetry is not None:  # it did not end because its device cancelled
                 self._telemetry.end_stream(number, self._clock())
             self._handle(ee.StreamMessage(number, m.Cancel()))
+        for name in names:
+            self.engine.registry.forget_texts(name)
         return len(found)
 
     async def stop(self) -> None:

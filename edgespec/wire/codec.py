@@ -29,6 +29,7 @@ from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import MAX_TOKEN_ID
+from edgespec.core.protocol.prefix_names import MAX_BLOCK_TOKENS, NAME_BYTES
 from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.wire.pb import speculation_pb2 as pb
@@ -161,6 +162,10 @@ def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> byt
             wire = pb.DeviceMessage(cancel=pb.Cancel())
         case m.Open():
             wire = pb.DeviceMessage(open=_encode_open(message, limits))
+        case m.PrefixTokens(tokens):
+            check_count("PrefixTokens.tokens", len(tokens), limits.context_length, low=1)
+            tokens = check_tokens("PrefixTokens.tokens", tokens)
+            wire = pb.DeviceMessage(prefix_tokens=pb.PrefixTokens(tokens=tokens))
         case _:
             assert_never(message)
     return _serialise(wire, limits)
@@ -180,7 +185,12 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Upli
             return m.Cancel()
         case "open":
             return _decode_open(wire.open, limits)
-    raise ProtocolViolation("DeviceMessage has no kind known here: draft, received, cancel or open")
+        case "prefix_tokens":
+            tokens = wire.prefix_tokens.tokens
+            check_count("PrefixTokens.tokens", len(tokens), limits.context_length, low=1)
+            return m.PrefixTokens(check_tokens("PrefixTokens.tokens", tokens))
+    known = ", ".join(pb.DeviceMessage.DESCRIPTOR.fields_by_name)
+    raise ProtocolViolation(f"DeviceMessage has no kind known here: {known}")
 
 
 def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
@@ -194,6 +204,8 @@ def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) ->
             text = message.message.encode(errors="replace")[:_MAX_FAULT_BYTES]
             cut = replace(message, message=text.decode(errors="ignore"))
             wire = pb.VerifierMessage(fault=_to_wire(cut))
+        case m.PrefixMissing():
+            wire = pb.VerifierMessage(prefix_missing=pb.PrefixMissing())
         case _:
             assert_never(message)
     return _serialise(wire, limits)
@@ -208,17 +220,21 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Do
         case "commit":
             return _decode_commit(wire.commit)
         case "opened":
+            check_number("Opened.prefix_block", wire.opened.prefix_block, 0, MAX_BLOCK_TOKENS)
             return _from_wire(m.Opened, wire.opened)
         case "fault":
             size = len(wire.fault.message.encode())
             check_number("bytes of Fault.message", size, 0, _MAX_FAULT_BYTES)
             return _from_wire(m.Fault, wire.fault)
-    raise ProtocolViolation("VerifierMessage has no kind known here: commit, opened or fault")
+        case "prefix_missing":
+            return m.PrefixMissing()
+    known = ", ".join(pb.VerifierMessage.DESCRIPTOR.fields_by_name)
+    raise ProtocolViolation(f"VerifierMessage has no kind known here: {known}")
 
 
 def payload_bytes(message: m.Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
     """Return the length of the encoded message in bytes, before any framing."""
-    if isinstance(message, m.Opened | m.Commit | m.Fault):
+    if isinstance(message, m.Downlink):
         return len(encode_downlink(message, limits))
     return len(encode_uplink(message, limits))
 
@@ -420,6 +436,7 @@ def _check_length(field: str, count: int, wanted: str, length: int) -> None:
 
 _WIRE_TYPES: Final[dict[type[Any], type[ProtobufMessage]]] = {
     m.Open: pb.Open,
+    m.Prefix: pb.Prefix,
     SamplingParams: pb.Sampling,
     Constraint: pb.Constraint,
     m.Opened: pb.Opened,
@@ -545,15 +562,27 @@ def _from_wire(kind: type[_T], wire: Any) -> _T:
 
 
 def _encode_open(message: m.Open, limits: WireLimits) -> pb.Open:
-    """Encode an Open without its stop strings, which end the output on the device."""
+    """Encode an Open without its stop strings, which end the output on the device.
+
+    Ids behind a prefix travel with it and not in their usual fields. So a verifier that does not
+    know prefixes finds no prompt and refuses, instead of reading a prompt without its beginning."""
     _check_open(message, limits)
     wire: pb.Open = _to_wire(message)
     if wire.rule == m.EXACT_RULE:
         wire.ClearField("rule")
+    if message.prefix is not None:
+        for name in ("prompt", "committed"):
+            getattr(wire.prefix, name).extend(getattr(wire, name))
+            wire.ClearField(name)
     return wire
 
 
 def _decode_open(wire: pb.Open, limits: WireLimits) -> m.Open:
+    if wire.HasField("prefix"):
+        if wire.prompt or wire.committed:
+            raise ProtocolViolation("Open has ids in prompt or committed, but its prefix has them")
+        wire.prompt.extend(wire.prefix.prompt)
+        wire.committed.extend(wire.prefix.committed)
     _check_open(wire, limits)
     wire.rule = wire.rule or m.EXACT_RULE
     wire.run_ahead = wire.run_ahead or pb.RUN_AHEAD_AUTO
@@ -566,10 +595,32 @@ def _check_open(message: m.Open | pb.Open, limits: WireLimits) -> None:
         raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
     check_number("bytes of Open.session_secret", len(message.session_secret), 0, m.MAX_SECRET_BYTES)
     check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
-    if (count := len(message.prompt) + len(message.committed)) > limits.context_length:
+    check_number("bytes of Open.prefix_key", len(message.prefix_key), 0, m.MAX_SECRET_BYTES)
+    prefix = message.prefix if isinstance(message, m.Open) or message.HasField("prefix") else None
+    count = len(message.prompt) + len(message.committed)
+    if prefix is not None:
+        _check_prefix(prefix, message, limits)
+        count += prefix.length
+    if count > limits.context_length:
         why = f"Open has {count} tokens (prompt and committed)"
         raise ContextExceeded(f"{why}, but the context is {limits.context_length}")
-    check_count("Open.prompt", len(message.prompt), limits.context_length, low=1)
+    if prefix is None:
+        check_count("Open.prompt", len(message.prompt), limits.context_length, low=1)
+
+
+def _check_prefix(
+    prefix: m.Prefix | pb.Prefix, message: m.Open | pb.Open, limits: WireLimits
+) -> None:
+    if prefix.length > limits.context_length:
+        why = f"Open.prefix names {prefix.length} tokens"
+        raise ContextExceeded(f"{why}, but the context is {limits.context_length}")
+    check_number("Open.prefix.length", prefix.length, 1, limits.context_length)
+    check_number("bytes of Open.prefix.name", len(prefix.name), NAME_BYTES, NAME_BYTES)
+    if not message.prefix_key:
+        raise ProtocolViolation("Open.prefix_key is empty, but a prefix is named under a key")
+    most = prefix.length + len(message.prompt)
+    least = most if message.prompt else 1
+    check_number("Open.prefix.prompt_length", prefix.prompt_length, least, most)
 
 
 def _check_info(info: m.VerifierInfo | pb.InfoReply) -> None:

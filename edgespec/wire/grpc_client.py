@@ -165,6 +165,7 @@ class GrpcDeviceStream:
     def __init__(self, transport: GrpcTransport, call: Any) -> None:
         self._transport, self._call = transport, call
         self._address, self._limits = transport.address, transport.limits
+        self.verifier = transport.address
         self._reading: ShieldedCall[Any] = ShieldedCall()
         self._writing: ShieldedCall[None] = ShieldedCall()
         self._write_lock = asyncio.Lock()

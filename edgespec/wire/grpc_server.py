@@ -239,7 +239,7 @@ class GrpcVerifierStream:
             _wake(self._receiver_wakeup)
         return pause_s
 
-    def _write(self, message: m.Commit | m.Opened, payload: bytes) -> None:
+    def _write(self, message: m.Commit | m.Opened | m.PrefixMissing, payload: bytes) -> None:
         """Begin to write. No other write may be under way."""
         self._write_began = now = time.monotonic()
         self._writing.start(self._context.write(payload), self.mark_lost)

@@ -250,6 +250,7 @@ class _ShapedStream:
 
     def __init__(self, inner: DeviceStream, link: ShapedTransport) -> None:
         self._inner, self._up, self._down = inner, link.up, link.down
+        self.verifier = inner.verifier
         self._wait_until, self._note_break = link.wait_until, link.note_break
         self._limits, self._meter = link.limits, link.meter
         self._going_up: Pipe[tuple[float, m.Uplink]] = Pipe(_MAX_ITEMS)
@@ -332,7 +333,7 @@ class TrafficMeter:
         self.totals: Counter[str] = Counter()
 
     def count(self, message: m.Message, payload_bytes: int) -> None:
-        way = "down" if isinstance(message, m.Opened | m.Commit | m.Fault) else "up"
+        way = "down" if isinstance(message, m.Downlink) else "up"
         for name in (type(message).__name__.lower(), way):
             self.totals[f"{name}_messages"] += 1
             self.totals[f"{name}_payload_bytes"] += payload_bytes

@@ -56,16 +56,28 @@ def message_bytes(message: m.Message) -> int:
             rule = "" if message.rule == m.EXACT_RULE else message.rule
             texts = message.session_id, message.model, message.vocabulary, rule
             text_bytes = sum(2 + len(text.encode()) for text in texts if text)
-            tokens = _packed_bytes(message.prompt) + _packed_bytes(message.committed)
+            token_bytes = _packed_bytes(message.prompt) + _packed_bytes(message.committed)
             secret = message.session_secret
             secret_bytes = 2 + len(secret) if secret else 0
             constraint = message.sampling.constraint
             secret_bytes += 0 if constraint is None else 8 + len(constraint.text.encode())
+            key, prefix = message.prefix_key, message.prefix
+            secret_bytes += 3 + len(key) if key else 0
+            if prefix is not None:
+                named = _number_bytes(prefix.length) + _number_bytes(prefix.prompt_length)
+                secret_bytes += 6 + named + len(prefix.name)
             rest = 8 + _SAMPLING_BYTES + 3 * bool(message.logprobs)
-            return _wrapped_bytes(rest + text_bytes + secret_bytes + tokens)
+            return _wrapped_bytes(rest + text_bytes + secret_bytes + token_bytes)
+        case m.PrefixTokens(tokens):
+            return _wrapped_bytes(_packed_bytes(tokens))
+        case m.PrefixMissing():
+            return _wrapped_bytes(0)
         case m.Opened(_, model, position, fingerprint):
             text_bytes = sum(2 + len(text.encode()) for text in (model, fingerprint))
-            return _wrapped_bytes(_LIMITS_BYTES + text_bytes + _number_bytes(position))
+            block_bytes = 3 * bool(message.prefix_block)
+            return _wrapped_bytes(
+                _LIMITS_BYTES + text_bytes + _number_bytes(position) + block_bytes
+            )
         case m.Fault(_, text):
             return _wrapped_bytes(14 + len(text.encode()))
 
@@ -138,13 +150,14 @@ class Stream:
 
     ``to_verifier`` and ``to_device`` are called when messages arrive. A cut calls
     ``lost_at_verifier`` and ``lost_at_device``. Payload bytes are those of drafts, acknowledgements
-    and commits. The request with its prompt, which any system must send, is counted apart, in
-    ``request_bytes``. A radio's
-    meter records every packet, both ways."""
+    and commits. The request with its prompt, which any system must send, is counted by itself
+    (``request_bytes``). A radio's meter records every packet, both ways. ``verifier`` names the
+    other end."""
 
     __slots__ = (
         *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "request_bytes", "up_bytes"),
         *("lost_at_device", "lost_at_verifier", "open", "to_device", "to_verifier"),
+        "verifier",
     )
 
     def __init__(
@@ -154,7 +167,9 @@ class Stream:
         down: Path,
         watch: StreamWatch | None = None,
         radio: RadioMeter | None = None,
+        verifier: str = "",
     ) -> None:
+        self.verifier = verifier
         self._queue, self._up, self._down = queue, up, down
         self._watch, self._radio = watch, radio
         self.up_bytes = self.down_bytes = self.request_bytes = 0
@@ -166,7 +181,7 @@ class Stream:
 
     def send_up(self, message: m.Uplink) -> None:
         size_bytes = message_bytes(message)
-        if isinstance(message, m.Open):
+        if isinstance(message, m.Open | m.PrefixTokens):
             self.request_bytes += size_bytes
         else:
             self.up_bytes += size_bytes
@@ -349,7 +364,7 @@ class SimulatedDevice:
 
         def ready() -> None:
             if self.stream is stream:
-                self.handle(ev.Connected())
+                self.handle(ev.Connected(stream.verifier))
 
         self._queue.after(setup_s, ready)
 

@@ -78,6 +78,7 @@ class Fault:
 class FaultyStream:
     def __init__(self, inner: ports.DeviceStream, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
+        self.verifier = inner.verifier
 
     async def send(self, message: m.Uplink) -> None:
         self._fault.pass_by("send")

@@ -161,7 +161,7 @@ class Reluctant:
 
     def __init__(self, inner: DeviceStream, closing: asyncio.Event, let_go: asyncio.Event) -> None:
         self._inner, self._closing, self._let_go = inner, closing, let_go
-        self.send, self.receive = inner.send, inner.receive
+        self.send, self.receive, self.verifier = inner.send, inner.receive, inner.verifier
 
     async def close(self) -> None:
         self._closing.set()

@@ -18,6 +18,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.prefix_store import block_bytes
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from tests.adversarial import AdversarialDrafter
 from tests.sim.faults import checks, worlds
@@ -57,6 +58,7 @@ def play(seed: int) -> worlds.WorldResult:
 def draw_options(seed: int) -> worlds.WorldOptions:
     options = _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
     options = _with_server_drafter(options, random.Random(f"server drafter of {seed}"))
+    options = _with_named_prefixes(options, random.Random(f"named prefixes of {seed}"))
     if seed < GOVERNED_FROM:
         return options
     options = _with_conditions(options, random.Random(f"conditions of {seed}"))
@@ -132,6 +134,19 @@ def _with_server_drafter(options: worlds.WorldOptions, dice: random.Random) -> w
         refusal_chance=dice.choice((0.0, 0.05, 0.3)),
         drafter_failure_chance=dice.choice((0.0, 0.0, 0.01, 0.05)),
     )
+
+
+def _with_named_prefixes(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
+    """Let most devices name what their verifier keeps of earlier texts. Some verifiers have room
+    for a few blocks only."""
+    if dice.random() < 0.3:
+        return options
+    block = dice.choice((1, 2, 3, 5))
+    blocks = dice.choice((4, 12, 1000))
+    limits = replace(
+        options.engine_limits, prefix_block=block, prefix_bytes=blocks * block_bytes(block)
+    )
+    return replace(options, engine_limits=limits, names_prefixes=True)
 
 
 def _draw_options(seed: int) -> worlds.WorldOptions:

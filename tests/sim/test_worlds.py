@@ -24,11 +24,13 @@ from edgespec.bench.arms import Arm
 from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.device_model import DraftCache
 from edgespec.core.device.goodput_policy import PolicyName, make_policy
+from edgespec.core.device.kept_prefixes import SentPrefix
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import CommitReader, DraftOutbox
 from edgespec.core.link_model import LinkModel
 from edgespec.core.protocol.acceptance import ExactRule, Walk
 from edgespec.core.protocol.messages import Commit, Open, RunAhead
+from edgespec.core.protocol.prefix_names import PrefixNames
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import EndCondition, SpeculationTree
 from edgespec.core.toy_model import ToyModel
@@ -350,6 +352,21 @@ def draft_cache_is_off_by_one(missing: Any, chain: ServerModel, text: Any) -> An
 @MUTANTS.of(SessionSlots, "release", seeds=40)
 def places_of_a_key_stay_taken(free: Any, slots: SessionSlots, key: str) -> None:
     slots._peer_of.pop(key, None)
+
+
+@MUTANTS.of(PrefixNames, "extend", seeds=60)
+def names_leave_out_what_came_before(extend: Any, names: PrefixNames, tokens: Any) -> Any:
+    size = names.block_tokens
+    for first in range(len(names.names) * size, len(tokens) // size * size, size):
+        alone = PrefixNames(b"", size)
+        names.names.append(extend(alone, tokens[first : first + size])[0])
+    return names.names
+
+
+@MUTANTS.of(SentPrefix, "on_missing", seeds=60)
+def ids_of_a_missing_beginning_are_shifted(on_missing: Any, sent: SentPrefix) -> Any:
+    answer = on_missing(sent)
+    return None if answer is None else replace(answer, tokens=(*answer.tokens[1:], 0))
 
 
 @pytest.mark.parametrize("name", [*MUTANTS])

@@ -99,8 +99,27 @@ OPEN = st.builds(
     session_secret=st.binary(max_size=64),
 )
 
+
+@st.composite
+def named_opens(draw: st.DrawFn) -> m.Open:
+    """Draw an ``Open`` whose first ids are named: a part of the prompt, or more than all of it."""
+    whole = draw(OPEN.filter(lambda one: len(one.prompt) + len(one.committed) > 1))
+    prompt, committed = whole.prompt, whole.committed
+    length = draw(st.integers(1, len(prompt) + len(committed)))
+    name, key = draw(st.binary(min_size=32, max_size=32)), draw(st.binary(min_size=1, max_size=64))
+    return replace(
+        whole,
+        prompt=prompt[length:],
+        committed=committed[max(0, length - len(prompt)) :],
+        prefix_key=key,
+        prefix=m.Prefix(length, name, len(prompt)),
+    )
+
+
 UPLINK: st.SearchStrategy[m.Uplink] = st.one_of(
     drafts(),
+    named_opens(),
+    st.builds(m.PrefixTokens, st.lists(TOKEN, min_size=1, max_size=64).map(tuple)),
     st.builds(m.Received, position=UINT32, echo=st.integers(0, 2**64 - 1)),
     st.just(m.Cancel()),
     OPEN,
@@ -139,7 +158,10 @@ def infos(draw: st.DrawFn) -> m.VerifierInfo:
 
 DOWNLINK: st.SearchStrategy[m.Downlink] = st.one_of(
     commits(),
-    st.builds(m.Opened, limits=BOUNDS, model=NAME, position=UINT32),
+    st.builds(
+        m.Opened, limits=BOUNDS, model=NAME, position=UINT32, prefix_block=st.integers(0, 1 << 16)
+    ),
+    st.just(m.PrefixMissing()),
     st.builds(m.Fault, st.sampled_from(m.FaultCode), st.text(max_size=50), SECONDS),
 )
 
@@ -207,6 +229,19 @@ def test_a_damaged_message_decodes_or_is_refused(
         for decode in (codec.decode_uplink, codec.decode_downlink):
             with suppress(codec.ProtocolViolation):
                 decode(form, LIMITS)
+
+
+@given(named_opens())
+def test_a_version_without_prefixes_finds_no_prompt_in_an_open_that_names_one(
+    message: m.Open,
+) -> None:
+    """Such a version knows the fields up to ``plain``. It must refuse, since it would generate from
+    the end of a prompt."""
+    wire = pb.DeviceMessage.FromString(codec.encode_uplink(message, LIMITS)).open
+    wire.ClearField("prefix")
+    wire.ClearField("prefix_key")
+    with pytest.raises(codec.ProtocolViolation, match=r"Open.prompt has 0 entries"):
+        codec.decode_uplink(pb.DeviceMessage(open=wire).SerializeToString(), LIMITS)
 
 
 def test_what_a_later_version_adds_is_ignored() -> None:

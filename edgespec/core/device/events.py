@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from edgespec.core.protocol.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
+from edgespec.core.protocol.messages import (
+    Commit,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Opened,
+    PrefixMissing,
+    Uplink,
+)
 from edgespec.core.protocol.work import Candidate, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -72,7 +80,10 @@ class Start:
 
 @statically_frozen
 class Connected:
-    """The stream that ``Connect`` requested is open."""
+    """The stream that ``Connect`` requested is open. ``verifier`` is the name of its other end.
+    What that end keeps of earlier texts is noted under it."""
+
+    verifier: str = ""
 
 
 @statically_frozen
@@ -115,7 +126,17 @@ class Tick:
 
 
 DraftEvent = (
-    Start | Connected | LinkDown | StepDone | StepFailed | Stop | Tick | Opened | Commit | Fault
+    Start
+    | Connected
+    | LinkDown
+    | StepDone
+    | StepFailed
+    | Stop
+    | Tick
+    | Opened
+    | Commit
+    | Fault
+    | PrefixMissing
 )
 
 
@@ -224,6 +245,11 @@ class DraftCounters:
     stale: int = 0
     """Nodes that the verifier dropped: their parent was dead or unknown, or they did not agree."""
     reconnects: int = 0
+    named_tokens: int = 0
+    """Ids of prompts and outputs that were not sent, because the verifier had them
+    (``kept_prefixes.py``)."""
+    prefix_misses: int = 0
+    """Beginnings that the verifier did not have, so that their ids were sent a round trip later."""
     draft_failure: str = ""
     """The drafter's error that ended drafting before the generation did; empty if there was
     none."""

@@ -160,6 +160,11 @@ class LinkSession:
         self._failing_since, self._was_ever_opened = None, True
         self.note_message(now)
 
+    def on_prefix_missing(self, now: float) -> None:
+        """Give the verifier as long as before to open the session, since it needs ids first."""
+        if not self._is_opened:
+            self.deadline = now + self._open_timeout_s
+
     def note_message(self, now: float) -> None:
         """Postpone the deadline because a message arrived, if only a sign of life."""
         if self._is_opened:
@@ -217,9 +222,9 @@ class LinkSession:
             self.note_opened(now)  # a refusal shows that the verifier is reachable
         return [ev.Disconnect(), *self._retry_later(why, now, code, fault.retry_after_s)]
 
-    def abandon(self, why: str, now: float) -> list[ev.DraftAction]:
-        """Close the stream and try another one."""
-        return [ev.Disconnect(), *self._retry_later(why, now)]
+    def abandon(self, why: str, now: float, *, at_once: bool = False) -> list[ev.DraftAction]:
+        """Close the stream and try another one, without a wait if ``at_once`` is set."""
+        return [ev.Disconnect(), *self._retry_later(why, now, at_once=at_once)]
 
     def end(self, last: ev.Finish | ev.Fail) -> list[ev.DraftAction]:
         self._move(ev.DONE, None)

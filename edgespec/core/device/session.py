@@ -31,17 +31,21 @@ from edgespec.core.device.device_lookup import DeviceLookup
 from edgespec.core.device.device_model import DeviceModel
 from edgespec.core.device.device_prediction import DevicePrediction
 from edgespec.core.device.estimates import DraftEstimates, KeptEstimates, VerifierEstimates
+from edgespec.core.device.kept_prefixes import KeptPrefixes, SentPrefix
 from edgespec.core.device.link_session import LinkSession, ReconnectPolicy
 from edgespec.core.device.policy import DeviceSource, DraftPolicy, DraftView, JudgedPlace
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Draft,
     Fault,
+    FaultCode,
     FinishReason,
     Limits,
     Open,
     Opened,
+    PrefixMissing,
     Received,
     RunAhead,
 )
@@ -79,13 +83,14 @@ class DraftSession:
     draft, which the session updates in place. ``text`` are the tables of the user's earlier texts;
     None: no text lookup. ``prediction`` are token ids that the output is expected to be; empty:
     none. ``draft_context_length`` is 0 without a draft model. Raises ``ValueError`` if the
-    prediction exceeds ``MAX_PREDICTION_TOKENS``."""
+    prediction exceeds ``MAX_PREDICTION_TOKENS``. ``kept`` are the texts that verifiers keep, shared
+    by the sessions of an agent; None: every stream gets the whole text."""
 
     # A simulated city has thousands of sessions: without dictionaries an event touches less memory.
     __slots__ = (
         *("_bounds", "_busy_since", "_committed_at", "_draft_context_length", "_end", "_lookup"),
         *("_model", "_opened_at", "_outbox", "_policy", "_prediction", "_reader"),
-        *("_announced_no_draft",),
+        *("_announced_no_draft", "_sent"),
         *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
     )
 
@@ -101,6 +106,7 @@ class DraftSession:
         learned: KeptEstimates | None = None,
         text: TextTables | None = None,
         prediction: Sequence[int] = (),
+        kept: KeptPrefixes | None = None,
     ) -> None:
         self.request = request
         self.prefix = CommittedPrefix(request.prompt, request.committed)
@@ -135,6 +141,7 @@ class DraftSession:
             counters=self.counters,
             sources=tuple([one for one in sources if one is not None]),
         )
+        self._sent = None if kept is None else SentPrefix(kept, self.prefix, self.counters)
         self.link = LinkSession(reconnect, jitter_seed, self.counters)
         self._announced_no_draft = False
         """Whether a draft without nodes was sent since the verifier's last commit."""
@@ -166,7 +173,7 @@ class DraftSession:
         state = self.link.state
         if state is ev.DONE:
             return ()  # too late
-        if state is not ev.STREAMING and isinstance(event, Commit | Opened | Fault):
+        if state is not ev.STREAMING and isinstance(event, Commit | Opened | Fault | PrefixMissing):
             return ()  # a message of a stream that is closed
         match event:
             case ev.StepDone():
@@ -178,13 +185,15 @@ class DraftSession:
             case Opened():
                 actions = self._on_opened(event, now)
             case Fault():
-                actions = self.link.on_fault(event, now)
+                actions = self._on_fault(event, now)
+            case PrefixMissing():
+                actions = self._on_prefix_missing(now)
             case ev.Start():
                 actions = self.link.connect(now)
-            case ev.Connected():
-                actions = self._on_connected(now)
+            case ev.Connected(verifier):
+                actions = self._on_connected(verifier, now)
             case ev.LinkDown():
-                actions = self.link.on_link_down(event, now)
+                actions = self._on_link_down(event, now)
             case ev.Tick():
                 actions = self.link.on_tick(now)
             case ev.StepFailed(why):
@@ -197,12 +206,14 @@ class DraftSession:
                 actions += self.link.end(ev.Finish(reason))
             case _:
                 assert_never(event)
+        if self._sent is not None and self.link.state is ev.DONE:
+            self._sent.note_text()
         self._send_and_draft(actions, now)
         return tuple(actions)
 
     # --- what the verifier says ------------------------------------------------------------
 
-    def _on_connected(self, now: float) -> list[ev.DraftAction]:
+    def _on_connected(self, verifier: str, now: float) -> list[ev.DraftAction]:
         self.link.on_connected(self.request)
         self._outbox.new_stream()
         self._reader.new_stream()
@@ -211,12 +222,48 @@ class DraftSession:
         if self._prediction is not None:
             self._prediction.has_unsent = bool(self.tree.nodes)
         held = tuple(self.prefix.output)
-        return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
+        opening = replace(self.request, committed=held, drafting=self.drafting)
+        if self._sent is not None:
+            opening = self._sent.shorten(opening, verifier)
+        return [ev.Transmit(opening)]
+
+    def _on_prefix_missing(self, now: float) -> list[ev.DraftAction]:
+        """Send the ids of the beginning that was named. Drafts sent before are sent again, since
+        the verifier had no session for them."""
+        tokens = None if self._sent is None else self._sent.on_missing()
+        if tokens is None:
+            return self.link.abandon("the verifier misses a prefix that was not named", now)
+        self._outbox.new_stream()
+        self._announced_no_draft = False
+        if self._prediction is not None:
+            self._prediction.has_unsent = bool(self.tree.nodes)
+        self.link.on_prefix_missing(now)
+        return [ev.Transmit(tokens)]
+
+    def _on_fault(self, fault: Fault, now: float) -> list[ev.DraftAction]:
+        if fault.code is FaultCode.INVALID and self._was_named_in_vain():
+            return self.link.abandon(make_one_line(fault.message), now, at_once=True)
+        return self.link.on_fault(fault, now)
+
+    def _on_link_down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:
+        if not event.retryable and self._was_named_in_vain():
+            event = replace(event, retryable=True, again_s=0.0)
+        return self.link.on_link_down(event, now)
+
+    def _was_named_in_vain(self) -> bool:
+        """Return whether the verifier that refuses this stream was given a name in place of ids. A
+        version that does not know names refuses such a request, so it is sent whole once more."""
+        if self._sent is None or not self._sent.is_unconfirmed:
+            return False
+        self._sent.on_refused()
+        return True
 
     def _on_opened(self, opened: Opened, now: float) -> list[ev.DraftAction]:
         if refused := self.link.on_opened(self.request, opened, now):
             return refused
         self.limits = opened.limits
+        if self._sent is not None:
+            self._sent.on_opened(opened)
         if self._opened_at is not None:
             self.estimates.open_s = now - self._opened_at
         self._reader.on_opened(opened.limits.max_unreceived)

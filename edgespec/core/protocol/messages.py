@@ -27,6 +27,7 @@ MAX_ADAPTERS = 64
 MAX_NAME_BYTES = 256
 """Bound on the length of a model's name in UTF-8."""
 MAX_SECRET_BYTES = 64
+"""Bound on the length of a session's secret, and of the key of prefix names."""
 MAX_PRICE = 1000
 """Highest price of a row, in thousandths: at this price no draft node is worth its row."""
 
@@ -73,6 +74,18 @@ class Limits:
 
 
 @statically_frozen
+class Prefix:
+    """The first ids of an ``Open``, prompt and committed tokens, given by their name."""
+
+    length: int
+    """Number of tokens that are named and not sent: full blocks of ``Opened.prefix_block``."""
+    name: bytes = field(repr=False)
+    """Name of these tokens under ``Open.prefix_key`` (``prefix_names.py``)."""
+    prompt_length: int
+    """Length of the whole prompt. A longer prefix ends in the committed tokens."""
+
+
+@statically_frozen
 class Open:
     session_id: str
     model: str
@@ -80,8 +93,10 @@ class Open:
     vocabulary: str
     """Fingerprint of the drafter's vocabulary; empty when the device does not draft."""
     prompt: tuple[int, ...]
+    """Ids of the prompt; with ``prefix`` those behind it."""
     committed: tuple[int, ...] = ()
-    """Generated tokens that the device already holds, when it resumes."""
+    """Generated tokens that the device already holds, when it resumes; with ``prefix`` those behind
+    it."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     run_ahead: RunAhead = RunAhead.AUTO
     rule: str = EXACT_RULE
@@ -97,6 +112,32 @@ class Open:
     plain: bool = False
     """Whether the verifier leaves out its own draft nodes too, so that the generation is plain
     streaming. The output is the same. A version that does not know the field drafts on."""
+    prefix_key: bytes = field(default=b"", repr=False)
+    """Key of the names that this device gives to beginnings of its texts. The verifier may keep the
+    ids of a generation that was opened with a key. Empty: it keeps none."""
+    prefix: Prefix | None = None
+    """The first ids by their name, if the verifier keeps them; None: all ids are in ``prompt`` and
+    ``committed``. A verifier without them answers ``PrefixMissing``."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Length of the whole prompt, in tokens."""
+        return len(self.prompt) if self.prefix is None else self.prefix.prompt_length
+
+    @property
+    def committed_length(self) -> int:
+        """Number of all committed tokens that the device holds."""
+        if self.prefix is None:
+            return len(self.committed)
+        sent = len(self.prompt) + len(self.committed)
+        return self.prefix.length + sent - self.prefix.prompt_length
+
+
+@statically_frozen
+class PrefixTokens:
+    """The ids of ``Open.prefix``, which the verifier does not have."""
+
+    tokens: tuple[int, ...]
 
 
 @statically_frozen
@@ -142,6 +183,15 @@ class Opened:
     min_tokens: int = 0
     """The ``SamplingParams.min_tokens`` that the verifier keeps; 0 from a version that does not
     know it."""
+    prefix_block: int = 0
+    """Tokens of a block of prefix names: the verifier keeps the ids of this generation while it has
+    room, and a later ``Open`` may name the beginning in full blocks. 0: it keeps none, or does not
+    know prefix names."""
+
+
+@statically_frozen
+class PrefixMissing:
+    """The verifier does not have the ids of ``Open.prefix``. The device sends ``PrefixTokens``."""
 
 
 @statically_frozen
@@ -194,9 +244,9 @@ class Fault:
     retry_after_s: float = 0.0
 
 
-Uplink = Open | Draft | Received | Cancel
+Uplink = Open | Draft | Received | Cancel | PrefixTokens
 
-Downlink = Opened | Commit | Fault
+Downlink = Opened | Commit | Fault | PrefixMissing
 
 Message = Uplink | Downlink
 

@@ -20,12 +20,11 @@ sessions give up blocks and which share them.
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
-from hashlib import blake2b
 
+from edgespec.core.protocol.prefix_names import PrefixNames
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import CacheShape
 
@@ -160,9 +159,6 @@ class BlockLedger:
                     self._free_unnamed.append(block)
 
 
-_NAME_BYTES = 32
-
-
 class SharePrefixes(Enum):
     """Which sessions may use cached blocks that another session has filled."""
 
@@ -174,28 +170,18 @@ class SharePrefixes(Enum):
 class BlockNames:
     """Names of the full blocks of ``prefix``; equal names mean equal tokens from the beginning on.
 
-    The name of block i is the hash of the name of block i - 1 and of the tokens of block i. Block 0
-    uses the hash of the text's owner in place of a preceding name. A cryptographic hash is used, so
-    that no device can make two texts with one name.
+    The text's owner is the key of the names (``prefix_names.py``).
     """
 
     def __init__(self, prefix: CommittedPrefix, block_tokens: int, owner: str) -> None:
         self.prefix = prefix
         self.published = 0
         """Leading blocks of the session's table that the ledger has names for."""
-        self._block_tokens = block_tokens
-        self._pack = struct.Struct(f"<{block_tokens}I").pack
-        self._names = [_hash(owner.encode())]
+        self._names = PrefixNames(owner.encode(), block_tokens)
 
     def name(self, place: int) -> bytes:
         """Return the name of the block at index ``place``; the prefix must fill that block."""
-        size = self._block_tokens
-        assert (place + 1) * size <= self.prefix.length
-        for first in range((len(self._names) - 1) * size, (place + 1) * size, size):
-            tokens = self.prefix.tokens[first : first + size]
-            self._names.append(_hash(self._names[-1] + self._pack(*tokens)))
-        return self._names[place + 1]
-
-
-def _hash(data: bytes) -> bytes:
-    return blake2b(data, digest_size=_NAME_BYTES).digest()
+        names = self._names.names
+        if place >= len(names):
+            self._names.extend(self.prefix.tokens)
+        return names[place]

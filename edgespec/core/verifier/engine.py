@@ -18,19 +18,30 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from edgespec.core.protocol.acceptance import AcceptanceRule, make_rule
 from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.failures import describe_without_messages
-from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Fault,
+    FaultCode,
+    Limits,
+    Open,
+    PrefixMissing,
+    PrefixTokens,
+    RunAhead,
+)
+from edgespec.core.protocol.prefix_names import PrefixNames
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.admission import DISPLACED_FAULT, SessionSlots, limits_of, refuse_open
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
+from edgespec.core.verifier.prefix_store import PrefixStore
 from edgespec.core.verifier.run_ahead import RUN_AHEAD, DraftHistories, RunAheadPolicy
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
@@ -91,7 +102,7 @@ class VerifyEngine:
             contain=contain,
             adapters=adapters,
         )
-        self.sessions = self.registry.sessions
+        self.sessions, self.prefixes = self.registry.sessions, self.registry.prefixes
         ledger = None if cache is None else BlockLedger(cache)
         shares = engine_limits.share_prefixes is not SharePrefixes.NONE
         self.cache_scheduler = CacheScheduler(
@@ -213,7 +224,7 @@ class VerifyEngine:
                     self._scheduler.enqueue(key)
                     if session.deadline is not None:
                         self._schedule_review(key, now)
-        if not self.sessions:
+        if not (self.sessions or registry.incomplete):
             self._sweep_at = None
         elif self._sweep_at is None:
             self._sweep_at = now + SWEEP_S
@@ -247,6 +258,7 @@ class VerifyEngine:
             _, _, since = self._suspect
         if since is not None and now - since >= limits.stuck_pass_s:
             return self._give_up(f"a pass has not ended for {now - since:.0f} s")
+        self.registry.refuse_incomplete(now - limits.stall_s)
         for key, session in tuple(self.sessions.items()):
             device = session.device
             if device.detached_at is not None:
@@ -405,12 +417,22 @@ class VerifyEngine:
         self.broken = why
         for key in tuple(self.registry.sessions):
             self.registry.remove(key, _RESTART_FAULT)
+        for stream in tuple(self.registry.incomplete):
+            self.registry.refuse_stream(stream, _RESTART_FAULT)
         self.registry.actions.append(ee.GiveUp(why))
 
     def _refuse(self, event: ee.EngineEvent) -> tuple[ee.EngineAction, ...]:
         if not isinstance(event, ee.StreamOpened):
             return ()
         return ee.SendTo(event.stream, _RESTART_FAULT), ee.CloseStream(event.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteOpen:
+    """An ``Open`` whose prefix is not here; its device was asked for the ids at ``since``."""
+
+    event: ee.StreamOpened
+    since: float
 
 
 class SessionRegistry:
@@ -421,6 +443,9 @@ class SessionRegistry:
     of sessions that changed are collected in ``changed_keys``, for the engine to review. A session
     whose machine raises is ended alone; with ``contain`` False the exception is raised instead, for
     tests.
+
+    ``prefixes`` keeps the ids of texts, so that a device can name the beginning of its prompt. A
+    stream that names one that is not here is asked for its ids, and waits in ``incomplete``.
     """
 
     def __init__(
@@ -454,11 +479,56 @@ class SessionRegistry:
         )
         self._histories = DraftHistories()
         self._cached: set[str] = set()
+        self.prefixes = PrefixStore(engine_limits.prefix_bytes, engine_limits.prefix_block)
+        self._keeps_prefixes = engine_limits.prefix_bytes > 0
+        self._names: dict[str, PrefixNames] = {}
+        """Names of the beginnings of each session's text, by session id, if they are kept."""
+        self.incomplete: dict[int, IncompleteOpen] = {}
+        """Opens that wait for the ids of their prefix, by stream."""
 
     # --- streams ---------------------------------------------------------------------------
 
     def open(self, event: ee.StreamOpened, now: float) -> None:
-        """Handle the first message of a stream: open a session, resume one, or refuse."""
+        """Handle the first message of a stream: open a session, resume one, ask for the ids of its
+        prefix, or refuse."""
+        stream, key, names = event.stream, event.request.session_id, None
+        if (prefix := event.request.prefix) is not None:
+            self._keep_text(key)  # a resuming device may name what was committed just now
+            owner, prefix_key = event.credential.name, event.request.prefix_key
+            if (text := self.prefixes.find(owner, prefix_key, prefix)) is None:
+                self.incomplete[stream] = IncompleteOpen(event, now)
+                self.actions.append(ee.SendTo(stream, PrefixMissing()))
+                return
+            event, names = _complete_open(event, text.tokens), text.names
+        self._open_whole(event, names, now)
+
+    def _complete(self, stream: int, message: PrefixTokens, now: float) -> None:
+        """Open the session of a stream that has sent the ids of its prefix.
+
+        The ids count, whatever their name was: blocks of another version may have other names."""
+        event, tokens = self.incomplete.pop(stream).event, message.tokens
+        prefix = event.request.prefix
+        if prefix is None or len(tokens) != prefix.length:
+            named = 0 if prefix is None else prefix.length
+            why = f"{len(tokens)} ids were sent for a prefix of {named}"
+            self.refuse_stream(stream, Fault(FaultCode.INVALID, why))
+            return
+        self._open_whole(_complete_open(event, tokens), None, now)
+
+    def refuse_incomplete(self, since: float) -> None:
+        """Refuse the streams that were asked for the ids of a prefix before ``since``."""
+        for stream, one in tuple(self.incomplete.items()):
+            if one.since <= since:
+                why = "the ids of the prefix did not arrive in time"
+                self.refuse_stream(stream, Fault(FaultCode.OVERLOADED, why, 1.0))
+
+    def refuse_stream(self, stream: int, fault: Fault) -> None:
+        """End a stream that has no session."""
+        self.incomplete.pop(stream, None)
+        self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
+
+    def _open_whole(self, event: ee.StreamOpened, names: PrefixNames | None, now: float) -> None:
+        """Handle an ``Open`` with all its ids. ``names`` name its beginning, if they are known."""
         stream, request, key = event.stream, event.request, event.request.session_id
         known = self.sessions.get(key)
         limits = limits_of(event.credential, self._limits)
@@ -467,9 +537,9 @@ class SessionRegistry:
         if fault is None and known is not None:
             fault = self._check_reopening(known, request, event.credential)
         if fault is None and key not in self.sessions:
-            fault = self._add_session(event, limits, now)
+            fault = self._add_session(event, limits, names, now)
         if fault is not None:
-            self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
+            self.refuse_stream(stream, fault)
             return
         self._close_stream(key)
         self.stream_of[key], self.key_of[stream] = stream, key
@@ -495,7 +565,9 @@ class SessionRegistry:
         self.remove(key, Fault(FaultCode.INVALID, "the device began another generation"))
         return None
 
-    def _add_session(self, event: ee.StreamOpened, limits: Limits, now: float) -> Fault | None:
+    def _add_session(
+        self, event: ee.StreamOpened, limits: Limits, names: PrefixNames | None, now: float
+    ) -> Fault | None:
         request, credential, key = event.request, event.credential, event.request.session_id
         displaced_key = self._slots.make_room(key, event.peer, credential, now)
         if isinstance(displaced_key, Fault):
@@ -510,6 +582,7 @@ class SessionRegistry:
             samples=request.sampling.temperature > 0.0,
             run_ahead=request.run_ahead,
         )
+        keeps = self._keeps_prefixes and bool(request.prefix_key)
         self.sessions[key] = VerifySession(
             request=request,
             model=model,
@@ -520,8 +593,13 @@ class SessionRegistry:
             server_drafts=draft_sources,
             trees=self._trees,
             history=history,
+            prefix_block=self.prefixes.block_tokens if keeps else 0,
         )
         self._slots.occupy(key, event.peer, credential, now)
+        if keeps:
+            size = self.prefixes.block_tokens
+            self._names[key] = names or PrefixNames(request.prefix_key, size)
+            self._keep_text(key)
         self._cached.add(key)
         text = (*request.prompt, *request.committed)
         adapter = self.adapter_of(key)
@@ -545,13 +623,27 @@ class SessionRegistry:
         return "" if model is self._model else model.name
 
     def handle_message(self, event: ee.StreamMessage, now: float) -> None:
-        """Handle a later message; a message on a stream without a session is dropped."""
-        if (key := self.key_of.get(event.stream)) is not None:
-            self.dispatch(key, event.message, now)
+        """Handle a later message; a message on a stream without a session is dropped, unless the
+        ids of its prefix are awaited."""
+        stream, message = event.stream, event.message
+        if (key := self.key_of.get(stream)) is not None:
+            if isinstance(message, PrefixTokens):
+                why = "PrefixTokens were sent, but no prefix is missing"
+                self.remove(key, Fault(FaultCode.INVALID, why))
+            else:
+                self.dispatch(key, message, now)
+        elif stream in self.incomplete:
+            if isinstance(message, PrefixTokens):
+                self._complete(stream, message, now)
+            elif isinstance(message, Cancel):
+                del self.incomplete[stream]
+                self.actions.append(ee.CloseStream(stream))
 
     def handle_loss(self, stream: int, now: float) -> None:
         """Handle the loss of a stream; its session stays for the lease."""
+        self.incomplete.pop(stream, None)
         if (key := self.key_of.get(stream)) is not None:
+            self._keep_text(key)
             self._unbind_stream(key)
             self.dispatch(key, ev.Detach(), now)
 
@@ -603,6 +695,8 @@ class SessionRegistry:
 
     def remove(self, key: str, fault: Fault | None) -> None:
         """Remove a session; its stream is sent ``fault``, if there is one, and is closed."""
+        self._keep_text(key)
+        self._names.pop(key, None)
         if self.sessions.pop(key, None) is None:
             return
         self.changed_keys.setdefault(key)
@@ -613,10 +707,17 @@ class SessionRegistry:
         self.close_sequence(key)
 
     def close_sequence(self, key: str) -> None:
-        """Free the session's sequence in the target."""
+        """Free the session's sequence in the target, and keep its text."""
         if key in self._cached:
             self._cached.discard(key)
+            self._keep_text(key)
             self.actions.append(ee.CloseSequence(key))
+
+    def _keep_text(self, key: str) -> None:
+        """Store the ids of the session's text, if they are to be kept."""
+        if (names := self._names.get(key)) is not None:
+            owner = self.credential_of[key].name
+            self.prefixes.keep(owner, names, self.sessions[key].prefix.tokens)
 
     def _handle(self, key: str, event: ev.VerifyEvent, now: float) -> tuple[ev.VerifyAction, ...]:
         if (session := self.sessions.get(key)) is None:
@@ -632,6 +733,12 @@ class SessionRegistry:
             self.remove(key, fault)
             return ()
 
+    def forget_texts(self, credential: str) -> None:
+        """Drop the ids of all texts of a credential, because it was revoked."""
+        for key in [key for key in self._names if self.credential_of[key].name == credential]:
+            del self._names[key]
+        self.prefixes.forget(credential)
+
     def _unbind_stream(self, key: str) -> int | None:
         stream = self.stream_of.pop(key, None)
         if stream is not None:
@@ -641,3 +748,15 @@ class SessionRegistry:
     def _close_stream(self, key: str) -> None:
         if (stream := self._unbind_stream(key)) is not None:
             self.actions.append(ee.CloseStream(stream))
+
+
+def _complete_open(event: ee.StreamOpened, prefix: tuple[int, ...]) -> ee.StreamOpened:
+    """Return the event with the ids of its prefix in their places."""
+    request, prompt_length = event.request, event.request.prompt_length
+    whole = replace(
+        request,
+        prompt=prefix[:prompt_length] + request.prompt,
+        committed=prefix[prompt_length:] + request.committed,
+        prefix=None,
+    )
+    return replace(event, request=whole)

@@ -9,11 +9,20 @@ from __future__ import annotations
 from dataclasses import field
 
 from edgespec.core.protocol.credential import ANYBODY, Credential
-from edgespec.core.protocol.messages import EXACT_RULE, Cancel, Downlink, Draft, Open, Received
+from edgespec.core.protocol.messages import (
+    EXACT_RULE,
+    Cancel,
+    Downlink,
+    Draft,
+    Open,
+    PrefixTokens,
+    Received,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.block_ledger import SharePrefixes
+from edgespec.core.verifier.prefix_store import PREFIX_BLOCK
 from edgespec.core.verifier.server_model import DraftsDone as DraftsDone
 from edgespec.core.verifier.server_model import RunDrafts as RunDrafts
 
@@ -35,6 +44,11 @@ class EngineLimits:
     """The target's KV cache; None if it has room for whatever is admitted."""
     share_prefixes: SharePrefixes = SharePrefixes.ALL
     """Which sessions may share cached prefixes; without ``cache`` there is nothing to share."""
+    prefix_bytes: int = 0
+    """Memory for the ids of recent generations, whose beginnings devices can name instead of
+    sending them (``prefix_store.py``); 0: none are kept."""
+    prefix_block: int = PREFIX_BLOCK
+    """Tokens of a block of such a beginning."""
     stall_s: float = 20.0
     """Seconds after which a device that owes an acknowledgement counts as gone. TCP sends a packet
     six times in that time; a phone in a tunnel comes back within its lease."""
@@ -77,7 +91,7 @@ class StreamMessage:
     """A later message of a stream."""
 
     stream: int
-    message: Draft | Received | Cancel
+    message: Draft | Received | Cancel | PrefixTokens
 
 
 @statically_frozen

@@ -187,6 +187,7 @@ class VerifySession:
     Call ``handle`` for every event and carry out the actions that it returns, in order.
     ``server_drafts`` are the session's server-side draft sources, if it has any. With ``trees``
     False its part of a pass is cut to a chain, for a target that verifies no trees.
+    ``prefix_block`` is that of ``Opened``.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class VerifySession:
         *,
         trees: bool = True,
         history: DraftHistory | None = None,
+        prefix_block: int = 0,
     ) -> None:
         self.request = request
         self.state = ev.READY
@@ -216,6 +218,7 @@ class VerifySession:
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
         self._price_share, self._trees = PricedShare(request), trees
+        self._prefix_block = prefix_block
         self._server_drafts = server_drafts
         self.device = Attachment(self.prefix.length, now, detached_at=now)
         self._idle_since, self._scores = now, KeptScores()
@@ -332,6 +335,7 @@ class VerifySession:
             fingerprint=fingerprint,
             constrained=constrained,
             min_tokens=least,
+            prefix_block=self._prefix_block,
         )
         opening = self._send(opened, now)
         commits = catch_up_commits(

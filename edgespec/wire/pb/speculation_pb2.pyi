@@ -66,19 +66,21 @@ FAULT_CODE_INTERNAL: FaultCode
 FAULT_CODE_UNAUTHENTICATED: FaultCode
 
 class DeviceMessage(_message.Message):
-    __slots__ = ("draft", "received", "cancel", "open")
+    __slots__ = ("draft", "received", "cancel", "open", "prefix_tokens")
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     draft: Draft
     received: Received
     cancel: Cancel
     open: Open
-    def __init__(self, draft: _Optional[_Union[Draft, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ...) -> None: ...
+    prefix_tokens: PrefixTokens
+    def __init__(self, draft: _Optional[_Union[Draft, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret", "logprobs", "plain")
+    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret", "logprobs", "plain", "prefix_key", "prefix")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +94,8 @@ class Open(_message.Message):
     SESSION_SECRET_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_KEY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     version: int
     session_id: str
     model: str
@@ -105,7 +109,29 @@ class Open(_message.Message):
     session_secret: bytes
     logprobs: int
     plain: bool
-    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ..., plain: bool = ...) -> None: ...
+    prefix_key: bytes
+    prefix: Prefix
+    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ..., plain: bool = ..., prefix_key: _Optional[bytes] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
+
+class Prefix(_message.Message):
+    __slots__ = ("length", "name", "prompt_length", "prompt", "committed")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    name: bytes
+    prompt_length: int
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    committed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, length: _Optional[int] = ..., name: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrefixTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "max_tokens", "ignore_eos", "constraint", "min_tokens")
@@ -181,30 +207,38 @@ class Cancel(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierMessage(_message.Message):
-    __slots__ = ("commit", "opened", "fault")
+    __slots__ = ("commit", "opened", "fault", "prefix_missing")
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MISSING_FIELD_NUMBER: _ClassVar[int]
     commit: Commit
     opened: Opened
     fault: Fault
-    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
+    prefix_missing: PrefixMissing
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., prefix_missing: _Optional[_Union[PrefixMissing, _Mapping]] = ...) -> None: ...
+
+class PrefixMissing(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("limits", "model", "position", "fingerprint", "constrained", "min_tokens")
+    __slots__ = ("limits", "model", "position", "fingerprint", "constrained", "min_tokens", "prefix_block")
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINED_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BLOCK_FIELD_NUMBER: _ClassVar[int]
     limits: Limits
     model: str
     position: int
     fingerprint: str
     constrained: bool
     min_tokens: int
-    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., fingerprint: _Optional[str] = ..., constrained: bool = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    prefix_block: int
+    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., fingerprint: _Optional[str] = ..., constrained: bool = ..., min_tokens: _Optional[int] = ..., prefix_block: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("context_length", "max_nodes_outstanding", "max_nodes_per_pass", "max_unreceived", "lease_s")

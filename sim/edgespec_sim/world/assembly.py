@@ -128,7 +128,7 @@ class World:
             least_s = self.network.least_way_s(user.group, site.name)
             watch = StreamWatch(site.find_session, key, least_s)
             self._watches.append(watch)
-        stream = Stream(self.queue, up, down, watch, user.radio)
+        stream = Stream(self.queue, up, down, watch, user.radio, site.name)
         site.accept(stream, key)
         self.network.register_stream(user.group, user.number, stream)
         return stream, connect_s

@@ -38,7 +38,7 @@ class RequestRecord:
     up_bytes: int = 0
     down_bytes: int = 0
     request_bytes: int = 0
-    """Bytes of the request with its prompt."""
+    """Bytes of the request itself, its prompt included. The other two leave it out."""
     energy_j: float = 0.0
     mismatches: int = 0
     lossy: bool = False

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from edgespec.config.verifier import LimitsSection
 from edgespec.core.association.policies import VerifierView
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
@@ -265,6 +266,7 @@ class Site:
             cache=self._cache,
             drafter=self.section.server_draft is not None,
             rules=(self._source.rule,),
+            prefix_bytes=LimitsSection().prefix_mib << 20,
         )
         servers = []
         for number, compute in enumerate(self._computes):

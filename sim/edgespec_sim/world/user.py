@@ -19,13 +19,14 @@ from edgespec.core.device.draft_window import DraftWindow
 from edgespec.core.device.estimates import KeptEstimates, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import make_policy
+from edgespec.core.device.kept_prefixes import KeptPrefixes
 from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.memory import DraftAllowance, MemoryGuard, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
 from edgespec.core.guarded_drafter import CacheGroup, GuardedDrafter
 from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
-from edgespec.core.protocol.messages import EXACT_RULE, Open
+from edgespec.core.protocol.messages import EXACT_RULE, MAX_SECRET_BYTES, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
@@ -245,6 +246,7 @@ class User:
         self._verifiers: dict[str, VerifierEstimates] = {}
         """Estimates of each verifier, such as its latest price of a row."""
         self._learned = KeptEstimates()
+        self._kept = KeptPrefixes(seed.encode()[:MAX_SECRET_BYTES])
         self.sent_s = 0.0
         """Time at which the running request was sent; it may have waited here."""
         self._request_count = 0
@@ -334,6 +336,7 @@ class User:
             jitter_seed=self.number,
             verifier=self._verifiers.setdefault(site.name, VerifierEstimates()),
             learned=self._learned,
+            kept=self._kept,
         )
         tracer = self._world.tracer(self)
         self.device = SimulatedDevice(

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from edgespec.core.device.comparison_policies import WindowedPolicy
 from edgespec.core.device.events import DraftCounters, Fail, Finish, LinkState
+from edgespec.core.device.kept_prefixes import KeptPrefixes
 from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.memory import SMALLEST_WINDOW, DraftAllowance, MemoryGuard
 from edgespec.core.device.policy import DraftPolicy
@@ -152,6 +153,9 @@ class WorldOptions:
     session_failure_chance: float = 0.0
     """Chance that a session's acceptance rule or run-ahead policy raises when it is called."""
 
+    names_prefixes: bool = False
+    """Whether devices name the beginnings of their texts (``EngineLimits.prefix_bytes``). All
+    devices belong to one agent."""
     resident_bytes: Callable[[float], int] | None = None
     """Memory that every device's process holds beside its draft, by time, of ``governors.BUDGET``.
     Only with one leaf per step."""
@@ -198,6 +202,9 @@ class WorldResult:
     server_accepted: int = 0
     drafters_off: int = 0
     """Verifiers whose draft model failed."""
+    named_tokens: int = 0
+    """Ids that verifiers had and devices did not send, and beginnings that verifiers lacked."""
+    prefix_misses: int = 0
 
 
 # Devices of random worlds are short of memory, so that their memory guard has much to do. It
@@ -484,6 +491,7 @@ class _World:
         self.engines: list[WatchedEngine] = []
         self.faults = 0
         self.down_until_s = 0.0
+        self.kept = KeptPrefixes(b"world", least_tokens=1) if options.names_prefixes else None
         self.streams: list[Stream] = []
         self.server = self._start_verifier()
         size, sampling = options.model.vocabulary_size, options.sampling
@@ -572,6 +580,7 @@ class _World:
             jitter_seed=self.dice.getrandbits(32),
             text=TextTables(ngrams=True) if options.device_text else None,
             prediction=self._predict(index),
+            kept=self.kept,
         )
         inner = CheckedDrafter(options.drafter(options.model), session.tree)
         drafter = guard_drafter(inner, options, self.queue)
@@ -639,7 +648,7 @@ class _World:
             match message:
                 case m.Open():
                     self.records[message.session_id] = record
-                    record.received = len(message.prompt) + len(message.committed)
+                    record.received = message.prompt_length + message.committed_length
                 case m.Draft():
                     record.note(message)
                 case m.Received(position):
@@ -765,6 +774,8 @@ class _World:
             sum(one.model.nodes for one in drafts),
             sum(one.model.accepted for one in drafts),
             sum(one.failures for one in drafts),
+            sum(engine.prefixes.found_tokens for engine in self.engines),
+            sum(engine.prefixes.missed for engine in self.engines),
         )
 
     def _longest_s(self) -> float:
