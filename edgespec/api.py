@@ -10,6 +10,7 @@ All exceptions are in ``core/protocol/errors.py``, drawn as a tree.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,9 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Agent as DeviceAgent
 from edgespec.device.agent import Chunk, GenerationStats
+from edgespec.device.borrowed_tokenizer import BorrowingAgent, takes_target_texts
 from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
+from edgespec.device.connections import Connections
 from edgespec.local_verifier import LocalVerifier, run_verifier
 
 if TYPE_CHECKING:
@@ -92,6 +95,7 @@ __all__ = [
     "run_verifier",
 ]
 
+_log = logging.getLogger(__name__)
 _DEFAULT_DRAFT = DraftSection().model
 _T = TypeVar("_T")
 Prompt = str | Sequence[int]
@@ -267,6 +271,8 @@ class Agent:
         """``config`` has every setting there is; ``connect`` takes the usual ones by name."""
         self.config = config or AgentConfig()
         self._device: DeviceAgent | None = None
+        self._connections: Connections | None = None
+        self._warming: asyncio.Task[None] | None = None
         self._loading = asyncio.Lock()
         self._is_closed = False
 
@@ -280,6 +286,10 @@ class Agent:
     async def load(self) -> None:
         """Load the draft model, without holding up the event loop. A second call does nothing.
 
+        The connections to the verifiers are opened meanwhile, and kept open until ``close``
+        (``AgentConfig.keep_warm_s``), so that the first text need not wait for them. A verifier
+        that does not answer yet is logged, and is no error.
+
         Raises:
             SetupError: Something is not installed.
             ValueError: A setting or a file cannot be used; the message names it.
@@ -291,7 +301,17 @@ class Agent:
             raise RuntimeError("the agent is closed")
         async with self._loading:
             if self._device is None:
-                self._device = await asyncio.to_thread(_build, self.config)
+                wants_texts = takes_target_texts(self.config)
+                connections = Connections(self.config, with_texts=wants_texts)
+                connections.start()
+                try:
+                    device = await asyncio.to_thread(_build, self.config, connections)
+                except BaseException:
+                    await connections.close()
+                    raise
+                connections.keep_warm()
+                self._device, self._connections = device, connections
+                self._warming = asyncio.create_task(_warm_up(device, connections))
             return self._device
 
     async def generate(
@@ -428,8 +448,13 @@ class Agent:
         self._is_closed = True
         async with self._loading:
             device, self._device = self._device, None
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
         if device is not None:
             await device.close()
+        if self._connections is not None:
+            await self._connections.close()
 
     async def __aenter__(self) -> Self:
         await self.load()
@@ -468,8 +493,6 @@ class Agent:
             await chunks.aclose()
 
     async def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> _ChatPrompt:
-        from edgespec.device.borrowed_tokenizer import BorrowingAgent
-
         device = await self._loaded()
         reference = tokenizer_reference(self.config)
         if isinstance(device, BorrowingAgent):
@@ -488,10 +511,19 @@ class _ChatPrompt:
     tokenizer: PromptTokenizer
 
 
-def _build(config: AgentConfig) -> DeviceAgent:
-    from edgespec.device.borrowed_tokenizer import BorrowingAgent, takes_target_texts
+def _build(config: AgentConfig, connections: Connections) -> DeviceAgent:
+    if takes_target_texts(config):
+        return BorrowingAgent(config, connections=connections)
+    return build_agent(config, lease=connections.lease)
 
-    return BorrowingAgent(config) if takes_target_texts(config) else build_agent(config)
+
+async def _warm_up(device: DeviceAgent, connections: Connections) -> None:
+    """Greet the verifiers before the first prompt. Log each that does not answer, once."""
+    answers = (await connections.answers()).values()
+    for answer in answers:
+        if answer.error is not None:
+            _log.warning("%s; the first generation tries again", answer.why)
+    await device.warm_up()
 
 
 def _write_prompt(
@@ -554,8 +586,9 @@ def connect(
 ) -> Agent:
     """Return an agent for the verifier at ``address``. Use it as ``async with``.
 
-    Nothing is loaded or sent before the first use. Every other setting is in ``AgentConfig``, from
-    which ``Agent(config)`` makes an agent.
+    Nothing is loaded or sent before the first use, which ``async with`` is: it loads the draft and
+    opens the connections. Every other setting is in ``AgentConfig``, from which ``Agent(config)``
+    makes an agent.
 
     Args:
         address: ``host:port`` or ``unix:path``, or several of them: the best is used, and if it

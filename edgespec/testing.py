@@ -161,6 +161,14 @@ class LoopbackTransport:
             raise LinkError(self._refusal)
         return self._info()
 
+    async def call_unary(self, name: str, request: bytes) -> bytes:
+        """Raise ``LinkError``: a loopback serves streams only."""
+        raise LinkError(f"a loopback has no {name}", retryable=False)
+
+    def renew(self) -> None:
+        """Lose every stream, as on a new connection."""
+        self.cut("the connection was replaced")
+
     async def close(self) -> None:
         """End all streams, and wait until ``serve`` has returned for each."""
         self.refuse("the loopback was closed here")

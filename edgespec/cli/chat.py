@@ -34,6 +34,7 @@ from edgespec.core.protocol.checks import is_unicode, make_one_line, make_printa
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import takes_target_texts
+from edgespec.device.connections import Connections
 from edgespec.device.status import StatusSource
 from edgespec.models.tokenizer import render_chat
 
@@ -459,8 +460,11 @@ def chat(
             runner.end, [one for one in STOPPING_SIGNALS if one is not signal.SIGINT]
         ),
         trace_to(settings.trace, settings.trace_tokens) as tracer,
+        contextlib.ExitStack() as leaving,
     ):
-        settings, info = runner.run(device.choose_verifier(settings))
+        connections = Connections(settings, with_texts=takes_target_texts(settings))
+        leaving.callback(lambda: runner.run(connections.close()))
+        settings, info = runner.run(device.choose_verifier(settings, connections))
         settings = device.with_bundled_sampling(settings, info)
         tokenizer = _chat_tokenizer(settings, info.name)
         record, kept = Record(info.name), None
@@ -472,8 +476,11 @@ def chat(
             if record.model and record.model != info.name:
                 say(f"(its earlier replies are by {make_one_line(record.model)})")
         with stopping_at_once():
-            agent = build.build_agent(settings, tracer=tracer, say=say, target=info)
+            agent = build.build_agent(
+                settings, tracer=tracer, say=say, target=info, lease=connections.lease
+            )
         try:
+            runner.run(_warm_up(agent, connections))
             status = StatusSource(
                 agent, tuple(map(build.with_port, settings.verifiers)), __version__
             )
@@ -490,6 +497,12 @@ def chat(
             _converse(conversation)
         finally:
             runner.run(agent.close())
+
+
+async def _warm_up(agent: Agent, connections: Connections) -> None:
+    """Keep the connections open while the user types."""
+    connections.keep_warm()
+    await agent.warm_up()
 
 
 def _converse(conversation: Conversation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -29,7 +30,8 @@ from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, VerifierIn
 from edgespec.device import build
 from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import takes_target_texts, with_tokenizer
-from edgespec.device.prober import ProbeResult
+from edgespec.device.connections import Connections
+from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.models.folders import BUNDLED
 
 _KINDS = {
@@ -265,15 +267,21 @@ _UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (fail
 """Messages of gRPC for a host name that cannot be resolved."""
 
 
-async def choose_verifier(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+async def choose_verifier(
+    config: AgentConfig, connections: Connections | None = None
+) -> tuple[AgentConfig, ModelInfo]:
     """Return ``config`` for the verifiers that answer and fit, and the model that they serve.
 
     If there are several, the chosen one is printed and comes first. The target's tokenizer and chat
     template come from it (``with_tokenizer``). A wrong address is noticed here, before the session
-    would try to reconnect for some time. Raises ``SetupError``, which says what to run."""
+    would try to reconnect for some time. ``connections`` are used, or some for this call alone.
+    Raises ``SetupError``, which says what to run."""
+    if connections is None:
+        async with Connections(config, with_texts=takes_target_texts(config)) as own:
+            return await choose_verifier(config, own)
     if len(config.verifiers) > 1:
-        return await _choose(config)
-    ((address, answer),) = (await build.probe_verifiers(config)).items()
+        return await _choose(config, connections)
+    ((address, answer),) = (await connections.answers()).items()
     if answer.info is None:
         raise SetupError(no_verifier_message(address, answer.error or LinkError("")))
     with stopping_at_once():  # it may download a tokenizer from the Hub
@@ -281,31 +289,33 @@ async def choose_verifier(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     if why:
         raise SetupError(why)
     info = answer.info.find_model(config.model) or answer.info.model
-    return await _with_texts(config, info, address), info
+    return await _with_texts(config, info, address, connections), info
 
 
-async def can_reach_verifier(config: AgentConfig) -> bool:
-    """Return whether a verifier of ``config`` answers a probe, if only with a refusal."""
-    answers = (await build.probe_verifiers(config)).values()
+async def can_reach_verifier(connections: Connections) -> bool:
+    """Return whether a verifier answers a greeting, if only with a refusal."""
+    answers = (await connections.answers()).values()
     return any(one.error is None or not one.error.retryable for one in answers)
 
 
-async def _with_texts(config: AgentConfig, info: ModelInfo, address: str) -> AgentConfig:
+async def _with_texts(
+    config: AgentConfig, info: ModelInfo, address: str, connections: Connections
+) -> AgentConfig:
     """Return ``config`` with the tokenizer and chat template of the target ``info``. Raises
     ``SetupError`` if the draft does not fit them."""
     with stopping_at_once():
         config = build.with_pulled_draft(config, info, say)
-    config = await with_tokenizer(config, info, say, address)
+    config = await with_tokenizer(config, info, say, address, connections)
     with stopping_at_once():
         build.check_draft(config, info)
     return config
 
 
-async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+async def _choose(config: AgentConfig, connections: Connections) -> tuple[AgentConfig, ModelInfo]:
     """Choose among several verifiers. The result lists those that fit, in the order of the
     association, and then those that did not answer and may come back. All that fit have the
     vocabulary of the first one."""
-    answers = await build.probe_verifiers(config, timed=True)
+    answers = await _timed_answers(connections)
     with stopping_at_once():
         whys = {
             address: one.why if one.info is None else explain_misfit(config, one.info, "it")
@@ -317,7 +327,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         order, info, rtt_s = _rank_addresses(config, answers, left_out)
         model = info.find_model(config.model) or info.model
         try:
-            found = await _with_texts(config, model, order[0])
+            found = await _with_texts(config, model, order[0], connections)
             break
         except SetupError as error:  # another verifier may fit
             left_out[order[0]] = str(error)
@@ -341,6 +351,21 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         f" {info.sessions} of {info.max_sessions} sessions"
     )
     return replace(found, association=Association.LISTED), model
+
+
+async def _timed_answers(connections: Connections) -> dict[str, ProbeResult]:
+    """Return the answers of all verifiers, with the round trips of those that answered the
+    greeting. It is measured by a second call, since the first one also connects."""
+    answers = await connections.answers()
+    links = {
+        address: connections.lease(address)
+        for address, one in answers.items()
+        if one.info is not None
+    }
+    try:
+        return answers | await probe_all(links)
+    finally:
+        await asyncio.gather(*(one.close() for one in links.values()))
 
 
 def _rank_addresses(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,18 +14,31 @@ import typer
 
 from edgespec.cli import device
 from edgespec.cli import options as opts
-from edgespec.cli.running import run, say, stopping_at_once, trace_to
+from edgespec.cli.running import load_in_thread, run, say, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
+from edgespec.config.common import SetupError
 from edgespec.config.files import read_text
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
+from edgespec.core.protocol.errors import ConnectError
 from edgespec.core.protocol.messages import EXACT_RULE
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
+from edgespec.device.agent import Agent
+from edgespec.device.borrowed_tokenizer import (
+    OutdatedError,
+    confirmed_chunks,
+    recall_target,
+    takes_target_texts,
+)
 from edgespec.device.build import (
     build_agent,
     load_tokenizer,
     open_local_model,
     tokenizer_reference,
 )
+from edgespec.device.connections import Connections
+from edgespec.telemetry.trace import Tracer
 
 MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
@@ -85,7 +100,7 @@ def generate(
     view: device.View = device.TextView(device.should_use_color())
     if json_lines or logprobs:
         view = device.JsonView(settings.rule)
-    run(_generate(settings, _read_prompt(prompt), view, stats, logprobs))
+    run(_generate(settings, _Request(_read_prompt(prompt), view, stats, logprobs)))
 
 
 def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
@@ -109,47 +124,98 @@ def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint 
     raise ConfigError(f"{option} {path}: {why}")
 
 
-async def _generate(
-    config: AgentConfig, prompt: str, view: device.View, stats: bool, logprobs: int
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The request of the user."""
+
+    prompt: str
+    view: device.View
+    stats: bool
+    logprobs: int
+
+
+async def _generate(config: AgentConfig, request: _Request) -> None:
+    """Generate at a verifier, or with the fallback if none can be reached.
+
+    What the verifier answered to an earlier process is used at once, so that the prompt leaves
+    together with the greeting. If the answer is another one now, everything begins anew."""
+    async with Connections(config, with_texts=takes_target_texts(config)) as connections:
+        connections.start()
+        recalled = await load_in_thread(partial(recall_target, config, connections, say))
+        if recalled is not None:
+            confirming = asyncio.create_task(recalled.is_current(connections))
+            try:
+                await _stream_target(
+                    recalled.config, recalled.info, request, connections, confirming
+                )
+                return
+            except OutdatedError:
+                pass
+            except (ConnectError, SetupError, ValueError):
+                if await confirming:
+                    raise
+            finally:
+                confirming.cancel()
+                await asyncio.gather(confirming, return_exceptions=True)
+        if config.fallback and not await device.can_reach_verifier(connections):
+            await _generate_here(config, request)
+            return
+        config, info = await device.choose_verifier(config, connections)
+        await _stream_target(config, info, request, connections)
+
+
+async def _stream_target(
+    config: AgentConfig,
+    info: ModelInfo,
+    request: _Request,
+    connections: Connections,
+    confirming: asyncio.Task[bool] | None = None,
 ) -> None:
-    if config.fallback and not await device.can_reach_verifier(config):
-        await _generate_here(config, prompt, view, stats, logprobs)
-        return
-    config, info = await device.choose_verifier(config)
-    config = device.with_bundled_sampling(config, info)
-    tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
-    device.check_prompt(tokens, info)
+    """Show the output of the target ``info``. Nothing is shown before ``confirming`` is true.
+    Raises ``OutdatedError`` if it is false. Other errors may come before."""
+
+    def load(tracer: Tracer | None) -> tuple[Sequence[int], SamplingParams, Agent]:
+        fitting = device.with_bundled_sampling(config, info)
+        tokens = load_tokenizer(tokenizer_reference(fitting)).encode(request.prompt)
+        device.check_prompt(tokens, info)
+        agent = build_agent(fitting, tracer=tracer, say=say, target=info, lease=connections.lease)
+        return tokens, fitting.sampling, agent
+
     with trace_to(config.trace, config.trace_tokens) as tracer:
-        with stopping_at_once():
-            loaded = build_agent(config, tracer=tracer, say=say, target=info)
+        tokens, sampling, loaded = await load_in_thread(partial(load, tracer))
         async with loaded as agent:
-            generation = agent.generate(tokens, config.sampling, logprobs=logprobs)
-            progress = await device.stream(generation, view)
-            if stats:
+            generation = agent.generate(tokens, sampling, logprobs=request.logprobs)
+            if confirming is not None:
+                generation = confirmed_chunks(generation, confirming)
+            progress = await device.stream(generation, request.view)
+            if request.stats:
                 say(device.describe_generation(progress, agent.stats))
-            elif sys.stdout.isatty() and sys.stderr.isatty() and isinstance(view, device.TextView):
-                device.report_drafting(progress, agent.stats, color=view.color, explain=view.color)
+            elif (
+                sys.stdout.isatty()
+                and sys.stderr.isatty()
+                and isinstance(request.view, device.TextView)
+            ):
+                color = request.view.color
+                device.report_drafting(progress, agent.stats, color=color, explain=color)
 
 
-async def _generate_here(
-    config: AgentConfig, prompt: str, view: device.View, stats: bool, logprobs: int
-) -> None:
+async def _generate_here(config: AgentConfig, request: _Request) -> None:
     """Let the fallback of ``config`` continue the prompt. Raises ``ConfigError`` for what it cannot
     do."""
     with stopping_at_once():
         local = open_local_model(config, say)
     try:
         away = f"no verifier can be reached, and {local.answered_by}"
-        if logprobs:
+        if request.logprobs:
             raise ConfigError(f"--logprobs: {away} computes no scores")
         if config.rule != EXACT_RULE:
             raise ConfigError(f"--rule {config.rule}: {away} judges no drafts")
         say(f"no verifier can be reached: this text is by {local.answered_by}")
-        if isinstance(view, device.JsonView):
-            view.answered_by = local.answered_by
-        generation = local.generate(local.tokenizer.encode(prompt), config.sampling)
-        progress = await device.stream(generation, view)
-        if stats:
+        if isinstance(request.view, device.JsonView):
+            request.view.answered_by = local.answered_by
+        generation = local.generate(local.tokenizer.encode(request.prompt), config.sampling)
+        progress = await device.stream(generation, request.view)
+        if request.stats:
             say(device.describe_generation(progress, None))
     finally:
         local.close()

@@ -277,7 +277,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Let a stopping signal end the process at once in this block, in which nothing is awaited.
+    """Let a stopping signal end the process at once in this block, which loads something.
 
     Loading and downloading block the event loop, so its signal handlers would not run. A folder
     that is half written is removed by the next start. The first process of a container needs a
@@ -287,6 +287,13 @@ def stopping_at_once() -> Iterator[None]:
         (lambda number, _: os._exit(128 + number)) if is_first else signal.SIG_DFL
     ):
         yield
+
+
+async def load_in_thread(load: Callable[[], _T]) -> _T:
+    """Return what ``load`` returns, which is called in a thread. The event loop goes on, so
+    connections are made meanwhile. A stopping signal ends the process at once."""
+    with stopping_at_once():
+        return await asyncio.to_thread(load)
 
 
 @contextmanager

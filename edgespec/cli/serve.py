@@ -41,13 +41,13 @@ from edgespec.device.borrowed_tokenizer import (
     takes_target_texts,
     with_tokenizer,
 )
+from edgespec.device.connections import Connections
 from edgespec.device.local_model import LocalModel
 from edgespec.device.prober import VerifierMonitor
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
-from edgespec.wire.access import load_device_access
 from edgespec.worker_pool import exit_despite_stuck_work
 
 _MAX_NAMES = 8
@@ -71,29 +71,52 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer | None) -> Non
             " everybody"
         )
     with running.listen(host, config.endpoint.port) as listeners:
-        target: ModelInfo | None = None
-        if borrows_tokenizer(config):
-            async with _answering_waiting(config, key, listeners):
-                config, target = await _with_lent_tokenizer(config)
-        elif takes_target_texts(config):
-            config, target = await _with_target_texts(config)
-        lacks_texts = takes_target_texts(config)  # no verifier has answered yet
-        with running.stopping_at_once():  # it may download a tokenizer from the Hub
-            tokenizer = build.load_tokenizer(build.tokenizer_reference(config))
-        current = [config]
-        async with _open_watch(current) as watch:
-            with running.stopping_at_once():
-                agent: Agent
-                # It is loaded first, so that a memory budget counts it.
-                fallback = build.load_fallback(config, running.say)
-                how: dict[str, Any] = {"tracer": tracer, "say": running.say, "beside": fallback}
-                if lacks_texts:
-                    agent = BorrowingAgent(config, **how)
-                else:
-                    agent = build.build_agent(config, target=target, **how)
-            async with agent:
+        async with Connections(config, with_texts=takes_target_texts(config)) as connections:
+            connections.start()
+            connections.keep_warm()
+            await _serve_on(listeners, key, config, tracer, connections)
+
+
+async def _serve_on(
+    listeners: Sequence[socket.socket],
+    key: str,
+    config: AgentConfig,
+    tracer: Tracer | None,
+    connections: Connections,
+) -> None:
+    target: ModelInfo | None = None
+    if borrows_tokenizer(config):
+        async with _answering_waiting(config, key, listeners):
+            config, target = await _with_lent_tokenizer(config, connections)
+    elif takes_target_texts(config):
+        config, target = await _with_target_texts(config, connections)
+    lacks_texts = takes_target_texts(config)  # no verifier has answered yet
+    with running.stopping_at_once():  # it may download a tokenizer from the Hub
+        tokenizer = build.load_tokenizer(build.tokenizer_reference(config))
+    current = [config]
+    async with _open_watch(current, connections) as watch:
+        with running.stopping_at_once():
+            agent: Agent
+            # It is loaded first, so that a memory budget counts it.
+            fallback = build.load_fallback(config, running.say)
+            how: dict[str, Any] = {
+                "tracer": tracer,
+                "say": running.say,
+                "beside": fallback,
+            }
+            if lacks_texts:
+                agent = BorrowingAgent(config, connections=connections, **how)
+            else:
+                lease = connections.lease
+                agent = build.build_agent(config, target=target, lease=lease, **how)
+        async with agent:
+            warming = asyncio.create_task(agent.warm_up())
+            try:
                 with _opened_fallback(fallback, agent) as local:
                     await _serve(current, key, agent, tokenizer, watch, listeners, local)
+            finally:
+                warming.cancel()
+                await asyncio.gather(warming, return_exceptions=True)
 
 
 async def _serve(
@@ -202,15 +225,15 @@ async def _answering_waiting(
 
 
 @asynccontextmanager
-async def _open_watch(current: Sequence[AgentConfig]) -> AsyncIterator[VerifierMonitor]:
+async def _open_watch(
+    current: Sequence[AgentConfig], connections: Connections
+) -> AsyncIterator[VerifierMonitor]:
     """Yield a watch over the verifiers, which has probed each of them once.
 
     ``current`` holds one configuration, which is exchanged when the target's tokenizer arrives.
     Raises ``SetupError`` if none of the verifiers can ever be used."""
-    access = load_device_access(current[0])
-    addresses = [build.with_port(one) for one in current[0].verifiers]
     watch = VerifierMonitor(
-        {one: build.connect(one, access=access) for one in addresses},
+        {one: connections.lease(one) for one in connections.addresses},
         lambda info: explain_misfit(current[0], info, "the verifier"),
     )
     try:
@@ -228,11 +251,13 @@ def _check_usable(watch: VerifierMonitor) -> None:
         raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
 
 
-async def _with_target_texts(config: AgentConfig) -> tuple[AgentConfig, ModelInfo | None]:
+async def _with_target_texts(
+    config: AgentConfig, connections: Connections
+) -> tuple[AgentConfig, ModelInfo | None]:
     """Return ``config`` with the tokenizer and chat template of the first verifier that answers and
     fits, and the model that it serves. If none answers, ``config`` is returned as it is. Raises
     ``SetupError`` if none of the verifiers can ever be used."""
-    answers, whys = await build.probe_verifiers(config), list[str]()
+    answers, whys = await connections.answers(), list[str]()
     for address, answer in answers.items():
         model = None if answer.info is None else answer.info.find_model(config.model)
         if model is None:
@@ -240,7 +265,7 @@ async def _with_target_texts(config: AgentConfig) -> tuple[AgentConfig, ModelInf
         try:
             with running.stopping_at_once():
                 found = build.with_pulled_draft(config, model, running.say)
-            found = await with_tokenizer(found, model, running.say, address)
+            found = await with_tokenizer(found, model, running.say, address, connections)
             with running.stopping_at_once():
                 build.check_draft(found, model)
         except SetupError as error:
@@ -254,10 +279,12 @@ async def _with_target_texts(config: AgentConfig) -> tuple[AgentConfig, ModelInf
     return config, None
 
 
-async def _with_lent_tokenizer(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+async def _with_lent_tokenizer(
+    config: AgentConfig, connections: Connections
+) -> tuple[AgentConfig, ModelInfo]:
     """Wait for a verifier, and return ``config`` with its tokenizer, and the model that it serves.
     Raises ``SetupError`` if it lends none."""
-    async with _open_watch([config]) as watch:
+    async with _open_watch([config], connections) as watch:
         if not watch.ready:
             running.say("no verifier answers yet; waiting for one, whose tokenizer is needed")
             running.say("(neither draft.model nor tokenizer names a tokenizer on this device)")
@@ -265,7 +292,10 @@ async def _with_lent_tokenizer(config: AgentConfig) -> tuple[AgentConfig, ModelI
             for address, info in watch.infos.items():
                 if (model := info.find_model(config.model)) is not None:
                     with suppress(LinkError):  # the verifier has gone again
-                        return await with_tokenizer(config, model, running.say, address), model
+                        found = await with_tokenizer(
+                            config, model, running.say, address, connections
+                        )
+                        return found, model
             await asyncio.sleep(_RETRY_S)
             watch.infos.clear()
             await watch.refresh()

@@ -292,6 +292,11 @@ class AgentConfig:
     environment wins over it."""
     insecure: bool = False
     """Send the API key even over a link on which others can read it."""
+    keep_warm_s: float = advanced_field(range_field(45.0, 0.0, 3600.0))
+    """Seconds without use after which a program that waits for requests calls its verifier, so that
+    proxies and address translators on the way keep the connection open: ALB and nginx close one
+    after 60 to 75 s. Each call has 290 bytes over TLS. 0 makes no such calls; then the first
+    token after a pause may take a few more round trips."""
     endpoint: EndpointSection = field(default_factory=EndpointSection)
     record: str = ""
     """Record outputs as token ids in this file, readable by you alone. ``--draft-corpus`` drafts

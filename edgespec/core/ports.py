@@ -334,6 +334,16 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
+class Connection(Transport, Protocol):
+    """A transport over one connection, on which a device also borrows texts of the target."""
+
+    async def call_unary(self, name: str, request: bytes) -> bytes:
+        """Make one unary call of the service, such as ``Tokenizer``. Raises ``LinkError``."""
+
+    def renew(self) -> None:
+        """Use a new connection from now on. What runs on the old one breaks."""
+
+
 ServeStream = Callable[[VerifierStream], Awaitable[None]]
 """Called by a server transport for each stream that a device opens."""
 

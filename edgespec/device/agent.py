@@ -549,6 +549,12 @@ class Agent:
             raise GenerationError(f"{found}: a link broke, try again")
         return tuple(scores)
 
+    async def warm_up(self) -> None:
+        """Learn of the verifiers before the first generation has to choose one. Never raises: a
+        failure meets the first generation again."""
+        if isinstance(self.transport, VerifierPool):
+            await self.transport.warm_up()
+
     async def _prepare(self) -> None:
         """Prepare the agent before each generation. Raises ``GenerationError`` if that fails."""
 

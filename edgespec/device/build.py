@@ -32,7 +32,7 @@ from edgespec.core.device.memory import (
 )
 from edgespec.core.guarded_drafter import Restrictable
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.ports import PREFILL_CHUNK, Drafter, ModelInfo, Transport
+from edgespec.core.ports import PREFILL_CHUNK, Connection, Drafter, ModelInfo, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import EarlierTexts, TextTables
 from edgespec.device import verifier_pool as vp
@@ -71,6 +71,8 @@ _MAX_CONTEXT_LENGTH = 1 << 20
 _MAX_LEADERS = 4096
 
 Say = Callable[[str], None]
+Lease = Callable[..., Transport]
+"""Returns a transport that shares a connection (``Connections.lease``)."""
 PromptTokenizer = model_source.PromptTokenizer
 
 
@@ -127,7 +129,7 @@ def connect(
     link: LinkSection | None = None,
     access: DeviceAccess | None = None,
     server_name: str = "",
-) -> Transport:
+) -> Connection:
     """Return a transport to the verifier at ``address``, behind an emulated link if one is
     configured.
 
@@ -179,11 +181,13 @@ def build_agent(
     say: Say | None = None,
     target: ModelInfo | None = None,
     beside: Fallback | None = None,
+    lease: Lease | None = None,
 ) -> Agent:
-    """Return a ready agent; it connects at its first generation.
+    """Return a ready agent.
 
     ``target`` is the model that its verifier serves, or None if that is not known. ``beside`` is
-    a model that was loaded before. Raises the errors of ``load_drafter`` and
+    a model that was loaded before. The transports come from ``lease``; without it the agent
+    connects by itself at its first generation. Raises the errors of ``load_drafter`` and
     ``find_translation``."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     if config.draft.memory_budget:
@@ -197,7 +201,7 @@ def build_agent(
         say(describe_pair(pair))
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_grammar_reader(reference)
     return Agent(
-        verifier_transport(config),
+        verifier_transport(config, lease),
         drafter,
         encode,
         stream,
@@ -482,16 +486,21 @@ def _find_ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[
     )
 
 
-def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
-    """Return a transport to the only verifier of ``config``, or a pool of several.
+def verifier_transport(
+    config: AgentConfig, lease: Lease | None = None
+) -> Transport | vp.VerifierPool:
+    """Return a transport to the only verifier of ``config``, or a pool of several, by ``lease`` or
+    on connections of their own.
 
     One name may stand for several verifiers. Raises ``ConfigError`` if others could read the API
     key."""
-    access = load_device_access(config)
     addresses = tuple(map(with_port, config.verifiers))
-    for address in addresses:
-        access.key_for(address)
-    connect_to = partial(connect, link=config.link, access=access)
+    connect_to = lease
+    if connect_to is None:
+        access = load_device_access(config)
+        for address in addresses:
+            access.key_for(address)
+        connect_to = partial(connect, link=config.link, access=access)
     if len(addresses) == 1 and not vp.is_name(addresses[0]):
         return connect_to(addresses[0])
     failover = Failover(config.failover, config.association, secrets.randbits(32))

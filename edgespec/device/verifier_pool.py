@@ -60,6 +60,12 @@ class VerifierPool:
         self._transports = self._transports or await self._directory.find()
         return self._transports
 
+    async def warm_up(self) -> None:
+        """Connect to all verifiers and probe them, without waiting for the answers."""
+        self._transports = await self._directory.find()
+        self.handle(ev.Known(tuple(self._transports)))
+        self.handle(ev.Expected())
+
     async def close(self) -> None:
         """Cancel all work and close the transports."""
         if self._timer is not None:
@@ -408,18 +414,26 @@ class VerifierDirectory:
         self._addresses: dict[str, tuple[str, ...]] = {}
         """Addresses of each name at its latest lookup."""
         self._looked_up_at: float | None = None
+        self._looking_up: asyncio.Future[list[None]] | None = None
+        """Lookups that no generation waits for."""
 
     async def find(self, *, fresh: bool = False) -> Mapping[str, Transport]:
         """Return a transport for each address.
 
         If a name cannot be looked up, its earlier addresses are used, or the name itself; then gRPC
         reports the error. Transports of addresses that are gone are closed once they are idle.
-        ``fresh`` requests a new lookup because no address answered."""
+        Addresses that are old are used once more while the names are looked up again, so that no
+        generation waits for the resolver. ``fresh`` waits for a new lookup because no address
+        answered."""
         now, names = self._clock(), [one for one in self._verifiers if is_name(one)]
         age_s = None if self._looked_up_at is None else now - self._looked_up_at
         if names and (age_s is None or age_s > (RETRY_LOOKUP_S if fresh else LOOKUP_LIFETIME_S)):
             self._looked_up_at = now
-            await asyncio.gather(*(self._find_name(name) for name in names))
+            looking_up = asyncio.gather(*(self._find_name(name) for name in names))
+            if age_s is None or fresh:
+                await looking_up
+            else:
+                self._looking_up = looking_up
         transports: dict[str, Transport] = {}
         for verifier in self._verifiers:
             addresses = self._addresses.get(verifier, ())
@@ -434,6 +448,9 @@ class VerifierDirectory:
         return transports
 
     async def close(self) -> None:
+        if self._looking_up is not None:
+            self._looking_up.cancel()
+            await asyncio.gather(self._looking_up, return_exceptions=True)
         transports, self._transports = self._transports, {}
         await asyncio.gather(*(one.close() for one in transports.values()), *self._closing)
 

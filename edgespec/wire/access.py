@@ -51,6 +51,8 @@ _EXPIRES_SOON_DAYS = 14
 KEY_HEADER: Final = "authorization"
 """Header (gRPC metadata) in which a device sends its API key, behind ``KEY_SCHEME``."""
 KEY_SCHEME: Final = "Bearer"
+ALPN: Final = "h2"
+"""Name of HTTP/2 in the TLS handshake."""
 
 
 # --- look-up of API keys --------------------------------------------------------------------------
@@ -320,6 +322,8 @@ class DeviceAccess:
     shows_certificate: bool = False
     server_name: str = ""
     """Name that the verifier's certificate must carry. If empty, it is the host of its address."""
+    tls_context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    """The settings of ``credentials`` for connections that are made without gRPC."""
 
     def key_for(self, address: str) -> str:
         """Return the API key to send to ``address``. Raises ``ConfigError`` if others could read
@@ -373,23 +377,26 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
         return DeviceAccess()
     import grpc
 
-    check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols([ALPN])
     roots = certificate_pem = key_pem = None
     if tls.ca:
         roots = _read(ca := checked_path(tls.ca))
         try:
-            check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
+            context.load_verify_locations(cadata=roots.decode("ascii", "replace"))
         except ssl.SSLError as error:
             raise ConfigError(f"{ca}: holds no PEM certificate: {error.reason}") from None
     elif system_roots := ssl.get_default_verify_paths().cafile:
         # OpenSSL would trust these here. Without them, gRPC uses the ones that it brings along.
         roots = _read(Path(system_roots))
+    if not tls.ca:
+        context.load_default_certs()
     if tls.client_cert:
         certificate_path = checked_path(tls.client_cert)
         key_path = checked_path(tls.client_key, secret=True)
         certificate_pem, key_pem = _read(certificate_path), _read(key_path)
         try:
-            check.load_cert_chain(certificate_path, key_path, password="")
+            context.load_cert_chain(certificate_path, key_path, password="")
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 why = f"the key does not belong to the certificate in {certificate_path}"
@@ -401,6 +408,7 @@ def load_tls_access(tls: DeviceTlsSection) -> DeviceAccess:
         credentials=credentials,
         shows_certificate=certificate_pem is not None,
         server_name=tls.server_name,
+        tls_context=context,
     )
 
 

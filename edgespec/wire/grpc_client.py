@@ -8,7 +8,7 @@ malformed message ends this stream with an error that names the fault.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -16,12 +16,13 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
-from edgespec.config.common import host_of
+from edgespec.config.common import host_of, is_loopback
 from edgespec.config.proxies import proxy_of_address
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
-from edgespec.wire import call_end, channel_options, codec
+from edgespec.wire import call_end, channel_options, codec, early_connection
 from edgespec.wire.access import KEY_HEADER, KEY_SCHEME, DeviceAccess
+from edgespec.wire.early_connection import EarlyConnection
 from edgespec.wire.shielded_call import ShieldedCall
 
 # Statuses that a second attempt would meet again.
@@ -45,8 +46,9 @@ class GrpcTransport:
     """Streams to the verifier at ``address`` ("host:port" or "unix:path").
 
     ``conversation`` is called at each connect and returns the hash by which a proxy may choose a
-    replica, or "". Raises ``ConfigError`` if others could read the API key of ``access`` on its
-    way."""
+    replica, or "". ``early`` lets the first requests leave before the verifier's HTTP/2 settings
+    have arrived; by default that is done for other machines that are reached without a proxy.
+    Raises ``ConfigError`` if others could read the API key of ``access`` on its way."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class GrpcTransport:
         *,
         limits: codec.WireLimits | None = None,
         conversation: Callable[[], str] = lambda: "",
+        early: bool | None = None,
     ) -> None:
         self.address, self._access = address, access or DeviceAccess()
         self.limits = limits or codec.WireLimits()
@@ -62,8 +65,13 @@ class GrpcTransport:
         self._metadata = ((KEY_HEADER, f"{KEY_SCHEME} {key}"),) if key else ()
         self._conversation = conversation
         self._channel: grpc.aio.Channel | None = None
+        self._sends_early = self._may_send_early() if early is None else early
+        self._early: EarlyConnection | None = None
+        """The connection that is used until the channel is ready."""
         self._streams: set[GrpcDeviceStream] = set()
         self._lingering: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        """Closings of connections that ``renew`` has replaced."""
         self._calls = 0
         """Number of calls that are under way, to open a stream or for a unary request."""
         self._closed = False
@@ -74,20 +82,25 @@ class GrpcTransport:
 
     async def connect(self) -> DeviceStream:
         """Open a stream. Raises ``LinkError`` naming the address and the reason."""
-        method: Any = self._get_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
             metadata = (*metadata, (CONVERSATION_HEADER, conversation))
-        call = method(metadata=metadata)
+        call: Any = None
+        early: EarlyConnection | None = None
         try:
             with self._counted_call("connect"):
                 # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
                 async with asyncio.timeout(CALL_TIMEOUT_S):
+                    channel, early = await self._choose_channel()
+                    method: Any = channel.stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
+                    call = method(metadata=metadata)
                     await call.wait_for_connection()
         except BaseException:
-            call.cancel()
+            if call is not None:
+                call.cancel()
+            self._leave_early(early)
             raise
-        stream = GrpcDeviceStream(self, call)
+        stream = GrpcDeviceStream(self, call, early)
         self._streams.add(stream)
         return stream
 
@@ -100,9 +113,26 @@ class GrpcTransport:
 
     async def call_unary(self, name: str, request: bytes) -> bytes:
         """Make one unary call of the service, such as ``Tokenizer``. Raises ``LinkError``."""
-        method: Any = self._get_channel().unary_unary(f"/{codec.SERVICE}/{name}", None, None)
-        with self._counted_call(name.lower()):
-            return bytes(await method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+        early: EarlyConnection | None = None
+        try:
+            with self._counted_call(name.lower()):
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    channel, early = await self._choose_channel()
+                    method: Any = channel.unary_unary(f"/{codec.SERVICE}/{name}", None, None)
+                    call = method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+                    return bytes(await call)
+        finally:
+            self._leave_early(early)
+
+    def renew(self) -> None:
+        """Use a new connection from now on. The old one is closed, and what runs on it breaks.
+
+        Call this where the old connection is probably dead, such as after the machine has slept. A
+        dead connection would otherwise hold the next call until its pings are lost."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._close_later(channel.close(None))
+        self._drop_early()
 
     async def close(self) -> None:
         """End all streams, after a moment in which sent messages may arrive."""
@@ -110,6 +140,8 @@ class GrpcTransport:
         for stream in tuple(self._streams):
             await stream.close()
         await asyncio.gather(*self._lingering)
+        self._drop_early()
+        await asyncio.gather(*self._closing)
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
@@ -130,7 +162,71 @@ class GrpcTransport:
         self._streams.discard(stream)
         task = asyncio.create_task(stream.linger())
         self._lingering.add(task)
-        task.add_done_callback(self._lingering.discard)
+
+        def end_linger(task: asyncio.Task[None]) -> None:
+            self._lingering.discard(task)
+            self._leave_early(stream.early)
+
+        task.add_done_callback(end_linger)
+
+    def _may_send_early(self) -> bool:
+        host = host_of(self.address)
+        is_far = bool(host) and not is_loopback(host) and not self.address.startswith("dns:")
+        return (
+            early_connection.IS_SUPPORTED
+            and is_far
+            and proxy_of_address(self.address, self._access.server_name) is None
+        )
+
+    async def _choose_channel(self) -> tuple[grpc.aio.Channel, EarlyConnection | None]:
+        """Return the channel for the next call, and the early connection if it is that one's. Then
+        the caller must pass it to ``_leave_early`` at the end of the call."""
+        channel = self._get_channel()
+        ready = grpc.ChannelConnectivity.READY
+        if not self._sends_early or channel.get_state(try_to_connect=True) is ready:
+            return channel, None
+        early = self._early
+        if early is None or (early.opened.done() and not early.is_usable):
+            self._drop_early()
+            options = channel_options.client_options(self.limits, CALL_TIMEOUT_S)
+            early = EarlyConnection(self.address, self._access, options, CALL_TIMEOUT_S)
+            self._early = early
+        early.uses += 1
+        try:
+            if not early.opened.done():
+                usual = asyncio.ensure_future(channel.channel_ready())
+                try:
+                    await asyncio.wait((early.opened, usual), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    usual.cancel()
+                    await asyncio.gather(usual, return_exceptions=True)
+            if early.is_usable:
+                return early.channel, early
+        except BaseException:
+            self._leave_early(early)
+            raise
+        self._leave_early(early)
+        return channel, None
+
+    def _leave_early(self, early: EarlyConnection | None) -> None:
+        """End one use of an early connection. Close it if it has no other, and the usual one has
+        taken its place."""
+        if early is None:
+            return
+        early.uses -= 1
+        if early is self._early and not early.uses and self._channel is not None:
+            if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+                self._drop_early()
+
+    def _drop_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            self._close_later(early.close())
+
+    def _close_later(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _get_channel(self) -> grpc.aio.Channel:
         """Return the channel. It is made on first use, because it belongs to the running event
@@ -162,8 +258,8 @@ class GrpcDeviceStream:
     ``send`` and ``receive`` may be cancelled: a message is then sent or received whole, or not at
     all, and the order stays. One receiver at a time."""
 
-    def __init__(self, transport: GrpcTransport, call: Any) -> None:
-        self._transport, self._call = transport, call
+    def __init__(self, transport: GrpcTransport, call: Any, early: EarlyConnection | None) -> None:
+        self._transport, self._call, self.early = transport, call, early
         self._address, self._limits = transport.address, transport.limits
         self.verifier = transport.address
         self._reading: ShieldedCall[Any] = ShieldedCall()

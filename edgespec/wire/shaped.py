@@ -18,13 +18,13 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from edgespec.core.link_model import LinkModel
-from edgespec.core.ports import DeviceStream, LinkError, Transport
+from edgespec.core.ports import Connection, DeviceStream, LinkError
 from edgespec.core.protocol import messages as m
 from edgespec.wire.codec import ProtocolViolation, WireLimits, payload_bytes
 
@@ -33,11 +33,11 @@ _MAX_ITEMS: Final = 1024
 """Messages under way in each direction of a stream before a sender has to wait."""
 # Bytes of opening and closing: TCP's and HTTP/2's own packets.
 _HANDSHAKE_BYTES: Final = 64
-PLAIN_TRIPS: Final = 2
-"""Round trips before the first request leaves on a new connection without TLS: one for TCP's
-handshake, and one since gRPC waits for the server's HTTP/2 settings."""
-TLS_TRIPS: Final = 3
-"""The same with TLS 1.3, whose handshake takes another one."""
+PLAIN_TRIPS: Final = 1
+"""Round trips before the first request leaves on a new connection without TLS: the handshake of
+TCP. The request does not wait for the verifier's HTTP/2 settings (``early_connection.py``)."""
+TLS_TRIPS: Final = 2
+"""The same with TLS 1.3, whose handshake takes another one. With TLS 1.2 it would be two."""
 # Bytes of gRPC's message prefix, and of the header of the HTTP/2 DATA frame that carries it. Lower
 # layers (TLS records, TCP, IP) depend on how messages coalesce and are not estimated.
 FRAMING_BYTES: Final = 5 + 9
@@ -162,7 +162,7 @@ class ShapedTransport:
 
     def __init__(
         self,
-        inner: Transport,
+        inner: Connection,
         up: LinkModel,
         down: LinkModel,
         *,
@@ -191,11 +191,8 @@ class ShapedTransport:
         """Open a stream, at once on a connection that stands. Raises ``LinkError`` as ``inner``
         does."""
         await self._shake_hands()
-        try:
+        with self._noting_breaks():
             stream = _ShapedStream(await self._inner.connect(), self)
-        except LinkError:
-            self.note_break()
-            raise
         self._spawn(stream.pump_up())
         stream.reader = self._spawn(stream.pump_down())
         return stream
@@ -204,17 +201,39 @@ class ShapedTransport:
         """Return the verifier's description, a round trip later."""
         await self._shake_hands()
         await self.wait_until(self.up(_HANDSHAKE_BYTES))
-        try:
+        with self._noting_breaks():
             info = await self._inner.info()
-        except LinkError:
-            self.note_break()
-            raise
         await self.wait_until(self.down(_HANDSHAKE_BYTES))
         return info
+
+    async def call_unary(self, name: str, request: bytes) -> bytes:
+        """Make one unary call of the service, which takes its way up and its way down. Raises
+        ``LinkError`` as ``inner`` does."""
+        await self._shake_hands()
+        await self.wait_until(self.up(len(request) + FRAMING_BYTES))
+        with self._noting_breaks():
+            reply = await self._inner.call_unary(name, request)
+        await self.wait_until(self.down(len(reply) + FRAMING_BYTES))
+        return reply
+
+    def renew(self) -> None:
+        """Use a new connection from now on, which costs its handshakes."""
+        self.note_break()
+        self._inner.renew()
 
     def note_break(self) -> None:
         """Let the next use pay for a new connection."""
         self._is_connected = False
+
+    @contextmanager
+    def _noting_breaks(self) -> Iterator[None]:
+        """Note a break if the connection fails in this block. A refusal is none."""
+        try:
+            yield
+        except LinkError as error:
+            if error.retryable and not error.alive:
+                self.note_break()
+            raise
 
     async def close(self) -> None:
         """End all streams. Messages under way are lost."""

@@ -23,6 +23,7 @@ from edgespec.core.protocol import errors
 from edgespec.core.protocol import messages as m
 from edgespec.device.agent import Agent as DeviceAgent
 from edgespec.device.agent import AgentOptions, generation_error
+from edgespec.device.connections import Connections
 from edgespec.testing import TOKENIZER, LoopbackTransport, ScriptedVerifier
 from tests.kit.letters import LettersTokenizer
 from tests.kit.scripted_verifier import QUICK, connect_loopback
@@ -273,7 +274,7 @@ async def test_a_verifier_can_be_started_from_python() -> None:
 async def test_loading_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def load(config: edgespec.AgentConfig) -> DeviceAgent:
+    def load(config: edgespec.AgentConfig, connections: Connections) -> DeviceAgent:
         begun.set()
         assert go_on.wait(60.0)
         return DeviceAgent(

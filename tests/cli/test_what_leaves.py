@@ -34,6 +34,7 @@ print(urllib.request.urlopen(request).status)
 " "${line##* }"
 """
 LENT = "home/.cache/edgespec/tokenizers/*"
+REMEMBERED = "home/.cache/edgespec/verifiers/*"
 """The target's tokenizer files, which the verifier sends once."""
 SIMULATED = ("summary.json", "report.html", "*.csv", "*.json", "*.svg", "*.js", "*.jsonl")
 SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -44,7 +45,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"HOME=/dev/null/none edgespec generate Hello -n 8 {THE_ONE}\n"
         f"edgespec generate Hello -n 8 {THE_ONE} --record kept --draft-corpus kept\n"
         "stopped $verifier",
-        ("work/kept", "home/.cache/edgespec/corpus/*", LENT),
+        ("work/kept", "home/.cache/edgespec/corpus/*", LENT, REMEMBERED),
     ),
     "credentials": (
         "edgespec keys add me --file keys.yaml\nedgespec keys list --file keys.yaml\n"
@@ -54,13 +55,13 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "chat": (
         f"{VERIFIER}echo Hello | edgespec chat -n 8 {THE_ONE}\nstopped $verifier",
-        ("home/.local/state/edgespec/*", LENT),
+        ("home/.local/state/edgespec/*", LENT, REMEMBERED),
     ),
     "serve": (
         f"{VERIFIER}serving serve --port 0 {THE_ONE}\n{COMPLETION}stopped $!; stopped $verifier",
-        (LENT,),
+        (LENT, REMEMBERED),
     ),
-    "demo": ("edgespec demo", (LENT,)),
+    "demo": ("edgespec demo", (LENT, REMEMBERED)),
     "bench": ("edgespec bench --arms target-only,edgespec,both --limit 1 -n 8 --repeats 1", ()),
     "profile": ("edgespec profile --quick --out profile.json", ("work/profile.json",)),
     "export": (

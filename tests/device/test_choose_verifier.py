@@ -192,6 +192,7 @@ def test_several_come_from_the_environment_and_from_a_file(
     result = generate()
     assert (result.exit_code, result.stdout) == (0, text())
     monkeypatch.delenv("EDGESPEC_VERIFIER")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no verifier is remembered
     path = tmp_path / "agent.yaml"
     path.write_text(f"verifier: [{dead}, {address}]\nassociation: listed\n")
     result = generate("--config", path)

@@ -465,9 +465,32 @@ async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() 
     resolver.now += LOOKUP_LIFETIME_S + 1.0
     del resolver.names["pool"]  # the resolver fails, so the earlier addresses stay
     assert list(await directory.find()) == list(found)
+    await settle_lookup(directory)
+    assert list(await directory.find()) == list(found)
     assert resolver.asked == 3
     await directory.close()
     assert all(one.closed for one in {**first, **found}.values() if isinstance(one, Made))
+
+
+async def settle_lookup(directory: VerifierDirectory) -> None:
+    """Wait for a lookup that nothing else waits for."""
+    if directory._looking_up is not None:
+        await directory._looking_up
+
+
+async def test_a_resolver_that_does_not_answer_holds_up_no_generation() -> None:
+    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2"])
+    directory = resolver.directory("pool:1")
+    first = await directory.find()
+
+    async def look_up_for_ever(host: str, port: int) -> Sequence[str]:
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
+
+    directory._look_up = look_up_for_ever
+    resolver.now += LOOKUP_LIFETIME_S + 1.0
+    assert arguments_of(await directory.find()) == arguments_of(first)
+    await directory.close()
 
 
 async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses_them() -> None:
@@ -481,6 +504,8 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
 
     async def find() -> list[Made]:
         resolver.now += LOOKUP_LIFETIME_S + 1.0
+        await directory.find()  # this begins a lookup, whose result is used from then on
+        await settle_lookup(directory)
         found = [one for one in (await directory.find()).values() if isinstance(one, Made)]
         await asyncio.sleep(0)
         return found

@@ -1,14 +1,17 @@
 """Failover: moves the generations of a device from a lost verifier to another one.
 
 Theory of operation. A generation that needs a stream gets one from the best candidate
-(``known_verifiers.py``). If that one has not answered after a moment, the next one is dialed as
-well, and the first to answer is used (a hedged connect). The outcome of streams and probes drives
-the circuit breakers. When a generation's stream ends, ``Leave`` carries whether another verifier
-can be tried at once. The generation then opens the session there with all tokens it has delivered.
-Since the output is a function of the model, the prompt and the seed alone, it goes on with the same
-tokens. A verifier that serves another model than the generation began with is never used for it.
+(``known_verifiers.py``). While nothing is known of any verifier, all are dialed and probed at the
+same time, and the first that connects is used: it is the nearest one, and a wait for the probes
+would cost the user a round trip. Later generations choose by the answers to the probes. If a dialed
+verifier has not answered after a moment, the next one is dialed as well, and the first to answer is
+used (a hedged connect). The outcome of streams and probes drives the circuit breakers. When a
+generation's stream ends, ``Leave`` carries whether another verifier can be tried at once. The
+generation then opens the session there with all tokens it has delivered. Since the output is a
+function of the model, the prompt and the seed alone, it goes on with the same tokens. A verifier
+that serves another model than the generation began with is never used for it.
 
-    one generation:   wanted -> (probing) -> dialing, hedged -> in use -> wanted ... -> ended
+    one generation:   wanted -> dialing (hedged, or a race) -> in use -> wanted ... -> ended
 
 Invariants: a wanted stream is answered with one ``Use`` or one ``Leave``; no verifier is dialed or
 probed before the time it asked for; a verifier is dialed once at a time for one generation; a
@@ -36,7 +39,7 @@ from edgespec.core.protocol.messages import FaultCode, ModelIdentity, describe_m
 
 _MIN_S, _MAX_S = 1e-3, 3600.0
 # How long the first dialed verifier may take if it is far away: TCP, TLS, HTTP/2 and opening the
-# session are a round trip each. ``_MAX_HEDGE_S`` is the default of ``ask_s``.
+# session are a round trip each. A user waits for the first token at most ``_MAX_HEDGE_S`` longer.
 _ROUND_TRIPS, _MAX_HEDGE_S = 4.0, 2.0
 # A verifier that breaks within this time after it was tried at once is not tried at once again.
 # That bounds a loop of breaks to two tries per second; a breaker waits as long at first.
@@ -54,12 +57,6 @@ class FailoverPolicy:
     """Seconds without an answer from the dialed verifier (or four of its round trips, if that is
     more) after which the next one is dialed too. Happy Eyeballs (RFC 8305) waits as long between
     two addresses."""
-    ask_s: float = 2.0
-    """Seconds to wait for the probes of all verifiers before the first stream. A user waits for the
-    first token meanwhile."""
-    settle_s: float = 0.1
-    """Seconds to wait for further probes once one was answered. The best verifier on a continent
-    answers within 100 ms of the first."""
     quiet_s: float = 1.5
     """Seconds without any message on a stream after which its verifier is probed. Passes of the
     slowest targets take less (a CPU's 63 ms a token), and a verifier in a long prompt's passes
@@ -73,21 +70,20 @@ class FailoverPolicy:
     breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
 
     def __post_init__(self) -> None:
-        for name in ("hedge_s", "ask_s", "settle_s", "quiet_s", "probe_s", "full_s"):
+        for name in ("hedge_s", "quiet_s", "probe_s", "full_s"):
             check_range(name, getattr(self, name), _MIN_S, _MAX_S)
 
 
 class Failover:
     """Failover of all generations of one device.
 
-    ``seed`` makes its jitter its own. Before the first stream all verifiers are probed if the
-    association needs their answers."""
+    ``seed`` makes its jitter its own."""
 
     def __init__(self, policy: FailoverPolicy, association: Association, seed: int = 0) -> None:
         self.policy = policy
         self.candidates = KnownVerifiers(association, policy.breaker, seed)
         self.routes: dict[int, Route] = {}
-        self._ask_first = association is Association.LOWEST_DELAY
+        self._needs_probes = association is Association.LOWEST_DELAY
 
     @property
     def deadline(self) -> float | None:
@@ -96,7 +92,7 @@ class Failover:
             return None
         times: list[float | None] = [at for at, _ in self.candidates.open_breakers()]
         for route in self.routes.values():
-            times += [route.hedge_at, route.probing_until]
+            times.append(route.hedge_at)
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, event: ev.FailoverEvent, now: float) -> tuple[ev.FailoverAction, ...]:
@@ -104,6 +100,8 @@ class Failover:
             case ev.Known(addresses):
                 self.candidates.replace_all(addresses)
                 return ()
+            case ev.Expected():
+                return tuple(self._probe_unknown(now))
             case ev.ProbeAnswered() | ev.ProbeFailed():
                 return tuple(self._on_probe(event, now))
             case ev.Tick():
@@ -144,7 +142,7 @@ class Failover:
             case ev.Unwanted() | ev.Ended():
                 dropped = [ev.Drop(route.number, address) for address in route.dialing]
                 route.is_waiting, route.address_in_use = False, None
-                route.dialing, route.hedge_at, route.probing_until = [], None, None
+                route.dialing, route.hedge_at, route.is_race = [], None, False
                 if isinstance(event, ev.Ended):
                     del self.routes[route.number]
                 return [*dropped]
@@ -157,15 +155,33 @@ class Failover:
         route.is_waiting, route.address_in_use = True, None
         listed = self.candidates.listed.values()
         is_first = route.last_address is None and all(one.info is None for one in listed)
-        if self._ask_first and is_first:
-            to_probe = [one for one in listed if not one.breaker.is_held(now) and not one.error]
-            if len(to_probe) > 1:
-                route.probing_until = now + self.policy.ask_s
-                return [_probe(one) for one in to_probe if not one.is_probing]
+        if self._needs_probes and is_first:
+            avoid = {*route.tried, *route.unfit}
+            unknown = [
+                one.address for one in self._unknown_verifiers(now) if one.address not in avoid
+            ]
+            if len(unknown) > 1:
+                route.dialing, route.hedge_at, route.is_race = unknown, None, True
+                probes = self._probe_unknown(now)
+                return [*(ev.Dial(route.number, one) for one in unknown), *probes]
         return self._dial_next(route, now)
 
+    def _probe_unknown(self, now: float) -> Actions:
+        """Probe the verifiers of which nothing is known, if the association uses the answers."""
+        if not self._needs_probes or len(self.candidates.listed) < 2:
+            return []
+        return [_probe(one) for one in self._unknown_verifiers(now) if not one.is_probing]
+
+    def _unknown_verifiers(self, now: float) -> list[KnownVerifier]:
+        """Return the verifiers of which nothing is known, neither good nor bad."""
+        return [
+            one
+            for one in self.candidates.listed.values()
+            if one.info is None and not one.error and not one.breaker.is_held(now)
+        ]
+
     def _dial_next(self, route: Route, now: float) -> Actions:
-        route.hedge_at = route.probing_until = None
+        route.hedge_at = None
         address = self.candidates.choose(now, {*route.tried, *route.unfit, *route.dialing}, route)
         if address is None:
             return [] if route.dialing else [self._leave_without_verifier(route, now)]
@@ -181,12 +197,13 @@ class Failover:
         if not route.is_waiting or address not in route.dialing:
             return [ev.Drop(route.number, address)]
         losers = [other for other in route.dialing if other != address]
-        for other in losers[: route.dialing.index(address)]:  # dialed earlier and slower
+        slower = [] if route.is_race else losers[: route.dialing.index(address)]
+        for other in slower:  # dialed earlier
             if (slow := self.candidates.listed.get(other)) is not None:
                 slow.error = f"did not answer before {address} did"
                 slow.breaker.record_failure(now)
         route.is_waiting, route.address_in_use = False, address
-        route.dialing, route.hedge_at = [], None
+        route.dialing, route.hedge_at, route.is_race = [], None, False
         route.has_progressed = route.is_suspect = False
         route.current_model = None
         return [ev.Use(route.number, address), *(ev.Drop(route.number, other) for other in losers)]
@@ -296,8 +313,7 @@ class Failover:
     def _on_tick(self, now: float) -> Actions:
         actions: Actions = []
         for route in self.routes.values():
-            times = (route.hedge_at, route.probing_until)
-            if route.is_waiting and any(time is not None and time <= now for time in times):
+            if route.is_waiting and route.hedge_at is not None and route.hedge_at <= now:
                 actions += self._dial_next(route, now)
         if self.routes:
             for at, candidate in tuple(self.candidates.open_breakers()):
@@ -312,7 +328,7 @@ class Failover:
         if candidate is None:
             return []
         candidate.is_probing = False
-        alive = answered = isinstance(event, ev.ProbeAnswered)
+        alive = isinstance(event, ev.ProbeAnswered)
         if isinstance(event, ev.ProbeAnswered):
             candidate.info, candidate.rtt_s, candidate.answered_at = event.info, event.rtt_s, now
             candidate.breaker.close_after_probe()
@@ -323,23 +339,12 @@ class Failover:
                 candidate.breaker.open(now)
         actions: Actions = []
         for route in self.routes.values():
-            if route.probing_until is not None:
-                actions += self._on_first_probe(route, answered, now)
-            elif route.is_suspect and route.address_in_use == event.address:
+            if route.is_suspect and route.address_in_use == event.address:
                 route.is_suspect = False
                 if not alive and self._has_alternative(route, now):
                     route.tried = {event.address}
                     actions.append(self._leave(route, candidate.error, now))
         return actions
-
-    def _on_first_probe(self, route: Route, answered: bool, now: float) -> Actions:
-        """Handle the outcome of a probe that was sent before the first stream."""
-        assert route.probing_until is not None
-        if not any(one.is_probing for one in self.candidates.listed.values()):
-            return self._dial_next(route, now)
-        if answered:
-            route.probing_until = min(route.probing_until, now + self.policy.settle_s)
-        return []
 
     def _has_alternative(self, route: Route, now: float) -> bool:
         """Return whether another verifier can replace a stream that may only be slow.

@@ -19,6 +19,11 @@ class Known:
 
 
 @statically_frozen
+class Expected:
+    """Generations are likely to come soon."""
+
+
+@statically_frozen
 class Wanted:
     route: int
     needed_length: int = 0
@@ -129,7 +134,7 @@ class Tick:
 
 
 RouteEvent = Unwanted | Ended | Dialed | DialFailed | Greeted | Progressed | Refused | Broke | Quiet
-FailoverEvent = Known | Wanted | RouteEvent | ProbeAnswered | ProbeFailed | Tick
+FailoverEvent = Known | Expected | Wanted | RouteEvent | ProbeAnswered | ProbeFailed | Tick
 
 
 @statically_frozen

@@ -172,8 +172,9 @@ class Route:
     request: ev.Wanted = field(default_factory=lambda: ev.Wanted(0))
     is_waiting: bool = False
     """True while the generation waits for a stream."""
-    probing_until: float | None = None
     dialing: list[str] = field(default_factory=list)
+    is_race: bool = False
+    """True while verifiers of which nothing is known were dialed at the same time."""
     hedge_at: float | None = None
     tried: set[str] = field(default_factory=set)
     """Addresses tried in vain since the last token or the last pause."""

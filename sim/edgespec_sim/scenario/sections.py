@@ -441,9 +441,9 @@ class Scenario:
     """One-way time of a message besides the link: codec, event loops, sockets
     (docs/measurements.md)."""
     lease_s: float = range_field(30.0, 0.0, 86_400.0)
-    connect_trips: int = range_field(3, 0, 10)
-    """Round trips of a new connection before its first request: one each for TCP, TLS 1.3 and the
-    settings of HTTP/2, so 2 without TLS. A request on an existing connection does not pay them."""
+    connect_trips: int = range_field(2, 0, 10)
+    """Round trips of a new connection before its first request: one each for TCP and TLS 1.3, so 1
+    without TLS. A request on an existing connection does not pay them."""
     connected: bool = False
     """Whether devices are connected when the world begins, like agents that have run for a while.
     false: each device connects once, when it first uses a verifier."""
