@@ -3,6 +3,7 @@
     python benchmarks/long_prompts.py record --model TARGET --store DIR --lengths 1024,4096,8000
     python benchmarks/long_prompts.py windows --draft DRAFT --store DIR --windows 0,1024,4096
     python benchmarks/long_prompts.py times --model TARGET --draft DRAFT --lengths 1024,8000
+    python benchmarks/long_prompts.py loop --draft DRAFT --length 4096
     python benchmarks/long_prompts.py beside [--model TARGET] --length 32768 --shares 0.22,1,3.3
 
 ``record`` lets the target continue real texts, greedily, and keeps its tokens in the store. Prompts
@@ -10,17 +11,19 @@ are the first tokens of public-domain books and of Python's library ($EDGESPEC_D
 ``windows`` runs the draft behind the same texts, with several lengths of ``draft.window`` (0: the
 whole text), and prints its acceptance rate, its prefill, its steps, its keys and values, and what
 the next turn of the conversation feeds. ``times`` compares a draft step, a pass of the target and
-transformers, by length. ``beside`` runs the verifier's engine and a real target: one long prompt
-beside seven sessions that decode. Without ``--model`` it makes a small checkpoint with random
-weights and a context of 65,536 tokens.
+transformers, by length. ``loop`` reads a prompt for the draft as a device does, and compares how
+late timers of the event loop are with how late they are otherwise. ``beside`` runs the verifier's
+engine and a real target: one long prompt beside seven sessions that decode. Without ``--model`` it
+makes a small checkpoint with random weights and a context of 65,536 tokens.
 
 Times are processor time of this process, with one thread for each model, so that other programs
-disturb them less. Nothing is asserted but that tokens are the target's.
+disturb them less. Those of ``loop`` are wall time.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import resource
@@ -35,12 +38,14 @@ from typing import TypeVar
 
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
+from edgespec.core.device.events import StartStep, StepDone
 from edgespec.core.ports import PREFILL_CHUNK, PassRequest, TargetModel
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.device.build import load_tokenizer
+from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.tokenizer import prompt_encoder
 from edgespec.verifier.build import load_target
@@ -69,7 +74,7 @@ class LongText:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("record", "windows", "times", "beside"))
+    parser.add_argument("what", choices=("record", "windows", "times", "loop", "beside"))
     parser.add_argument("--model", default="")
     parser.add_argument("--draft", default="")
     parser.add_argument("--store", type=Path, default=Path("long-prompts"))
@@ -81,7 +86,7 @@ def main() -> None:
     parser.add_argument("--shares", type=_shares, default=[0.22])
     parser.add_argument("--json", type=Path, help="file to which each row is added")
     asked = parser.parse_args()
-    steps = {"record": record, "windows": windows, "times": times, "beside": beside}
+    steps = {"record": record, "windows": windows, "times": times, "loop": loop, "beside": beside}
     for row in steps[asked.what](asked):
         print("  ".join(f"{name} {_show(value)}" for name, value in row.items()), flush=True)
         if asked.json:
@@ -305,6 +310,58 @@ def transformers_times(model: str, prompt: Sequence[int]) -> Row:
             steps_s.append(time.process_time() - at)
     torch.set_num_threads(threads)
     return {"transformers_prefill_s": prefill_s, "transformers_pass_ms": 1e3 * median(steps_s)}
+
+
+# --- the device's event loop while its draft reads a prompt ---------------------------------------
+
+
+TICK_S = 0.005
+
+
+def loop(asked: argparse.Namespace) -> Iterator[Row]:
+    yield from asyncio.run(_measure_loop(Path(asked.draft), asked.length))
+
+
+async def _measure_loop(draft: Path, length: int) -> list[Row]:
+    """Read four prompts that have nothing in common, and wait as long after each."""
+    drafter = OnnxDrafter(draft)
+    pool, rows = DrafterPool(drafter), list[Row]()
+    reading, idle, took_s = list[float](), list[float](), list[float]()
+    for number in range(4):
+        prompt = tuple(1000 + 100 * number + index % 97 for index in range(length))
+        lease = DrafterLease(pool, length, GREEDY)
+        at = time.perf_counter()
+        step = asyncio.create_task(lease.step(StartStep(0, prompt, 2)))
+        reading += await _tick(step.done)
+        took_s.append(time.perf_counter() - at)
+        assert isinstance(await step, StepDone)
+        lease.end()
+        until = time.perf_counter() + took_s[-1]
+        idle += await _tick(lambda: time.perf_counter() >= until)  # noqa: B023
+    pool.close()
+    for name, late in (("reading", reading), ("idle", idle)):
+        late.sort()
+        rows.append(
+            {
+                "loop": name,
+                "length": length,
+                "prompt_s": fmean(took_s),
+                "ticks": len(late),
+                "late_p50_ms": 1e3 * median(late),
+                "late_p99_ms": 1e3 * late[int(0.99 * len(late))],
+                "late_max_ms": 1e3 * late[-1],
+            }
+        )
+    return rows
+
+
+async def _tick(ends: Callable[[], bool]) -> list[float]:
+    late = []
+    while not ends():
+        at = time.perf_counter()
+        await asyncio.sleep(TICK_S)
+        late.append(time.perf_counter() - at - TICK_S)
+    return late
 
 
 def _cpu_s(run: Callable[[], T]) -> tuple[float, T]:
