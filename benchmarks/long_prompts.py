@@ -17,7 +17,7 @@ engine and a real target: one long prompt beside seven sessions that decode. Wit
 makes a small checkpoint with random weights and a context of 65,536 tokens.
 
 Times are processor time of this process, with one thread for each model, so that other programs
-disturb them less. Those of ``loop`` are wall time.
+disturb them less, except in ``loop``, which takes wall time.
 """
 
 from __future__ import annotations

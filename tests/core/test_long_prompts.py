@@ -57,7 +57,7 @@ def test_two_long_prompts_with_room_for_one_are_fed_one_after_the_other() -> Non
 @pytest.mark.parametrize("share", [SharePrefixes.ALL, SharePrefixes.NONE])
 def test_a_prompt_that_is_evicted_while_it_is_fed_is_fed_again(share: SharePrefixes) -> None:
     """The older session grows into the last block, so the newer one loses its room until the older
-    one ends. Blocks that nobody has used meanwhile still hold its rows."""
+    one ends. Blocks that were not used meanwhile still hold its rows."""
     world = open_engine(8_192, share)
     world.open("older", 2_000)
     feed(world, "older")
