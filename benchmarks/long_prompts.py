@@ -202,9 +202,9 @@ class CountingDrafter(OnnxDrafter):
 
     fed = 0
 
-    def _forward(self, cached: int, tokens: Sequence[int]):  # type: ignore[no-untyped-def]
+    def _forward(self, cached: int, tokens: Sequence[int], rows: int = 1):  # type: ignore[no-untyped-def]
         self.fed += len(tokens)
-        return super()._forward(cached, tokens)
+        return super()._forward(cached, tokens, rows)
 
 
 def windows(asked: argparse.Namespace) -> Iterator[Row]:

@@ -21,7 +21,14 @@ import numpy as np
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.ports import Drafter
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    count_places,
+    draft_places,
+    never_cancelled,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 
@@ -72,7 +79,17 @@ class LentDrafter:
 
     def __init__(self, owned: Drafter) -> None:
         self.info, self.begin, self.step = owned.info, owned.begin, owned.step
-        self.inner = owned
+        self.inner, self.max_places = owned, count_places(owned)
+
+    def step_places(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        places: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[tuple[Candidate, ...], ...]:
+        return draft_places(self.inner, keep_length, feed, width, places, cancelled)
 
     def close(self) -> None:
         """Do nothing, because the owner closes the drafter."""

@@ -17,6 +17,8 @@ from edgespec.core.ports import (
     Candidate,
     Drafter,
     Resuming,
+    count_places,
+    draft_places,
     make_twin,
     never_cancelled,
 )
@@ -99,6 +101,7 @@ class GuardedDrafter:
     def __init__(self, inner: Restrictable, caches: CacheGroup) -> None:
         self.inner, self.info, self.caches = inner, inner.info, caches
         self.begin, self.close = inner.begin, inner.close
+        self.max_places = count_places(inner)
         caches.members.append(inner)
 
     @property
@@ -122,3 +125,14 @@ class GuardedDrafter:
     ) -> tuple[Candidate, ...]:
         self.caches.check(self.inner.growth_bytes(keep_length + len(feed)))
         return self.inner.step(keep_length, feed, width, cancelled)
+
+    def step_places(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        places: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[tuple[Candidate, ...], ...]:
+        self.caches.check(self.inner.growth_bytes(keep_length + len(feed) + places - 1))
+        return draft_places(self.inner, keep_length, feed, width, places, cancelled)

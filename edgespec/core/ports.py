@@ -8,6 +8,7 @@ every member that its callers use.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn, Protocol, runtime_checkable
 
 from edgespec.core.protocol.credential import Credential as Credential
@@ -77,6 +78,65 @@ class Drafter(Protocol):
         lost."""
 
     def close(self) -> None: ...
+
+
+MAX_PLACES = 16
+"""Most consecutive positions for which one step may offer candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDraft:
+    """The way in which a draft model fills several positions in one run."""
+
+    mask_token: int
+    """Id that stands for a token that is not known yet."""
+    tokens: int
+    """Most positions that one run fills: the next one and a mask token for each further one."""
+
+
+@runtime_checkable
+class ParallelDrafter(Drafter, Protocol):
+    """A drafter whose step can offer candidates for several consecutive positions, its *places*
+    (PARD, arXiv 2504.18583). Other drafters need no change: they are asked for one place."""
+
+    @property
+    def max_places(self) -> int:
+        """Most places of a step, 1 to ``MAX_PLACES``."""
+
+    def step_places(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        places: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[tuple[Candidate, ...], ...]:
+        """Run a step as ``step`` does, and draft for up to ``places`` positions.
+
+        Returns the candidates of each place, the next position first. Each place has what ``step``
+        would return for it, with the noise of its own position. A further place stands behind the
+        first candidates of the places before it, but its candidates hardly depend on those. Fewer
+        places may be returned, or none. The cache ends with ``feed``, as after ``step``."""
+
+
+def count_places(drafter: Drafter) -> int:
+    """Return the most places of a step of ``drafter``; 1 for one that is not parallel."""
+    return drafter.max_places if isinstance(drafter, ParallelDrafter) else 1
+
+
+def draft_places(
+    drafter: Drafter,
+    keep_length: int,
+    feed: Sequence[int],
+    width: int,
+    places: int,
+    cancelled: Cancelled = never_cancelled,
+) -> tuple[tuple[Candidate, ...], ...]:
+    """Run a step of any ``drafter`` for up to ``places`` positions, and return the candidates of
+    each place. A drafter that is not parallel returns one place."""
+    if places > 1 and isinstance(drafter, ParallelDrafter):
+        return drafter.step_places(keep_length, feed, width, places, cancelled)
+    return (drafter.step(keep_length, feed, width, cancelled),)
 
 
 DEFAULT_CACHES, MAX_CACHES = 4, 64

@@ -27,7 +27,7 @@ from edgespec.core.device.lead import describe_lead, find_case
 from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
+from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport, count_places
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.checks import check_range, is_unicode
@@ -707,6 +707,7 @@ class Agent:
             text=self.options.text_tables,
             prediction=prediction,
             kept=self._kept,
+            draft_places=1 if drafter is None else count_places(drafter),
         )
 
     def _read_prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:

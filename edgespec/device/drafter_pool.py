@@ -27,7 +27,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -210,14 +210,18 @@ class DrafterPool:
         if shared is not None:
             feed = tuple(shared.to_draft_ids(feed))
         try:
-            found = drafter.step(keep_length, feed, step.width, cancelled)
+            places = ports.draft_places(
+                drafter, keep_length, feed, step.width, step.places, cancelled
+            )
         except ports.StepCancelledError:
             if not is_interrupted:
                 raise
             return None
         lease.has_rows = True
-        candidates = _check_candidates(found, step.width)
-        return StepDone(candidates if shared is None else shared.keep_shared(candidates))
+        found = [_check_candidates(one, step.width) for one in places]
+        if shared is not None:
+            found = _keep_shared(found, shared)
+        return StepDone(found[0] if found else (), tuple(found[1:]))
 
     def _acquire_cache(self, lease: DrafterLease) -> DraftCache | None:
         """Return the free cache that costs least to use, or a new one. None if there is none.
@@ -319,6 +323,19 @@ class DrafterLease:
         if not self.is_ended:
             self.is_ended = True
             self._pool.release(self)
+
+
+def _keep_shared(
+    found: Sequence[tuple[ports.Candidate, ...]], shared: SharedIds
+) -> list[tuple[ports.Candidate, ...]]:
+    """Return the candidates of each place that the target has too. The places end behind a first
+    candidate that it lacks, because they stand behind that token."""
+    kept = list[tuple[ports.Candidate, ...]]()
+    for candidates in found:
+        kept.append(shared.keep_shared(candidates))
+        if kept[-1][:1] != candidates[:1]:
+            break
+    return kept
 
 
 def _check_candidates(candidates: object, width: int) -> tuple[ports.Candidate, ...]:

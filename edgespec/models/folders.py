@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from edgespec.config.files import user_folder
 from edgespec.config.proxies import bypass_proxy_if_near, proxy_of_url
-from edgespec.core.ports import ModelInfo
+from edgespec.core.ports import MAX_PLACES, ModelInfo, ParallelDraft
 from edgespec.core.protocol.messages import MAX_TOKEN_ID
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import added_tokens
@@ -293,6 +293,38 @@ def trained_length(folder: Path) -> int:
     Raises ``ModelFolderError``."""
     config = {"trained_length": 0, **read_config(folder)}
     return read_whole_number(folder / "config.json", config, "trained_length", minimum=0)
+
+
+MASK_TOKEN: Final = "pard_token"
+"""Key of ``config.json`` with the mask token of a parallel draft, as PARD's own folders and vLLM
+have it (arXiv 2504.18583)."""
+PARALLEL_TOKENS: Final = "parallel_tokens"
+"""Key of ``config.json`` with the number of positions that a parallel draft was taught to fill."""
+DEFAULT_PARALLEL_TOKENS: Final = 8
+"""Positions of a parallel draft whose folder gives no number: PARD trains for this many."""
+
+
+def read_parallel_draft(folder: Path) -> ParallelDraft | None:
+    """Return how the checkpoint in ``folder`` fills several positions in one run, from its
+    ``config.json``; None for an ordinary model. Raises ``ModelFolderError`` naming the file, the
+    key, the value and the limits."""
+    config, path = read_config(folder), folder / "config.json"
+    if config.get(MASK_TOKEN) is None:
+        return None
+    kept = read_kept_ids(path, config)
+    size = kept.size if kept else read_whole_number(path, config, "vocab_size")
+    token = read_whole_number(path, config, MASK_TOKEN, minimum=0, maximum=size - 1)
+    if kept and token not in kept.ids:
+        raise ModelFolderError(f"{path}: {MASK_TOKEN} is {token}, which is not among {KEPT_IDS}")
+    count = read_whole_number(
+        path,
+        config,
+        PARALLEL_TOKENS,
+        minimum=2,
+        maximum=MAX_PLACES,
+        absent=DEFAULT_PARALLEL_TOKENS,
+    )
+    return ParallelDraft(token, count)
 
 
 def fetch(reference: str, patterns: Sequence[str]) -> Path:

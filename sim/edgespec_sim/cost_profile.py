@@ -93,7 +93,8 @@ class CostProfile:
 
     name: str
     draft_step: TimeLaw
-    """Duration of a draft step. Rows: tokens fed; context: tokens kept in the cache."""
+    """Duration of a draft step. Rows: tokens fed, and mask tokens of a parallel draft; context:
+    tokens kept in the cache."""
     target_pass: TimeLaw
     """Duration of a pass. Rows and context (cached tokens) are those of all its sessions
     together."""

@@ -11,7 +11,7 @@ from typing import Protocol, assert_never
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import CapacityError, Drafter, TargetModel
+from edgespec.core.ports import CapacityError, Drafter, TargetModel, draft_places
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
@@ -323,9 +323,13 @@ class SimulatedDevice:
                 if self.stream is not None:
                     self.stream.send_up(action.message)
             case ev.StartStep():
-                keep, feed = action.keep_length, action.feed
-                done = ev.StepDone(self._drafter.step(keep, feed, action.width))
-                step_s = self._step_s(keep, len(feed))
+                keep, feed, places = action.keep_length, action.feed, action.places
+                if places == 1:
+                    done = ev.StepDone(self._drafter.step(keep, feed, action.width))
+                else:
+                    found = draft_places(self._drafter, keep, feed, action.width, places)
+                    done = ev.StepDone(found[0] if found else (), found[1:])
+                step_s = self._step_s(keep, len(feed) + places - 1)
                 self.drafting_s += step_s
                 self._queue.after(step_s, lambda: self.handle(done))
             case ev.Deliver():

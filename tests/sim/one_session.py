@@ -9,7 +9,7 @@ from edgespec.core.device.events import Fail
 from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import Drafter, TargetModel
+from edgespec.core.ports import Drafter, TargetModel, count_places
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.verifier.engine import VerifyEngine
@@ -37,12 +37,13 @@ def play_alone(
     verifier: VerifierEstimates | None = None,
     text: TextTables | None = None,
     arrange: Callable[[EventQueue, Machine], None] = lambda queue, machine: None,
+    row_s: float = 0.0,
 ) -> SimulatedDevice:
     """Play the only session of a verifier to its end; return its device.
 
     ``learned`` and ``verifier`` hold the estimates from earlier sessions of the device, ``text``
     the tables of its lookup. ``arrange`` is called at the beginning and may plan changes of the
-    verifier's machine."""
+    verifier's machine. ``row_s`` is what each further row adds to a draft step, up to 16."""
     queue = EventQueue()
     limits = Limits(context_length=_CONTEXT_LENGTH)
     engine = VerifyEngine(target.info, limits, EngineLimits())
@@ -57,6 +58,7 @@ def play_alone(
         verifier=verifier,
         learned=learned,
         text=text,
+        draft_places=count_places(drafter),
     )
 
     def connect() -> tuple[Stream, float]:
@@ -64,7 +66,10 @@ def play_alone(
         site.accept(made)
         return made, rtt_s
 
-    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: step_s, connect)
+    def step_of(kept: int, rows: int) -> float:
+        return step_s + row_s * (min(rows, 16) - 1)
+
+    device = SimulatedDevice(queue, session, drafter, step_of, connect)
     device.start()
     queue.run(until_s=_LONGEST_S)
     ended = device.delivery.ended

@@ -9,8 +9,8 @@ The bench and the simulator measure the default against them; none is recommende
               most likely to count by its rank, as long as it saves more than its row in a pass
               costs, here and by the verifier's price
 
-All are settings of one machine, which makes the published schemes honest baselines (PEARL: arXiv
-2408.11850).
+They draft for one position per step. All are settings of one machine, which makes the published
+schemes honest baselines (PEARL: arXiv 2408.11850).
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class FixedPolicy:
         if view.in_flight or view.unsent >= self._nodes_per_round(view) or view.room < self.width:
             return None
         return view.chain_end()
+
+    def choose_places(self, view: DraftView) -> int:
+        return 1
 
     def should_send(self, view: DraftView) -> bool:
         return not view.in_flight and view.unsent >= self._nodes_per_round(view)
@@ -83,6 +86,9 @@ class PearlPolicy:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
         full = view.unsent >= gamma * self.width or view.room < self.width
         return None if full else view.chain_end()
+
+    def choose_places(self, view: DraftView) -> int:
+        return 1
 
     def should_send(self, view: DraftView) -> bool:
         return view.unsent > 0 and not view.in_flight
@@ -151,6 +157,9 @@ class WindowedPolicy:
                     if chance > best_chance or node.id < best:
                         best, best_chance = node.id, chance
         return best or None
+
+    def choose_places(self, view: DraftView) -> int:
+        return 1
 
     def should_send(self, view: DraftView) -> bool:
         return view.unsent > 0 and sends_now(view, self.gather_share, by_rank=True)

@@ -3,11 +3,16 @@
 At most one step runs at a time, beside the session. Its candidates become nodes when it is done. If
 lookup has added the same token at the place, the candidate confirms that node; lookup's other
 tokens there are contradicted, which lowers their chance.
+
+A step of a parallel draft brings candidates for several consecutive positions, its places. They
+become a chain of the first candidates, with the others as siblings. Each place has an acceptance
+rate of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from edgespec.core.device.estimates import DraftEstimates
@@ -28,6 +33,13 @@ from edgespec.core.statically_frozen import statically_frozen
 
 # Interval, in steps, at which candidates that are hardly ever right are kept once.
 _KEEP_ALL_EVERY: Final = 16
+# Steps after which the number of places is chosen again.
+_CHOOSE_EVERY: Final = 8
+# Interval, in steps, at which all places of a parallel draft are tried: until this many trials of
+# the first further one were decided, and from then on.
+_TRY_EVERY, _TRIALS_WANTED, _TRY_AGAIN_EVERY = 8, 16.0, 256
+# A place that is reached less often than this keeps its first candidate only.
+_LEAST_REACHED: Final = 1e-3
 
 
 @statically_frozen
@@ -41,6 +53,10 @@ class _Step:
     base_position: int
     started_at: float
     fed: int
+    places: int = 1
+    """Positions that the step drafts for."""
+    first_place: int = 0
+    """First place whose candidates are not in the tree yet."""
 
 
 class DeviceModel:
@@ -48,8 +64,8 @@ class DeviceModel:
     ``counters`` are the session's."""
 
     __slots__ = (
-        *("_cache", "_candidates", "_counters", "_done", "_empty_step", "_estimates", "_step"),
-        *("_tree", "has_candidates", "is_running", "kind"),
+        *("_cache", "_candidates", "_counters", "_done", "_empty_step", "_estimates"),
+        *("_max_places", "_step", "_tree", "has_candidates", "is_running", "kind"),
     )
 
     def __init__(
@@ -57,6 +73,7 @@ class DeviceModel:
     ) -> None:
         self.kind = SourceKind.DEVICE_MODEL
         self._tree, self._estimates, self._counters = tree, estimates, counters
+        self._max_places = estimates.max_places
         self._cache = DraftCache()
         self._step: _Step | None = None
         """The step that runs."""
@@ -66,7 +83,8 @@ class DeviceModel:
         """Whether ``add_nodes`` would add nodes."""
         self._done: _Step | None = None
         """The step whose candidates are not in the tree yet."""
-        self._candidates: Sequence[Candidate] = ()
+        self._candidates: Sequence[tuple[Candidate, ...]] = ()
+        """Its candidates, place by place."""
         self._empty_step: tuple[int, int] | None = None
         """Committed length and parent of the last step if it returned no candidate."""
 
@@ -87,7 +105,9 @@ class DeviceModel:
     ) -> StartStep:
         """Begin a step behind ``parent`` with as many candidates as the policy wants and the price
         allows. The caller carries it out and hands the result to ``record_step``."""
-        width = view.affordable_width(parent, policy.width)
+        width, places = view.affordable_width(parent, policy.width), 1
+        if self._max_places > 1:
+            places = self._choose_places(parent, view, policy, width)
         prefix = self._tree.prefix
         keep, feed = self._cache.feed(prefix, self._tree.path(parent))
         self._step = _Step(
@@ -97,16 +117,31 @@ class DeviceModel:
             base_position=prefix.length,
             started_at=now,
             fed=len(feed),
+            places=places,
         )
         self.is_running = True
-        return StartStep(keep, feed, width)
+        return StartStep(keep, feed, width, places)
 
-    def record_step(self, done: StepDone, now: float) -> list[Node]:
+    def _choose_places(self, parent: int, view: DraftView, policy: DraftPolicy, width: int) -> int:
+        """Return for how many positions the next step drafts: as many as the policy chooses, or now
+        and then all, to measure how often they are right. The verifier must accept their nodes, and
+        the output must have positions for them."""
+        estimates, steps = self._estimates, self._counters.steps
+        if steps % _CHOOSE_EVERY == 0:
+            estimates.places = policy.choose_places(view)
+        places, tried = estimates.places, estimates.guesses.at(1).acceptance.trials[0]
+        if steps % (_TRY_EVERY if tried < _TRIALS_WANTED else _TRY_AGAIN_EVERY) == 1:
+            places = self._max_places
+        position = self._tree.child_position(parent, self._tree.prefix.length)
+        assert position is not None
+        return max(1, min(places, self._max_places, view.room // width, view.end - position))
+
+    def record_step(self, done: StepDone, now: float) -> list[list[Node]]:
         """Record the candidates of the step that ran.
 
-        If their place was decided while it ran, they are returned, as nodes to be judged, which
-        still measures the draft. If their branch is dead, they are dropped. Otherwise they wait for
-        ``add_nodes``."""
+        If places of it were decided while it ran, their candidates are returned, as nodes to be
+        judged, which still measures the draft. If their branch is dead, they are dropped. The
+        others wait for ``add_nodes``."""
         assert self._step is not None
         step, self._step, self.is_running = self._step, None, False
         if not done.candidates:
@@ -114,27 +149,54 @@ class DeviceModel:
             return []
         self._empty_step = None
         self._counters.steps += 1
-        self._estimates.note_step(step.fed, now - step.started_at)
+        self._estimates.note_step(step.fed, now - step.started_at, step.places)
         position = self._tree.child_position(step.parent, step.base_position)
         if position is None:
             return []  # the branch is dead
-        candidates = done.candidates[: step.width]
+        places = (done.candidates, *done.further[: step.places - 1])
         if position >= self._tree.prefix.length:
-            self._done, self._candidates, self.has_candidates = step, candidates, True
+            self._done, self._candidates, self.has_candidates = step, places, True
             return []
+        decided, committed, parent = [], self._tree.prefix.tokens, step.parent
+        for place, candidates in enumerate(places):
+            if not candidates:
+                break
+            if position >= self._tree.prefix.length:
+                self._done = replace(step, parent=parent, first_place=place)
+                self._candidates, self.has_candidates = places[place:], True
+                break
+            late = self._judge_late(step, parent, place, position, candidates)
+            decided.append(late)
+            if late[0].token != committed[position]:
+                break  # the places behind it stand behind a wrong token
+            parent, position = late[0].id, position + 1
+        return decided
+
+    def _judge_late(
+        self,
+        step: _Step,
+        parent: int,
+        place: int,
+        position: int,
+        candidates: Sequence[Candidate],
+    ) -> list[Node]:
+        """Return the nodes of a place that is decided already. The tree remembers the id of a right
+        one."""
         late, tree, grow, base = [], self._tree, self._tree.grow, step.base_position
-        for rank, (token, logprob, chance) in enumerate(self._select(step, candidates, {})):
-            # The tree remembers the id of a right one.
-            grow(tree.last_id + 1, step.parent, token, base, rank, logprob, chance)
+        chosen = self._select(step, candidates, {}, place)
+        for rank, (token, logprob, chance) in enumerate(chosen):
+            node_id = tree.last_id + 1
+            grow(node_id, parent, token, base, rank, logprob, chance)
             late.append(
                 Node(
-                    id=ROOT,
+                    id=node_id,
                     parent=ROOT,
                     token=token,
                     position=position,
                     rank=rank,
                     children=[],
                     logprob=logprob,
+                    place=place,
                 )
             )
         return late
@@ -148,19 +210,56 @@ class DeviceModel:
         if self._done is None:
             return
         step, self._done, self.has_candidates = self._done, None, False
+        first = self._add_place(step, step.parent, step.first_place, self._candidates[0])
+        if len(self._candidates) > 1:
+            self._add_further_places(step, first, view)
+
+    def _add_place(
+        self,
+        step: _Step,
+        parent: int,
+        place: int,
+        candidates: Sequence[Candidate],
+        reached: float = 1.0,
+    ) -> int:
+        """Add the candidates of one place behind ``parent``, which is right with the chance
+        ``reached`` if what the step ran behind is. Return the id of the first one's node."""
         tree, grow, base = self._tree, self._tree.grow, step.base_position
-        lookup_nodes = {node.token: node for node in tree.children(step.parent)}
-        found = self._select(step, self._candidates, lookup_nodes)
+        lookup_nodes = {node.token: node for node in tree.children(parent)}
+        found, first = self._select(step, candidates, lookup_nodes, place, reached), ROOT
         for rank, (token, logprob, chance) in enumerate(found):
             if (node := lookup_nodes.pop(token, None)) is not None:
                 if rank and node.prediction_cell != NO_CELL:
                     chance = max(chance, self._estimates.guesses.contradicted_node_chance(node))
                 node.rank, node.logprob, node.chance = rank, logprob, chance
+                node_id, node.place = node.id, place
             else:
                 # This takes 0.2 us less by position than with names, for every draft node.
-                grow(tree.last_id + 1, step.parent, token, base, rank, logprob, chance)
+                node_id = tree.last_id + 1
+                grow(node_id, parent, token, base, rank, logprob, chance)
+                if place and (grown := tree.nodes.get(node_id)) is not None:
+                    grown.place = place
+            if not rank:
+                first = node_id
         for node in lookup_nodes.values():
             node.chance = self._estimates.guesses.contradicted_node_chance(node)
+        return first
+
+    def _add_further_places(self, step: _Step, first: int, view: DraftView) -> None:
+        """Add the candidates of the places behind the first one that is left: a chain of the best
+        ones, each with its siblings. It ends before a row that is not worth its price in its
+        pass."""
+        nodes, least, reached = self._tree.nodes, view.row_chance, 1.0
+        in_pass = view.chance_in_pass(step.parent)
+        for place, candidates in enumerate(self._candidates[1:], step.first_place + 1):
+            if not candidates or (parent := nodes.get(first)) is None:
+                return
+            reached *= parent.chance
+            if parent.position >= view.settled_position:
+                in_pass *= parent.chance
+            if in_pass * self._estimates.guesses.at(place).acceptance.rate(0) < least:
+                return
+            first = self._add_place(step, first, place, candidates, reached)
 
     def learn(self, verdict: JudgedPlace) -> None:
         """Count a place at which the model had offered candidates, by rank and by confidence."""
@@ -168,25 +267,37 @@ class DeviceModel:
             return
         right, estimates = verdict.right, self._estimates
         rank = None if right is None or right.rank == UNRANKED else right.rank
-        estimates.evidence.add(hit=rank is not None)
-        estimates.acceptance.add(rank, verdict.model_nodes)
+        acceptance, place = estimates.acceptance, 0
+        if self._max_places > 1:
+            place = next(node.place for node in verdict.offered if node.rank != UNRANKED)
+            acceptance = estimates.guesses.at(place).acceptance
+        if not place:
+            estimates.evidence.add(hit=rank is not None)
+        acceptance.add(rank, verdict.model_nodes)
         for node in verdict.offered:
             if node.rank != UNRANKED:
                 estimates.guesses.add(node, hit=node is right)
 
     def _select(
-        self, step: _Step, candidates: Sequence[Candidate], lookup_nodes: Mapping[int, Node]
+        self,
+        step: _Step,
+        candidates: Sequence[Candidate],
+        lookup_nodes: Mapping[int, Node],
+        place: int = 0,
+        reached: float = 1.0,
     ) -> list[tuple[int, float, float]]:
         """Return the candidates to keep, as (token, log-probability, chance).
 
         They end before the first one that is hardly ever right; none behind it is kept, so that
         ranks have no gaps. Now and then all are kept, to measure their chances. ``lookup_nodes``
-        are text lookup's nodes for the place, by token."""
-        estimates = self._estimates
-        draft_chance, rate = estimates.guesses.draft_chance, estimates.acceptance.rate
+        are text lookup's nodes for the place, by token. ``reached`` is the chance that the place is
+        reached at all."""
+        guesses = self._estimates.guesses.at(place)
+        draft_chance, rate = guesses.draft_chance, guesses.acceptance.rate
         least = step.min_candidate_chance if self._counters.steps % _KEEP_ALL_EVERY else 0.0
+        least /= max(reached, _LEAST_REACHED)
         kept = []
-        for rank, one in enumerate(candidates):
+        for rank, one in enumerate(candidates[: step.width]):
             node = lookup_nodes.get(one.token)
             lookup_chance = None if node is None else node.chance
             chance = draft_chance(rank, one.logprob, rate(rank), lookup_chance)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 from edgespec.core.protocol.estimators import (
+    ASSUMED_STEP_SHARE,
     AcceptanceEstimator,
     CalibratedChances,
     DecayedRate,
@@ -35,6 +36,14 @@ MAX_OTHER_MODELS: Final = 64
 """Models beside the usual one whose estimates are kept."""
 
 
+MAX_TIMED_ROWS: Final = 32
+"""Rows of a parallel draft's step, tokens and masks, up to which its time counts. Longer ones are
+prefill."""
+ASSUMED_ROW_SHARE: Final = 0.2
+"""Share of a step that a further row takes, until it was timed: measured 0.14 to 0.26 at 0.6B
+parameters in 4 bits, with two threads and with one."""
+ASSUMED_FURTHER_SHARE: Final = 0.8
+"""Acceptance rate of a further place, as a share of the one before it, until it was tried."""
 USEFUL_RATE: Final = 0.03
 """Acceptance rate below which a draft model is useless: each of its steps saves at most this share
 of a pass. ``plan link`` also calls a gain of 3 % the smallest that is worth the effort."""
@@ -102,21 +111,48 @@ class PredictionChances:
         self._contradicted[cell].add(hit)
 
 
-class DraftChances:
-    """Chances that nodes of a device's tree are right, by their draft source.
+class PlaceChances:
+    """Chances that the draft model's candidates of one place of a step are right, if those before
+    them are.
 
-    They depend on the two models and on whether they sample, and outlive a generation."""
+    Places: 0 for the next position, 1 for the one behind it, and so on. Further ones are less sure,
+    since a parallel draft does not know which token stands before them."""
 
-    def __init__(self) -> None:
+    def __init__(self, acceptance: AcceptanceEstimator) -> None:
         self.alone = CalibratedChances()
         """Accuracy of the draft model's candidates that no other source offered."""
         self.confirmed = CalibratedChances()
         """Accuracy of the draft model's candidates that text lookup or the prediction offered as
         well."""
+        self.acceptance = acceptance
+        """Accuracy of the draft model's candidates by their rank alone."""
+
+    def draft_chance(
+        self, rank: int, logprob: float, rate: float, lookup_chance: float | None = None
+    ) -> float:
+        """Return the chance of the draft model's candidate of this rank.
+
+        ``rate`` is the acceptance rate of the rank. ``lookup_chance`` is the chance of the same
+        token as a candidate of text lookup or of the prediction; None if neither offered it."""
+        chance = self.alone.chance(rank, logprob, rate)
+        if lookup_chance is None:
+            return chance
+        # For rank > 0 the draft prefers another token, so lookup's chance is no lower bound.
+        least = 0.0 if rank else lookup_chance
+        return max(self.confirmed.chance(rank, logprob, max(chance, least)), least)
+
+
+class DraftChances(PlaceChances):
+    """Chances that nodes of a device's tree are right, by their draft source.
+
+    They depend on the two models and on whether they sample, and outlive a generation. The
+    inherited attributes belong to the next position."""
+
+    def __init__(self) -> None:
+        super().__init__(AcceptanceEstimator())
         self.text = TextChances()
         """Accuracy of text lookup's candidates, whatever the draft model offered."""
-        self.acceptance = AcceptanceEstimator()
-        """Accuracy of the draft model's candidates by their rank alone."""
+        self._further: list[PlaceChances] = []
         self._contradicted = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.by_cell]
         self._prediction: PredictionChances | None = None
 
@@ -138,32 +174,32 @@ class DraftChances:
             chance = max(chance, self.contradicted_chance(node.lookup_cell))
         return chance
 
+    def at(self, place: int) -> PlaceChances:
+        """Return the chances of a place.
+
+        A place that was never tried begins with a share ``ASSUMED_FURTHER_SHARE`` of the rate of
+        the one before it."""
+        if not place:
+            return self
+        while len(self._further) < place:
+            before = self.at(len(self._further)).acceptance
+            first = ASSUMED_FURTHER_SHARE * before.rate(0)
+            self._further.append(PlaceChances(AcceptanceEstimator((first, *before.prior[1:]))))
+        return self._further[place - 1]
+
     def contradicted_chance(self, cell: int) -> float:
         """Return the chance of a lookup candidate where the draft model offered other tokens.
 
         Until there are observations it is a quarter of the candidate's usual chance."""
         return self._contradicted[cell].rate(self.text.by_cell[cell] / 4.0)
 
-    def draft_chance(
-        self, rank: int, logprob: float, rate: float, lookup_chance: float | None = None
-    ) -> float:
-        """Return the chance of the draft model's candidate of this rank.
-
-        ``rate`` is the acceptance rate of the rank. ``lookup_chance`` is the chance of the same
-        token as a candidate of text lookup or of the prediction; None if neither offered it."""
-        chance = self.alone.chance(rank, logprob, rate)
-        if lookup_chance is None:
-            return chance
-        # For rank > 0 the draft prefers another token, so lookup's chance is no lower bound.
-        least = 0.0 if rank else lookup_chance
-        return max(self.confirmed.chance(rank, logprob, max(chance, least)), least)
-
     def add(self, guess: Node, *, hit: bool) -> None:
         """Record a candidate of a decided position at which the draft model had offered its
         candidates."""
         if guess.rank != UNRANKED:
             is_alone = guess.lookup_cell == guess.prediction_cell == NO_CELL
-            chances = self.alone if is_alone else self.confirmed
+            at = self.at(guess.place)
+            chances = at.alone if is_alone else at.confirmed
             chances.add(guess.rank, guess.logprob, hit=hit)
         elif guess.lookup_cell != NO_CELL:
             self._contradicted[guess.lookup_cell].add(hit)
@@ -208,6 +244,8 @@ class KeptEstimates:
     models share them."""
     feed_s: MovingAverage = field(default_factory=MovingAverage)
     """Seconds per token of prefill on the device."""
+    step_row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
+    """Seconds that a further row adds to a step of a parallel draft."""
     evidence: DraftEvidence = field(default_factory=DraftEvidence)
     """Evidence whether the draft model is useful for this model, from greedy and sampled outputs
     together."""
@@ -287,6 +325,12 @@ class DraftEstimates(VerifierEstimates):
     """Seconds per token of prefill on the device."""
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """Seconds that one more draft node adds to a pass."""
+    max_places: int = 1
+    """Most positions that one step can draft for. More than 1 for a parallel draft."""
+    places: int = 1
+    """Positions that steps draft for at present."""
+    step_row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
+    """Seconds that a further row adds to a step of a parallel draft."""
     guesses: DraftChances = field(default_factory=DraftChances)
     """Chances that draft nodes are right, by their source."""
     evidence: DraftEvidence = field(default_factory=DraftEvidence)
@@ -313,22 +357,56 @@ class DraftEstimates(VerifierEstimates):
             **known,
             step_s=learned.step_s,
             feed_s=learned.feed_s,
+            step_row_s=learned.step_row_s,
             guesses=learned.guesses(sampling),
             evidence=learned.evidence,
             rest=learned.rest,
         )
 
-    def note_step(self, fed: int, took_s: float) -> None:
-        """Update ``step_s`` from a step that fed ``fed`` tokens.
+    def note_step(self, fed: int, took_s: float, places: int = 1) -> None:
+        """Update ``step_s`` from a step that fed ``fed`` tokens and drafted for ``places``
+        positions.
 
         A step that feeds more than ``USUAL_FEED`` tokens is not a usual one, but it bounds it: a
         usual one takes no longer. While the policy rests its probes feed many tokens, and without
         the bound one slow step would count as the usual duration for ever. The bound does not stand
-        for a step that was never timed: that of a long prompt would be far from it."""
+        for a step that was never timed: that of a long prompt would be far from it.
+
+        A parallel draft is timed by rows, since it feeds what it drafted several tokens at a time:
+        ``step_s`` is then what a step with one row would take."""
+        rows = fed + places - 1
+        if self.max_places > 1 and rows <= MAX_TIMED_ROWS:
+            self.step_row_s.add(rows, took_s)
+            row_s = self.step_row_s.get()
+            single_s = took_s / (1.0 + ASSUMED_ROW_SHARE * (rows - 1))
+            if row_s is not None and row_s > 0.0:
+                single_s = max(took_s - row_s * (rows - 1), took_s / rows)
+            self.step_s.add(single_s)
+            return
         if fed <= USUAL_FEED or (self.step_s.count and took_s < self.step_s.get(0.0)):
             self.step_s.add(took_s)
         if fed >= LONG_FEED:
             self.feed_s.add(took_s / fed)
+
+    def single_step_s(self, pass_s: float) -> float:
+        """Return the seconds of a draft step of one row; a share of a pass until one was timed."""
+        return self.step_s.get(ASSUMED_STEP_SHARE * pass_s)
+
+    @property
+    def further_row_s(self) -> float:
+        """Seconds that a further row adds to a draft step; a share of a step until it was
+        measured."""
+        found = self.step_row_s.get()
+        return ASSUMED_ROW_SHARE * self.step_s.get(0.0) if found is None else max(found, 0.0)
+
+    def position_s(self, pass_s: float, places: int) -> float:
+        """Return the seconds per position of steps that draft for ``places`` positions.
+
+        Formula: (step + 2 * (places - 1) * row) / places, since the tokens that the step before
+        drafted are fed with the mask tokens. A step of 20 ms with rows of 4 ms takes 11 ms per
+        position with four places."""
+        further_s = 2 * (places - 1) * self.further_row_s
+        return (self.single_step_s(pass_s) + further_s) / places
 
     @property
     def acceptance(self) -> AcceptanceEstimator:

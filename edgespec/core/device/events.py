@@ -104,6 +104,9 @@ class StepDone:
     """The draft step finished with these candidates, best first."""
 
     candidates: tuple[Candidate, ...]
+    further: tuple[tuple[Candidate, ...], ...] = ()
+    """Candidates of the positions behind the next one, place by place, if the step was to offer
+    some."""
 
 
 @statically_frozen
@@ -168,6 +171,9 @@ class StartStep:
     keep_length: int
     feed: tuple[int, ...]
     width: int
+    places: int = 1
+    """Consecutive positions to draft for; more than 1 for a parallel draft only
+    (``ports.ParallelDrafter``)."""
 
 
 @statically_frozen

@@ -16,8 +16,9 @@ and a = 0.8 a leaf whose next node is in time brings 0.4 a step. If only the fou
 it brings 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09 with k = 7. The next step runs behind the leaf
 that brings most, unless that is less than a step has to bring. A row in a pass is paid for at the
 verifier's price, by the chance that remains in its pass (``comparison_policies.WindowedPolicy`` has
-an example). (SmartSpec, arXiv 2406.14066, defines goodput as tokens committed per second under
-load, and chooses draft lengths by it.)
+an example). ``parallel_steps`` chooses the number of positions that a parallel draft fills in one
+step; what counts as a step here is then one position. (SmartSpec, arXiv 2406.14066, defines goodput
+as tokens committed per second under load, and chooses draft lengths by it.)
 
 Where nothing pays, the policy rests: now and then it drafts one node that is not sent, so that a
 change of the acceptance rate is noticed. Where the model could not get ahead of the verifier even
@@ -36,6 +37,7 @@ from typing import ClassVar, Final, assert_never
 from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.estimates import DraftEstimates, DraftEvidence, RowPrice
 from edgespec.core.device.lead import DraftingCase, find_case
+from edgespec.core.device.parallel_steps import choose_places
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -99,6 +101,9 @@ class GoodputPolicy:
             return None
         leaf, gain = self.best_leaf(view)
         return leaf if gain >= self.min_gain else self._probe(view)
+
+    def choose_places(self, view: DraftView) -> int:
+        return choose_places(view)
 
     def should_send(self, view: DraftView) -> bool:
         if not view.unsent:

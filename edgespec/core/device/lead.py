@@ -86,11 +86,13 @@ class Lead:
 
 def find_case(estimates: DraftEstimates) -> DraftingCase | None:
     """Return the case that a device has measured; None until it has timed passes, commits, draft
-    steps and the round trip."""
+    steps and the round trip. The step of a parallel draft counts per position."""
     timed = estimates.pass_s, estimates.commit_s, estimates.step_s, estimates.rtt_s
     if not all(one.count for one in timed):
         return None
     pass_s, commit_s, step_s, rtt_s = (one.get(0.0) for one in timed)
+    if (places := estimates.max_places) > 1:
+        step_s = estimates.position_s(pass_s, places)
     return DraftingCase(
         token_s=max(_MIN_DURATION_S, commit_s / max(1.0, estimates.server_tokens.get(1.0))),
         step_s=step_s,

@@ -72,7 +72,10 @@ class DraftView:
 
     def __post_init__(self) -> None:
         self.pass_s = pass_s = self.estimates.pass_s.get(ASSUMED_PASS_S)
-        step_s = self.estimates.step_s.get(ASSUMED_STEP_SHARE * pass_s)
+        if self.estimates.places == 1:
+            step_s = self.estimates.step_s.get(ASSUMED_STEP_SHARE * pass_s)
+        else:
+            step_s = self.estimates.position_s(pass_s, self.estimates.places)
         self.step_s = step_s if step_s > _MIN_DURATION_S else _MIN_DURATION_S
         open_s = self.estimates.open_s
         guess_s = open_s if open_s < ASSUMED_RTT_S else ASSUMED_RTT_S
@@ -128,16 +131,27 @@ class DraftView:
         since_s = self.since_commit_s or 0.0
         return since_s + self.step_s + self.rtt_s
 
+    @property
+    def longest_step_s(self) -> float:
+        """Time of the next draft step. ``step_s`` is the time per position."""
+        return self.step_s * self.estimates.places
+
+    def chance_in_pass(self, node_id: int) -> float:
+        """Return the chance that the output goes through a node, once the pass that could take a
+        draft begins: the product of the chances along its path from ``settled_position`` on."""
+        chance, nodes, settled = 1.0, self.tree.nodes, self.settled_position
+        while (node := nodes.get(node_id)) is not None and node.position >= settled:
+            chance *= node.chance
+            node_id = node.parent
+        return chance
+
     def affordable_width(self, parent: int, width: int) -> int:
         """Return how many of ``width`` candidates behind ``parent`` are worth their rows at the
         verifier's price when they get into a pass; at least one."""
         price = self.estimates.price.least_chance
         if price <= 0.0 or width == 1:
             return width
-        chance, nodes, settled = 1.0, self.tree.nodes, self.settled_position
-        while (node := nodes.get(parent)) is not None and node.position >= settled:
-            chance *= node.chance
-            parent = node.parent
+        chance = self.chance_in_pass(parent)
         rates = self.estimates.acceptance.first_rates(width)
         return sum([chance * rate >= price for rate in rates]) or 1
 
@@ -197,6 +211,10 @@ class DraftPolicy(Protocol):
         """Return the node (or ``ROOT``) to draft behind, or None to rest until something
         happens."""
 
+    def choose_places(self, view: DraftView) -> int:
+        """Return for how many positions each step is to draft from now on. Called for a parallel
+        draft only, now and then."""
+
     def should_send(self, view: DraftView) -> bool:
         """Return whether to send the unsent nodes now."""
 
@@ -221,7 +239,7 @@ def sends_now(view: DraftView, gather_share: float | None, *, by_rank: bool) -> 
         return True
     if not view.in_flight:
         return not _is_worth_a_longer_chain(view, gather_share, by_rank)
-    return _time_left_s(view) < view.step_s + gather_share * view.pass_s
+    return _time_left_s(view) < view.longest_step_s + gather_share * view.pass_s
 
 
 def _is_worth_a_longer_chain(view: DraftView, gather_share: float, by_rank: bool) -> bool:

@@ -84,7 +84,9 @@ class DraftSession:
     None: no text lookup. ``prediction`` are token ids that the output is expected to be; empty:
     none. ``draft_context_length`` is 0 without a draft model. Raises ``ValueError`` if the
     prediction exceeds ``MAX_PREDICTION_TOKENS``. ``kept`` are the texts that verifiers keep, shared
-    by the sessions of an agent; None: every stream gets the whole text."""
+    by the sessions of an agent; None: every stream gets the whole text. ``draft_places`` is
+    the number of positions that one draft step can offer candidates for (``ports.count_places``).
+    """
 
     # A simulated city has thousands of sessions: without dictionaries an event touches less memory.
     __slots__ = (
@@ -107,6 +109,7 @@ class DraftSession:
         text: TextTables | None = None,
         prediction: Sequence[int] = (),
         kept: KeptPrefixes | None = None,
+        draft_places: int = 1,
     ) -> None:
         self.request = request
         self.prefix = CommittedPrefix(request.prompt, request.committed)
@@ -122,6 +125,7 @@ class DraftSession:
         self._outbox = DraftOutbox(self.tree)
         verifier, learned = verifier or VerifierEstimates(), learned or KeptEstimates()
         self.estimates = DraftEstimates.of(verifier, learned, sampling)
+        self.estimates.max_places = draft_places
         if request.drafting:
             is_hopeless = policy.is_hopeless(self.estimates)
             self.estimates.rest.begin_generation(is_hopeless=is_hopeless)
@@ -177,7 +181,7 @@ class DraftSession:
             return ()  # a message of a stream that is closed
         match event:
             case ev.StepDone():
-                if late := self._model.record_step(event, now):
+                for late in self._model.record_step(event, now):
                     self._reader.judge(late, self.prefix.tokens[late[0].position])
                 actions = []
             case Commit():

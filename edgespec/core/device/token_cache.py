@@ -6,12 +6,12 @@ vocabulary. A refused step changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.constraint import ConstrainedText
 from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, TokenCounts
-from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.protocol.work import Candidate, ModelInfo
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -110,3 +110,24 @@ class TokenCache:
     @property
     def output(self) -> Sequence[int]:
         return self.tokens[self._prompt_length :]
+
+
+def draft_chain(
+    cache: TokenCache, places: int, draft: Callable[[int], tuple[Candidate, ...]]
+) -> tuple[tuple[Candidate, ...], ...]:
+    """Return the candidates of up to ``places`` consecutive positions.
+
+    ``draft`` returns the candidates of a place, 0 for the next position. Meanwhile ``cache`` holds
+    the first candidates of the places before it, because penalties and constraints depend on them.
+    They are gone at the end. A place without candidates ends the chain."""
+    length, found = len(cache.tokens), list[tuple[Candidate, ...]]()
+    try:
+        for place in range(places):
+            if not (candidates := draft(place)):
+                break
+            found.append(candidates)
+            if place + 1 < places:
+                cache.advance(length + place, (candidates[0].token,))
+    finally:
+        cache.truncate(length)
+    return tuple(found)

@@ -112,6 +112,9 @@ class Node:
     prediction_cell: int = NO_CELL
     """Cell of ``predicted_text.INITIAL_CHANCES`` if the prediction of a device offered the token,
     else ``NO_CELL``."""
+    place: int = 0
+    """Place in the draft step that offered the token: 0 for the next position, 1 for the one behind
+    it, and so on."""
 
 
 class SpeculationTree:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.device.memory import KvType
-from edgespec.core.ports import ModelInfo
+from edgespec.core.ports import MAX_PLACES, ModelInfo, ParallelDraft
 from edgespec.core.protocol.messages import MAX_TOKEN_ID
 
 FORMAT = 1
@@ -29,6 +29,8 @@ _NUMBERS = {
     **dict.fromkeys(_REQUIRED, (1, 1 << 12)),
     "token_count": (0, MAX_VOCABULARY_SIZE),
     "trained_length": (0, MAX_CONTEXT_LENGTH),
+    "parallel_tokens": (1, MAX_PLACES),
+    "mask_token": (0, MAX_VOCABULARY_SIZE),
 }
 """Number keys of a manifest, each with its least and its largest value."""
 
@@ -56,6 +58,10 @@ class DraftManifest:
     trained_length: int = 0
     """Longest training text in tokens. 0 if it is not known; then the whole context counts as
     trained."""
+    parallel_tokens: int = 1
+    """Most positions that one run of the draft fills. 1 for an ordinary draft."""
+    mask_token: int = 0
+    """Id that stands for a token that is not known yet, in a run that fills several positions."""
     file_bytes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the folder's other files by name, which reveal a truncated file. Empty in older
     exports."""
@@ -64,6 +70,14 @@ class DraftManifest:
     def proposable_count(self) -> int:
         """Number of ids, from 0 on, that a draft step may propose."""
         return self.token_count or self.model.vocabulary_size
+
+    @property
+    def parallel(self) -> ParallelDraft | None:
+        """The way in which the draft fills several positions in one run; None for an ordinary
+        draft."""
+        if self.parallel_tokens == 1:
+            return None
+        return ParallelDraft(self.mask_token, self.parallel_tokens)
 
     @property
     def window(self) -> int:
@@ -115,6 +129,7 @@ def read_manifest(folder: Path) -> DraftManifest:
         _check(path, f"file_bytes[{name}]", size, MAX_FILE_BYTES, 0)
     manifest = DraftManifest(model=model, **data)
     _check(path, "token_count", manifest.token_count, model.vocabulary_size, 0)
+    _check(path, "mask_token", manifest.mask_token, model.vocabulary_size - 1, 0)
     types = [kv_type.value for kv_type in KvType]
     if manifest.kv_type not in types:
         raise DraftModelError(f"{path}: kv_type is {manifest.kv_type!r}, not one of {types}")

@@ -19,6 +19,10 @@ down, with their keys turned back (``kv_buffers``).
 The rows of a sequence stay when the next one begins, and so do the rows of a cancelled step.
 A step keeps them as far as its sequence begins with the same tokens, so the next turn of a
 conversation feeds only what is new in it.
+
+A parallel draft gives candidates for several positions in one run: mask tokens are fed behind the
+last token, and each of their rows is one more position. They are no part of the sequence, so the
+next step begins at the row of the first mask.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from numpy.typing import NDArray
 
 from edgespec.core import ports
 from edgespec.core.device.draft_window import DraftWindow
-from edgespec.core.device.token_cache import TokenCache, common_prefix_length
+from edgespec.core.device.token_cache import TokenCache, common_prefix_length, draft_chain
 from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
@@ -53,12 +57,13 @@ DEFAULT_CONTEXT_LIMIT = 16_384
 # Bytes of weights, by their bits, from which a second thread pays. It is about 10M parameters.
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
 
-# Inputs that are one number, computed from the number of cached tokens and the total length.
-_NUMBERS: Final[dict[dg.Role, Callable[[int, int], int]]] = {
-    dg.Role.CACHED: lambda cached, length: cached > 0,
-    dg.Role.ROWS: lambda cached, length: 1,
-    dg.Role.LAST_INDEX: lambda cached, length: length - 1,
-    dg.Role.LENGTH: lambda cached, length: length,
+# Inputs that are one number, computed from the number of cached tokens, the total length, and the
+# rows of logits that are needed.
+_NUMBERS: Final[dict[dg.Role, Callable[[int, int, int], int]]] = {
+    dg.Role.CACHED: lambda cached, length, rows: cached > 0,
+    dg.Role.ROWS: lambda cached, length, rows: rows,
+    dg.Role.LAST_INDEX: lambda cached, length, rows: length - 1,
+    dg.Role.LENGTH: lambda cached, length, rows: length,
 }
 
 Row = NDArray[np.float32]
@@ -79,7 +84,9 @@ class GraphDrafter:
         proposable_count: int,
         chunk: int = CHUNK,
         window: int = 0,
+        parallel: ports.ParallelDraft | None = None,
     ) -> None:
+        self._parallel = parallel
         self._path, self.info, self._graph, self._chunk = path, info, graph, chunk
         self._session: ort.InferenceSession | None = session
         self.placement = dg.read_placement(session)
@@ -104,6 +111,11 @@ class GraphDrafter:
         entry of values is None."""
         self._noise: tuple[NoiseIds, int] | None = None
         """Noise of another vocabulary, and the position that it is for (``set_noise``)."""
+
+    @property
+    def max_places(self) -> int:
+        """Most positions that one step drafts for."""
+        return 1 if self._parallel is None else self._parallel.tokens
 
     @property
     def inner(self) -> None:
@@ -165,20 +177,54 @@ class GraphDrafter:
         width: int,
         cancelled: ports.Cancelled = ports.never_cancelled,
     ) -> tuple[ports.Candidate, ...]:
+        if (position := self._run(keep_length, feed, 0, cancelled)) is None:
+            return ()
+        return self._candidates(self.logits, position, min(width, self._max_candidates))
+
+    def step_places(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        places: int,
+        cancelled: ports.Cancelled = ports.never_cancelled,
+    ) -> tuple[tuple[ports.Candidate, ...], ...]:
+        length = keep_length + len(feed)
+        masks = min(places, self.max_places) - 1
+        # Masks take positions of the context, room in the window, and places in a run.
+        masks = min(masks, self.info.context_length - length, self._window.size // 4)
+        masks = max(0, min(masks, self._chunk - 1))
+        if (position := self._run(keep_length, feed, masks, cancelled)) is None:
+            return ()
+        rows, width = self._rows[: masks + 1], min(width, self._max_candidates)
+        return draft_chain(
+            self._cache,
+            masks + 1,
+            lambda place: self._candidates(rows[place], position + place, width),
+        )
+
+    def _run(
+        self, keep_length: int, feed: Sequence[int], masks: int, cancelled: ports.Cancelled
+    ) -> int | None:
+        """Run the graph over ``feed`` and ``masks`` mask tokens behind it, and return the position
+        behind ``feed``; None if the drafter rests.
+
+        ``logits`` then belong to the last token, and ``_rows`` to it and to the masks. The rows of
+        the masks do not count as held, so that the next run writes over them."""
         if self._session is None:
             raise ValueError("the drafter is closed")
         position = self._cache.advance(keep_length, feed)
         row_tokens, self._row_tokens = self._row_tokens, []
         if not self._max_candidates:
             self._window.clear()
-            return ()
+            return None
         kept = keep_length
         if row_tokens:
             kept = max(
                 kept, min(position - 1, common_prefix_length(row_tokens, self._cache.tokens))
             )
         try:
-            window = self._move_window(kept, position)
+            window = self._move_window(kept, position + masks)
             first, end = window.held_rows, position - window.skipped
             while (start := window.held_rows) < end:
                 if cancelled():
@@ -187,14 +233,22 @@ class GraphDrafter:
                         f"cancelled with {start - first} of {end - first} tokens fed"
                     )
                 count = self._chunk if self._takes_chunks or not start else 1
+                if masks and end - start + masks > count:  # They run with the last token.
+                    count = min(count, end - start - 1)
                 tokens = window.tokens(self._cache.tokens, start, min(start + count, end))
-                self._forward(start, tokens)
+                if masks and start + len(tokens) == end:
+                    assert self._parallel is not None
+                    tokens = [*tokens, *[self._parallel.mask_token] * masks]
+                    self._forward(start, tokens, masks + 1)
+                    window.held_rows = end
+                else:
+                    self._forward(start, tokens)
         except Exception:
             # Rows behind it may hold anything after a failed run.
             self._cache.truncate(keep_length)
             raise
-        self.logits[self._proposable_count :] = -np.inf
-        return self._candidates(position, min(width, self._max_candidates))
+        self._rows[: masks + 1, self._proposable_count :] = -np.inf
+        return position
 
     def close(self) -> None:
         """Free weights and buffers. Further steps are refused."""
@@ -211,7 +265,7 @@ class GraphDrafter:
     # --- the window -------------------------------------------------------------------------
 
     def _move_window(self, keep_length: int, length: int) -> DraftWindow:
-        """Move the window to the end of the sequence and return it."""
+        """Move the window to the end of a sequence of ``length`` tokens and return it."""
         window = self._window
         if window.can_move and length > window.size and not self._frequencies:
             self._measure_frequencies()
@@ -263,24 +317,26 @@ class GraphDrafter:
             for role in (dg.Role.POSITIONS, dg.Role.CACHE_POSITIONS)
             if role in roles
         }
-        self._numbers: list[tuple[NDArray[Any], Callable[[int, int], int]]] = []
+        self._numbers: list[tuple[NDArray[Any], Callable[[int, int, int], int]]] = []
         """Inputs that are one number, bound by their addresses, and the function that computes each
-        from the number of cached tokens and the total length."""
+        from the number of cached tokens, the total length and the rows of logits."""
         for role in roles.keys() & _NUMBERS.keys():
             number = np.ones((1,) * len(roles[role].shape), dtype=roles[role].dtype)
             self._bind_input(role, number, number.shape)
             self._numbers.append((number, _NUMBERS[role]))
-        self.logits: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
-        """Logits of the last row, [V]. The next step overwrites them."""
+        shape = self.max_places, self.info.vocabulary_size
+        self._rows: NDArray[np.float32] = np.zeros(shape, dtype=np.float32)
+        """Logits of the last rows, [rows, V]: of the last token, and of masks behind it. The next
+        step overwrites them."""
+        self.logits: Row = self._rows[0]
+        """Logits of the last token, [V]."""
         self._one_row = self._graph.one_row
-        if self._one_row:
-            place = np.float32, (1, self.logits.size), self.logits.ctypes.data
-            self._binding.bind_output(self._graph.logits.name, "cpu", 0, *place)
+        self._bound_rows = 0
 
-    def _forward(self, cached: int, tokens: Sequence[int]) -> NDArray[Any]:
+    def _forward(self, cached: int, tokens: Sequence[int], rows: int = 1) -> NDArray[Any]:
         """Append ``tokens`` (1 to CHUNK) behind ``cached`` rows and return the logits of the run.
 
-        They cover all rows, or the last row only, which is also copied to ``logits``."""
+        They cover all tokens, or the last ``rows`` only, which are also copied to ``_rows``."""
         assert self._session is not None
         count, length = len(tokens), cached + len(tokens)
         self._store.truncate(cached)
@@ -294,27 +350,31 @@ class GraphDrafter:
             shape = (1, count) if role is dg.Role.POSITIONS else (count,)
             self._bind_input(role, array[cached:], shape)
         for number, value_of in self._numbers:
-            number.fill(value_of(cached, length))
+            number.fill(value_of(cached, length, rows))
         if not self._one_row:
             # This output has to be bound before all others.
             self._binding.bind_output(self._graph.logits.name, "cpu")
+        elif rows != self._bound_rows:
+            place = np.float32, (rows, self.logits.size), self._rows.ctypes.data
+            self._binding.bind_output(self._graph.logits.name, "cpu", 0, *place)
+            self._bound_rows = rows
         self._store.bind(self._binding, cached, count)
         self._session.run_with_iobinding(self._binding, self._run_options)
         self._store.advance()
         self._window.held_rows = length
         if self._one_row:
-            return self.logits
+            return self._rows[:rows]
         logits: NDArray[Any] = self._binding.get_outputs()[0].numpy()
-        rows = logits.reshape(-1, logits.shape[-1])
-        self.logits[:] = rows[-1]
-        return rows
+        found = logits.reshape(-1, logits.shape[-1])
+        self._rows[:rows] = found[-rows:]
+        return found
 
-    def _candidates(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
-        """Return candidates for ``position``, at most ``width``.
+    def _candidates(self, logits: Row, position: int, width: int) -> tuple[ports.Candidate, ...]:
+        """Return candidates for ``position`` by its ``logits``, at most ``width``.
 
         Tokens that the constraint forbids lose their ``logits``. If it allows none, there are no
         candidates."""
-        cache, logits = self._cache, self.logits
+        cache = self._cache
         mask = cache.allowed_mask()
         if mask is not None:
             bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
@@ -399,6 +459,7 @@ class OnnxDrafter(GraphDrafter):
             capacity=capacity,
             proposable_count=manifest.proposable_count,
             chunk=chunk,
+            parallel=manifest.parallel,
         )
         self._bind_buffers()
 
@@ -411,6 +472,7 @@ def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: mf.DraftManife
         ("kv_heads", cache.heads, manifest.kv_heads),
         ("head_dim", cache.head_size, manifest.head_dim),
         ("ids", graph.logits.shape[-1], manifest.model.vocabulary_size),
+        ("numbers of logits", dg.Role.ROWS in graph.roles, manifest.parallel is not None),
     ):
         if actual != expected:
             raise mf.DraftModelError(

@@ -83,6 +83,7 @@ def export_draft(
     from edgespec.models.weight_blocks import BLOCK_SIZE
 
     shape, info = read_shape(source), folders.model_info(source)
+    parallel = folders.read_parallel_draft(source)
     length = context_length or min(info.context_length, DEFAULT_CONTEXT_LIMIT)
     check_range("context_length", length, 1, info.context_length)
     manifest = DraftManifest(
@@ -97,8 +98,12 @@ def export_draft(
         kv_type=kv_type.value,
         token_count=min(folders.token_count(source), shape.vocabulary_size),
         trained_length=folders.trained_length(source),
+        parallel_tokens=parallel.tokens if parallel else 1,
+        mask_token=parallel.mask_token if parallel else 0,
     )
-    builder = GraphBuilder(shape, Checkpoint(source, shape), length, bits)
+    builder = GraphBuilder(
+        shape, Checkpoint(source, shape), length, bits, parallel=parallel is not None
+    )
     model = builder.build(progress)
     if report_loss is not None and bits != 32:
         report_loss(builder.loss)

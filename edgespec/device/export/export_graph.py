@@ -19,7 +19,10 @@ Inputs: ``input_ids`` int64 [1, T]; ``seqlens_k`` int32 [1], cached + T - 1;
 capacity, head dim]. Outputs: ``logits`` float32 [1, V] of the last position only, and
 ``present.{i}.key|value``, to be bound to the same memory as the past.
 
-In the last layer everything behind the attention runs for the last position only, since the other
+A parallel draft has one more input, ``num_logits_to_keep`` int64 [1], which is the number R of last
+positions that get logits: float32 [R, V].
+
+In the last layer everything behind the attention runs for these positions only, since the other
 rows are not used. Norms, SiLU and attention are onnxruntime's own fused operators.
 """
 
@@ -147,6 +150,7 @@ _ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gelu_tanh": ("Gelu", {"approximate": "tanh"}),
 }
 _TABLE = "model.embed_tokens"
+_ROWS = "num_logits_to_keep"
 _OPSET = 21
 _IR_VERSION = 10
 # SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
@@ -163,17 +167,24 @@ class GraphBuilder:
     """Builds the graph of a checkpoint.
 
     ``bits`` is the precision of the matrices: 4 and 8 are blocks of 32 (``quantize.py``), 32 is
-    float32. Norms, biases and rotary tables stay float32. Raises ``ValueError`` for other bits."""
+    float32. Norms, biases and rotary tables stay float32. ``parallel`` is whether the number of
+    rows of logits is an input. Raises ``ValueError`` for other bits."""
 
     def __init__(
-        self, shape: DecoderShape, checkpoint: Checkpoint, context_length: int, bits: int
+        self,
+        shape: DecoderShape,
+        checkpoint: Checkpoint,
+        context_length: int,
+        bits: int,
+        *,
+        parallel: bool = False,
     ) -> None:
         if bits not in BITS:
             raise ValueError(f"bits is {bits}, but must be one of {BITS}")
         self._source = shape
         self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
         self._checkpoint, self._read = checkpoint, checkpoint.read
-        self._context_length = context_length
+        self._context_length, self._parallel = context_length, parallel
         self._bits, self.loss = bits, wb.RoundingLoss()
         self._id_count = shape.kept.size if shape.kept else shape.vocabulary_size
         self._nodes: list[onnx.NodeProto] = []
@@ -186,7 +197,10 @@ class GraphBuilder:
         ``ModelFolderError`` for a missing or misshapen tensor."""
         shape = self._shape
         self._add_rotations()
-        self._add_constant("last", np.array(-1, dtype=np.int64))
+        if self._parallel:
+            self._add_row_bounds()
+        else:
+            self._add_constant("last", np.array(-1, dtype=np.int64))
         residual, branch = self._add_embedding(), ""
         for layer in range(shape.layers):
             residual, branch = self._add_layer(layer, residual, branch)
@@ -201,10 +215,11 @@ class GraphBuilder:
             value("input_ids", TensorProto.INT64, [1, "length"]),
             value("seqlens_k", TensorProto.INT32, [1]),
             value("total_sequence_length", TensorProto.INT32, []),
+            *([value(_ROWS, TensorProto.INT64, [1])] if self._parallel else []),
             *[value(f"past.{part}", TensorProto.FLOAT, dims) for part in parts],
         ]
         outputs = [
-            value("logits", TensorProto.FLOAT, [1, self._id_count]),
+            value("logits", TensorProto.FLOAT, ["rows" if self._parallel else 1, self._id_count]),
             *[value(f"present.{part}", TensorProto.FLOAT, dims) for part in parts],
         ]
         graph = helper.make_graph(
@@ -225,6 +240,22 @@ class GraphBuilder:
                 cos, sin = rope_tables(rope, dim, self._context_length)
                 self._add_constant(f"cos{suffix}", np.pad(cos, added, constant_values=1.0))
                 self._add_constant(f"sin{suffix}", np.pad(sin, added))
+
+    def _add_row_bounds(self) -> None:
+        """Add the bounds of the slice that holds the last rows, for ``_add_last_rows``."""
+        self._add_node("Neg", [_ROWS], "rows.start")
+        self._add_constant("rows.end", np.array([np.iinfo(np.int64).max], dtype=np.int64))
+        self._add_constant("rows.axis", np.array([1], dtype=np.int64))
+        self._add_constant("rows.first_axis", np.array([0], dtype=np.int64))
+
+    def _add_last_rows(self, value: str, name: str) -> str:
+        """Return the rows of ``value`` [1, T, n] that get logits, as [R, n]: the last row, or as
+        many as the input asks for."""
+        if not self._parallel:
+            return self._add_node("Gather", [value, "last"], name, axis=1)
+        bounds = ["rows.start", "rows.end", "rows.axis"]
+        last = self._add_node("Slice", [value, *bounds], f"{name}.slice")
+        return self._add_node("Squeeze", [last, "rows.first_axis"], name)
 
     # --- parts of the decoder ---------------------------------------------------------------
 
@@ -266,8 +297,8 @@ class GraphBuilder:
         normed, residual = self._add_norm(f"{name}.input_layernorm", residual, branch)
         attended = self._add_attention(layer, normed)
         if layer == shape.layers - 1:
-            attended = self._add_node("Gather", [attended, "last"], f"{name}.attended_last", axis=1)
-            residual = self._add_node("Gather", [residual, "last"], f"{name}.residual_last", axis=1)
+            attended = self._add_last_rows(attended, f"{name}.attended_last")
+            residual = self._add_last_rows(residual, f"{name}.residual_last")
         attended = self._add_output_projection(f"{name}.self_attn.o_proj", attended)
         before = "post_attention_layernorm"
         if shape.normalises_branches:
@@ -403,14 +434,23 @@ class GraphBuilder:
             bent = self._add_node("Tanh", [share], "logits.bent")
             self._add_node("Mul", [bent, "logits.cap"], last)
         if shape.kept is not None:
-            self._add_constant("logits.ids", np.array([shape.kept.ids], dtype=np.int64))
-            self._add_constant("logits.shape", np.array([1, shape.kept.size], dtype=np.int64))
+            ids, filled = "logits.ids", "logits.shape"
+            self._add_constant(ids, np.array([shape.kept.ids], dtype=np.int64))
+            sizes = [1, shape.kept.size]
+            if self._parallel:  # The number of rows is added below.
+                filled, sizes = "logits.width", sizes[1:]
+            self._add_constant(filled, np.array(sizes, dtype=np.int64))
+            if self._parallel:
+                own = self._add_node("Shape", [last], "logits.own_shape")
+                ids = self._add_node("Expand", [ids, own], "logits.ids_of_rows")
+                rows = self._add_node("Shape", [last], "logits.row_count", start=0, end=1)
+                filled = self._add_node("Concat", [rows, filled], "logits.shape", axis=0)
             none = onnx.numpy_helper.from_array(np.array([-np.inf], dtype=np.float32))
             node = helper.make_node(
-                "ConstantOfShape", ["logits.shape"], ["logits.none"], name="logits.none", value=none
+                "ConstantOfShape", [filled], ["logits.none"], name="logits.none", value=none
             )
             self._nodes.append(node)
-            self._add_node("ScatterElements", ["logits.none", "logits.ids", last], "logits", axis=1)
+            self._add_node("ScatterElements", ["logits.none", ids, last], "logits", axis=1)
 
     def _has_own_head(self, size: tuple[int, int]) -> bool:
         """Return whether a checkpoint that ties its tables holds a head other than the embedding.

@@ -125,7 +125,8 @@ def _read_device_trace(lines: Iterable[TraceLine], found: Samples) -> _DeviceTim
         at_s, session = float(line["at_s"]), line["session"]
         match line["name"]:
             case "StartStep":
-                steps[session] = at_s, len(line["feed"]), line["keep_length"]
+                rows = len(line["feed"]) + line.get("places", 1) - 1
+                steps[session] = at_s, rows, line["keep_length"]
             case "StepDone" if session in steps:
                 began_s, fed, kept = steps.pop(session)
                 found.draft_steps.append(Sample(fed, kept, at_s - began_s))

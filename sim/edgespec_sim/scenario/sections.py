@@ -15,6 +15,7 @@ from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
+from edgespec.core.ports import MAX_PLACES
 from edgespec.core.protocol.checks import (
     Section,
     check_limits,
@@ -394,6 +395,11 @@ class DeviceSection(Section):
     path: tuple[str, ...] = ()
     """Links from the device outwards."""
     draft: CostSection = field(default_factory=lambda: CostSection(ms=8.0))
+    further_places: tuple[float, ...] = ()
+    """A parallel draft, which fills several positions in one step: for each position behind the
+    next one, the share of the draft's right tokens that it still gets right there. [0.8, 0.6] is a
+    draft for three positions. Each position costs ``row_ms`` of ``draft``. Not with tokens from the
+    toy model."""
     workload: WorkloadSection = field(default_factory=WorkloadSection)
     draft_w: float = range_field(0.0, 0.0, 1000.0)
     """Power of a running draft step above idle, in watts."""
@@ -404,6 +410,17 @@ class DeviceSection(Section):
     ``draft_w``, no energy is reported."""
     conditions: ConditionsSection | None = None
     """Other programs and memory over time; null: conditions are ignored."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if len(self.further_places) >= MAX_PLACES:
+            raise ValueError(
+                f"further_places has {len(self.further_places)} values, but at most"
+                f" {MAX_PLACES - 1} count"
+            )
+        for share in self.further_places:
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"further_places has {share:g}, but must be in [0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,6 +474,7 @@ class Scenario:
         if not self.verifiers:
             raise ValueError("verifiers is empty, but must name at least one")
         self._check_server_drafts()
+        self._check_further_places()
         if not self.arms or len(set(self.arms)) != len(self.arms):
             names = ", ".join(arm.value for arm in self.arms)
             raise ValueError(f"arms is [{names}], but must name each wanted one once")
@@ -571,6 +589,16 @@ class Scenario:
         for arm in self.arms:
             if arm.on_server:
                 raise ValueError(f"arms names {arm.value}, but no verifier has a server_draft")
+
+    def _check_further_places(self) -> None:
+        if self.tokens.source is not TokensFrom.TOY:
+            return
+        for name, section in self.devices.items():
+            if section.further_places:
+                raise ValueError(
+                    f"devices.{name}.further_places is {list(section.further_places)}, but not with"
+                    " tokens.source: toy, whose draft fills one position a step"
+                )
 
     def _check_arrivals(self, arrivals: ArrivalsSection) -> None:
         if self.shards > 1:

@@ -36,7 +36,14 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
-from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, choose
+from edgespec.core.protocol.sampling import (
+    GOLDEN,
+    MASK_32,
+    MinTokensMask,
+    SamplingParams,
+    choose,
+    mix_bits,
+)
 from edgespec.core.protocol.tree import EndCondition
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
@@ -69,8 +76,9 @@ class TokenSource(Protocol):
         """Return a new target. Each verifier has its own, and all of them continue a request
         alike."""
 
-    def drafter(self) -> Drafter:
-        """Return a new drafter. Each device has its own."""
+    def drafter(self, further: Sequence[float] = ()) -> Drafter:
+        """Return a new drafter. Each device has its own. ``further`` are the accuracies of the
+        further places of a parallel draft, as in ``ScriptedDrafter``."""
 
     def request(
         self, number: int, prompt_length: int, max_tokens: int, turn: int = 0
@@ -289,12 +297,17 @@ class ScriptedDrafter:
     """A ``ports.Drafter`` that proposes scripts at their ranks, which are known below
     ``max_width``.
 
-    Raises ``ScriptError``."""
+    ``further`` makes it a parallel draft: the chance of each further place that a first candidate
+    which one step for that position alone would get right is right there too. Raises
+    ``ScriptError``."""
 
     inner: Drafter | None = None
 
-    def __init__(self, info: ModelInfo, find: FindScript, max_width: int) -> None:
+    def __init__(
+        self, info: ModelInfo, find: FindScript, max_width: int, further: Sequence[float] = ()
+    ) -> None:
         self.info, self._find, self._max_width = info, find, max_width
+        self.max_places, self._further = 1 + len(further), further
         self._size = info.vocabulary_size
         self._reading = _ScriptReader(1, 1, find)
 
@@ -308,21 +321,43 @@ class ScriptedDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
+        return self._candidates(self._read(keep_length, feed, width), feed[-1], width, 0)
+
+    def step_places(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        places: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[tuple[Candidate, ...], ...]:
+        index = self._read(keep_length, feed, width)
+        last = min(places, self.max_places)
+        return tuple(self._candidates(index, feed[-1], width, place) for place in range(last))
+
+    def _read(self, keep_length: int, feed: Sequence[int], width: int) -> int:
+        """Feed tokens and return the index of the next output token."""
         if not 1 <= width <= self._max_width:
             raise ScriptError(f"width is {width}, but the ranks known are below {self._max_width}")
+        return self._reading.advance(keep_length, feed)
+
+    def _candidates(self, index: int, token: int, width: int, place: int) -> tuple[Candidate, ...]:
+        """Return the candidates ``place`` positions behind output index ``index``, which is behind
+        ``token``."""
         reading = self._reading
-        index = reading.advance(keep_length, feed)
         script = reading.script
         if script is None:
             raise ScriptError("a candidate is requested before the prompt is complete")
-        rank, token = -1, feed[-1]
+        rank, index = -1, index + place
         if reading.off_at == _NEVER and index < len(script.tokens):
             rank, token = script.ranks[index], script.tokens[index]
+            if place:
+                rank = _worsened(rank, token, index, place, self._further[place - 1])
         # Off script no log-probabilities are known: those of another place of the script are used.
-        place = index if reading.off_at == _NEVER else index * 31 + token
+        at_index = index if reading.off_at == _NEVER else index * 31 + token
         first, further = (
-            _logprob_at(script.logprobs, place),
-            _logprob_at(script.second_logprobs, place),
+            _logprob_at(script.logprobs, at_index),
+            _logprob_at(script.second_logprobs, at_index),
         )
         # The tokens next to the right one are wrong and distinct, and have varints of the same
         # length.
@@ -338,6 +373,22 @@ class ScriptedDrafter:
 
     def close(self) -> None:
         self._reading = _ScriptReader(1, 1, self._find)
+
+
+_SECOND_SHARE: Final = 0.3
+"""Share of the tokens that a further place no longer has first, but second: as measured with a
+trained draft (docs/measurements.md)."""
+
+
+def _worsened(rank: int, token: int, index: int, place: int, kept: float) -> int:
+    """Return the rank of the script's token in a further place, which keeps a first candidate with
+    the chance ``kept``. It is the same in every run that drafts for this index at this place."""
+    if rank < 0:
+        return rank
+    drawn = mix_bits(mix_bits(token * GOLDEN + index) + place) / (MASK_32 + 1)
+    if drawn < kept:
+        return rank
+    return 1 if rank == 0 and drawn < kept + _SECOND_SHARE * (1.0 - kept) else -1
 
 
 def _logprob_at(logprobs: Sequence[float], place: int) -> float:
@@ -382,8 +433,8 @@ class _ScriptedSource(ABC):
     def target(self) -> ScriptedTarget:
         return ScriptedTarget(self._info, self._find)
 
-    def drafter(self) -> ScriptedDrafter:
-        return ScriptedDrafter(self._info, self._find, self._width)
+    def drafter(self, further: Sequence[float] = ()) -> ScriptedDrafter:
+        return ScriptedDrafter(self._info, self._find, self._width, further)
 
     def expected(self, request: TokenRequest, count: int) -> Sequence[int]:
         max_tokens = request.sampling.max_tokens
@@ -565,7 +616,7 @@ class ToySource:
             max_cached_tokens=1 << 30,
         )
 
-    def drafter(self) -> ToyDrafter:
+    def drafter(self, further: Sequence[float] = ()) -> ToyDrafter:
         return ToyDrafter(self._model.perturbed(self._noise))
 
     def request(

@@ -25,7 +25,14 @@ from edgespec.core.device.memory import DraftAllowance, MemoryGuard, margin_byte
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
 from edgespec.core.guarded_drafter import CacheGroup, GuardedDrafter
-from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    count_places,
+    draft_places,
+    never_cancelled,
+)
 from edgespec.core.protocol.messages import EXACT_RULE, MAX_SECRET_BYTES, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry.trace import Tracer
@@ -66,6 +73,7 @@ class WindowedDrafter:
         self.inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
         self._window, self._width = DraftWindow(window, can_move=True), width
         self.info, self.close = inner.info, inner.close
+        self.max_places = count_places(inner)
         self.held_tokens = 0
 
     def growth_bytes(self, length: int) -> int:
@@ -90,17 +98,36 @@ class WindowedDrafter:
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
         found = self.inner.step(keep_length, feed, width, cancelled)
-        length = keep_length + len(feed)
+        if not self._note(keep_length, len(feed), 0):
+            return ()
+        return found[: self._width]
+
+    def step_places(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        places: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[tuple[Candidate, ...], ...]:
+        found = draft_places(self.inner, keep_length, feed, width, places, cancelled)
+        if not self._note(keep_length, len(feed), places - 1):
+            return ()
+        return tuple(one[: self._width] for one in found)
+
+    def _note(self, keep_length: int, fed: int, masks: int) -> bool:
+        """Move the window over a step. Return False, and feed nothing, if drafting is paused."""
+        length = keep_length + fed
         if not self._width:
             self._window.clear()
             self.fed = self.kept = 0
-            return ()
+            return False
         self._window.move_to(keep_length, length)
         rows = length - self._window.skipped
-        self.kept, self.fed = self._window.held_rows, rows - self._window.held_rows
+        self.kept, self.fed = self._window.held_rows, rows - self._window.held_rows + masks
         self._window.held_rows = rows
         self.held_tokens = max(self.held_tokens, self._window.held_rows)
-        return found[: self._width]
+        return True
 
 
 _MIB, _KIB = 1 << 20, 1 << 10
@@ -237,7 +264,7 @@ class User:
         self._dice = random.Random(seed)
         # Costs have their own random numbers, so the requests are the same under every arm.
         self._cost_dice = random.Random(f"{seed}/cost") if len(step.spread) > 1 else None
-        self._drafter: Drafter = self._source.drafter()
+        self._drafter: Drafter = self._source.drafter(self._section.further_places)
         self._guarded_draft: GuardedDraft | None = None
         conditions = self._section.conditions
         if course is not None and world.arm.is_ours and conditions and conditions.budget_mib:
@@ -337,6 +364,7 @@ class User:
             verifier=self._verifiers.setdefault(site.name, VerifierEstimates()),
             learned=self._learned,
             kept=self._kept,
+            draft_places=count_places(self._drafter),
         )
         tracer = self._world.tracer(self)
         self.device = SimulatedDevice(
