@@ -198,6 +198,22 @@ class RequestRow:
     """Energy of the verifiers' passes, by the request's rows. None if the power is unknown."""
     verifier_idle_j: float | None = None
     """The request's part of the energy between passes. None if the power is unknown."""
+    queue_s: float | None = None
+    """Mean time from the arrival of drafts at the verifier to the start of their pass. None without
+    a pass."""
+    up_way_s: float | None = None
+    """Mean one-way time of the messages to the verifier, queueing on links included. None if none
+    arrived."""
+    down_way_s: float | None = None
+    """Mean one-way time of the messages to the device. None if none arrived."""
+    up_bytes: int = 0
+    """Payload of drafts and acknowledgements."""
+    down_bytes: int = 0
+    """Payload of commits."""
+    request_bytes: int = 0
+    """Payload of the request itself, with its prompt."""
+    device_j: float | None = None
+    """Energy of the device: drafting, and its radio in every state. None if a part is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,27 @@ def _number_bytes(value: int) -> int:
     return 1 + _VARINT[value.bit_length()] if value else 0
 
 
+@dataclass(slots=True)
+class WayTimes:
+    """One-way times of the messages in one direction of a stream, from sending to arrival."""
+
+    seconds: float = 0.0
+    messages: int = 0
+
+    def add(self, seconds: float) -> None:
+        """Add a message that has arrived."""
+        self.seconds += seconds
+        self.messages += 1
+
+
+def mean_way_s(ways: Iterable[WayTimes]) -> float | None:
+    """Return the mean one-way time over several streams; None if no message has arrived."""
+    seconds, messages = 0.0, 0
+    for one in ways:
+        seconds, messages = seconds + one.seconds, messages + one.messages
+    return seconds / messages if messages else None
+
+
 class Stream:
     """One generation's stream, with its byte counts and, in checked worlds, its ``StreamWatch``.
 
@@ -155,9 +176,9 @@ class Stream:
     other end."""
 
     __slots__ = (
-        *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "request_bytes", "up_bytes"),
+        *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "down_ways"),
         *("lost_at_device", "lost_at_verifier", "open", "to_device", "to_verifier"),
-        "verifier",
+        *("request_bytes", "up_bytes", "up_ways", "verifier"),
     )
 
     def __init__(
@@ -173,6 +194,7 @@ class Stream:
         self._queue, self._up, self._down = queue, up, down
         self._watch, self._radio = watch, radio
         self.up_bytes = self.down_bytes = self.request_bytes = 0
+        self.up_ways, self.down_ways = WayTimes(), WayTimes()
         self.open = True
         self.to_verifier: Callable[[m.Uplink], None] = lambda message: None
         self.to_device: Callable[[m.Downlink], None] = lambda message: None
@@ -189,7 +211,8 @@ class Stream:
             self._radio.add_packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
         if self._watch is not None:
             self._watch.up.sent(message, self._queue.now, size_bytes)
-        self._up.send(size_bytes, lambda: self._arrive_up(message))
+        sent_s = self._queue.now
+        self._up.send(size_bytes, lambda: self._arrive_up(message, sent_s))
 
     def send_down(self, message: m.Downlink) -> None:
         size_bytes = message_bytes(message)
@@ -197,15 +220,18 @@ class Stream:
             self.down_bytes += size_bytes
         if self._watch is not None:
             self._watch.sent_down(message, self._queue.now, size_bytes)
-        self._down.send(size_bytes, lambda: self._arrive_down(message))
+        sent_s = self._queue.now
+        self._down.send(size_bytes, lambda: self._arrive_down(message, sent_s))
 
-    def _arrive_up(self, message: m.Uplink) -> None:
+    def _arrive_up(self, message: m.Uplink, sent_s: float) -> None:
+        self.up_ways.add(self._queue.now - sent_s)
         if self._watch is not None:
             self._watch.up.arrived(message, self._queue.now)
         if self.open:
             self.to_verifier(message)
 
-    def _arrive_down(self, message: m.Downlink) -> None:
+    def _arrive_down(self, message: m.Downlink, sent_s: float) -> None:
+        self.down_ways.add(self._queue.now - sent_s)
         if self._watch is not None:
             self._watch.arrived_down(message, self._queue.now)
         if self._radio is not None:

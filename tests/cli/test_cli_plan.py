@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import read_settings
+from edgespec_sim import playing
 from edgespec_sim.commands import plan_capacity, plan_link
 from edgespec_sim.commands import play as player
 from edgespec_sim.commands.main import app as sim
@@ -42,7 +43,7 @@ from edgespec_sim.commands.plan_link import (
     advise,
     link_settings,
 )
-from edgespec_sim.commands.play import (
+from edgespec_sim.playing import (
     ScenarioPoint,
     SeedPlan,
     Task,
@@ -350,12 +351,12 @@ def task(name: str) -> Task:
 
 def test_the_time_ends_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Played(4.0)
-    monkeypatch.setattr(player, "play", world)
-    with Workers(1, quiet=True, clock=world.clock) as workers:
-        playing = workers.play([task("a"), task("b")], "events", until_s=27.0)
-        assert next(playing)[0] == 0
+    monkeypatch.setattr(playing, "play", world)
+    with Workers(1, clock=world.clock) as workers:
+        events = workers.play([task("a"), task("b")], "events", until_s=27.0)
+        assert next(events)[0] == 0
         with pytest.raises(TimeoutError, match="the time is up: events"):
-            next(playing)
+            next(events)
         assert world.steps == 7
         rest: Any = workers.play([task("c")])
         assert list(rest) == [(0, "played")]
@@ -367,11 +368,12 @@ def test_off_terminals_a_line_says_how_far_it_is(
     """A world of 10 s takes five steps of 4 s here, so there is a line at the beginning and one
     every 10 s."""
     world = Played(4.0)
-    monkeypatch.setattr(player, "play", world)
-    with Workers(1, clock=world.clock) as workers:
+    monkeypatch.setattr(playing, "play", world)
+    with Workers(1, player.ShownProgress(clock=world.clock)) as workers:
         list(workers.play([task("a"), task("b")]))
     said = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert said == [f"simulated: {at} of 20 virtual s" for at in (0, 6, 12, 18)]
+    places = (("simulated", 0), ("a", 6), ("b", 12), ("b", 18))
+    assert said == [f"{doing}: {at} of 20 virtual s" for doing, at in places]
 
 
 def test_an_answer_with_its_cost() -> None:
@@ -481,7 +483,7 @@ def test_a_run_of_the_world_that_is_named_says_the_same(tmp_path: Path) -> None:
 def _summary() -> RunSummary:
     scenario = sc.load_scenario(SCENARIO, link_settings(5.0, 8.0, 25.0, 0.8))
     point = ScenarioPoint("link", replace(scenario, duration_s=5.0), Path())
-    play_seeds([point], seed_plan := SeedPlan(1, 1), 1, quiet=True)
+    play_seeds([point], seed_plan := SeedPlan(1, 1), Workers(1))
     return summary_of(point, seed_plan)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from edgespec_sim.commands import play as player
 from edgespec_sim.commands.main import app
-from edgespec_sim.commands.play import ScenarioPoint, SeedPlan, Workers, play_seeds
+from edgespec_sim.playing import ScenarioPoint, SeedPlan, Workers, play_seeds
 from edgespec_sim.replication import MIN_SEEDS
 from edgespec_sim.run_summary import read_summary
 from edgespec_sim.scenario.sections import load_scenario
@@ -140,12 +140,12 @@ def test_time_is_a_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     scenario = load_scenario("single-device", BRIEF)
     point = ScenarioPoint("one", scenario, Path())
-    play_seeds([point], SeedPlan(1, None, 0.0001, 25.0), 1, quiet=True)
+    play_seeds([point], SeedPlan(1, None, 0.0001, 25.0), Workers(1))
     assert point.seeds == 2
     assert "as 25 s of time were the limit" in point.notes[0]
     alone = ScenarioPoint("one", scenario, Path())
     clock[0] = 0.0
-    play_seeds([alone], SeedPlan(1, None, 0.05, 5.0), 1, quiet=True)
+    play_seeds([alone], SeedPlan(1, None, 0.05, 5.0), Workers(1))
     assert alone.seeds == 1
     assert "their certainty is unknown" in alone.notes[0]
 
@@ -153,7 +153,7 @@ def test_time_is_a_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_world_too_short_for_a_request_says_so() -> None:
     short = load_scenario("single-device", {**BRIEF, "duration_s": 0.3})
     point = ScenarioPoint("one", short, Path())
-    play_seeds([point], SeedPlan(1, 2), 1, quiet=True)
+    play_seeds([point], SeedPlan(1, 2), Workers(1))
     assert "no complete request" in point.notes[0]
 
 

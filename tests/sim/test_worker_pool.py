@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from edgespec_sim.commands.worker_pool import Finished, Progress, Quiet, Report, WorkerPool
+from edgespec_sim.worker_pool import Finished, Progress, Quiet, Report, WorkerPool
 
 ROOT = Path(__file__).parents[2]
 Pool = WorkerPool[tuple[str, str], str]
@@ -153,10 +153,10 @@ MAIN = """
 import sys
 from edgespec.cli.running import reporting_errors
 from edgespec_sim.commands import play
-from edgespec_sim.commands.worker_pool import Progress, WorkerPool
+from edgespec_sim.worker_pool import Progress, WorkerPool
 from tests.sim.test_worker_pool import work
 with reporting_errors():
-    with play.Workers(2, quiet=True) as workers:
+    with play.shown_workers(quiet=True) as workers:
         workers._pool = WorkerPool(2, work)
         begun = set()
         for event in workers._pool.work_on([(0, ("forever", "")), (1, ("forever", ""))], 0.01):

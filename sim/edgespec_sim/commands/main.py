@@ -7,6 +7,7 @@ from edgespec.cli.main import lazy_app
 # The order is that of `--help`.
 COMMANDS = {
     "run": "edgespec_sim.commands.run:run",
+    "rerun": "edgespec_sim.commands.run:rerun",
     "list": "edgespec_sim.commands.run:list_scenarios",
     "scenario": "edgespec_sim.commands.run:scenario",
     "sweep": "edgespec_sim.commands.run:sweep",

@@ -31,8 +31,9 @@ from rich.table import Table
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reporting_errors, say
-from edgespec_sim.commands.play import Task, Workers, default_processes, named_as_typed
+from edgespec_sim.commands.play import named_as_typed, shown_workers
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.playing import Task, Workers, default_processes
 from edgespec_sim.run_summary import LOSSY
 from edgespec_sim.scenario import sections
 from edgespec_sim.scenario.verifiers import MODELS, Operation, describe_cost_source, law_of
@@ -566,37 +567,66 @@ def capacity(
     with reporting_errors():
         began_s = time.monotonic()
         with named_as_typed(_OPTIONS):
-            model, named = parse_model_and_gpu(gpu)
-            given = read_settings(settings or ())
-            asked = load_planned_scenario(scenario, given, users, model, named)
-            drafting = any(one.server_draft is not None for one in asked.verifiers.values())
-            arms = tuple(arm for arm in _ARMS if drafting or not arm.on_server)
-            question = CapacityQuestion(
-                asked,
-                sections.SloSection(ttft_p95, tpot_p95),
-                asked.arms if "arms" in given else arms,
-                sections.scenario_path(scenario).parent,
-                rate,
+            question, named = ask_capacity(
+                scenario=scenario,
+                given=read_settings(settings or ()),
+                users=users,
+                rate=rate,
+                slo=sections.SloSection(ttft_p95, tpot_p95),
+                gpu=gpu,
             )
-            if (rate is None) == (users is None):
-                given_options = "both were" if rate is not None else "neither was"
-                raise ValueError(f"give either --users or --rate: {given_options} given")
-            check(replace(question.scenario, arms=question.arms), question.folder)
-        cores = default_processes()
-        with Workers(cores) as workers:
-
-            def play(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
-                tasks = [Task(doing, job) for job in jobs]
-                outcomes = dict(workers.play(tasks, doing, until_s))
-                return [outcomes[index] for index in range(len(tasks))]
-
-            planner = Planner(question, play, cores)
-            planner.search(began_s + max_seconds)
+        with shown_workers() as workers:
+            planner = plan_with(workers, default_processes(), question, began_s + max_seconds)
     if as_json:
-        typer.echo(json.dumps(_answer_as_json(question, planner, GPUS[named]), indent=2))
+        typer.echo(json.dumps(answer_as_json(question, planner, GPUS[named]), indent=2))
     else:
         _show(question, planner, named)
         say(f"answered in {time.monotonic() - began_s:.0f} s")
+
+
+def ask_capacity(
+    *,
+    scenario: str,
+    given: dict[str, object],
+    users: int | None,
+    rate: float | None,
+    slo: sections.SloSection,
+    gpu: str,
+) -> tuple[CapacityQuestion, str]:
+    """Return the question and the name of its GPU. ``given`` are changed keys of the scenario.
+    Raises ``ValueError`` and ``ConfigError``."""
+    model, named = parse_model_and_gpu(gpu)
+    asked = load_planned_scenario(scenario, given, users, model, named)
+    drafting = any(one.server_draft is not None for one in asked.verifiers.values())
+    arms = tuple(arm for arm in _ARMS if drafting or not arm.on_server)
+    question = CapacityQuestion(
+        asked,
+        slo,
+        asked.arms if "arms" in given else arms,
+        sections.scenario_path(scenario).parent,
+        rate,
+    )
+    if (rate is None) == (users is None):
+        given_options = "both were" if rate is not None else "neither was"
+        raise ValueError(f"give either --users or --rate: {given_options} given")
+    check(replace(question.scenario, arms=question.arms), question.folder)
+    return question, named
+
+
+def plan_with(
+    workers: Workers, at_once: int, question: CapacityQuestion, until_s: float
+) -> Planner:
+    """Answer a question with worlds that ``workers`` play, ``at_once`` in parallel. No large world
+    is started after ``until_s`` on the monotonic clock."""
+
+    def play(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+        tasks = [Task(doing, job) for job in jobs]
+        outcomes = dict(workers.play(tasks, doing, until_s))
+        return [outcomes[index] for index in range(len(tasks))]
+
+    planner = Planner(question, play, at_once)
+    planner.search(until_s)
+    return planner
 
 
 def load_planned_scenario(
@@ -721,7 +751,7 @@ def _format_estimate(found: Estimate, digits: int) -> str:
     return f"{value} ({low}-{high})"
 
 
-def _answer_as_json(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:
+def answer_as_json(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:
     """Return the answer as a JSON object. JSON has no infinity, so "never" is null."""
     best, saved = planner.best, count_saved_verifiers(planner)
     return {

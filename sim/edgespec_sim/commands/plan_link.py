@@ -22,6 +22,7 @@ from edgespec.bench.arms import Arm
 from edgespec.cli.options import option
 from edgespec.cli.running import reporting_errors
 from edgespec.core.device.lead import DraftingCase, describe_lead, find_lead
+from edgespec_sim import playing
 from edgespec_sim.commands import play
 from edgespec_sim.replication import TpotTotal, measure_speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
@@ -246,12 +247,13 @@ def link(
         settings = link_settings(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
         with play.named_as_typed(_OPTIONS):
             scenario = load_scenario(SCENARIO, settings)
-        seed_plan = play.SeedPlan(1, seeds, seconds=max_seconds)
-        point = play.ScenarioPoint("link", scenario, scenario_path(SCENARIO).parent)
-        play.play_seeds([point], seed_plan, play.default_processes(), quiet=as_json)
+        seed_plan = playing.SeedPlan(1, seeds, seconds=max_seconds)
+        point = playing.ScenarioPoint("link", scenario, scenario_path(SCENARIO).parent)
+        with play.shown_workers(quiet=as_json) as workers:
+            playing.play_seeds([point], seed_plan, workers)
         worlds = {arm: [o for one, o in point.outcomes if one is arm] for arm in scenario.arms}
         totals = {arm: [one.meters.tpot for one in advised] for arm, advised in worlds.items()}
-        summary = play.summary_of(point, seed_plan)
+        summary = playing.summary_of(point, seed_plan)
         advice = advise(summary, totals, draft_ms, pass_ms)
     case = DraftingCase(
         token_s=find_token_s(totals[advice.baseline]),

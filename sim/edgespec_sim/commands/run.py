@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +16,16 @@ import typer
 import yaml
 from rich.table import Column, Table
 
+from edgespec.cli.main import FAILED
 from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reporting_errors, say
 from edgespec.config.files import write_output
 from edgespec.config.loading import ConfigError, dump_config
+from edgespec_sim import playing
+from edgespec_sim.bundle import rerun as play_again
+from edgespec_sim.bundle import write_bundle
 from edgespec_sim.commands import play
+from edgespec_sim.library import make_result
 from edgespec_sim.links.column_tables import Columns, write_plain
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.generators import KINDS, generate
@@ -46,9 +51,13 @@ def run(
     ],
     seed: play.SeedOption = None,
     seeds: play.SeedsOption = None,
-    max_seconds: play.TimeOption = play.SECONDS,
+    max_seconds: play.TimeOption = playing.SECONDS,
     out: Annotated[
         Path | None, option("Write summary.json, trace.jsonl and report.html here", metavar="DIR")
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        option("Write the results and all that made them here, for `rerun`", metavar="FILE.zip"),
     ] = None,
     settings: play.SettingsOption = None,
 ) -> None:
@@ -64,6 +73,8 @@ def run(
 
     edgespec-sim run household --seed 1
 
+    edgespec-sim run household --seeds 8 --bundle household.zip
+
     edgespec-sim run laptop-floor --set slo.tpot_p95_ms=40 --set verifiers.h200.count=2
 
     edgespec-sim run replay --set links.network.trace=ride.ping.txt --set tokens.tape=mine.jsonl
@@ -77,8 +88,14 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
         trace = None if out is None else out / TRACE
-        seed_plan = play.SeedPlan.from_options(seed, seeds, max_seconds)
-        summary = play.simulate(loaded, seed_plan, path.parent, play.default_processes(), trace)
+        seed_plan = playing.SeedPlan.from_options(seed, seeds, max_seconds)
+        with play.shown_workers() as workers:
+            point = playing.simulate(loaded, seed_plan, path.parent, workers, trace)
+        result = make_result(point, seed_plan)
+        if bundle is not None:
+            named = {**result.summary.environment, "bundle": bundle.name}
+            result = replace(result, summary=replace(result.summary, environment=named))
+        summary = result.summary
         took_s = time.monotonic() - started_s
         virtual_s = loaded.duration_s * len(loaded.arms) * summary.seeds
         play.show(summary)
@@ -89,6 +106,32 @@ def run(
             (out / SUMMARY).write_text(summary.to_json(), encoding="utf-8")
             for written in report_on([out]):
                 say(f"wrote {written}")
+        if bundle is not None:
+            write_bundle(bundle, result)
+            say(f"wrote {bundle}: play it again with `edgespec-sim rerun {bundle}`")
+
+
+def rerun(
+    bundle: Annotated[Path, typer.Argument(metavar="FILE.zip", help="A file of `run --bundle`")],
+) -> None:
+    """Play the scenario of a bundle again and compare every number with the recorded one.
+
+    Exits with 0 if all numbers are the same, also if they differ by rounding alone (another version
+    of Python), and with 1 otherwise. The first differences are listed.
+
+    edgespec-sim rerun household.zip"""
+    with reporting_errors():
+        with play.watched() as progress:
+            found = play_again(bundle, processes=playing.default_processes(), progress=progress)
+        typer.echo(found.about)
+        for text in found.differences:
+            typer.echo(f"  {text}")
+        for name in dict.fromkeys((*found.recorded, *found.found)):
+            one, other = found.recorded.get(name, ""), found.found.get(name, "")
+            if one != other and name not in ("command", "bundle"):
+                typer.echo(f"{name}: {one or 'unknown'} in the bundle, {other or 'unknown'} now")
+    if not (found.is_same or found.is_rounding_only):
+        raise typer.Exit(FAILED)
 
 
 def list_scenarios() -> None:
@@ -261,7 +304,7 @@ class GridPoint:
     def name(self) -> str:
         return ", ".join(f"{key}={value}" for key, value in self.varied.items())
 
-    def finished_summary(self, seed_plan: play.SeedPlan) -> RunSummary | None:
+    def finished_summary(self, seed_plan: playing.SeedPlan) -> RunSummary | None:
         """Read the point's summary. None if there is none, or if it was made with other
         settings."""
         try:
@@ -279,7 +322,7 @@ def sweep(
     ],
     out: Annotated[Path, option("Points, sweep.html and sweep.csv", metavar="DIR")],
     seeds: play.SeedsOption = None,
-    max_seconds: play.TimeOption = play.SECONDS,
+    max_seconds: play.TimeOption = playing.SECONDS,
     settings: play.SettingsOption = None,
 ) -> None:
     """Play a scenario over a grid of settings; run it again to go on where it stopped.
@@ -290,7 +333,7 @@ def sweep(
     edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt"""
     with reporting_errors():
         folder = scenario_path(scenario).parent
-        seed_plan = play.SeedPlan.from_options(None, seeds, max_seconds)
+        seed_plan = playing.SeedPlan.from_options(None, seeds, max_seconds)
         grid = _make_grid(scenario, vary, read_settings(settings or ()), out)
         finished = {
             index: done
@@ -336,21 +379,22 @@ def _make_grid(
 
 
 def _play_points(
-    grid: Sequence[GridPoint], missing: Sequence[int], seed_plan: play.SeedPlan, folder: Path
+    grid: Sequence[GridPoint], missing: Sequence[int], seed_plan: playing.SeedPlan, folder: Path
 ) -> dict[int, RunSummary]:
     """Play the missing points. Each summary is written as soon as its point has all its seeds."""
     points = {
-        play.ScenarioPoint(grid[one].name, grid[one].scenario, folder): one for one in missing
+        playing.ScenarioPoint(grid[one].name, grid[one].scenario, folder): one for one in missing
     }
     summaries: dict[int, RunSummary] = {}
 
-    def finish(done: play.ScenarioPoint) -> None:
+    def finish(done: playing.ScenarioPoint) -> None:
         index = points[done]
-        summaries[index] = play.summary_of(done, seed_plan)
+        summaries[index] = playing.summary_of(done, seed_plan)
         done.outcomes.clear()
         _write_point(grid[index], summaries[index])
 
-    play.play_seeds(list(points), seed_plan, play.default_processes(), finish)
+    with play.shown_workers() as workers:
+        playing.play_seeds(list(points), seed_plan, workers, finish)
     return summaries
 
 

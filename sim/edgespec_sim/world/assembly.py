@@ -7,7 +7,7 @@ Worlds with several shards are played separately and added.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -61,7 +61,7 @@ class World:
         self.meters = Meters(scenario.duration_s, scenario.window_s)
         self._watches: list[StreamWatch] = []
         """Watches of all streams, if the laws of ``conservation.py`` are checked."""
-        self.network = Network(self.queue, scenario, seed, setup.folder)
+        self.network = Network(self.queue, scenario, seed, setup.folder, setup.parts.links)
         self._tracer = tracer
         limits = Limits(context_length=CONTEXT_LENGTH, lease_s=scenario.lease_s)
         self.sites = [
@@ -116,6 +116,8 @@ class World:
             site.describe_to(self.network.view(user.group, user.number, site.name))
             for site in sites
         ]
+        if (part := self.setup.parts.association) is not None:
+            return _find_site(sites, part.rank(user.name, offers))
         best = rank_verifiers(self.scenario.association, user.name, offers)[0]
         return next(site for site in sites if site.name == best)
 
@@ -232,6 +234,15 @@ class World:
             accepted=after.accepted - before.accepted,
             cached_share=site.cached_share,
         )
+
+
+def _find_site(sites: Sequence[Site], ranked: Sequence[str]) -> Site:
+    """Return the site that an own association policy ranked first. Raises ``ValueError``."""
+    for site in sites:
+        if ranked and site.name == ranked[0]:
+            return site
+    names = ", ".join(site.name for site in sites)
+    raise ValueError(f"the association policy ranked {list(ranked)!r}, but offered were {names}")
 
 
 def remove_server_drafts(scenario: Scenario) -> Scenario:

@@ -56,6 +56,11 @@ class RequestRecord:
     """Like ``tpot_s``, but also measured so far for a request that the world's end cut off."""
     energy_known: bool = False
     """Whether ``energy_j`` is complete: drafting, and the radio in each state."""
+    up_way_s: float | None = None
+    """Mean one-way time of the messages to the verifier, from sending to arrival; None if none
+    arrived."""
+    down_way_s: float | None = None
+    """Mean one-way time of the messages to the device."""
     session: str = ""
     """Session id of the request. Empty if it never had a session."""
     verifier_j: float | None = None
@@ -115,7 +120,7 @@ class Meters:
         return sum(one.mismatches for one in lossy), sum(one.tokens for one in lossy)
 
     def rows(self) -> tuple[RequestRow, ...]:
-        return tuple(_make_row(one) for one in self.records[:MAX_ROWS])
+        return tuple(make_request_row(one) for one in self.records[:MAX_ROWS])
 
     def whole(self) -> GroupSummary:
         return self._group(self.records, spread_of(self.gaps_s))
@@ -179,7 +184,9 @@ class Meters:
         )
 
 
-def _make_row(one: RequestRecord) -> RequestRow:
+def make_request_row(one: RequestRecord) -> RequestRow:
+    """Return a request as a row of tables."""
+    counters = one.counters
     return RequestRow(
         one.device,
         one.verifier,
@@ -192,6 +199,13 @@ def _make_row(one: RequestRecord) -> RequestRow:
         one.failed or ("" if one.complete else "the world ended first"),
         verifier_j=one.verifier_j,
         verifier_idle_j=one.verifier_idle_j,
+        queue_s=counters.queue_s / counters.passes if counters.passes else None,
+        up_way_s=one.up_way_s,
+        down_way_s=one.down_way_s,
+        up_bytes=one.up_bytes,
+        down_bytes=one.down_bytes,
+        request_bytes=one.request_bytes,
+        device_j=one.energy_j if one.energy_known else None,
     )
 
 

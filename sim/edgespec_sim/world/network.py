@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path as FilePath
@@ -34,6 +34,7 @@ from edgespec_sim.links.network_trace import (
 )
 from edgespec_sim.links.path import (
     HopPath,
+    Link,
     LoadedQueue,
     Path,
     Queues,
@@ -44,6 +45,7 @@ from edgespec_sim.links.tcp import MESSAGE_BYTES, TcpConnection
 from edgespec_sim.run_summary import WARNING, LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
 from edgespec_sim.sessions import Stream
+from edgespec_sim.world.parts import LinkPart
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, Hop, RadioNetwork
 from edgespec_sim.world.site import LinkView
 
@@ -165,9 +167,15 @@ class LinkInstances:
     once, before its first stream."""
 
     def __init__(
-        self, section: LinkSection, duration_s: float, seed: str, folder: FilePath
+        self,
+        section: LinkSection,
+        duration_s: float,
+        seed: str,
+        folder: FilePath,
+        part: LinkPart | None = None,
     ) -> None:
-        self.section = section
+        """``part`` makes the links in place of the section."""
+        self.section, self.part = section, part
         self._duration_s, self._seed = duration_s, seed
         trace = load_trace(section, seed, duration_s, folder)
         self._traced = TraceSchedules.from_trace(trace) if trace else None
@@ -176,7 +184,7 @@ class LinkInstances:
         least_rtt_s = section.rtt_ms / 1e3
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
         bare = LinkSection(rtt_ms=section.rtt_ms, framing_bytes=section.framing_bytes)
-        self.is_plain = replace(section, shared=False) == bare
+        self.is_plain = part is None and replace(section, shared=False) == bare
         """Whether the link only takes time."""
         self.is_lossy = section.loss > 0.0
         if trace is not None:
@@ -184,8 +192,15 @@ class LinkInstances:
             if trace.rtt_s is not None:
                 least_rtt_s = min(trace.rtt_s)
                 self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
-        self.least_way_s = least_rtt_s * 0.5
+        self.least_way_s = least_rtt_s * 0.5 if part is None else 0.0
         """Least one-way time of a small message."""
+
+    def make_links(self, number: int, stream: int) -> tuple[Link, Link]:
+        """Return the ways up and down for one stream of one device, from an own part or from the
+        section's models."""
+        if self.part is None:
+            return self.make_models(number, stream)
+        return self.part.make_links(number, number_from_seed(f"{self._seed}/stream/{stream}"))
 
     def make_models(
         self, number: int, stream: int, *, packets: bool = False
@@ -265,7 +280,16 @@ class Network:
     TCP connection, simulated packet by packet. A handover that changes a device's address ends all
     of its connections, and cuts the running stream."""
 
-    def __init__(self, queue: EventQueue, scenario: Scenario, seed: str, folder: FilePath) -> None:
+    def __init__(
+        self,
+        queue: EventQueue,
+        scenario: Scenario,
+        seed: str,
+        folder: FilePath,
+        parts: Mapping[str, LinkPart] | None = None,
+    ) -> None:
+        """``parts`` are links of the caller's own, by name."""
+        own = parts or {}
         self._queue, self._scenario = queue, scenario
         verifiers = [
             scenario.verifier_name(kind, number)
@@ -284,7 +308,9 @@ class Network:
             if radio.handover is not None:
                 self.cells = Cells(queue, self._radio, radio.handover, self._stations)
         self._links = {
-            name: LinkInstances(section, scenario.duration_s, f"{seed}/link/{name}", folder)
+            name: LinkInstances(
+                section, scenario.duration_s, f"{seed}/link/{name}", folder, own.get(name)
+            )
             for name, section in scenario.links.items()
         }
         self._fixed_s = scenario.message_ms / 1e3
@@ -300,7 +326,22 @@ class Network:
         self._wired: dict[tuple[str, str], LinkView] = {}
         """The constant part of each view, cached because every request needs it for each
         verifier."""
+        self._check_parts()
         self._schedule_breaks()
+
+    def _check_parts(self) -> None:
+        """Raise ``ValueError`` if packets are lost on a path with an own link, which takes whole
+        messages."""
+        for group in self._scenario.devices:
+            for verifier in self._stations:
+                links = {name: self._links[name] for name in self.link_names(group, verifier)}
+                own = [name for name, link in links.items() if link.part is not None]
+                lossy = [name for name, link in links.items() if link.is_lossy]
+                if own and lossy:
+                    raise ValueError(
+                        f"parts.links has {own[0]}, but packets are lost on {lossy[0]}, which is on"
+                        " the same path: an own link takes whole messages"
+                    )
 
     def _schedule_breaks(self) -> None:
         first = 0
@@ -409,8 +450,8 @@ class Network:
         """Return the paths up and down of one stream, for the device's current cell."""
         links = [self._links[name] for name in names]
         plain_s = sum((link.least_way_s for link in links if link.is_plain), self._fixed_s)
-        hops = self._air_hops(number, verifier)
-        hops += [link.make_models(number, stream) for link in links if not link.is_plain]
+        hops: list[tuple[Link, Link]] = [*self._air_hops(number, verifier)]
+        hops += [link.make_links(number, stream) for link in links if not link.is_plain]
         up = HopPath(self._queue, [up for up, _ in hops], plain_s)
         return up, HopPath(self._queue, [down for _, down in reversed(hops)], plain_s)
 

@@ -30,6 +30,7 @@ from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.world.assembly import World, WorldOutcome, make_shard
 from edgespec_sim.world.meters import Meters, RequestRecord, compute_pace
 from edgespec_sim.world.network import trace_notes
+from edgespec_sim.world.parts import NO_PARTS, Parts
 from edgespec_sim.world.site import WorldSetup
 
 # --- notes for the reader of a run -------------------------------------------------------------
@@ -226,11 +227,15 @@ class Job:
     folder: Path
     checks: bool = True
     """Whether every message is checked, if the world is small enough for that."""
+    parts: Parts = NO_PARTS
 
 
-def make_jobs(scenario: sections.Scenario, seed: int, folder: Path) -> tuple[Job, ...]:
+def make_jobs(
+    scenario: sections.Scenario, seed: int, folder: Path, parts: Parts = NO_PARTS
+) -> tuple[Job, ...]:
+    """Return the jobs of one seed of a scenario."""
     return tuple(
-        Job(scenario, arm, shard, seed, folder)
+        Job(scenario, arm, shard, seed, folder, parts=parts)
         for arm in scenario.arms
         for shard in range(scenario.shards)
     )
@@ -250,23 +255,29 @@ def play(
         gc.set_threshold(*usual)
 
 
-def check(scenario: sections.Scenario, folder: Path) -> None:
+def check(scenario: sections.Scenario, folder: Path, parts: Parts = NO_PARTS) -> None:
     """Raise the error with which ``play`` would refuse the scenario.
 
     Worlds are built like those to be played, and discarded: one for an arm with and one without
     drafts, for each end. Arms differ in nothing else that can be refused. Raises ``TraceError``,
     ``TapeError``, ``ProfileError``, ``ValueError`` and ``OSError``."""
+    parts.check(scenario)
     arms = {(arm.drafts, arm.on_server): arm for arm in reversed(scenario.arms)}
     for arm in arms.values():
-        _build_world(Job(scenario, arm, 0, 1, folder), None)
+        _build_world(Job(scenario, arm, 0, 1, folder, parts=parts), None)
 
 
 def _build_world(job: Job, tracer: Tracer | None) -> World:
     scenario = make_shard(job.scenario)
+    if (part := job.parts.token_source) is not None:
+        source = part.make_source(job.seed)
+    else:
+        source = make_token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts)
     setup = WorldSetup(
-        source=make_token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
+        source=source,
         folder=job.folder,
         checks=job.checks and job.scenario.device_count <= _CHECKED_DEVICES,
+        parts=job.parts,
     )
     seed = f"{job.seed}/{job.shard}"
     return World(scenario, job.arm, seed, setup, tracer)
@@ -305,9 +316,13 @@ def summarise(
     outcomes: Sequence[tuple[Arm, WorldOutcome]],
     environment: dict[str, str] | None = None,
     notes: tuple[str, ...] = (),
+    parts: Parts = NO_PARTS,
 ) -> rs.RunSummary:
     """Summarise the outcomes of all jobs, ordered by seed and then as in ``make_jobs``. The
     outcomes are consumed. ``notes`` come first among the summary's notes."""
+    part = parts.token_source
+    source = part.make_source(seeds[0]) if part else make_token_source(scenario, seeds[0], folder)
+    replaced = f"Own parts in place of the scenario's: {', '.join(parts.names)}."
     losses = make_loss_notes(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
     speedups = _measure_speedups(worlds, Arm.TARGET_ONLY)
@@ -333,7 +348,7 @@ def summarise(
     return rs.RunSummary(
         name=scenario.name,
         about=scenario.about.strip(),
-        tokens_from=make_token_source(scenario, seeds[0], folder).about,
+        tokens_from=source.about,
         seed=seeds[0],
         simulated=True,
         duration_s=scenario.duration_s,
@@ -341,6 +356,7 @@ def summarise(
         settings={"yaml": dump_config(scenario)},
         notes=(
             *notes,
+            *((replaced,) if parts.names else ()),
             *trace_notes(scenario, folder),
             *make_notes(scenario),
             *losses,

@@ -34,6 +34,7 @@ from edgespec_sim.scenario.verifiers import Operation, StagesSection, law_of
 from edgespec_sim.sessions import Compute, ServerDraftModel, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import ProcessSource, TokenSource
 from edgespec_sim.world.meters import RequestRecord
+from edgespec_sim.world.parts import NO_PARTS, Parts, PassTime
 
 _BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, as in the daemon."""
@@ -59,6 +60,7 @@ class WorldSetup:
     """Base folder of the scenario's relative file names."""
     checks: bool = True
     """Whether the laws of ``conservation.py`` are checked while the world is played."""
+    parts: Parts = NO_PARTS
 
 
 # Time until a device notices that a process has died, which resets its connections at once. Without
@@ -84,19 +86,23 @@ class Machine:
     """Runs one pass at a time, in the order of arrival, and counts its work. ``law`` may change;
     later passes then use the new one."""
 
-    def __init__(self, queue: EventQueue, law: TimeLaw, seed: str, charges: bool = False) -> None:
+    def __init__(self, queue: EventQueue, law: PassTime, seed: str, charges: bool = False) -> None:
         """With ``charges``, record each session's part of the passes."""
         self.counters = SiteCounters()
         self.pass_s_by_session: dict[str, float] | None = {} if charges else None
         """Each session's part of the passes in seconds, divided by rows."""
         self.law = law
         self._queue = queue
-        self._dice = random.Random(seed) if len(law.spread) > 1 else None
+        is_constant = isinstance(law, TimeLaw) and len(law.spread) == 1
+        self._dice = None if is_constant else random.Random(seed)
+        self._reads_context = not isinstance(law, TimeLaw) or law.context_s > 0.0
         self._free_at_s = 0.0
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         rows = sum([len(request.feed) + len(request.tokens) for request in requests])
-        context = sum(request.cache_length for request in requests) if self.law.context_s else 0
+        context = 0
+        if self._reads_context:
+            context = sum(request.cache_length for request in requests)
         chance = self._dice.random() if self._dice else 0.5
         pass_s = self.law.seconds(rows, context, chance, len(requests))
         counters = self.counters
@@ -153,12 +159,16 @@ class Site:
         self._queue, self._limits, self._tracer = queue, limits, tracer
         self._source = setup.source
         make_law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, setup.folder)
-        law, split = make_law_of_share(1.0), section.stages
+        own, split = setup.parts.pass_times.get(kind), section.stages
+        law: PassTime = make_law_of_share(1.0) if own is None else own
         count = 1 if split is None else split.nodes
         charges = section.power_busy_w > 0.0
         self.nodes = tuple(
             Machine(
-                queue, make_law_of_share(1.0 / count), f"{seed}/machine/{name}/{index}", charges
+                queue,
+                make_law_of_share(1.0 / count) if own is None else own,
+                f"{seed}/machine/{name}/{index}",
+                charges,
             )
             for index in range(count)
         )

@@ -40,10 +40,11 @@ from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection, Scenario
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
-from edgespec_sim.sessions import SimulatedDevice, Stream
+from edgespec_sim.sessions import SimulatedDevice, Stream, mean_way_s
 from edgespec_sim.token_sources.source import TokenRequest
 from edgespec_sim.world.arrivals import MAX_TOKENS, Arrival, draw_length
 from edgespec_sim.world.meters import Meters, RequestRecord
+from edgespec_sim.world.parts import NextRequest
 from edgespec_sim.world.site import Site, WorldSetup
 
 
@@ -250,6 +251,8 @@ class User:
         self.group, self.name, self.number = group, name, number
         self.step, self.course = step, course
         self._section, self._source = world.scenario.devices[group], world.setup.source
+        self._workload = world.setup.parts.workloads.get(group)
+        """The user's behaviour, if it is not the section's."""
         self.site: Site | None = None
         self.device: SimulatedDevice | None = None
         self.drafting_s = 0.0
@@ -292,6 +295,9 @@ class User:
         self._streams: list[Stream] = []
 
     def start(self) -> None:
+        if self._workload is not None:
+            self._plan_request()
+            return
         workload = self._section.workload
         first_s = self._dice.uniform(0.0, workload.start_within_s)
         self._queue.after(
@@ -313,6 +319,18 @@ class User:
         self._settle_radio()
 
     # --- sending a request -----------------------------------------------------------------
+
+    def _plan_request(self) -> None:
+        """Let the user's own workload choose the next request, if there is one."""
+        assert self._workload is not None
+        wanted = self._workload.next_request(self.number, self._request_count, self._dice)
+        if wanted is not None:
+            self._queue.after(wanted.pause_s, lambda: self._send_wanted(wanted))
+
+    def _send_wanted(self, wanted: NextRequest) -> None:
+        self._settle_radio()
+        number = self.number * REQUESTS_PER_USER + self._request_count
+        self._begin_request(number, wanted.prompt_tokens, wanted.output_tokens, self._queue.now)
 
     def _send_request(self) -> None:
         self._settle_radio()
@@ -341,7 +359,8 @@ class User:
         self._streams = []
         self.handovers = 0
         self.site = site = self._world.choose_site(self)
-        ours = make_policy(self._section.policy) if arm.is_ours else None
+        own = self._world.setup.parts.policy
+        ours = (own or make_policy(self._section.policy)) if arm.is_ours else None
         policy, run_ahead = arm_settings(arm, self._world.scenario.gamma, ours)
         key = f"{self.name}#{self._request_count}"
         self.key = key
@@ -408,6 +427,9 @@ class User:
         if self.on_free is not None:
             self.on_free()
             return
+        if self._workload is not None:
+            self._plan_request()
+            return
         workload = self._section.workload
         if workload.requests and self._request_count >= workload.requests:
             return
@@ -441,6 +463,8 @@ class User:
             up_bytes=sum(stream.up_bytes for stream in self._streams),
             down_bytes=sum(stream.down_bytes for stream in self._streams),
             request_bytes=sum(stream.request_bytes for stream in self._streams),
+            up_way_s=mean_way_s(stream.up_ways for stream in self._streams),
+            down_way_s=mean_way_s(stream.down_ways for stream in self._streams),
             energy_j=energy_j,
             session=self.key,
             energy_known=self.radio is not None and self._section.draft_w > 0.0,

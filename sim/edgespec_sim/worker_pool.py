@@ -23,6 +23,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
 
 _Task = TypeVar("_Task")
@@ -90,7 +91,7 @@ class WorkerPool(Generic[_Task, _Outcome]):
         while len(self._workers) < self._processes:
             # A signal between the start of a process and its entry in the list would leave the
             # process behind, and one in its first milliseconds would end it with a traceback.
-            with _hold_signals():
+            with _hold_signals(), _hide_main_module():
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
                 process.start()
@@ -176,6 +177,20 @@ def _hold_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _hide_main_module() -> Iterator[None]:
+    """Hide the program's main module until the end of the block.
+
+    A process that is started meanwhile does not import it. So a script that plays worlds needs no
+    ``if __name__ == "__main__"``: without it, each new process would begin the script again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM) + (
