@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +102,8 @@ def test_a_trace_is_kept_on_request() -> None:
 
 
 def test_keys_have_dots_or_double_underscores() -> None:
-    one = run(**{"links.internet.rtt_ms": 5})
+    dotted: dict[str, Any] = {"links.internet.rtt_ms": 5}
+    one = run(**dotted)
     other = run(links__internet__rtt_ms=5)
     assert numbers_of(one.summary) == numbers_of(other.summary) != numbers_of(run().summary)
 
@@ -161,7 +163,10 @@ def test_a_watcher_follows_and_cancels(processes: int) -> None:
 
 
 def test_a_sweep_is_a_grid_of_runs() -> None:
-    vary = {"links.internet.rtt_ms": [5, 50], "tokens.acceptance": [0.5, 0.9]}
+    vary: dict[str, Sequence[object]] = {
+        "links.internet.rtt_ms": [5, 50],
+        "tokens.acceptance": [0.5, 0.9],
+    }
     grid = sim.sweep("single-device", vary, seeds=1, processes=1, **SHORT)
     assert [tuple(point.varied.values()) for point in grid.points] == [
         (5, 0.5),
@@ -191,24 +196,30 @@ def test_a_run_can_be_written_as_the_command_writes_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_tables_are_those_of_the_library_that_is_installed(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stand-ins of both libraries show which one is used, and how it is called."""
-    for name in ("pandas", "polars"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    text = "class DataFrame(list):\n    def __init__(self, rows, **more): super().__init__(rows)\n"
-    text += "    from_records = classmethod(lambda own, rows: own(rows))\n"
-    (tmp_path / f"{library}.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    if library == "polars":
-        monkeypatch.setitem(sys.modules, "pandas", None)
-        monkeypatch.setattr(
-            "edgespec_sim.library.importlib.util.find_spec",
-            lambda name: None if name == "pandas" else object(),
-        )
+    """A stand-in of the library shows that it is used, and how it is called."""
+
+    class DataFrame(list[Any]):
+        def __init__(self, rows: list[Any], **more: Any) -> None:
+            super().__init__(rows)
+
+        @classmethod
+        def from_records(cls, rows: list[Any]) -> DataFrame:
+            return cls(rows)
+
+    installed = ModuleType(library)
+    monkeypatch.setattr(installed, "DataFrame", DataFrame, raising=False)
+    monkeypatch.setattr(
+        "edgespec_sim.library.importlib",
+        SimpleNamespace(
+            util=SimpleNamespace(find_spec=lambda name: name if name == library else None),
+            import_module=lambda name: {library: installed}[name],
+        ),
+    )
     frame = make_frame([{"a": 1}])
-    assert (type(frame).__name__, list(frame)) == ("DataFrame", [{"a": 1}])
-    assert type(frame).__module__ == library
+    assert isinstance(frame, DataFrame)
+    assert list(frame) == [{"a": 1}]
 
 
 def test_plans_answer() -> None:
@@ -449,7 +460,10 @@ def make_bundle(folder: Path) -> Path:
     """Write a bundle of a run on a ping log, and remove the log."""
     log = folder / "ride.ping.txt"
     log.write_text(PING, encoding="utf-8")
-    traced = {"links__internet__trace": "ride.ping.txt", "links__internet__rtt_ms": 0}
+    traced: dict[str, Any] = {
+        "links__internet__trace": "ride.ping.txt",
+        "links__internet__rtt_ms": 0,
+    }
     result = run(seeds=2, folder=folder, **traced)
     sim.write_bundle(folder / "out.zip", result)
     log.unlink()
@@ -474,7 +488,7 @@ def test_both_directions_of_a_packet_trace_are_stored(tmp_path: Path) -> None:
     for suffix in ("up", "down"):
         text = "".join(f"{ms}\n" for ms in range(2, 4000, 2))
         (tmp_path / f"cell.{suffix}").write_text(text, encoding="utf-8")
-    traced = {"links__internet__trace": "cell.up", "links__internet__rtt_ms": 10}
+    traced: dict[str, Any] = {"links__internet__trace": "cell.up", "links__internet__rtt_ms": 10}
     sim.write_bundle(tmp_path / "out.zip", run(folder=tmp_path, **traced))
     with zipfile.ZipFile(tmp_path / "out.zip") as archive:
         stored = {name for name in archive.namelist() if name.startswith("files/")}
