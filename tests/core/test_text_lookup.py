@@ -481,6 +481,35 @@ def test_a_long_earlier_text_is_indexed_a_part_at_a_time() -> None:
     assert earlier.after(tuple(text[-4:-1])) == (3, [(text[-1], 1.0)])
 
 
+@pytest.mark.parametrize("where", ["tool result", "answer before", "other conversation"])
+def test_what_was_returned_and_answered_is_drafted_from(where: str) -> None:
+    """The output repeats a part of a page that a tool returned or that was answered before. Both
+    stand in the conversation's prompt, and in no prompt of another conversation."""
+    dice = random.Random(8)
+    page = [dice.randrange(100, 900) for _ in range(200)]
+    user, tool, assistant = (1, 2, 3), (4, 5, 6), (7, 8, 9)
+    said = TextTables(ngrams=True, max_leaders=32, earlier=tg.EarlierTexts())
+    if where == "tool result":
+        prompt = (*user, *tool, *page, *assistant)
+    elif where == "answer before":
+        prompt = (*user, *assistant, *page, *user, *assistant)
+    else:
+        require(said.earlier).add((*user, *tool, *page, *assistant, 10, 11))
+        prompt = (*user, *assistant)
+    session, _ = open_session(*prompt, said=said)
+    session.handle(Commit(len(prompt), tuple(page[50:66])), 0.1)
+    assert first_guesses(session)[:6] == page[66:72]
+
+
+def test_a_long_match_goes_before_a_recent_one() -> None:
+    text = [5, 6, 7, 8, 20, 1, 7, 8, 21, 2, 7, 8, 22, 5, 6, 7, 8]
+    lookup = tg.PromptLookup()
+    lookup.load(text, len(text))
+    assert (lookup.length, text[lookup.position]) == (4, 20)
+    lookup.add([*text, 20])
+    assert (lookup.length, lookup.position) == (5, 5)
+
+
 def test_the_longer_match_of_earlier_texts_and_corpus_counts() -> None:
     said = TextTables(ngrams=True, earlier=tg.EarlierTexts())
     require(said.earlier).add([1, 2, 3, 4, 5])
@@ -519,7 +548,8 @@ class Phrases:
         (0, (), (7,)),
         (3, ((20, 0.6), (30, 0.3)), (7, 20)),
         # The chances are equal.
-        (16, ((20, 1.0), (30, 0.1)), (7, 20)),
+        (9, ((20, 1.0), (30, 0.1)), (7, 20)),
+        (16, ((20, 1.0), (30, 0.1)), (20, 7)),
         (16, ((7, 1.0),), (7,)),
         (2, ((7, 0.9), (20, 0.1)), (7, 20)),
     ],

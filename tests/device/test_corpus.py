@@ -348,6 +348,25 @@ async def test_the_text_is_the_targets_own(
                 assert counters.passes < LONG.max_tokens
 
 
+async def test_an_agent_keeps_its_texts_for_lookup() -> None:
+    """Prompts with their results of tools, and outputs, also of a generation that its reader
+    left."""
+    config = AgentConfig("nowhere", tokenizer="toy", draft=DraftSection("lookup"))
+    tables = require(agent_options(config, "").text_tables)
+    earlier, said = require(tables.earlier), "tool: a page that nobody has seen before"
+    async with make_agent(connect_loopback(stream_output(TOKENS))) as agent:
+        agent.options = replace(agent.options, text_tables=tables)
+        for sampling in (SamplingParams(max_tokens=11), SamplingParams(max_tokens=11)):
+            async with aclosing(agent.generate(TEXT.encode(said), sampling)) as chunks:
+                given = [*(await anext(chunks)).tokens, *(await anext(chunks)).tokens]
+        end = (*TEXT.encode(said)[-14:], *given[:1])
+        assert earlier.after(end) == (len(end), [(given[1], 1.0)])
+        assert earlier.after(tuple(TEXT.encode("that nobody"))) == (
+            11,
+            [(TEXT.encode(" ")[0], 1.0)],
+        )
+
+
 def test_a_lookup_needs_a_tokenizer_and_no_more(tmp_path: Path) -> None:
     folder = resolve_source("bundled", Purpose.DRAFT).folder
     shutil.copy(folder / "tokenizer.json", tmp_path)

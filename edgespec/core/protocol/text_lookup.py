@@ -2,8 +2,8 @@
 
 Theory of operation. Four sources give candidates for the next position, the surest first:
 
-    match      what followed the last tokens the last time they occurred in this text, two tokens
-               or more, counted up to ``MAX_MATCH_LENGTH`` (prompt lookup decoding, Saxena 2023)
+    match      what followed the longest end of the text that occurred in it before, two tokens or
+               more, counted up to ``MAX_MATCH_LENGTH`` (prompt lookup decoding, Saxena 2023)
     corpus     what most often followed the longest end of the text that also occurs in other texts:
                files on the device (``Corpus``; REST, He et al., NAACL 2024) and earlier texts
                (``EarlierTexts``); it is ordered among the others by chance
@@ -37,6 +37,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import islice
 from typing import Final, Generic, Protocol, TypeVar
 
 from edgespec.core.protocol.estimators import DecayedRate
@@ -54,18 +55,18 @@ MATCH_CELLS: Final = tuple(kind * RANKS for kind in (0, 0, 0, 1, 2, 2, 3, 3, 3, 
 NGRAM_CELL: Final = 5 * RANKS
 RECYCLED_CELL: Final = 6 * RANKS
 _CORPUS_CELL: Final = 7 * RANKS
-# A corpus has a cell for each pair of a match length (2, 3 to 4, 5 to 8, more tokens) and a share
-# (below a third, below two thirds, above).
-_CORPUS_KINDS: Final = (0, 0, 0, 1, 1, 2, 2, 2, 2, 3)
+# A corpus has a cell for each pair of a match length (2, 3 to 4, 5 to 8, 9 to 15, 16 tokens) and a
+# share (below a third, below two thirds, above).
+_CORPUS_KINDS: Final = (0, 0, 0, 1, 1, *[2] * 4, *[3] * 7, 4)
 _SHARES: Final = 3
 
-# Measured chances on outputs of the bundled target, code and summaries (docs/measurements.md):
-# first candidates by kind, and the factor for second ones.
+# Measured chances on outputs of the bundled target, code and summaries, and of 16 tokens in a corpus
+# on edited files (docs/measurements.md): first candidates by kind, and the factor for second ones.
 _INITIAL_CHANCES: Final = tuple(
     rate * share for rate in (0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3) for share in (1.0, 0.5)
 ) + tuple(
     rate * share * rank
-    for rate in (0.15, 0.25, 0.4, 0.6)
+    for rate in (0.15, 0.25, 0.4, 0.6, 0.9)
     for share in (0.3, 0.6, 1.0)
     for rank in (1.0, 0.5)
 )
@@ -194,6 +195,7 @@ MAX_INDEXED: Final = 1 << 17
 MAX_MATCH_LENGTH = 12
 """Longest match that is counted; longer ones are treated as this long."""
 _FEWEST_SLOTS: Final = 256
+_MAX_MATCHES: Final = 16
 
 
 class PairIndex:
@@ -306,13 +308,18 @@ class PromptLookup:
             self._search(tokens)
 
     def _search(self, tokens: Sequence[int]) -> None:
+        """Find the longest match of the end of the text, and of equally long ones the last one. Of
+        the places of the last pair the latest ``_MAX_MATCHES`` are looked at."""
         end, self.length = self._index.length, 0
         if end < 2:
             return
-        position = self.position_after(tokens, tokens[end - 2], tokens[end - 1])
-        if position < 0:
-            return
-        self.position, self.length = position, common_length(tokens, position, end)
+        places = self._index.positions_after(tokens, tokens[end - 2], tokens[end - 1])
+        for position in islice(places, _MAX_MATCHES):
+            length = common_length(tokens, position, end)
+            if length > self.length:
+                self.position, self.length = position, length
+                if length == MAX_MATCH_LENGTH:
+                    return
 
 
 # --- earlier texts ---------------------------------------------------------------------------
