@@ -629,7 +629,7 @@ def test_what_is_added_is_worth_it_and_within_bounds(seed: int, room: int) -> No
         assert reached[node.id] >= MIN_PATH_CHANCE
         siblings = [child.token for child in tree.children(node.parent)]
         assert len(set(siblings)) == len(siblings)
-    assert len(tree.nodes) <= min(MAX_LOOKUP_NODES, 3 * (room // 2))
+    assert len(tree.nodes) <= min(MAX_LOOKUP_NODES, 3 * max(room // 2, room - 32))
 
 
 @pytest.mark.parametrize(("chance", "leaf"), [(0.95, 3), (0.4, ROOT)])

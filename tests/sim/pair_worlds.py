@@ -11,10 +11,12 @@ A text that differs from the target's own ends the world with an error.
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from edgespec.core.device.estimates import KeptEstimates, VerifierEstimates
 from edgespec.core.device.events import Finish
@@ -67,6 +69,8 @@ class Text:
     tokens: tuple[int, ...]
     """The output, an end token included."""
     max_tokens: int
+    prediction: tuple[int, ...] = ()
+    """Text that the client expects the output to be."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -123,7 +127,7 @@ def write_texts(path: Path, texts: Sequence[Text]) -> None:
 def read_texts(path: Path) -> list[Text]:
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [
-        Text(**{**row, "prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])})
+        Text(**{key: tuple(one) if isinstance(one, list) else one for key, one in row.items()})
         for row in rows
     ]
 
@@ -132,6 +136,58 @@ def read_texts(path: Path) -> list[Text]:
 
 WIDTH: Final = 4
 """Candidates that are kept of each step."""
+
+
+class PairDraft(Protocol):
+    """The draft model of a pair: what both ends may draft with."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def choose(self, text: Text) -> None:
+        """Answer for this text from now on."""
+
+    def candidates(self, after: tuple[int, ...]) -> tuple[Candidate, ...]:
+        """Return the candidates behind the prompt and the tokens ``after`` it, ``WIDTH`` at
+        least."""
+
+
+class ScriptedDraft:
+    """A draft model without weights. Its first candidate is right with the chance ``rate``, which
+    is also its confidence, behind every beginning of the text, and never off the text. The other
+    candidates are always wrong."""
+
+    def __init__(self, info: ModelInfo, rate: float) -> None:
+        self.info, self._rate = info, rate
+        self._text: Text | None = None
+        self._right: list[bool] = []
+
+    def choose(self, text: Text) -> None:
+        if text != self._text:
+            dice = random.Random(f"{text.name} {text.seed}")
+            self._text = text
+            self._right = [dice.random() < self._rate for _ in text.tokens]
+
+    def candidates(self, after: tuple[int, ...]) -> tuple[Candidate, ...]:
+        assert self._text is not None
+        tokens, at = self._text.tokens, len(after)
+        right = tokens[at] if tokens[:at] == after and at < len(tokens) else -1
+        first = right if right >= 0 and self._right[at] else self._wrong(at, right)
+        others = [
+            one for rank in range(1, WIDTH) if (one := self._wrong(at + rank, right)) != first
+        ]
+        found, rest = [first, *others], math.log((1.0 - self._rate) / WIDTH)
+        return tuple(
+            [
+                Candidate(one, rest if rank else math.log(self._rate))
+                for rank, one in enumerate(found)
+            ]
+        )
+
+    def _wrong(self, number: int, right: int) -> int:
+        """Return a token other than ``right``."""
+        token = number * 7919 % self.info.vocabulary_size
+        return token if token != right else (token + 1) % self.info.vocabulary_size
 
 
 class DraftModel:
@@ -201,12 +257,12 @@ class DraftModel:
 
 
 class RecordedDrafter:
-    """A ``Drafter`` with the candidates of a ``DraftModel``. It has a cache of its own, so that a
+    """A ``Drafter`` with the candidates of a ``PairDraft``. It has a cache of its own, so that a
     device and a verifier may draft the same text with one model."""
 
     inner: Drafter | None = None
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: PairDraft) -> None:
         self.info, self._model = model.info, model
         self._tokens: list[int] = []
         self._prompt_length = 1
@@ -257,12 +313,15 @@ class Way:
     device_model: bool = True
     device_lookup: bool = False
     server_model: bool = False
+    server_lookup: bool = False
+    prediction: bool = False
+    """Whether the device drafts from the text's prediction."""
     rule: str = EXACT_RULE
 
     @property
     def drafts(self) -> bool:
         """Whether the device drafts."""
-        return self.device_model or self.device_lookup
+        return self.device_model or self.device_lookup or self.prediction
 
 
 class Link(NamedTuple):
@@ -318,15 +377,26 @@ def play(
     way: Way,
     link: Link,
     times: Times,
-    draft: DraftModel,
+    draft: PairDraft,
     target: TargetModel | None = None,
     watch: Callable[[Delivery], None] = lambda delivery: None,
+    tables: TextTables | None = None,
 ) -> list[Outcome]:
     """Play the texts one after another on one device and one verifier, which keep their estimates.
 
-    ``target`` is for relaxed rules; None takes the texts as they are recorded. ``watch`` is called
-    with each output as it arrived. Raises
-    ``RuntimeError`` if a text does not end, or is not the target's own under the exact rule."""
+    Args:
+        texts: The outputs, with their prompts and predictions.
+        way: Which ends draft, and from what.
+        link: The path between both ends.
+        times: Durations of passes and of draft steps.
+        draft: The draft model of either end.
+        target: For relaxed rules; None takes the texts as they are recorded.
+        watch: Called with each output as it arrived.
+        tables: Earlier texts of the device's user. None: there are none at the start.
+
+    Raises:
+        RuntimeError: A text does not end, or is not the target's own under the exact rule.
+    """
     scripts = {one.prompt: Script(one.tokens, (0,) * len(one.tokens)) for one in texts}
     queue = EventQueue()
     network = Network(queue, link.scenario, "1", link.folder)
@@ -335,7 +405,7 @@ def play(
     )
     model = target or ScriptedTarget(draft.info, lambda prompt, length: scripts[prompt])
     rules = (EXACT_RULE,) if way.rule == EXACT_RULE else (EXACT_RULE, way.rule)
-    limits = EngineLimits(drafter=way.server_model, rules=rules)
+    limits = EngineLimits(drafter=way.server_model, server_drafts=way.server_lookup, rules=rules)
     engine = VerifyEngine(model.info, Limits(context_length=1 << 16), limits)
     machine = Machine(queue, times.target_pass, "")
     server = ServerDraftModel(lambda: RecordedDrafter(draft), times.server_step.seconds)
@@ -343,7 +413,8 @@ def play(
         queue, engine, model, machine, drafter=server if way.server_model else None
     )
     learned, estimates = KeptEstimates(), VerifierEstimates()
-    tables = TextTables(ngrams=True) if way.device_lookup else None
+    if tables is None and way.device_lookup:
+        tables = TextTables(ngrams=True)
     drafter: Drafter = RecordedDrafter(draft) if way.device_model else SilentDrafter(draft.info)
     found = []
     for number, text in enumerate(texts):
@@ -373,7 +444,8 @@ def play(
             draft.info.context_length,
             verifier=estimates,
             learned=learned,
-            text=tables,
+            text=tables if way.device_lookup else None,
+            prediction=text.prediction if way.prediction else (),
         )
         step_law = times.device_step if way.device_model else constant_law(0.0)
         ended: list[bool] = []

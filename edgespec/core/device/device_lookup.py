@@ -24,7 +24,11 @@ from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, Speculati
 
 MIN_PATH_CHANCE: Final = 0.03
 """Least chance that all tokens on a node's path are right."""
-MAX_LOOKUP_NODES: Final = 64
+MAX_LOOKUP_NODES: Final = 192
+"""Most nodes at the same time: those of three full passes, so that a text that is followed for long
+fills the passes of a distant verifier."""
+_NODES_FOR_OTHERS: Final = 32
+"""Nodes that are left to the other sources, or half of them if there is less room."""
 INDEXED_PER_EVENT: Final = 8192
 """Most tokens of a prompt that are indexed at one event, which takes about two milliseconds."""
 
@@ -39,6 +43,8 @@ class DeviceLookup:
         self.kind = SourceKind.DEVICE_LOOKUP
         self._tree, self._chances = tree, estimates.guesses
         self._reader = TextReader(tables, self._chances.text)
+        self._seen: tuple[int, int, int] | None = None
+        """Committed length, last node and room when nodes were added last."""
 
     def learn(self, verdict: JudgedPlace) -> None:
         """Count the candidates of a place at which the device model offered other tokens.
@@ -72,7 +78,9 @@ class DeviceLookup:
         spare = MAX_LOOKUP_NODES - sum(n.rank < 0 for n in tree.nodes.values())
         if spare < 0:
             return  # the prediction has filled the tree
-        room = min(view.room // 2, spare)
+        room = min(max(view.room // 2, view.room - _NODES_FOR_OTHERS), spare)
+        if (end, tree.last_id, room) == self._seen:
+            return
         # The node before a place is described by its id and the path's chance within its pass.
         lookup_tree = LookupTree(reader, tokens, (ROOT, 1.0))
         for (parent, chance_in_pass), path_chance, depth, candidates in lookup_tree.visit_places():
@@ -84,6 +92,7 @@ class DeviceLookup:
                 in_pass = chance_in_pass if position < settled else chance_in_pass * child.chance
                 if chance >= MIN_PATH_CHANCE and in_pass >= min_in_pass:
                     lookup_tree.add_place((child.id, in_pass), child.token, chance)
+        self._seen = end, tree.last_id, room
 
     def _add(
         self,
