@@ -95,7 +95,7 @@ class Edit:
 
 @cache
 def read_documents(folder: Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the documents of these files of the corpus."""
+    """Return the documents in these files of the corpus."""
     found: list[str] = []
     for name in names:
         with lzma.open(folder / name, "rt", encoding="utf-8") as file:
@@ -694,7 +694,7 @@ def campaign_cases(folder: Path, tokenizer: str) -> tuple[Case, ...]:
 
 @cache
 def campaign_corpus(folder: Path, tokenizer: str) -> FollowedCorpus:
-    """Return a corpus of the old files, half of them with lines in another order."""
+    """Return a corpus of the old files, every second one with lines in another order."""
     dice = random.Random(1)
     with tempfile.TemporaryDirectory() as cache_folder:
         project = Path(cache_folder) / "project"
@@ -707,7 +707,7 @@ def campaign_corpus(folder: Path, tokenizer: str) -> FollowedCorpus:
 
 
 def campaign(options: argparse.Namespace) -> int:
-    """Play texts with every source at once, and count those that differ."""
+    """Play texts with every source at once, and count the ones that differ."""
     each = 10
     seeds = range(options.first, options.first + -(-options.texts // each))
     work = [(options.folder, options.tokenizer, seed, each) for seed in seeds]

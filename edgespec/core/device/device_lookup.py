@@ -25,7 +25,7 @@ from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, Speculati
 MIN_PATH_CHANCE: Final = 0.03
 """Least chance that all tokens on a node's path are right."""
 MAX_LOOKUP_NODES: Final = 192
-"""Most nodes at the same time: those of three full passes, so that a text that is followed for long
+"""Most nodes at the same time. They fill three passes, so that a text that is followed for long
 fills the passes of a distant verifier."""
 _NODES_FOR_OTHERS: Final = 32
 """Nodes that are left to the other sources, or half of them if there is less room."""
