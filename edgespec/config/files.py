@@ -30,7 +30,7 @@ _PERMISSIONS = 0o777
 
 
 def replace_file(
-    path: Path, content: bytes | str, mode: int = PRIVATE, *, keeps_owner: bool = False
+    path: Path, content: bytes | bytearray | str, mode: int = PRIVATE, *, keeps_owner: bool = False
 ) -> None:
     """Write ``content`` to the file at ``path`` in one step.
 

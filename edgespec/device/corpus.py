@@ -6,7 +6,7 @@ the tokens that follow it there. The texts are stored backwards, each token as a
 number. Beside them stands the order of all their places by the ``CORPUS_LENGTH`` tokens that end
 there, which is a suffix array of the texts read backwards. Bytes compare as their tokens do, so one
 binary search finds the place with the longest common suffix, and two more find all places that
-share it. Of these places at most ``_SAMPLE``, evenly spread, are counted. A lookup in 10 million
+share it. Evenly spread, ``_SAMPLE`` places at most are counted. A lookup in 10 million
 tokens takes 24 comparisons a search and no array library.
 
     identity, 32 bytes | number of texts, 4 bytes | for each text: hash, 16 bytes, and tokens, 4

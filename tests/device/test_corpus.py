@@ -354,6 +354,7 @@ async def test_an_agent_keeps_its_texts_for_lookup() -> None:
     config = AgentConfig("nowhere", tokenizer="toy", draft=DraftSection("lookup"))
     tables = require(agent_options(config, "").text_tables)
     earlier, said = require(tables.earlier), "tool: a page that nobody has seen before"
+    given = list[int]()
     async with make_agent(connect_loopback(stream_output(TOKENS))) as agent:
         agent.options = replace(agent.options, text_tables=tables)
         for sampling in (SamplingParams(max_tokens=11), SamplingParams(max_tokens=11)):

@@ -249,22 +249,22 @@ def test_closing_ends_a_look(tmp_path: Path) -> None:
 
 def test_looks_take_a_tenth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(followed_corpus.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr("edgespec.device.followed_corpus.time.monotonic", lambda: now_s[0])
     write(tmp_path / "project" / "a", "text")
 
     def slow(text: str) -> None:
         now_s[0] += 7.0
 
-    corpus = follow(tmp_path / "project", Encoder(slow))
-    assert not corpus.is_due
-    now_s[0] += 1.0
-    assert corpus.is_due
+    corpus, due = follow(tmp_path / "project", Encoder(slow)), list[bool]()
+    for wait_s in (0.0, 1.0):
+        now_s[0] += wait_s
+        due.append(corpus.is_due)
     write(tmp_path / "project" / "b", "more text")
     corpus.refresh()
-    now_s[0] += 69.0
-    assert not corpus.is_due
-    now_s[0] += 1.0
-    assert corpus.is_due
+    for wait_s in (69.0, 1.0):
+        now_s[0] += wait_s
+        due.append(corpus.is_due)
+    assert due == [False, True, False, True]
 
 
 async def test_a_generation_does_not_wait_for_a_look(tmp_path: Path) -> None:

@@ -126,9 +126,9 @@ def write_texts(path: Path, texts: Sequence[Text]) -> None:
 
 def read_texts(path: Path) -> list[Text]:
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    lists = "prompt", "tokens", "prediction"
     return [
-        Text(**{key: tuple(one) if isinstance(one, list) else one for key, one in row.items()})
-        for row in rows
+        Text(**{**row, **{name: tuple(row[name]) for name in lists if name in row}}) for row in rows
     ]
 
 

@@ -28,7 +28,7 @@ MAX_LOOKUP_NODES: Final = 192
 """Most nodes at the same time. They fill three passes, so that a text that is followed for long
 fills the passes of a distant verifier."""
 _NODES_FOR_OTHERS: Final = 32
-"""Nodes that are left to the other sources, or half of them if there is less room."""
+"""Nodes that are left to the other sources; they are half of the room if that is less."""
 INDEXED_PER_EVENT: Final = 8192
 """Most tokens of a prompt that are indexed at one event, which takes about two milliseconds."""
 

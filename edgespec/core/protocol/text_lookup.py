@@ -293,7 +293,7 @@ class PromptLookup:
         return next(self._index.positions_after(tokens, before, last), -1)
 
     def load(self, tokens: Sequence[int], end: int) -> None:
-        """Index the tokens before ``end``, and look for a match of the last two of them."""
+        """Index the tokens before ``end``, and look for a match of their end."""
         self._index.extend(tokens, end)
         self._search(tokens)
 
