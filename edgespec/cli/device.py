@@ -213,6 +213,8 @@ def report_drafting(
         )
     share = counters.accepted / counters.committed if counters.committed else 0.0
     parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
+    if counters.predicted_sent:
+        parts.append(f"{counters.predicted_accepted} of them from the prediction")
     if advice := judge_draft(counters.tried, counters.hits):
         parts.append(advice)
     if stats.is_lossy:
@@ -246,6 +248,11 @@ def describe_generation(received: ReceivedTokens, stats: GenerationStats | None)
         if c.passes:
             pass_ms, queue_ms = 1e3 * c.verify_s / c.passes, 1e3 * c.queue_s / c.passes
             lines.append(f"a pass took {pass_ms:.1f} ms, drafts waited {queue_ms:.1f} ms for it")
+        if c.predicted_sent:
+            lines.append(
+                f"prediction: {c.predicted_sent} nodes sent, {c.predicted_accepted} accepted,"
+                f" {c.predicted_wrong} wrong"
+            )
         if stats.verifiers:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")

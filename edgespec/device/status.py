@@ -188,7 +188,8 @@ class StatusSource:
     ) -> st.DraftingStatus:
         agent, activity = self._agent, self._agent.activity
         if agent.drafter is None:
-            return st.DraftingStatus(False, "this agent has no draft model: it only streams")
+            why = "this agent has no draft model: it drafts only from predictions of requests"
+            return st.DraftingStatus(False, why)
         drafts = [one for one in running if one.session.drafting]
         notes = drafts[-1] if drafts else activity.last_drafted or activity.last
         session = None if notes is None else notes.session

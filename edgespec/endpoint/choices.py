@@ -686,7 +686,9 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens_details": {
-            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
+            "accepted_prediction_tokens": sum(one.predicted_accepted for one in counters),
+            "rejected_prediction_tokens": sum(one.predicted_wrong for one in counters),
         },
         "edgespec": {
             "drafted_tokens": sum(one.sent for one in counters),
@@ -768,7 +770,9 @@ def _write_usage(usage: Json) -> Json:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": usage["completion_tokens_details"],
+        "output_tokens_details": {
+            "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
+        },
         "total_tokens": usage["total_tokens"],
         "edgespec": usage["edgespec"],
     }

@@ -28,6 +28,7 @@ from edgespec.core.protocol.sampling import (
     SamplingParams,
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
+from edgespec.device.agent import MAX_PREDICTION_CHARS
 from edgespec.endpoint.request_json import (
     Fields,
     check_encodable,
@@ -41,6 +42,7 @@ from edgespec.models.tokenizer import MAX_MESSAGES
 COMMON: Final = frozenset(
     "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"
     " prompt_cache_key frequency_penalty presence_penalty response_format grammar regex"
+    " prediction"
     # Not OpenAI's, but common in servers that people run themselves.
     " top_k min_p repetition_penalty stop_token_ids ignore_eos min_tokens add_special_tokens"
     # Only edgespec's.
@@ -57,7 +59,7 @@ CHAT: Final = COMMON | frozenset(
 COMPLETION: Final = COMMON | {"prompt", "echo", "suffix"}
 IGNORED: Final = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_retention"
-    " prediction cache_prompt request_id priority".split()
+    " cache_prompt request_id priority".split()
 )
 """Parameters that are accepted without effect, because they only identify, file or accelerate a
 request. The output is the same, so they are not reported as ignored."""
@@ -285,6 +287,10 @@ class GenerationRequest:
     """Rule by which drafts are accepted; empty: as the device is configured."""
     drafts: bool = True
     """Whether this device and the verifier may draft for the request."""
+    prediction: str = ""
+    """Text that the output is expected to be. Empty: none is given."""
+    prediction_tokens: tuple[int, ...] = ()
+    """Token ids of ``prediction``, once it is tokenized."""
     shows_sources: bool = False
     """Whether the response shows where each token came from, and when."""
     logprobs: int | None = None
@@ -502,7 +508,33 @@ def _read_common(
         ignored_fields=ignored,
         rule=rule,
         drafts=fields.boolean("drafts", absent=True),
+        prediction=_read_prediction(fields),
     )
+
+
+def _read_prediction(fields: Fields) -> str:
+    """Return the text of ``prediction``, an object as in OpenAI's chat API; empty if there is none.
+    Raises ``ApiError``."""
+    if fields.raw("prediction") is None:
+        return ""
+    prediction = fields.section("prediction")
+    if (kind := prediction.text("type")) != "content":
+        raise prediction.wrong_value("type", kind, '"content"')
+    content = prediction.raw("content")
+    if isinstance(content, list):
+        parts = prediction.sections("content")
+        for part in parts:
+            if part.raw("type") != "text":
+                raise part.wrong_value("type", part.raw("type"), '"text"')
+        text = "".join([part.text("text") or "" for part in parts])
+    else:
+        text = prediction.text("content") or ""
+        if content is None:
+            raise prediction.wrong_value("content", None, "text, or a list of parts with text")
+    if len(text) > MAX_PREDICTION_CHARS:
+        why = f"has {len(text):,} characters, but at most {MAX_PREDICTION_CHARS:,}"
+        raise prediction.error("content", f"{why}: send the part that the output is expected to be")
+    return text
 
 
 def _conversation_hash(messages: Sequence[Mapping[str, Any]]) -> str:

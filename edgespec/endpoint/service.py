@@ -33,6 +33,7 @@ from edgespec.core.protocol.constraint import (
     ConstraintKind,
 )
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
+from edgespec.core.protocol.predicted_text import check_prediction_length
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.generation_timeline import GenerationTimeline
@@ -135,6 +136,8 @@ counter prompt_tokens_total{model} counts.prompt_tokens Prompt tokens of generat
 counter completion_tokens_total{model} counts.completion_tokens Generated tokens
 counter drafted_tokens_total{model} counts.drafted_tokens Draft nodes sent to verifiers
 counter accepted_tokens_total{model} counts.accepted_tokens Generated tokens drafted on the device
+counter prediction_nodes_total{model} counts.prediction_nodes Draft nodes from predictions
+counter accepted_prediction_tokens_total{model} counts.predicted_tokens Accepted of these
 counter replaced_tokens_total{model} counts.replaced_tokens LOSSY: accepted, not the target's
 counter fallback_answers_total{answered_by} counts.fallback_answers Requests without a verifier
 gauge texts_running admission.running Generations that run now
@@ -164,6 +167,7 @@ class EndpointCounts:
         self.answers, self.prompt_tokens = Counter[str](), Counter[str]()
         self.completion_tokens, self.drafted_tokens = Counter[str](), Counter[str]()
         self.accepted_tokens, self.replaced_tokens = Counter[str](), Counter[str]()
+        self.prediction_nodes, self.predicted_tokens = Counter[str](), Counter[str]()
         self.fallback_answers = Counter[str]()
         """Requests that a model of this device was generated for, by its name."""
         self.first_token_s, self.duration_s = Histogram(LATENCY_S), Histogram(LATENCY_S)
@@ -180,6 +184,8 @@ class EndpointCounts:
         self.completion_tokens[model] += sum(one.tokens for one in choices)
         self.drafted_tokens[model] += sum(one.sent for one in stats)
         self.accepted_tokens[model] += sum(one.accepted for one in stats)
+        self.prediction_nodes[model] += sum(one.predicted_sent for one in stats)
+        self.predicted_tokens[model] += sum(one.predicted_accepted for one in stats)
         self.replaced_tokens[model] += sum(one.replaced for one in stats)
 
 
@@ -377,6 +383,8 @@ def _drafting_arguments(choice: Choice) -> dict[str, Any]:
         arguments["drafts"] = False
     if choice.timeline is not None:
         arguments["timeline"] = choice.timeline
+    if choice.request.prediction_tokens:
+        arguments["prediction"] = choice.request.prediction_tokens
     return arguments
 
 
@@ -890,6 +898,7 @@ class Endpoint:
                 if STRICT_TOOLS in request.ignored_fields:
                     raise invalid_request("tools", f"{STRICT_TOOLS} cannot be ensured")
                 request = replace(request, is_constraint_optional=False)
+            request = await self._with_encoded_prediction(request)
             return self._with_choices(envelope, request, chosen, [prompt.tokens], prompt.form)
 
     async def prepare_completion(self, data: Mapping[str, Any]) -> PreparedRequest:
@@ -907,6 +916,7 @@ class Endpoint:
             await self._encode_prompt(one, request, context_length) for one in request.prompts
         ]
         request = await self._with_compiled_constraint(request)
+        request = await self._with_encoded_prediction(request)
         prepared = self._with_choices(envelope, request, chosen, prompts)
         if request.echo:
             # A prompt that was sent as text is repeated as it is; token ids are decoded as in an
@@ -1062,6 +1072,18 @@ class Endpoint:
 
     async def _run_template(self, function: Callable[..., _T], *given: Any) -> _T:
         return await self._templates.run_for(current_client.get(), function, *given)
+
+    async def _with_encoded_prediction(self, request: GenerationRequest) -> GenerationRequest:
+        """Return ``request`` with the token ids of its prediction. A model of the device that
+        answers in place of the target needs no drafts. Raises ``ApiError``."""
+        if not request.prediction or not request.drafts or self.answered_by:
+            return request
+        tokens = await self._encode(request.prediction, None, "prediction.content", special=False)
+        try:
+            check_prediction_length(len(tokens))
+        except ValueError as error:
+            raise invalid_request("prediction.content", str(error)) from None
+        return replace(request, prediction_tokens=tuple(tokens))
 
     async def _with_compiled_constraint(self, request: GenerationRequest) -> GenerationRequest:
         """Return ``request`` with its constraint compiled, before it waits for a slot, so that slow

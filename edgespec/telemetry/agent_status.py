@@ -148,6 +148,9 @@ class AgentTotals:
     prompt_tokens: int = 0
     tokens: int = 0
     accepted: int = 0
+    predicted_sent: int = 0
+    """Draft nodes that were sent from predictions."""
+    predicted_accepted: int = 0
     corrected: int = 0
     steps: int = 0
     sent: int = 0
@@ -268,6 +271,8 @@ counter draft_steps_total totals.steps Draft steps completed
 counter draft_failures_total totals.draft_failures Generations whose drafter failed
 counter spec_decode_num_draft_tokens_total totals.sent Draft nodes sent
 counter spec_decode_num_accepted_tokens_total totals.accepted Draft nodes accepted
+counter prediction_nodes_total totals.predicted_sent Draft nodes sent from predictions
+counter accepted_prediction_tokens_total totals.predicted_accepted Accepted nodes of predictions
 counter stale_nodes_total totals.stale Draft nodes that arrived late or invalid and were dropped
 counter judged_positions_total totals.tried Decided positions with a candidate of the draft
 counter first_choice_hits_total totals.hits Positions where the draft's first candidate was right

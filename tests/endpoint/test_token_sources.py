@@ -26,7 +26,7 @@ from tests.endpoint.live_endpoint import (
 from tests.kit.live_verifier import serve_toy
 
 CHAT = "/v1/chat/completions"
-DRAFTED = "device model", "device lookup"
+DRAFTED = "prediction", "device model", "device lookup"
 
 
 async def chat(live: Live, **more: Any) -> list[Any]:

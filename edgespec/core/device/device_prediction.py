@@ -28,6 +28,9 @@ from edgespec.core.protocol.tree import NO_CELL, ROOT, UNRANKED, Node, Speculati
 MIN_PATH_CHANCE: Final = 0.01
 """Least chance that all tokens on a node's path are right. It bounds the bytes of far nodes: rows
 are paid for by the chance in their pass."""
+MIN_BRANCH_CHANCE: Final = 0.05
+"""The same for a path that is not the likeliest everywhere, or that leaves the prediction: such a
+branch saves little where the other one is right."""
 RESERVED_NODES: Final = 4
 """Nodes that are left to the other sources."""
 
@@ -81,26 +84,29 @@ class DevicePrediction:
         last, settled, min_in_pass = tree.last_id, view.settled_position, view.row_chance
         count = 0
         # Places: negated chance, number of places added before, node, depth, chance in its pass,
-        # state of the prediction.
-        heap: list[tuple[float, int, int, int, float, ReadingState]] = [
-            (-1.0, 0, ROOT, 0, 1.0, self._state)
+        # least chance of a path, state of the prediction.
+        heap: list[tuple[float, int, int, int, float, float, ReadingState]] = [
+            (-1.0, 0, ROOT, 0, 1.0, MIN_PATH_CHANCE, self._state)
         ]
         while heap and room > 0:
-            negated_chance, _, parent, depth, in_pass, state = heappop(heap)
+            negated_chance, _, parent, depth, in_pass, least, state = heappop(heap)
             children, position = tree.children(parent), end + depth
             if position >= view.end:
                 continue
-            price = MIN_PATH_CHANCE / -negated_chance
+            price = least / -negated_chance
             if position >= settled and min_in_pass > price * in_pass:
                 price = min_in_pass / in_pass
             room -= self._add(children, parent, self._text.candidates(state), price, room)
             for child in children:
                 chance = negated_chance * child.chance
                 behind = in_pass if position < settled else in_pass * child.chance
-                if -chance >= MIN_PATH_CHANCE and behind >= min_in_pass:
+                is_main = child is children[0] and child.prediction_cell != NO_CELL
+                least_behind = least if is_main else MIN_BRANCH_CHANCE
+                if -chance >= least_behind and behind >= min_in_pass:
                     count += 1
                     after = self._text.advance(state, child.token)
-                    heappush(heap, (chance, count, child.id, depth + 1, behind, after))
+                    place = (chance, count, child.id, depth + 1, behind, least_behind, after)
+                    heappush(heap, place)
         self.has_unsent |= tree.last_id > last
         self._seen = end, tree.last_id, room
 

@@ -203,6 +203,7 @@ class MarkdownView {
 }
 
 const ORIGINS = {
+  "prediction": "Drafted from the text that the request predicts, accepted by the target",
   "device model": "Drafted by this device's model, accepted by the target",
   "device lookup": "Drafted on this device by lookup in earlier text, accepted by the target",
   "server": "Drafted by the verifier itself, accepted by the target",

@@ -80,7 +80,7 @@ function replayOf(message) {
       } else if (first && one.at_s <= now) {
         const each = Math.min(room / 2, Math.max(2, room / Math.max(1, first.last - first.first)));
         runs.slice(first.first, first.last).forEach(([origin], place) => {
-          pen.fillStyle = colour({ "device model": "--model", "device lookup": "--lookup", server: "--server" }[origin] || "--target");
+          pen.fillStyle = colour({ prediction: "--prediction", "device model": "--model", "device lookup": "--lookup", server: "--server" }[origin] || "--target");
           pen.fillRect(at - 2, top + room - each * (place + 1), 4, each - 0.5);
         });
       }

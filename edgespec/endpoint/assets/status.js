@@ -130,7 +130,8 @@ function showGenerations(found, running) {
 function showTotals(found) {
   const rows = [["generations", found.generations], ["failed generations", found.failed],
     ["prompt tokens", found.prompt_tokens], ["tokens", found.tokens],
-    ["tokens drafted on this device", found.accepted], ["corrected tokens", found.corrected],
+    ["tokens drafted on this device", found.accepted],
+    ["of these from predictions", `${number(found.predicted_accepted)} of ${number(found.predicted_sent)} nodes`], ["corrected tokens", found.corrected],
     ["draft steps", found.steps], ["draft nodes sent", found.sent],
     ["acceptance rate", found.tried ? percent(found.hits / found.tried) : "–"],
     ["passes", found.passes], ["reconnects", found.reconnects]];
