@@ -1,6 +1,6 @@
 """Measure what a turn of a conversation sends to its verifier, by the length of what came before.
 
-    python benchmarks/conversation_bytes.py [--json FILE]
+    python benchmarks/conversation_bytes.py [--json FILE] [--tokenizer FOLDER]
 
 An agent and a verifier talk over gRPC on this machine. A conversation begins with a prompt of the
 given length, and two turns follow, with a new message each. The verifier counts the payload bytes
@@ -8,6 +8,10 @@ of a turn, with the prompt's beginning named, with it sent whole
 (``limits.prefix_mib`` 0), and with a verifier that was restarted before the turn. Every output is
 compared with the one of whole prompts. The event loops of both ends wait for the naming and the
 looking up of a beginning of that length; these take processor time, which is measured too.
+
+With ``--tokenizer`` it also measures what a turn costs a device before anything is sent: rendering
+the chat template, and the ids of the whole text beside those of a text of which only the last
+message is new.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.prefix_store import PrefixStore
 from edgespec.device.agent import Agent
+from edgespec.models.text_process import template_worker
+from edgespec.models.tokenizer import TextTokenizer
 from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.codec import WireLimits
@@ -173,6 +179,38 @@ def measure_times(length: int) -> dict[str, float]:
     }
 
 
+def measure_texts(length: int, folder: Path) -> dict[str, float]:
+    """Measure the texts of one turn behind ``length`` tokens."""
+    tokenizer = TextTokenizer(folder, template_worker())
+    template, dice = tokenizer.chat_template(), random.Random(length)
+    assert template is not None, f"{folder} has no chat template"
+    words = Path(__file__).read_text(encoding="utf-8").split()
+    messages = list[dict[str, str]]()
+    text = ""
+    while len(tokenizer.encode_many([text])[0]) < length:
+        for role in ("user", "assistant"):
+            content = " ".join(dice.choices(words, k=min(400, length // 8)))
+            messages.append({"role": role, "content": content})
+        text = template.render(messages)
+    tokenizer.encode(text, add_special_tokens=False)
+    times_ms = []
+    for turn in range(5):
+        messages.append(
+            {"role": "user", "content": f"{turn} " + " ".join(dice.choices(words, k=60))}
+        )
+        began_s = time.perf_counter()
+        text = template.render(messages)
+        rendered_s = time.perf_counter()
+        began_cpu_s = time.process_time()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        grown_s, whole_began_s = time.process_time() - began_cpu_s, time.process_time()
+        assert ids == tokenizer.encode_many([text])[0]
+        whole_s = time.process_time() - whole_began_s
+        times_ms.append((1e3 * (rendered_s - began_s), 1e3 * grown_s, 1e3 * whole_s))
+    names = ("render_ms", "grown_ms", "whole_ms")
+    return dict(zip(names, map(min, zip(*times_ms, strict=True)), strict=True))
+
+
 async def measure(lengths: Sequence[int]) -> list[dict[str, float]]:
     rows = []
     for length in lengths:
@@ -190,6 +228,9 @@ async def measure(lengths: Sequence[int]) -> list[dict[str, float]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens before")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder with a chat template, to time it too"
+    )
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args(argv)
     rows = asyncio.run(measure(args.lengths))
@@ -198,6 +239,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = [f"{int(row[name]):,}" for name in ("tokens", *ARMS)]
         shown += [f"{row[name]:.2f}" for name in ("device_ms", "found_ms", "kept_ms")]
         print(" | ".join(shown))
+    if args.tokenizer is not None:
+        print("tokens before | ms to render | ms to tokenize what is new | ms to tokenize all")
+        for row in rows:
+            row |= measure_texts(int(row["tokens"]), args.tokenizer)
+            shown = [f"{row[name]:.1f}" for name in ("render_ms", "grown_ms", "whole_ms")]
+            print(" | ".join((f"{int(row['tokens']):,}", *shown)))
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if any(row["texts_that_differ"] for row in rows) else 0

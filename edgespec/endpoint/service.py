@@ -1060,10 +1060,13 @@ class Endpoint:
     ) -> list[int]:
         """Return the tokens of ``text``. ``adds_special_tokens``: add the tokens that begin a
         text."""
-        is_long = len(text) > _PIECE_CHARACTERS
+        new = text
+        if len(text) > _PIECE_CHARACTERS and not special:
+            new = "".join(await self._run_tokenizer(self.tokenizer.find_new, text))
+        is_long = len(new) > _PIECE_CHARACTERS
         async with self._long_text_lock if is_long else contextlib.nullcontext():
             if is_long:
-                await self._run_tokenizer(self._check_length, text, context_length, param)
+                await self._run_tokenizer(self._check_length, new, context_length, param)
             encode = partial(self.tokenizer.encode, add_special_tokens=special)
             return await self._run_tokenizer(encode, text)
 
@@ -1107,7 +1110,7 @@ class Endpoint:
         limit, counted = context_length or MAX_TOKENS, 0
         for start in range(0, len(text), _PIECE_CHARACTERS):
             piece = text[start : start + _PIECE_CHARACTERS]
-            counted += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            counted += len(self.tokenizer.encode(piece))  # which remembers nothing
             if counted > _PIECEWISE_FACTOR * limit:
                 counted_part = (
                     f"the first {start + len(piece)} of the prompt's {len(text)} characters"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.models import text_process
+from edgespec.models.remembered_segments import RememberedSegments
 from edgespec.models.text_worker import TextWorker, TextWorkerError
 from edgespec.models.tokenizer import (
     DEFAULT,
@@ -55,9 +56,20 @@ class RemoteTokenizer:
             int(token): text for token, text in self._facts.pop("alone").items()
         }
         """Texts of tokens that are decoded in another way at the beginning of a text."""
+        self._segments = RememberedSegments(
+            self._facts["marks"], lambda texts: list(self._call_child("encode_many", texts))
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of ``text``. Those of a conversation's earlier messages are remembered
+        here, so that only new ones cross to the child (``remembered_segments.py``)."""
+        if not add_special_tokens:
+            return self._segments.encode(text)
         return list(self._call_child("encode", text, add_special_tokens))
+
+    def find_new(self, text: str) -> list[str]:
+        """Return the parts of ``text`` whose ids are not remembered from earlier texts."""
+        return self._segments.find_new(text)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of ``text`` as plain text, even where it has the name of a special

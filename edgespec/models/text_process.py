@@ -71,6 +71,7 @@ class _Answers:
             self._answers |= {
                 "facts": lambda: tokenizer.facts,
                 "encode": tokenizer.encode,
+                "encode_many": tokenizer.encode_many,
                 "encode_plain": tokenizer.encode_plain,
                 "encode_pieces": tokenizer.encode_pieces,
                 "decode": tokenizer.decode,
@@ -153,6 +154,7 @@ class _Tokenizer:
             "added": dict(tokenizer.added),
             "special_ids": sorted(tokenizer.special_ids),
             "special_texts": dict(tokenizer.special_texts),
+            "marks": tokenizer.marks,
             "templates": {
                 name: (one.source, dict(one.tokens)) for name, one in tokenizer.templates.items()
             },
@@ -161,6 +163,10 @@ class _Tokenizer:
     def encode(self, text: str, special: bool) -> list[int]:
         assert self._tokenizer is not None
         return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode_many(texts)
 
     def encode_plain(self, text: str) -> list[int]:
         assert self._tokenizer is not None

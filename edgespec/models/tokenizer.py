@@ -37,6 +37,7 @@ from edgespec.models.call_history import (
     fit_thoughts,
 )
 from edgespec.models.folders import read_token_files
+from edgespec.models.remembered_segments import RememberedSegments, find_marks
 from edgespec.models.text_worker import TextRefusedError, TextWorker, TextWorkerError
 
 if TYPE_CHECKING:
@@ -232,6 +233,10 @@ class ChatTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def find_new(self, text: str) -> list[str]:
+        """Return the parts of ``text`` whose ids are not remembered from earlier texts, in their
+        order. All of it where nothing is remembered."""
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """Return the model's template, with ``tools`` the one for tools if there is one; None: it
@@ -498,11 +503,47 @@ class TextTokenizer:
         return beside.named
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``. Special tokens written out in it are recognised."""
+        """Return the ids of ``text``. Special tokens written out in it are recognised.
+
+        Without ``add_special_tokens`` the ids of a long text's segments are remembered
+        (``remembered_segments.py``)."""
+        if not add_special_tokens and not self._tokenizer.encode_special_tokens:
+            return self._segments.encode(text)
         # Only the library's batch methods let other threads run meanwhile. This one omits the
         # offsets in the text, which are not needed.
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encodings[0].ids)
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text, without tokens that begin or end a text."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [list(one.ids) for one in encodings]
+
+    def find_new(self, text: str) -> list[str]:
+        """Return the parts of ``text`` whose ids are not remembered from earlier texts, in their
+        order."""
+        return self._segments.find_new(text)
+
+    @cached_property
+    def marks(self) -> list[str]:
+        """Texts before which a prompt can be cut without a change of its ids."""
+        added = [
+            added_tokens.AddedToken(
+                content=one.content,
+                special=one.special,
+                single_word=one.single_word,
+                lstrip=one.lstrip,
+                rstrip=one.rstrip,
+                normalized=one.normalized,
+            )
+            for one in self._tokenizer.get_added_tokens_decoder().values()
+        ]
+        sources = (one.source for one in self.templates.values())
+        return find_marks(added, (*sources, *self.special_texts.values()))
+
+    @cached_property
+    def _segments(self) -> RememberedSegments:
+        return RememberedSegments(self.marks, self.encode_many)
 
     @contextmanager
     def special_tokens_as_text(self) -> Iterator[None]:

@@ -45,6 +45,9 @@ class ToyTokenizer:
     def flush(self) -> str:
         return ""
 
+    def find_new(self, text: str) -> list[str]:
+        return [text]
+
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """Return the toy's template: the contents, with a space behind each."""
         return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")

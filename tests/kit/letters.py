@@ -62,6 +62,9 @@ class LettersTokenizer:
     def stream(self, prompt: Sequence[int] = ()) -> LettersStream:
         return LettersStream()
 
+    def find_new(self, text: str) -> list[str]:
+        return [text]
+
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         return self._template
 

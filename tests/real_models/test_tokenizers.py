@@ -8,6 +8,7 @@ else, as in the tokenizer on the Hub and in llama.cpp. The test adds it.
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,36 @@ def test_ids_of_gemma3_are_those_of_transformers(
 
     reference = AutoTokenizer.from_pretrained(gemma3_path.parent, gguf_file=gemma3_path.name)
     check(gemma3_path, made, reference, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "marks"),
+    [
+        ("smollm2_path", ("<|im_start|>", "<|im_end|>")),
+        ("gemma3_path", ("<start_of_turn>", "<end_of_turn>")),
+    ],
+    ids=["smollm2", "gemma3"],
+)
+def test_a_conversation_that_grows_has_the_ids_of_the_whole(
+    fixture: str,
+    marks: tuple[str, ...],
+    made: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Oracle: the library's ids of the whole text."""
+    folder = convert(request.getfixturevalue(fixture), made)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(" ".join(marks), encoding="utf-8")
+    tokenizer = TextTokenizer(tmp_path)
+    assert set(marks) <= set(tokenizer.marks)
+    dice, text = random.Random(6), ""
+    for _ in range(300):
+        pieces = dice.choices((*PIECES, *marks), k=dice.randint(1, 60))
+        message = "".join(pieces)
+        cut = len(text) if dice.random() < 0.8 else dice.randrange(len(text) + 1)
+        text = text[:cut] + dice.choice((*marks, "")) + message + text[cut:]
+        text = text if len(text) < 40_000 else message
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == tokenizer.encode_many([text])[0], text
