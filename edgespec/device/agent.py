@@ -54,6 +54,7 @@ from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.followed_corpus import FollowedCorpus
 from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.prober import probe_all
+from edgespec.device.same_prompts import SamePrompts
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
 from edgespec.models.grammar import GrammarReader, ReadConstraint
@@ -404,6 +405,7 @@ class Agent:
         self.verifier = es.VerifierEstimates()
         self._kept = KeptPrefixes(secrets.token_bytes(16))
         """The texts that verifiers keep, so that only what is new is sent."""
+        self._same_prompts = SamePrompts()
         self._learned = es.KeptEstimatesByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Drivers of running generations, and of ended ones that still have tasks."""
@@ -496,10 +498,12 @@ class Agent:
         try:
             if started is not None:
                 started(self.stats)
+            await self._same_prompts.wait_for_first(tokens, driver)
             async for chunk in self._read_chunks(driver, tokens, sampling):
                 committed += chunk.tokens
                 yield chunk
         finally:
+            self._same_prompts.leave(tokens, driver)
             self.activity.finish(notes)
             if why := session.counters.draft_failure:
                 self._warn_once(

@@ -19,7 +19,7 @@ from typing import Any, Final, assert_never
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DeviceStream, LinkError
-from edgespec.core.protocol.messages import Cancel, FinishReason, Uplink
+from edgespec.core.protocol.messages import Cancel, FinishReason, Opened, Uplink
 from edgespec.device.drafter_pool import DrafterLease
 from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.trace import Tracer
@@ -140,6 +140,8 @@ class SessionDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._has_ended = False
         """Whether the last outcome was queued. A running draft step is not needed any more then."""
+        self.was_opened = asyncio.Event()
+        """Set when a verifier has opened the session, or when the generation has ended."""
 
     @property
     def running_tasks(self) -> set[asyncio.Task[None]]:
@@ -184,6 +186,8 @@ class SessionDriver:
             for action in self.session.handle(event, now):
                 self._tracer.record(now, "device", key, "action", action)
                 self._carry_out(action)
+            if isinstance(event, Opened):
+                self.was_opened.set()
             self._set_timer()
         except Exception as error:
             self._fail(error)
@@ -211,6 +215,7 @@ class SessionDriver:
 
     def _finish(self, last: ev.Finish | ev.Fail) -> None:
         self._has_ended = True
+        self.was_opened.set()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,10 @@ def make_folder(folder: Path, kind: str, *more: AddedToken) -> Path:
     return folder
 
 
+def encoder(tokenizer: TextTokenizer | RemoteTokenizer) -> Callable[[str], list[int]]:
+    return partial(tokenizer.encode, add_special_tokens=False)
+
+
 def library_ids(folder: Path) -> Callable[[str], list[int]]:
     tokenizer = TextTokenizer(folder)
     return lambda text: tokenizer.encode_many([text])[0]
@@ -163,7 +168,7 @@ def test_the_ids_are_those_of_the_whole_text(kind: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path, kind, *tokens)
     tokenizer = TextTokenizer(folder)
     assert [*tokenizer.marks] == [*MARKS]
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    encode = encoder(tokenizer)
     check_conversations(encode, library_ids(folder), MARKS, odd, rounds=250)
 
 
@@ -185,7 +190,7 @@ def test_a_token_that_another_one_can_cover_is_no_mark(
     folder = make_folder(tmp_path, "byte level", token)
     tokenizer = TextTokenizer(folder)
     assert tokenizer.marks == left
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    encode = encoder(tokenizer)
     check_conversations(encode, library_ids(folder), MARKS, (token.content,), rounds=120)
 
 
@@ -250,7 +255,7 @@ def test_a_tokenizer_in_another_process_is_sent_only_new_segments(
     folder = make_folder(tmp_path, "metaspace first")
     tokenizer = RemoteTokenizer(folder)
     try:
-        encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+        encode = encoder(tokenizer)
         check_conversations(encode, library_ids(folder), MARKS, rounds=60)
         sent, call = list[Any](), tokenizer._worker.call
 
