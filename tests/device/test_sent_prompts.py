@@ -1,4 +1,5 @@
-"""Generations of one long prompt: the first one sends it, and the others name it.
+"""Prompts as agents send them: one of several generations sends it and the others name it, and a
+verifier of a version without names gets it whole.
 
 Oracle: the output of a generation alone, and the ids in the ``Open`` messages that arrive.
 """
@@ -12,9 +13,9 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from edgespec.core.ports import VerifierStream
+from edgespec.core.ports import LinkError, VerifierStream
 from edgespec.core.protocol.errors import InvalidRequest
-from edgespec.core.protocol.messages import Limits, Open, Uplink
+from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.agent import Agent
@@ -23,6 +24,7 @@ from edgespec.models.toy import TOY_ALPHABET, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
+from tests.device.test_failover import make_pool
 
 DICE = random.Random(4)
 PROMPT = [DICE.randrange(1, len(TOY_ALPHABET)) for _ in range(LEAST_TOKENS)]
@@ -30,7 +32,10 @@ WITHIN_S = 30.0
 
 
 class Watched:
-    """A verifier that keeps the first message of every stream."""
+    """A verifier that keeps the first message of every stream. While ``is_old`` is set, it refuses
+    a prompt that is named, as a version does that does not know names."""
+
+    is_old = False
 
     def __init__(self, context_length: int) -> None:
         target = ToyTarget(TOY_MODEL, vocabulary=toy_info().vocabulary)
@@ -45,6 +50,10 @@ class Watched:
             message = await receive()
             if isinstance(message, Open):
                 self.opens.append(message)
+                if self.is_old and message.prefix is not None:
+                    why = "Open.prompt has 0 entries, but must have 1 to 4096"
+                    await stream.send(Fault(FaultCode.INVALID, why))
+                    raise LinkError(why, retryable=False)
             return message
 
         stream.receive = noted  # type: ignore[method-assign]
@@ -52,9 +61,12 @@ class Watched:
 
 
 @asynccontextmanager
-async def make_pair(context_length: int = 4096) -> AsyncIterator[tuple[Agent, Watched]]:
+async def make_pair(
+    context_length: int = 4096, *, pooled: bool = False
+) -> AsyncIterator[tuple[Agent, Watched]]:
     watched, text = Watched(context_length), ToyTokenizer()
-    transport = LoopbackTransport(watched.serve, lambda: watched.verifier.info)
+    link = LoopbackTransport(watched.serve, lambda: watched.verifier.info)
+    transport = make_pool(link) if pooled else link
     agent = Agent(transport, None, text.encode, text.stream)
     try:
         async with asyncio.timeout(WITHIN_S):
@@ -115,3 +127,18 @@ async def test_a_first_one_that_is_left_early_is_forgotten() -> None:
             await anext(chunks)
             assert agent._same_prompts._first
         assert not agent._same_prompts._first
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["one verifier", "a pool"])
+async def test_an_older_machine_behind_the_same_address_gets_the_whole_prompt(pooled: bool) -> None:
+    async with make_pair(pooled=pooled) as (agent, watched):
+        named = list[bool]()
+        for is_old in (False, False, True):
+            watched.is_old = is_old
+            output = await generate(agent, 1)
+            named += [one.prefix is not None for one in watched.opens]
+            watched.opens.clear()
+        assert named == [False, True, True, False]
+        assert agent.stats.counters.named_tokens == 0
+    async with make_pair() as (agent, _):
+        assert output == await generate(agent, 1)
