@@ -179,8 +179,7 @@ async def sample(task: Task, rtt: str, state: str) -> float:
     options: dict[str, Any] = {"draft": "none"}
     if state in ("own", "warm"):
         options["tokenizer"] = task.tokenizer
-    if task.tls_ca:
-        options["tls"] = edgespec.TLS(ca=task.tls_ca)
+    options["tls"] = edgespec.TLS(ca=task.tls_ca)
     if task.way == "emulated":
         options["link"] = edgespec.Link(rtt_ms=float(rtt))
     started_s = time.perf_counter()
@@ -198,9 +197,9 @@ async def measure(task: Task) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as rehearsal:
         os.environ["XDG_CACHE_HOME"] = rehearsal
-        tls = {"tls": edgespec.TLS(ca=task.tls_ca)} if task.tls_ca else {}
+        tls = edgespec.TLS(ca=task.tls_ca)
         for _ in range(2):
-            async with edgespec.connect(task.elsewhere, draft="none", **tls) as agent:
+            async with edgespec.connect(task.elsewhere, draft="none", tls=tls) as agent:
                 await first_chunk_s(agent, 0.0)
     for rtt in task.addresses:
         with tempfile.TemporaryDirectory() as cache:

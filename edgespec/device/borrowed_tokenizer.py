@@ -446,19 +446,24 @@ class BorrowingAgent(Agent):
         self._connections.start()
         if self._may_recall:
             self._may_recall = False
+            is_recalled = False
             with suppress(PoolBusyError, PoolLateError):
-                await _WORKERS.run(self._recall_texts)
-            if self._has_texts:
+                is_recalled = await _WORKERS.run(self._recall_texts)
+            if is_recalled:
                 self._confirming = asyncio.create_task(self._confirm())
                 return
         await self._borrow()
 
-    def _recall_texts(self) -> None:
-        """Take the texts that an earlier process fetched, if they are there."""
+    def _recall_texts(self) -> bool:
+        """Take the texts that an earlier process fetched, and return whether they are there."""
         self._recalled = recall_target(self._config, self._connections, _log_line)
-        if self._recalled is not None:
-            with suppress(SetupError):
-                self._use_texts(self._recalled.config, self._recalled.info)
+        if self._recalled is None:
+            return False
+        try:
+            self._use_texts(self._recalled.config, self._recalled.info)
+        except SetupError:
+            return False
+        return True
 
     async def _confirm(self) -> bool:
         """Return whether the recalled texts are still the verifier's. Wait while none answers."""

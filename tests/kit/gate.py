@@ -13,6 +13,7 @@ import socket
 import struct
 from contextlib import suppress
 from functools import partial
+from typing import Self
 
 from tests.present import require
 
@@ -35,7 +36,7 @@ class Gate:
         self._listener: socket.socket | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Gate:
+    async def __aenter__(self) -> Self:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
         self._listener.setblocking(False)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
