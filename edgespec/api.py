@@ -522,7 +522,8 @@ async def _warm_up(device: DeviceAgent, connections: Connections) -> None:
     answers = (await connections.answers()).values()
     for answer in answers:
         if answer.error is not None:
-            _log.warning("%s; the first generation tries again", answer.why)
+            again = "; the first generation tries again" if answer.error.retryable else ""
+            _log.warning("%s%s", answer.why, again)
     await device.warm_up()
 
 

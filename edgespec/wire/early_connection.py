@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -62,6 +63,8 @@ class EarlyConnection:
         """The library's end of the connection."""
         self._pumps: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
+        self._has_received = False
+        """Whether a byte came from the verifier after the handshakes."""
         self.opened = asyncio.create_task(self._open())
         """Ends when requests can be sent. Raises ``OSError``."""
         self.opened.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -75,8 +78,13 @@ class EarlyConnection:
     @property
     def is_usable(self) -> bool:
         """Whether requests can be sent now."""
-        is_open = self.opened.done() and not self.opened.cancelled() and not self.opened.exception()
-        return is_open and not any(one.done() for one in self._pumps)
+        return bool(self._pumps) and not any(one.done() for one in self._pumps)
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether the verifier ended the connection without an answer, as one does that misses a
+        client certificate. The usual connection then shows the reason."""
+        return any(one.done() for one in self._pumps) and not self._has_received
 
     async def close(self) -> None:
         """Close both ends. What runs on the connection breaks."""
@@ -99,8 +107,8 @@ class EarlyConnection:
             why = f"no connection to {self._address} within {self._timeout_s:g} s"
             raise OSError(why) from None
         self._pumps = [
-            asyncio.create_task(_pump(near[0], far[1], SettingsAckFilter())),
-            asyncio.create_task(_pump(far[0], near[1])),
+            asyncio.create_task(_pump(near[0], far[1], SettingsAckFilter().remove)),
+            asyncio.create_task(_pump(far[0], near[1], self._note_received)),
         ]
 
     async def _connect_both(self, path: Path) -> tuple[_Ends, _Ends]:
@@ -113,6 +121,10 @@ class EarlyConnection:
             return await self._connected, far
         finally:
             server.close()
+
+    def _note_received(self, data: bytes) -> bytes:
+        self._has_received = True
+        return data
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
@@ -182,14 +194,13 @@ def _describe_origin(address: str, access: DeviceAccess) -> Options:
 async def _pump(
     source: asyncio.StreamReader,
     sink: asyncio.StreamWriter,
-    acknowledgement: SettingsAckFilter | None = None,
+    change: Callable[[bytes], bytes],
 ) -> None:
-    """Carry bytes until either end closes, and close the other one then."""
+    """Carry what ``change`` makes of the bytes until either end closes, and close the other one
+    then."""
     try:
         while data := await source.read(_READ_BYTES):
-            if acknowledgement is not None:
-                data = acknowledgement.remove(data)
-            sink.write(data)
+            sink.write(change(data))
             await sink.drain()
     except OSError:  # The pump of the other direction closes the other end.
         return

@@ -121,8 +121,12 @@ class GrpcTransport:
                     method: Any = channel.unary_unary(f"/{codec.SERVICE}/{name}", None, None)
                     call = method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
                     return bytes(await call)
+        except LinkError:
+            if early is None or not early.was_refused:
+                raise
         finally:
             self._leave_early(early)
+        return await self.call_unary(name, request)  # whose failure has a reason
 
     def renew(self) -> None:
         """Use a new connection from now on. The old one is closed, and what runs on it breaks.
@@ -214,6 +218,8 @@ class GrpcTransport:
         if early is None:
             return
         early.uses -= 1
+        if early.was_refused:
+            self._sends_early = False
         if early is self._early and not early.uses and self._channel is not None:
             if self._channel.get_state() is grpc.ChannelConnectivity.READY:
                 self._drop_early()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import edgespec
 from edgespec.cli import device as cli
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.ports import LinkError, ModelInfo, VerifierStream
@@ -28,6 +29,7 @@ from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, recall_target
 from edgespec.device.build import build_agent, vocabulary_of
 from edgespec.device.connections import SLEPT_S, Clocks, Connections
+from edgespec.device.prober import VerifierMonitor
 from edgespec.device.remembered_verifiers import Greeting, recall_greeting, store_greeting
 from edgespec.testing import play_output
 from edgespec.verifier.build import packed_texts
@@ -122,10 +124,28 @@ async def test_the_prompt_of_a_new_process_leaves_with_its_greeting(model: Path)
         assert second.prompt == first.prompt
 
 
+async def test_an_agent_that_waits_for_a_prompt_needs_one_round_trip(model: Path) -> None:
+    lender = Lender(model)
+    async with behind_link(lender) as link, edgespec.connect(link.address, draft="none") as agent:
+        device = require(agent._device)
+        assert isinstance(device, BorrowingAgent)
+        await wait_until(lambda: device.reference)
+        link.hold(upwards=False)
+        generating = asyncio.create_task(agent.complete(PROMPT, max_tokens=4))
+        async with asyncio.timeout(PATIENCE_S):
+            await lender.opened.get()
+        assert not generating.done()
+        link.hold(upwards=True)
+        link.release(upwards=False)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await generating).tokens == (5, 6, 7)
+        link.release(upwards=True)
+
+
 async def test_everything_of_a_command_goes_over_one_connection(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The greeting, the tokenizer's parts and the generation."""
+    """The greeting, the tokenizer's parts, generations and an endpoint's probes."""
     monkeypatch.setattr(GrpcTransport, "_may_send_early", lambda self: False)
     lender = Lender(model)
     async with behind_link(lender) as link:
@@ -133,6 +153,11 @@ async def test_everything_of_a_command_goes_over_one_connection(
         async with Connections(config, with_texts=True) as connections:
             chosen, info = await cli.choose_verifier(config, connections)
             async with build_agent(chosen, target=info, lease=connections.lease) as agent:
+                assert await output_of(agent) == [5, 6, 7]
+                watch = VerifierMonitor({link.address: connections.lease(link.address)})
+                await watch.refresh()
+                assert watch.ready
+                await watch.close()
                 assert await output_of(agent) == [5, 6, 7]
             assert link.accepted == 1
             assert await connections.lease(link.address).info() == lender.info

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from edgespec.config import VerifierConfig
-from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
+from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError, VerifierStream
 from edgespec.core.protocol import messages as m
 from edgespec.testing import play_output
 from edgespec.wire.access import DeviceAccess, ServerAccess, load_tls_access
@@ -157,6 +157,20 @@ async def test_a_verifier_that_is_away_is_named_as_without_an_early_connection(d
         said.append(str(refused.value))
         await transport.close()
     assert said[0] == said[1]
+
+
+async def test_a_missing_client_certificate_is_named_as_without_an_early_connection(
+    pki: Pki,
+) -> None:
+    """The verifier refuses the device after the handshake that the device sees as complete."""
+    server = ServerAccess(VerifierConfig(tls=pki.server(mutual=True)))
+    access = load_tls_access(pki.device())
+    async with serve_streams(Verifier().serve, credentials=server.credentials) as (daemon, _):
+        transport = GrpcTransport(f"127.0.0.1:{daemon.port}", access, early=True)
+        for ask in (transport.info, transport.connect):
+            with pytest.raises(UntrustedPeerError, match=r"may require tls\.client_cert"):
+                await ask()
+        await transport.close()
 
 
 async def test_generations_go_on_over_the_usual_connection_and_the_early_one_is_closed() -> None:

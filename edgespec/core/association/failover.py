@@ -38,8 +38,9 @@ from edgespec.core.protocol.checks import check_range, make_one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, describe_model_mismatch
 
 _MIN_S, _MAX_S = 1e-3, 3600.0
-# How long the first dialed verifier may take if it is far away: TCP, TLS, HTTP/2 and opening the
-# session are a round trip each. A user waits for the first token at most ``_MAX_HEDGE_S`` longer.
+# How long the first dialed verifier may take if it is far away: TCP, TLS, HTTP/2's settings (behind
+# a proxy) and opening the session are a round trip each. A user waits for the first token at most
+# ``_MAX_HEDGE_S`` longer.
 _ROUND_TRIPS, _MAX_HEDGE_S = 4.0, 2.0
 # A verifier that breaks within this time after it was tried at once is not tried at once again.
 # That bounds a loop of breaks to two tries per second; a breaker waits as long at first.
