@@ -407,7 +407,13 @@ class BorrowingAgent(Agent):
         take."""
         await self._prepare()
         while (confirming := self._confirming) is not None:
-            if await asyncio.shield(confirming):
+            try:
+                async with asyncio.timeout(self.options.reconnect.give_up_first_s):
+                    is_current = await asyncio.shield(confirming)
+            except TimeoutError:
+                why = self._connections.failures or "no verifier answers"
+                raise ConnectError(f"gave up on the verifier: {why}") from None
+            if is_current:
                 return
             await self._drop_texts(confirming)
             await self._prepare()

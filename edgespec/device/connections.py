@@ -126,6 +126,12 @@ class Connections:
                     return address, task.result()
         return None
 
+    @property
+    def failures(self) -> str:
+        """Why the latest greetings failed, in one line. Empty if none did."""
+        done = [one for one in self._greetings.values() if one.done() and not one.cancelled()]
+        return "; ".join(str(error) for one in done if (error := one.exception()) is not None)
+
     def recall(self, address: str) -> Greeting | None:
         """Return the greeting of an earlier process, or None."""
         return recall_greeting(address)

@@ -21,8 +21,10 @@ import pytest
 import edgespec
 from edgespec.cli import device as cli
 from edgespec.config import AgentConfig, DraftSection
+from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo, VerifierStream
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.errors import ConnectError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import remembered_verifiers
 from edgespec.device.agent import Agent
@@ -204,6 +206,24 @@ async def test_a_text_by_outdated_files_is_never_shown(
             assert await output_of(fresh) == [8, 9]
         assert new.opened.get_nowait().prompt == found.prompt
         assert require(recall_greeting(link.address)).info.models == new.info.models
+
+
+async def test_remembered_texts_do_not_make_a_caller_wait_for_ever(
+    model: Path, dead: str, cache: Path
+) -> None:
+    """An endpoint that starts without a verifier answers 503 after the usual time."""
+    lender = Lender(model)
+    async with behind_link(lender) as link:
+        async with BorrowingAgent(config_for(link.address)) as agent:
+            await output_of(agent)
+    store_greeting(dead, require(recall_greeting(link.address)))
+    hasty = ReconnectPolicy(give_up_first_s=0.1)
+    async with BorrowingAgent(replace(config_for(dead), reconnect=hasty)) as agent:
+        for _ in range(2):
+            with pytest.raises(ConnectError, match=f"gave up on the verifier: .*{dead}"):
+                await agent.take_texts()
+        with pytest.raises(ConnectError, match="gave up"):
+            await output_of(agent)
 
 
 def test_a_verifier_that_is_gone_is_named_although_it_is_remembered() -> None:
