@@ -592,7 +592,7 @@ def connect(
     makes an agent.
 
     Args:
-        address: ``host:port`` or ``unix:path``, or several of them: the best is used, and if it
+        address: ``host:port`` or ``unix:path``, or several: the best is used, and if it
             fails in the middle of a generation, another goes on.
         draft: ``bundled``, a folder, a Hub id, ``lookup`` to draft from the text without a model,
             ``none`` to only stream; or a ``Draft`` with all its settings. In place of ``bundled``

@@ -361,7 +361,7 @@ async def _choose(config: AgentConfig, connections: Connections) -> tuple[AgentC
 
 
 async def _timed_answers(connections: Connections) -> dict[str, ProbeResult]:
-    """Return the answers of all verifiers, with the round trips of those that answered the
+    """Return the answers of all verifiers, with the round trips to each that answered the
     greeting. It is measured by a second call, since the first one also connects."""
     answers = await connections.answers()
     links = {
