@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, Protocol, assert_never
+from typing import Final, Protocol, Self, assert_never
 
 from edgespec.core.association.policies import hash_conversation_name, hash_prompt_beginning
 from edgespec.core.device import estimates as es
@@ -613,7 +613,7 @@ class Agent:
         if isinstance(self._read_constraint, GrammarReader):
             self._read_constraint.close()  # This ends the processes that try grammars.
 
-    async def __aenter__(self) -> Agent:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
