@@ -31,6 +31,7 @@ from edgespec.cli.running import (
 from edgespec.config import ConfigError
 from edgespec.config.common import require_library
 from edgespec.core.device.memory import AUTO, MachineMemory, MemoryBudget, parse_budget
+from edgespec.core.ports import ParallelDraft
 from edgespec.models import folders
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer, prompt_encoder
@@ -40,8 +41,9 @@ from edgespec.training.settings import Budget, LossName, TrainingSettings
 
 if TYPE_CHECKING:
     from edgespec.training.distill import Judged, Progress, Verdict
+    from edgespec.training.masked_texts import RunsOfText
     from edgespec.training.memory_plan import TrainingMemory
-    from edgespec.training.texts import Pieces, Text, Writing
+    from edgespec.training.texts import HeldBack, Pieces, Text, Writing
 
 _DEFAULT_MINUTES: Final = 10.0
 _SAY_EVERY_S: Final = 10.0
@@ -119,6 +121,13 @@ _WRITING_S: Final = 5.0
 _STEPS = _how("Steps to train, instead of minutes; the same seed then gives the same weights")
 _SEED = _how("Seed of all random choices")
 _BITS = _how("Bits of the later export, for which the draft is trained: 4, 8 or 32", "--bits")
+_PARALLEL = _how(
+    "Positions, up to 16, that one run of the draft is to fill: it learns to guess behind mask"
+    " tokens (PARD). It pays where a draft step takes about as long as a token of the server; 8 is"
+    " usual, 1 is an ordinary draft",
+    "--parallel",
+    metavar="K",
+)
 _RATE = _how(
     "Learning rate; 0 derives it from the size of the draft, and takes a fifth with --online",
     "--learning-rate",
@@ -146,6 +155,7 @@ def distill(
     steps: Annotated[int | None, _STEPS] = None,
     seed: Annotated[int, _SEED] = 0,
     bits: Annotated[int, _BITS] = DEFAULT_BITS,
+    parallel: Annotated[int, _PARALLEL] = 1,
     learning_rate: Annotated[float, _RATE] = 0.0,
     memory_budget: Annotated[str, _MEMORY] = AUTO,
 ) -> None:
@@ -160,6 +170,10 @@ def distill(
     --minutes 60 --out ./mine[/]
 
     [dim]edgespec distill --online ./recording --out ./mine[/]
+
+    A draft that fills eight positions in one run:
+
+    [dim]edgespec distill --prompts mine.jsonl --parallel 8 --out ./mine[/]
 
     A small draft from the target's own layers, on texts that the target wrote before:
 
@@ -180,7 +194,9 @@ def distill(
         try:
             heat = tuple(temperature or _DEFAULTS.temperatures)
             share = _ONLINE_RATE if online else 1.0
-            settings = TrainingSettings(loss, seed, length, heat, bits, learning_rate, share)
+            settings = TrainingSettings(
+                *(loss, seed, length, heat, bits, learning_rate, share), parallel=parallel
+            )
             if minutes is None and steps is None:
                 minutes = _DEFAULT_MINUTES
             budget = Budget(steps or 0, minutes or 0.0)
@@ -194,10 +210,10 @@ def distill(
         if record:
             if not prompts:
                 raise ConfigError("--record is given, but it continues --prompts only: give them")
-            if part or resume or force or memory_budget != AUTO:
+            if part or resume or force or memory_budget != AUTO or parallel != 1:
                 raise ConfigError(
                     "--record trains nothing, so leave out --layers, --vocabulary, --resume,"
-                    " --force and --memory-budget"
+                    " --force, --parallel and --memory-budget"
                 )
             draft = whole
         elif online:
@@ -338,6 +354,7 @@ class _Job:
             training.choose_threads(target)
         memory = self._planned(target, draft)
         say(f"memory: {memory}")
+        mask = self._choose_mask(draft, pieces)
         size = min(target.config.vocab_size, id_count(draft))
         held: list[list[Any]] = kept.get("held") or [[], []]
         spent_s: float = kept.get("spent_s", 0.0)
@@ -393,16 +410,17 @@ class _Job:
                     used = f"{len(choosing) + len(judging)} of the {count} texts held back"
                     say(f"{used} are used: the others would take too much of the time")
                 looked_s = time.monotonic()
-                before = judging.acceptance(draft)
+                before = self._judge(draft, judging, mask)
                 reserve_s = _SLACK * (time.monotonic() - looked_s) + _WRITING_S
                 given = (parts.training, choosing, self.settings, stopping.raise_if_requested)
                 job = training.Distillation(
-                    target, draft, *given, memory.texts_at_once, memory.written_at_once
+                    *(target, draft, *given, memory.texts_at_once, memory.written_at_once),
+                    mask_token=mask.mask_token if mask else 0,
                 )
                 if kept.get("state"):
                     job.restore(kept["state"])
                 job.run(budget, shown.stepped, save, left_s, shown.wrote)
-                verdict = training.Verdict.of(before, judging.acceptance(draft))
+                after = self._judge(draft, judging, mask)
             except Interrupted:
                 save()
                 say(f"stopped; {self._kept} keeps what was learned, and --resume continues")
@@ -415,7 +433,50 @@ class _Job:
                     f" {count} texts held back are written. {self._kept} keeps them: --resume with"
                     " more --minutes continues, or begin again with a smaller --length"
                 )
-        self._finish(draft, verdict, save, improved=job.improved)
+        self._finish(draft, before, after, mask, save, improved=job.improved)
+
+    def _choose_mask(self, draft: Any, pieces: Pieces) -> ParallelDraft | None:
+        """Return how the draft is to fill several positions; None for an ordinary draft. Raises
+        ``ConfigError``."""
+        from edgespec.training.kept_rows import find_rows
+        from edgespec.training.masked_texts import choose_mask_token
+        from edgespec.training.texts import end_ids
+
+        count, config = self.settings.parallel, self.draft / "config.json"
+        if count == 1:
+            return None
+        known = folders.read_parallel_draft(self.draft)
+        if known is not None and not self.part.vocabulary:
+            return ParallelDraft(known.mask_token, count)
+        rows, tokenizer = find_rows(draft), self.draft / "tokenizer.json"
+        ids = range(int(draft.config.vocab_size)) if rows is None else rows.ids.tolist()
+        added = folders.read_json(tokenizer).get("added_tokens") or []
+        special = {one["id"] for one in added if one.get("special")}
+        names = ("bos_token_id", "pad_token_id", "unk_token_id")
+        used = end_ids(draft) | {folders.read_json(config).get(name) for name in names}
+        templates = [
+            (self.draft / name).read_text(encoding="utf-8")
+            for name in ("chat_template.jinja", "tokenizer_config.json")
+            if (self.draft / name).is_file()
+        ]
+        # Roles of a chat are special tokens too, and texts without chats do not have them.
+        used |= {one["id"] for one in added if any(one["content"] in text for text in templates)}
+        used |= {token for text in pieces for piece in text for token in piece.tokens}
+        try:
+            token = choose_mask_token(ids, folders.token_count(self.draft), special, used)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        say(f"the mask token is id {token}")
+        return ParallelDraft(token, count)
+
+    def _judge(self, draft: Any, judging: HeldBack, mask: ParallelDraft | None) -> _Judgement:
+        """Judge the draft on the held-back texts."""
+        from edgespec.training.masked_texts import judge_runs
+
+        acceptance = judging.acceptance(draft)
+        if mask is None:
+            return _Judgement(acceptance, {})
+        return _Judgement(acceptance, judge_runs(draft, judging, mask.mask_token, mask.tokens))
 
     def _begin_draft(self, target: Any, texts: Sequence[Text]) -> Any:
         """Return the draft to be trained: the initial one, or a part of it. Raises
@@ -524,11 +585,23 @@ class _Job:
         }
 
     def _finish(
-        self, draft: Any, verdict: Verdict, save: Callable[[], None], *, improved: bool
+        self,
+        draft: Any,
+        before: _Judgement,
+        after: _Judgement,
+        mask: ParallelDraft | None,
+        save: Callable[[], None],
+        *,
+        improved: bool,
     ) -> None:
-        from edgespec.training.distill import write_checkpoint
+        from edgespec.training.distill import Verdict, write_checkpoint
 
-        typer.echo(_write_table(verdict))
+        verdict = Verdict.of(before.acceptance, after.acceptance)
+        typer.echo(_write_table(verdict, "acceptance"))
+        if mask is not None:
+            verdict = Verdict.of(before.tokens_per_run, after.tokens_per_run)
+            typer.echo(_write_table(verdict, f"right tokens a run of {mask.tokens}"))
+            typer.echo(_write_places(after))
         sure = improved and verdict.gain.interval[0] > 0
         if self.online and not (self.force or sure):
             self._kept.unlink(missing_ok=True)
@@ -545,7 +618,8 @@ class _Job:
             say("warning: not better beyond its interval; give more texts or minutes to be sure")
         with output_folder(self.out, _find_former_draft(self.out) if self.online else None) as work:
             length = self.settings.length - 1
-            write_checkpoint(draft, self.draft, work, length, is_new=bool(self.part))
+            is_new = bool(self.part)
+            write_checkpoint(draft, self.draft, work, length, is_new=is_new, parallel=mask)
         self._kept.unlink(missing_ok=True)
         if self.online:
             typer.echo(f"{self.out} is written; use it: --draft {self.out}")
@@ -556,12 +630,43 @@ class _Job:
         typer.echo(f"{self.out} is written; export it for devices:\n{shlex.join(words)}")
 
 
-def _write_table(verdict: Verdict) -> str:
+@dataclass(frozen=True)
+class _Judgement:
+    """How a draft did on held-back texts, by temperature and text."""
+
+    acceptance: dict[float, list[float]]
+    """Share of the target's choices that the draft makes too, one position at a time."""
+    runs: dict[float, list[RunsOfText]]
+    """Runs over several positions; empty for an ordinary draft."""
+
+    @property
+    def tokens_per_run(self) -> dict[float, list[float]]:
+        """Mean number of right tokens that runs begin with."""
+        return {heat: [one.tokens_per_run for one in texts] for heat, texts in self.runs.items()}
+
+
+def _write_places(judged: _Judgement) -> str:
+    """Return a table of how often each place of a run is right if those before it are."""
+    count = len(next(iter(judged.runs.values()))[0].right)
+    title = "right by place, if those before are"
+    lines = [f"{title:<36}" + "".join(f"{place:<7}" for place in range(1, count + 1))]
+    for heat, texts in judged.runs.items():
+        reached = sum(one.runs for one in texts)
+        shares = ""
+        for place in range(count):
+            right = sum(one.right[place] for one in texts)
+            shares += f"{right / reached if reached else 0.0:<7.3f}"
+            reached = right
+        lines.append(f"{f'temperature {heat:g}' if heat else 'greedy':<36}{shares}".rstrip())
+    return "\n".join(lines)
+
+
+def _write_table(verdict: Verdict, what: str) -> str:
     def words(judged: Judged, sign: str = "") -> str:
         low, high = judged.interval
         return f"{judged.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
-    texts = f"acceptance, texts held back: {verdict.texts}"
+    texts = f"{what}, texts held back: {verdict.texts}"
     lines = [f"{texts:<36}{'before':<24}{'after':<24}gain"]
     for heat, (before, after, gain) in verdict.by_temperature.items():
         name = f"temperature {heat:g}" if heat else "greedy"

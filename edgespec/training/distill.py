@@ -36,9 +36,17 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from edgespec.bench.measurement import Interval, mean_interval
+from edgespec.core.ports import ParallelDraft
 from edgespec.device.export.export import COPIED_FILES
-from edgespec.models.folders import trained_length
+from edgespec.models.folders import MASK_TOKEN, PARALLEL_TOKENS, trained_length
 from edgespec.training.kept_rows import find_rows, id_count
+from edgespec.training.masked_texts import (
+    add_masks,
+    draw_depths,
+    judge_runs,
+    masked_rows,
+    mean_masks,
+)
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 from edgespec.training.texts import (
     LOGITS_AT_ONCE,
@@ -206,7 +214,8 @@ class Progress:
     """Share of the budget that is used up."""
     loss: float
     acceptance: float
-    """Last acceptance that was measured on held-back texts."""
+    """Last acceptance that was measured on held-back texts. For a parallel draft it is the tokens
+    of a run that are accepted."""
     left_s: float
     tokens_per_s: float
     """Predicted tokens that were learned from, per second since the training began."""
@@ -231,6 +240,7 @@ class Distillation:
     then returns all that ``restore`` needs.
     ``texts_at_once``, ``written_at_once``: most texts that are learned from, or written, in one
     pass.
+    ``mask_token``: id that stands for a token that is not known yet, for a parallel draft.
 
     ``selective`` spends half of the budget on a reference, then begins again with the initial
     draft."""
@@ -245,7 +255,9 @@ class Distillation:
         check: Callable[[], None],
         texts_at_once: int = ROUND,
         written_at_once: int = ROUND,
+        mask_token: int = 0,
     ) -> None:
+        self._mask_token = mask_token
         self._target, self._draft, self._choosing = target, draft, choosing
         self._texts_at_once, self._written_at_once = texts_at_once, written_at_once
         self._settings, self._check = settings, check
@@ -364,6 +376,7 @@ class Distillation:
     def _learn(self, share: float) -> float:
         """Take one step on the texts that were used least, and return the mean loss per token."""
         settings, dice = self._settings, random.Random(f"{self._settings.seed}:{self._step}")
+        masks = random.Random(f"{settings.seed}:{self._step}:masks")
         order = sorted((used, dice.random(), at) for at, used in enumerate(self._uses))
         chosen = [at for _, _, at in order[: settings.rows]]
         texts = [self._texts[at] for at in chosen]
@@ -371,7 +384,7 @@ class Distillation:
         loss = 0.0
         for first in range(0, len(texts), self._texts_at_once):
             self._check()
-            loss += self._add_gradients(texts[first : first + self._texts_at_once], total)
+            loss += self._add_gradients(texts[first : first + self._texts_at_once], total, masks)
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss is {loss} at step {self._step}: give a --learning-rate below"
@@ -392,25 +405,39 @@ class Distillation:
         self._tokens += total
         return loss
 
-    def _add_gradients(self, texts: Sequence[Text], total: int) -> float:
+    def _add_gradients(self, texts: Sequence[Text], total: int, dice: random.Random) -> float:
         """Add the gradients of the given texts' share of a loss over ``total`` tokens, and return
-        that share.
+        that share. ``dice`` choose where a parallel draft learns from masks.
 
         The draft's decoder runs once, forward and backward. In between, its head and the loss are
         computed for a few rows at a time, so that no tensor holds the logits of all tokens."""
         tokens, places = pad_texts(texts, self._draft.device)
+        tokens_after, masked = tokens.flatten()[places + 1], None
         with torch.no_grad():
             wanted = self._reads and self._hidden(self._target, tokens, places)
-            theirs = self._reference and self._hidden(self._reference, tokens, places)
-        output, reached = self._hidden(self._draft, tokens, places)
+        if (count := self._settings.parallel) > 1:
+            choose = draw_depths(count, dice)
+            masked = add_masks(texts, self._mask_token, choose, self._draft.device)
+            tokens_after = tokens_after[masked.wanted]
+            wanted = wanted and (wanted[0], wanted[1][masked.wanted])
+
+        def draft_rows(model: Any) -> Hidden:
+            if masked is None:
+                return self._hidden(model, tokens, places)
+            with self._autocast(tokens.device.type):
+                return masked_rows(model, masked)
+
+        with torch.no_grad():
+            theirs = self._reference and draft_rows(self._reference)
+        output, reached = draft_rows(self._draft)
         leaf = reached.detach().requires_grad_()
-        own, parts = (output, leaf), list(row_parts(len(places), self._size, LOGITS_AT_ONCE))
-        weights = torch.ones(len(places), device=leaf.device)
+        own, parts = (output, leaf), list(row_parts(len(reached), self._size, LOGITS_AT_ONCE))
+        weights = torch.ones(len(reached), device=leaf.device)
         if theirs and wanted:
             with torch.no_grad():
                 behind = torch.cat([self._behind(own, wanted, theirs, part) for part in parts])
             weights = mark_furthest(behind, SELECTED_SHARE) / SELECTED_SHARE
-        found, tokens_after = 0.0, tokens.flatten()[places + 1]
+        found, whole = 0.0, total * (1.0 + mean_masks(count))
         for part in parts:
             with torch.no_grad():
                 law = wanted and self._log_law(self._target, wanted, part)
@@ -419,7 +446,7 @@ class Distillation:
                 losses = next_token(guess, self._learned_rows(tokens_after[part]))
             else:
                 losses = LOSSES[self._settings.loss](guess, law)
-            value = (losses * weights[part]).sum() / total
+            value = (losses * weights[part]).sum() / whole
             value.backward()
             found += float(value.detach())
         reached.backward(leaf.grad)
@@ -527,6 +554,9 @@ class Distillation:
         return {name: value.detach().clone() for name, value in self._draft.state_dict().items()}
 
     def _look(self) -> float:
+        if (count := self._settings.parallel) > 1:
+            runs = judge_runs(self._draft, self._choosing, self._mask_token, count).values()
+            return fmean(one.tokens_per_run for one in chain.from_iterable(runs))
         shares = self._choosing.acceptance(self._draft).values()
         return fmean(chain.from_iterable(shares))
 
@@ -597,15 +627,28 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    draft: Any, source: Path, folder: Path, length: int, *, is_new: bool = False
+    draft: Any,
+    source: Path,
+    folder: Path,
+    length: int,
+    *,
+    is_new: bool = False,
+    parallel: ParallelDraft | None = None,
 ) -> None:
     """Write ``draft``, trained on texts of ``length`` tokens, into ``folder``, with the tokenizer
     of ``source``, the folder of the initial draft. A draft that ``is_new``, a part of its source,
-    has learned from no longer texts. Raises ``OSError``."""
+    has learned from no longer texts. ``parallel`` is how it fills several positions in one run, if
+    it learned that; without it, the draft is an ordinary one. Raises ``OSError``."""
     if is_new:
         draft.config.trained_length = length
     elif known := trained_length(source):
         draft.config.trained_length = max(known, length)
+    # A draft that went on learning without masks would fill them worse and worse.
+    for name in (MASK_TOKEN, PARALLEL_TOKENS):
+        vars(draft.config).pop(name, None)
+    if parallel is not None:
+        setattr(draft.config, MASK_TOKEN, parallel.mask_token)
+        setattr(draft.config, PARALLEL_TOKENS, parallel.tokens)
     draft.generation_config = GenerationConfig()  # the source's may be invalid; it is copied below
     try:
         draft.save_pretrained(folder)

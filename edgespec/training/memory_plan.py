@@ -7,10 +7,12 @@ The rest is for texts that are learned from or written together; the plan decide
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.core.device.memory import in_mib
+from edgespec.training.masked_texts import mean_masks
 from edgespec.training.settings import LossName, TrainingSettings
 from edgespec.training.texts import LOGITS_AT_ONCE
 
@@ -71,7 +73,12 @@ def plan_memory(
     largest = max(weight.numel() for weight in draft.parameters()) * _FLOAT
     logits = _LOGITS_COPIES * _FLOAT * max(LOGITS_AT_ONCE, int(draft.config.vocab_size))
     fixed = held_bytes + copies + 2 * largest + logits
-    learned = settings.length * max(_learned_bytes(draft.config), _read_bytes(target.config))
+    rows = math.ceil(settings.length * (1.0 + mean_masks(settings.parallel)))
+    # Which rows see which: a flag each, and a number each while it is applied.
+    seen = rows * rows * (1 + _FLOAT) if settings.parallel > 1 else 0
+    learned = max(
+        rows * _learned_bytes(draft.config) + seen, settings.length * _read_bytes(target.config)
+    )
     kept = settings.length * max(_cached_bytes(target.config), _cached_bytes(draft.config))
     room = limit_bytes - fixed
     if room < max(learned, kept):

@@ -333,7 +333,7 @@ class HeldBack:
         is_enough: Callable[[], bool] = lambda: False,
         at_once: int = 1 << 30,
     ) -> None:
-        self._size, self._check = vocabulary_size, check
+        self.id_count, self.check = vocabulary_size, check
         self._rounds = [] if kept is None else kept
         heats = JUDGED_TEMPERATURES
         for first in range(0, len(pieces), HELD_BACK_ROUND):
@@ -374,12 +374,19 @@ class HeldBack:
         """Return, by temperature, the share of the target's choices that ``draft`` makes too, for
         each text."""
         shares: dict[float, list[float]] = {heat: [] for heat in JUDGED_TEMPERATURES}
+        for heat, texts, seeds, wanted in self.texts_by_temperature():
+            found = draw_choices(draft, texts, heat, seeds, self.id_count, self.check)
+            pairs = zip(found, wanted, strict=True)
+            shares[heat] += [
+                (own == its.to(own.device)).float().mean().item() for own, its in pairs
+            ]
+        return shares
+
+    def texts_by_temperature(
+        self,
+    ) -> Iterator[tuple[float, list[Text], Sequence[int], Sequence[torch.Tensor]]]:
+        """Yield, round by round, a temperature, the texts at it, their seeds, and the target's
+        choices in each text."""
         for seeds, prepared in self._rounds:
             for heat, texts, wanted in prepared:
-                told = [Text(*text) for text in texts]
-                found = draw_choices(draft, told, heat, seeds, self._size, self._check)
-                pairs = zip(found, wanted, strict=True)
-                shares[heat] += [
-                    (own == its.to(own.device)).float().mean().item() for own, its in pairs
-                ]
-        return shares
+                yield heat, [Text(*text) for text in texts], seeds, wanted

@@ -374,7 +374,7 @@ def test_gradients_in_parts_are_those_of_the_whole(
     found._reference = reference = make_tiny_model(4) if name is LossName.SELECTIVE else None
     whole = copy.deepcopy(draft)
     total = sum(len(text.tokens) - 1 for text in texts)
-    loss = found._add_gradients(texts, total)
+    loss = found._add_gradients(texts, total, random.Random(0))
     assert max(largest) <= max(numbers, SIZE)
 
     tokens, places = pad_texts(texts, torch.device("cpu"))
