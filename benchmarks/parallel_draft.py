@@ -1,4 +1,4 @@
-"""What a draft that fills several positions in one run costs, and when it pays.
+"""Measures the cost of a draft that fills several positions in one run, and when it pays.
 
     python -m benchmarks.parallel_draft cost DRAFT --threads 1 2
     python -m benchmarks.parallel_draft speed

@@ -22,7 +22,12 @@ from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.checkpoint import DecoderShape, read_shape
 from edgespec.device.export.export import DEFAULT_CONTEXT_LIMIT, export_to_cache
-from edgespec.models.folders import read_config, read_whole_number, trained_length
+from edgespec.models.folders import (
+    read_config,
+    read_parallel_draft,
+    read_whole_number,
+    trained_length,
+)
 from edgespec.models.model_source import ModelSource, Purpose, SourceKind, resolve_source
 from edgespec.models.text_worker import RESIDENT_BYTES
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
@@ -235,6 +240,7 @@ def read_exported_variant(folder: Path) -> memory.DraftVariant:
         table_bytes=int(table * _BYTES_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
         context_length=manifest.window or manifest.model.context_length,
+        places=manifest.parallel_tokens,
         **_shape_sizes(shape),
     )
 
@@ -249,6 +255,7 @@ def predict_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.D
     longest = read_whole_number(folder / "config.json", config, "max_position_embeddings")
     positions = min(longest, DEFAULT_CONTEXT_LIMIT)
     context = min(trained_length(folder) or positions, positions)
+    parallel = read_parallel_draft(folder)
     layer = hidden * dim * 2 * (shape.heads + shape.kv_heads) + 3 * hidden * shape.feed_forward
     tables = 1 if shape.tied else 2
     per_weight = _BYTES_PER_WEIGHT[bits]
@@ -261,6 +268,7 @@ def predict_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.D
         table_bytes=table,
         inline=False,
         context_length=context,
+        places=1 if parallel is None else parallel.tokens,
         **_shape_sizes(shape),
     )
 

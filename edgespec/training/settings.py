@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from edgespec.core.ports import MAX_PLACES
 from edgespec.core.protocol.checks import Section, choice_field, range_field
 
 
@@ -51,7 +50,7 @@ class TrainingSettings(Section):
     """Factor of the derived learning rate. A good draft needs a lower one, or it forgets."""
     rows: int = range_field(16, 1, 4096)
     """Texts of one step."""
-    parallel: int = range_field(1, 1, MAX_PLACES)
+    parallel: int = range_field(1, 1, 16)
     """Positions that one run of the draft is taught to fill; 1 for an ordinary draft."""
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.core.ports import ParallelDraft
+from edgespec.core.ports import MAX_PLACES, ParallelDraft
 from edgespec.models.folders import read_parallel_draft
 from edgespec.training.distill import Distillation, Progress, write_checkpoint
 from edgespec.training.masked_texts import (
@@ -169,3 +169,9 @@ def test_a_draft_learns_to_fill_masks(tmp_path: Path) -> None:
     assert read_parallel_draft(tmp_path / "out") == ParallelDraft(MASK, 4)
     write_checkpoint(draft, source, tmp_path / "out", 23)
     assert read_parallel_draft(tmp_path / "out") is None
+
+
+def test_as_many_positions_are_learned_as_a_step_may_have() -> None:
+    assert TrainingSettings(parallel=MAX_PLACES).parallel == MAX_PLACES
+    with pytest.raises(ValueError, match=f"parallel is {MAX_PLACES + 1}"):
+        TrainingSettings(parallel=MAX_PLACES + 1)

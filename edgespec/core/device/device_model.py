@@ -35,9 +35,11 @@ from edgespec.core.statically_frozen import statically_frozen
 _KEEP_ALL_EVERY: Final = 16
 # Steps after which the number of places is chosen again.
 _CHOOSE_EVERY: Final = 8
-# Interval, in steps, at which all places of a parallel draft are tried: until this many trials of
-# the first further one were decided, and from then on.
-_TRY_EVERY, _TRIALS_WANTED, _TRY_AGAIN_EVERY = 8, 16.0, 256
+# Interval, in steps, at which further places of a parallel draft are tried: until this many trials
+# of the first one were decided, and from then on. A trial of more places would cost more than is
+# learned, since the last ones are hardly ever reached.
+_TRY_EVERY, _TRIALS_WANTED, _TRY_AGAIN_EVERY = 8, 12.0, 256
+_TRIED_PLACES: Final = 4
 # A place that is reached less often than this keeps its first candidate only.
 _LEAST_REACHED: Final = 1e-3
 
@@ -123,15 +125,16 @@ class DeviceModel:
         return StartStep(keep, feed, width, places)
 
     def _choose_places(self, parent: int, view: DraftView, policy: DraftPolicy, width: int) -> int:
-        """Return for how many positions the next step drafts: as many as the policy chooses, or now
-        and then all, to measure how often they are right. The verifier must accept their nodes, and
-        the output must have positions for them."""
+        """Return for how many positions the next step drafts.
+
+        These are as many as the policy chooses, or now and then more, to measure how often they are
+        right. The verifier must accept their nodes, and the output must have positions for them."""
         estimates, steps = self._estimates, self._counters.steps
         if steps % _CHOOSE_EVERY == 0:
             estimates.places = policy.choose_places(view)
         places, tried = estimates.places, estimates.guesses.at(1).acceptance.trials[0]
         if steps % (_TRY_EVERY if tried < _TRIALS_WANTED else _TRY_AGAIN_EVERY) == 1:
-            places = self._max_places
+            places = max(places, _TRIED_PLACES)
         position = self._tree.child_position(parent, self._tree.prefix.length)
         assert position is not None
         return max(1, min(places, self._max_places, view.room // width, view.end - position))

@@ -160,6 +160,8 @@ class DraftVariant:
     context_length: int
     """Longest context of the draft, in tokens: its positions, or the length that it was trained
     on."""
+    places: int = 1
+    """Positions that one step can draft for, each of which has a row of logits."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -229,6 +231,7 @@ def memory_terms(
     tokens = f"{window} tokens of {variant.kv_bytes_per_token} bytes ({variant.kv_type.value})"
     if settings.caches > 1:
         tokens += f" in each of {settings.caches} caches"
+    sampled = _SAMPLING_ROWS + variant.places - 1
     working, workspace = f"{settings.chunk} tokens at a time", _workspace_bytes(variant, settings)
     rest = (
         ("runtime and libraries", runtime_bytes, "measured, with the tokenizer"),
@@ -238,7 +241,11 @@ def memory_terms(
     grown = (
         ("keys and values", settings.caches * variant.kv_bytes(window), tokens),
         ("candidate nodes", width * nodes, f"width {width}, at most {_MAX_STEPS_OF_NODES} steps"),
-        ("logits and sampling", sampling_bytes(ids), f"{_SAMPLING_ROWS} rows of {ids} ids"),
+        (
+            "logits and sampling",
+            sampling_bytes(ids, variant.places),
+            f"{sampled} rows of {ids} ids",
+        ),
         ("workspace", workspace, f"{working}, threads: {settings.threads}"),
         ("link", _LINK_BYTES, "gRPC, event loop, messages"),
     )
@@ -249,11 +256,12 @@ def memory_terms(
     return (*(MemoryTerm(*term) for term in (*rest, *grown, loading)), *additions)
 
 
-def sampling_bytes(vocabulary_size: int) -> int:
-    """Return the bytes of a row of logits and of the arrays that sample from it.
+def sampling_bytes(vocabulary_size: int, places: int = 1) -> int:
+    """Return the bytes of a row of logits and of the arrays that sample from it, and of a row of
+    logits for each further place.
 
-    Formula: 11 * 4 * vocabulary size. 151,936 ids take 6.4 MiB."""
-    return _SAMPLING_ROWS * vocabulary_size * 4
+    Formula: (11 + places - 1) * 4 * vocabulary size. 151,936 ids take 6.4 MiB."""
+    return (_SAMPLING_ROWS + places - 1) * vocabulary_size * 4
 
 
 def _weights_bytes(variant: DraftVariant) -> int:

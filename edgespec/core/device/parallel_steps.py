@@ -34,7 +34,7 @@ from edgespec.core.device.policy import DraftView
 _LONGEST_CHAIN: Final = 64
 _LEAST_CHANCE: Final = 1e-3
 _SURE_RATE: Final = 0.99
-MIN_ADVANTAGE: Final = 1.1
+MIN_ADVANTAGE: Final = 1.2
 """Factor by which several places must be quicker than one: the rates are estimates, and misses come
 in runs, which favours one place."""
 
