@@ -212,7 +212,8 @@ def windows(asked: argparse.Namespace) -> Iterator[Row]:
         drafter = CountingDrafter(Path(asked.draft), threads=1, window=window)
         for length in asked.lengths:
             for kind in TEXTS:
-                if length + asked.tokens < drafter.info.context_length:
+                is_recorded = _path(asked.store, kind, length).exists()
+                if is_recorded and length + asked.tokens < drafter.info.context_length:
                     texts = read_texts(asked.store, kind, length)
                     yield {
                         "window": window,
