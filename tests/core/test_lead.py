@@ -136,17 +136,23 @@ def test_the_answer_is_in_words(case: DraftingCase, answer: str) -> None:
 
 
 def test_a_case_is_known_once_everything_was_timed() -> None:
+    """The verifier's time a token is that of many commits: 0.04 s and 0.02 s for 3 and 1 tokens."""
     estimates = DraftEstimates()
     for average, value in (
         (estimates.pass_s, 0.025),
-        (estimates.commit_s, 0.03),
         (estimates.step_s, 0.008),
         (estimates.rtt_s, 0.05),
     ):
         assert find_case(estimates) is None
         average.add(value)
-    estimates.server_tokens.add(3.0)
+    for _ in range(2):
+        assert find_case(estimates) is None
+        estimates.own_speed.add(0.04, 3)
+        estimates.own_speed.add(0.02, 1)
+    for _ in range(200):
+        estimates.own_speed.add(0.04, 3)
+        estimates.own_speed.add(0.02, 1)
     case = find_case(estimates)
     assert case is not None
-    assert case.token_s == pytest.approx(0.01)
+    assert case.token_s == pytest.approx(0.015, rel=0.01)
     assert (case.pass_s, case.step_s, case.rtt_s) == (0.025, 0.008, 0.05)

@@ -298,6 +298,32 @@ class RowPrice:
 
 
 @dataclass(slots=True)
+class OwnSpeed:
+    """Time in which a verifier makes a token without a device, over some hundred tokens.
+
+    Formula: seconds / tokens over its commits that had no node of the device in their pass. Both
+    sums lose a hundredth at each commit. Shorter averages follow the text: where drafts are mostly
+    wrong, those of the verifier are too, and a device that is too slow would seem to be ahead."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+    memory: float = 0.99
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """Add a commit of ``tokens`` that came ``seconds`` after the one before."""
+        self.seconds = self.memory * self.seconds + seconds
+        self.tokens = self.memory * self.tokens + tokens
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds per token; None until some tokens were counted."""
+        return self.seconds / self.tokens if self.tokens >= _MIN_OWN_TOKENS else None
+
+
+_MIN_OWN_TOKENS: Final = 8.0
+
+
+@dataclass(slots=True)
 class VerifierEstimates:
     """Estimates of one verifier and the link to it.
 
@@ -313,6 +339,7 @@ class VerifierEstimates:
     server_tokens: MovingAverage = field(default_factory=MovingAverage)
     """Tokens of a commit that did not come from this device: the target's own token and the
     verifier's own accepted drafts."""
+    own_speed: OwnSpeed = field(default_factory=OwnSpeed)
 
 
 @dataclass(slots=True)

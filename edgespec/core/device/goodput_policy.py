@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar, Final, assert_never
 
@@ -59,6 +59,8 @@ _ROUNDING: Final = 1e-9
 # While resting, every position is probed until this many recent positions were decided, then one in
 # eight.
 _TRIALS_WANTED, _PROBE_EVERY = 24.0, 8
+_MIN_LEAD_CHANCE: Final = 0.02
+"""Share of the runs of right tokens that have to be long enough for a model that runs at all."""
 _TRIAL_TOKENS: Final = 32
 """Tokens of an output during which a model that cannot get ahead is tried."""
 
@@ -84,17 +86,7 @@ class GoodputPolicy:
         trials = estimates.acceptance.trials
         if case is None or not trials or trials[0] < _TRIALS_WANTED:
             return False
-        return not self._may_get_ahead(case, case.rtt_s)
-
-    def _may_get_ahead(self, case: DraftingCase, delay_s: float) -> bool:
-        """Return whether steps would pay if the draft were right more often than it was: at half of
-        the places where it was wrong as well.
-
-        ``delay_s`` is the time by which the first node arrives later than a step takes."""
-        behind = (delay_s + case.step_s) / case.token_s
-        step = _first_step_in_time(behind, 1.0 - case.step_s / case.token_s)
-        rate = 1.0 - (1.0 - case.acceptance) / 2.0
-        return step <= _FURTHEST and _gain_behind(rate, rate, step) >= self.min_gain
+        return not _may_get_ahead(case)
 
     def choose_parent(self, view: DraftView) -> int | None:
         if is_full(view, self.width, self.window) or self._rests(view):
@@ -178,7 +170,7 @@ class GoodputPolicy:
         if view.since_open_s is None:
             return True
         prefill_s = prefix.length * estimates.feed_s.get(0.0)
-        return not self._may_get_ahead(case, view.since_open_s + prefill_s)
+        return not _may_get_ahead(replace(case, rtt_s=view.since_open_s + prefill_s))
 
     def _probe(self, view: DraftView) -> int | None:
         tree, trials = view.tree, view.estimates.acceptance.trials
@@ -188,6 +180,13 @@ class GoodputPolicy:
         if due and length - tree.prefix.prompt_length >= _TRIAL_TOKENS:
             due = not self.is_hopeless(view.estimates)
         return ROOT if due and _open_value(tree.roots) > 0.0 else None
+
+
+def _may_get_ahead(case: DraftingCase) -> bool:
+    """Return whether a model may be ahead of the verifier now and then, if it is right more often
+    than it was: at half of the places where it was wrong as well."""
+    better = 1.0 - (1.0 - case.acceptance) / 2.0
+    return replace(case, acceptance=better).lead_chance >= _MIN_LEAD_CHANCE
 
 
 def _gain_behind(right: float, hit: float, first: int) -> float:

@@ -67,6 +67,17 @@ class DraftingCase:
         """Seconds that a drafted token costs the device."""
         return self.step_s / self.tokens_per_step
 
+    @property
+    def lead_tokens(self) -> float:
+        """Right tokens in a row that it takes to be ahead; infinite if the device never is."""
+        gained_s = self.token_s - self.draft_s
+        return self.rtt_s / gained_s if gained_s > 0.0 else math.inf
+
+    @property
+    def lead_chance(self) -> float:
+        """Chance that a run is that long."""
+        return self.run_chance(self.lead_tokens)
+
     def run_chance(self, tokens: float) -> float:
         """Return the chance that a run has this many right tokens or more."""
         return math.pow(min(self.acceptance, _MAX_RATE), tokens)
@@ -86,18 +97,20 @@ class Lead:
 
 def find_case(estimates: DraftEstimates) -> DraftingCase | None:
     """Return the case that a device has measured; None until it has timed passes, commits, draft
-    steps and the round trip. The step of a parallel draft counts per position."""
-    timed = estimates.pass_s, estimates.commit_s, estimates.step_s, estimates.rtt_s
-    if not all(one.count for one in timed):
+    steps and the round trip."""
+    timed = estimates.pass_s, estimates.step_s, estimates.rtt_s
+    token_s = estimates.own_speed.token_s
+    if token_s is None or not all(one.count for one in timed):
         return None
-    pass_s, commit_s, step_s, rtt_s = (one.get(0.0) for one in timed)
+    pass_s, step_s, rtt_s = (one.get(0.0) for one in timed)
     if (places := estimates.max_places) > 1:
-        step_s = estimates.position_s(pass_s, places)
+        step_s = places * estimates.position_s(pass_s, places)
     return DraftingCase(
-        token_s=max(_MIN_DURATION_S, commit_s / max(1.0, estimates.server_tokens.get(1.0))),
+        token_s=max(_MIN_DURATION_S, token_s),
         step_s=step_s,
         rtt_s=rtt_s,
         acceptance=estimates.acceptance.rate(0),
+        tokens_per_step=places,
         pass_s=pass_s,
     )
 
@@ -106,11 +119,9 @@ def find_lead(case: DraftingCase) -> Lead:
     """Return the lead that a device needs, its chance, and the speed with drafts.
 
     Source: the formulas above. ``docs/measurements.md`` compares them with played sessions."""
-    gained_s = case.token_s - case.draft_s
-    if gained_s <= 0.0:
-        return Lead(math.inf, 0.0, 1.0)
-    tokens = case.rtt_s / gained_s
-    return Lead(tokens, case.run_chance(tokens), _estimate_speedup(case))
+    if math.isinf(tokens := case.lead_tokens):
+        return Lead(tokens, 0.0, 1.0)
+    return Lead(tokens, case.lead_chance, _estimate_speedup(case))
 
 
 def _estimate_speedup(case: DraftingCase) -> float:

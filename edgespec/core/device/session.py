@@ -646,6 +646,9 @@ class CommitReader:
                 server_tokens.add(len(commit.tokens) - commit.accepted)
             if self._commit_at is not None:
                 self.estimates.commit_s.add(now - self._commit_at)
+                if not commit.rows:
+                    own_tokens = len(commit.tokens) - commit.accepted
+                    self.estimates.own_speed.add(now - self._commit_at, own_tokens)
             self._commit_at = now
             self.estimates.row_s.add(commit.rows, commit.verify_us / 1e6)
         if self._echo is not None and commit.echo == self._echo[0]:
