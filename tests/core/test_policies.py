@@ -332,6 +332,26 @@ def test_a_device_says_why_it_rests(price: tuple[Any, ...], rate: float, why: st
     assert found is None if why is None else re.search(why, str(found))
 
 
+@pytest.mark.parametrize(
+    ("step_s", "rtt_s", "why"),
+    [
+        (0.008, 0.02, None),
+        (0.03, 0.02, "takes 30 ms here, and the verifier makes one in 25 ms by itself"),
+        (0.02, 0.5, r"would have to be 100\.0 tokens ahead .* chance of that is 0\.00"),
+    ],
+)
+def test_a_device_says_that_its_model_is_never_ahead(
+    step_s: float, rtt_s: float, why: str | None
+) -> None:
+    estimates = _view_chain(rate=0.8, step_s=step_s, rtt_s=rtt_s).estimates
+    for _ in range(9):
+        estimates.own_speed.add(0.025, 1)
+    policy = goodput_policy.GoodputPolicy()
+    found = goodput_policy.explain_resting(policy, est.RowPrice(), estimates)
+    assert found is None if why is None else re.search(why, str(found)), found
+    assert policy.is_hopeless(estimates) == (why is not None)
+
+
 def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
     found = CalibratedChances()
     hardly, likely = math.log(0.01), math.log(0.3)

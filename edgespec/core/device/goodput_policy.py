@@ -36,7 +36,7 @@ from typing import ClassVar, Final, assert_never
 
 from edgespec.core.device.comparison_policies import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.estimates import DraftEstimates, DraftEvidence, RowPrice
-from edgespec.core.device.lead import DraftingCase, find_case
+from edgespec.core.device.lead import DraftingCase, describe_lateness, find_case
 from edgespec.core.device.parallel_steps import choose_places
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
@@ -272,6 +272,8 @@ def explain_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstima
         )
     if isinstance(policy, GoodputPolicy):
         _, gain = policy.best_leaf(_view_nothing(estimates, policy.width))
+        if policy.is_hopeless(estimates) and (case := find_case(estimates)) is not None:
+            return describe_lateness(case)
         if gain < policy.min_gain:
             return f"a draft step would save {gain:.3f} tokens, and has to save {policy.min_gain:g}"
     return None

@@ -220,6 +220,19 @@ def describe_lead(case: DraftingCase) -> str:
     return f"{_describe_verdict(case, lead)} {change} {text}"
 
 
+def describe_lateness(case: DraftingCase) -> str:
+    """Return one clause about a draft model that is hardly ever ahead of the verifier."""
+    if math.isinf(case.lead_tokens):
+        return (
+            f"a drafted token takes {_in_ms(case.draft_s)} here, and the verifier makes one in"
+            f" {_in_ms(case.token_s)} by itself, so the draft model cannot get ahead of it"
+        )
+    return (
+        f"the draft model would have to be {case.lead_tokens:.1f} tokens ahead of the verifier, and"
+        f" the chance of that is {case.lead_chance:.2f}"
+    )
+
+
 def _describe_verdict(case: DraftingCase, lead: Lead) -> str:
     if math.isinf(lead.tokens):
         return (
