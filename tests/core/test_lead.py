@@ -21,6 +21,7 @@ from edgespec.core.device.lead import (
     find_lead,
     list_changes,
 )
+from edgespec.core.protocol.estimators import MovingAverage
 
 
 def make_case(token_ms: float, step_ms: float, rtt_ms: float, rate: float) -> DraftingCase:
@@ -145,6 +146,14 @@ def test_a_case_is_known_once_everything_was_timed() -> None:
     ):
         assert find_case(estimates) is None
         average.add(value)
+    assert find_case(estimates) is None
+    busy = replace(estimates)
+    busy.commit_s, busy.server_tokens = MovingAverage(), MovingAverage()
+    busy.commit_s.add(0.03)
+    busy.server_tokens.add(2.0)
+    case = find_case(busy)
+    assert case is not None
+    assert case.token_s == pytest.approx(0.015), "every pass had nodes of the device"
     for _ in range(2):
         assert find_case(estimates) is None
         estimates.own_speed.add(0.04, 3)

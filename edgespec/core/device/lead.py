@@ -97,9 +97,14 @@ class Lead:
 
 def find_case(estimates: DraftEstimates) -> DraftingCase | None:
     """Return the case that a device has measured; None until it has timed passes, commits, draft
-    steps and the round trip."""
+    steps and the round trip.
+
+    A verifier whose passes all had nodes of the device has shown no speed of its own. Then its
+    commits count without the device's tokens."""
     timed = estimates.pass_s, estimates.step_s, estimates.rtt_s
     token_s = estimates.own_speed.token_s
+    if token_s is None and estimates.commit_s.count:
+        token_s = estimates.commit_s.get(0.0) / max(1.0, estimates.server_tokens.get(1.0))
     if token_s is None or not all(one.count for one in timed):
         return None
     pass_s, step_s, rtt_s = (one.get(0.0) for one in timed)
