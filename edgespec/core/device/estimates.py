@@ -302,8 +302,8 @@ class OwnSpeed:
     """Time in which a verifier makes a token without a device, over some hundred tokens.
 
     Formula: seconds / tokens over its commits that had no node of the device in their pass. Both
-    sums lose a hundredth at each commit. Shorter averages follow the text: where drafts are mostly
-    wrong, those of the verifier are too, and a device that is too slow would seem to be ahead."""
+    sums lose a hundredth at each commit. Shorter averages follow the text: where a device's
+    drafts are wrong, the verifier's are too, and a device that is too slow would seem to be ahead."""
 
     seconds: float = 0.0
     tokens: float = 0.0
