@@ -303,7 +303,7 @@ class OwnSpeed:
 
     Formula: seconds / tokens over its commits that had no node of the device in their pass. Both
     sums lose a hundredth at each commit. Shorter averages follow the text: where a device's
-    drafts are wrong, the verifier's are too, and a device that is too slow would seem to be ahead."""
+    drafts are wrong, the verifier's are too, and a device that is too slow seems to be ahead."""
 
     seconds: float = 0.0
     tokens: float = 0.0
