@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
@@ -34,12 +34,15 @@ from edgespec.core.device.memory import AUTO, MachineMemory, MemoryBudget, parse
 from edgespec.core.ports import ParallelDraft
 from edgespec.models import folders
 from edgespec.models.model_source import Purpose, resolve_source
+from edgespec.models.text_process import template_worker
 from edgespec.models.tokenizer import TextTokenizer, prompt_encoder
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.recording import PROMPT_TOKENS, Recording, read_recording
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 
 if TYPE_CHECKING:
+    from edgespec.core.ports import ModelInfo
+    from edgespec.models.translation import Translation
     from edgespec.training.distill import Judged, Progress, Verdict
     from edgespec.training.masked_texts import RunsOfText
     from edgespec.training.memory_plan import TrainingMemory
@@ -310,20 +313,50 @@ class _Job:
             )
         folders.check_checkpoint(self.draft)
         theirs, own = folders.model_info(self.target), folders.model_info(self.draft)
+        self._pair: Translation | None = None
         if theirs.vocabulary != own.vocabulary:
-            raise folders.ModelFolderError(
-                f"the draft's vocabulary is {own.vocabulary}, the target's {theirs.vocabulary}: a"
-                " draft can only learn from a target with the same tokenizer"
-            )
+            self._translate_draft(theirs, own)
         self._vocabulary = theirs.vocabulary
         context = min(theirs.context_length, own.context_length)
         if (length := self.settings.length) > context:
             raise ConfigError(f"length is {length}, but the context is {context} tokens")
 
+    def _translate_draft(self, target: ModelInfo, draft: ModelInfo) -> None:
+        """Prepare the training of a draft with another tokenizer. Raises ``ConfigError`` for a
+        setting that such a draft cannot have, and ``ValueError`` for a tokenizer without bytes."""
+        from edgespec.models.byte_vocabulary import ByteVocabulary
+        from edgespec.models.translation import Translation, describe_translation
+
+        if self.part:
+            raise ConfigError(
+                "--layers and --vocabulary are given, but they cut a draft with the target's"
+                " tokenizer only: leave them out"
+            )
+        if self.settings.loss not in (LossName.NEXT_TOKEN, _DEFAULTS.loss):
+            raise ConfigError(
+                f"--loss is {self.settings.loss.value}, but a draft with another tokenizer learns"
+                f" from the target's texts only: leave it out, or give {LossName.NEXT_TOKEN.value}"
+            )
+        if (places := self.settings.parallel) != 1:
+            raise ConfigError(
+                f"--parallel is {places}, but a draft with another tokenizer is asked for one"
+                " position at a time: leave it out"
+            )
+        self.settings = replace(self.settings, loss=LossName.NEXT_TOKEN)
+        self._pair = Translation(
+            ByteVocabulary(TextTokenizer(self.target, template_worker()), target.name),
+            ByteVocabulary(TextTokenizer(self.draft, template_worker()), draft.name),
+            target_ends=target.eos_token_ids,
+            draft_ends=draft.eos_token_ids,
+        )
+        say(describe_translation(self._pair))
+        say("it learns from the target's texts in its own words, and is judged by these words")
+
     def run(self, budget: Budget) -> None:
         from edgespec.training import distill as training
         from edgespec.training.kept_rows import id_count
         from edgespec.training.texts import HeldBack, Pace, Text, read_pieces, split
+        from edgespec.training.translated_texts import translate_text
 
         begun = f"{self._kept} holds a run that was not finished"
         resume = self.resume
@@ -355,7 +388,11 @@ class _Job:
         memory = self._planned(target, draft)
         say(f"memory: {memory}")
         mask = self._choose_mask(draft, pieces)
-        size = min(target.config.vocab_size, id_count(draft))
+        size, translate, pair = id_count(draft), None, self._pair
+        if pair is None:
+            size = min(target.config.vocab_size, size)
+        else:
+            translate = partial(translate_text, pair, length=length)
         held: list[list[Any]] = kept.get("held") or [[], []]
         spent_s: float = kept.get("spent_s", 0.0)
         reserve_s = 0.0
@@ -402,6 +439,7 @@ class _Job:
                         # A resumed run judges by the same texts as before.
                         is_enough=lambda: held_ready or left_s() < enough_s,
                         at_once=at_once,
+                        translate=translate,
                     )
                     for some, rounds in zip((parts.choosing, parts.judging), held, strict=True)
                 )
@@ -416,6 +454,7 @@ class _Job:
                 job = training.Distillation(
                     *(target, draft, *given, memory.texts_at_once, memory.written_at_once),
                     mask_token=mask.mask_token if mask else 0,
+                    translate=translate,
                 )
                 if kept.get("state"):
                     job.restore(kept["state"])

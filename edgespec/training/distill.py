@@ -61,6 +61,7 @@ from edgespec.training.texts import (
     row_parts,
     write,
 )
+from edgespec.training.translated_texts import TranslateText
 from edgespec.verifier.targets.loading import check_loading
 
 BLOCK_SIZE: Final = 32  # weights that share a scale, as in ``models/weight_blocks.py``
@@ -241,6 +242,8 @@ class Distillation:
     ``texts_at_once``, ``written_at_once``: most texts that are learned from, or written, in one
     pass.
     ``mask_token``: id that stands for a token that is not known yet, for a parallel draft.
+    ``translate``: returns a text of the target in the ids of a draft with another tokenizer, which
+    learns from the texts' own tokens only. None: the draft has the target's ids.
 
     ``selective`` spends half of the budget on a reference, then begins again with the initial
     draft."""
@@ -256,17 +259,23 @@ class Distillation:
         texts_at_once: int = ROUND,
         written_at_once: int = ROUND,
         mask_token: int = 0,
+        translate: TranslateText | None = None,
     ) -> None:
         self._mask_token = mask_token
         self._target, self._draft, self._choosing = target, draft, choosing
         self._texts_at_once, self._written_at_once = texts_at_once, written_at_once
         self._settings, self._check = settings, check
-        self._size = min(target.config.vocab_size, id_count(draft))
+        self._translate = translate
+        self._size = id_count(draft)
+        if translate is None:
+            self._size = min(target.config.vocab_size, self._size)
         self._rows = find_rows(draft)
         self._own = settings.loss.on_own_samples
         prompts = [piece for piece in pieces if self._own or piece.is_prompt]
         self._prompts = [ids[: max(start, len(ids) // 2)] for ids, start in prompts]
-        self._texts = [piece for piece in pieces if not (self._own or piece.is_prompt)]
+        self._texts = self._in_draft_ids(
+            [piece for piece in pieces if not (self._own or piece.is_prompt)]
+        )
         self._uses = [0] * len(self._texts)
         self._written = self._looked = self._step = 0
         self._seconds = self._round_s = 0.0
@@ -517,6 +526,7 @@ class Distillation:
                 if self._texts:
                     return
                 raise
+            new = self._in_draft_ids(new)
             self._round_s = time.monotonic() - began
             # The new texts start at the lowest number of uses. With 0, only they would be chosen
             # for a while.
@@ -525,6 +535,12 @@ class Distillation:
             if self._own:
                 del self._texts[: -_OWN_KEPT * ROUND], self._uses[: -_OWN_KEPT * ROUND]
             self._written += ROUND
+
+    def _in_draft_ids(self, texts: Sequence[Text]) -> list[Text]:
+        """Return texts in the ids of the draft, but for texts that become too short."""
+        if self._translate is None:
+            return list(texts)
+        return [found for text in texts if (found := self._translate(text)) is not None]
 
     def _check_time(self) -> None:
         self._check()

@@ -318,7 +318,8 @@ class HeldBack:
     ``count`` tokens. They are prepared in rounds. ``kept`` holds the rounds of an earlier run, and
     the rounds of this run are added to it, in types that ``torch.load`` reads without running code.
     ``is_enough`` is called after each round; once it returns True, the remaining texts are not used
-    at all."""
+    at all. ``translate`` returns a text in the ids of a draft with another tokenizer, which is then
+    judged by the words of the target's texts; None: the draft has the target's ids."""
 
     def __init__(
         self,
@@ -332,8 +333,10 @@ class HeldBack:
         wrote: Callable[[int], None] = _no_count,
         is_enough: Callable[[], bool] = lambda: False,
         at_once: int = 1 << 30,
+        translate: Callable[[Text], Text | None] | None = None,
     ) -> None:
         self.id_count, self.check = vocabulary_size, check
+        self._is_translated = translate is not None
         self._rounds = [] if kept is None else kept
         heats = JUDGED_TEMPERATURES
         for first in range(0, len(pieces), HELD_BACK_ROUND):
@@ -363,7 +366,12 @@ class HeldBack:
                 texts = list(part)
                 for number, text in zip(prompts, written[place * len(prompts) :], strict=False):
                     texts[number] = text
-                wanted = draw_choices(target, texts, heat, seeds, vocabulary_size, check)
+                if translate is None:
+                    wanted = draw_choices(target, texts, heat, seeds, vocabulary_size, check)
+                else:
+                    # A text of no words has a stand-in, so that temperatures have equally many.
+                    texts = [translate(text) or Text([0, 0], 1) for text in texts]
+                    wanted = [torch.tensor(text.tokens[text.start :]) for text in texts]
                 prepared.append((heat, [tuple(text) for text in texts], wanted))
             self._rounds.append((seeds, prepared))
 
@@ -375,7 +383,9 @@ class HeldBack:
         each text."""
         shares: dict[float, list[float]] = {heat: [] for heat in JUDGED_TEMPERATURES}
         for heat, texts, seeds, wanted in self.texts_by_temperature():
-            found = draw_choices(draft, texts, heat, seeds, self.id_count, self.check)
+            # The noise of the target's ids is none of the draft's, so its best word counts.
+            own_heat = 0.0 if self._is_translated else heat
+            found = draw_choices(draft, texts, own_heat, seeds, self.id_count, self.check)
             pairs = zip(found, wanted, strict=True)
             shares[heat] += [
                 (own == its.to(own.device)).float().mean().item() for own, its in pairs

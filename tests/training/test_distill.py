@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import random
+import re
 import resource
 import shutil
 import signal
@@ -39,6 +40,7 @@ from edgespec.bench.prompts import read_prompts
 from edgespec.cli.running import Interrupted
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.models.folders import BUNDLED_FOLDER, check_checkpoint, model_info, trained_length
+from edgespec.models.translation import Translation
 from edgespec.models.weight_blocks import quantize_matrix
 from edgespec.telemetry.recording import Recording
 from edgespec.training import distill as training
@@ -58,8 +60,10 @@ from edgespec.training.texts import (
     split,
     write,
 )
+from edgespec.training.translated_texts import translate_text
 from tests.kit.live_verifier import run_command
 from tests.kit.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
+from tests.kit.tokenizer_families import load_family, write_tokenizer
 from tests.present import require
 from tools.train_pair import beginnings
 from tools.train_pair.bundle import cripple
@@ -553,6 +557,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(root / "target")
     noisy = {name: w + 0.3 * w.std() for name, w in tiny_tensors(small).items()}
     write_checkpoint(root / "draft", small, noisy)
+    for name, family in (("poor", "no bytes"), ("other", "smollm")):
+        wide = tiny_config(vocab_size=704)
+        write_checkpoint(root / name, wide, tiny_tensors(wide))
+        write_tokenizer(family, root / name)
     exported = write_checkpoint(root / "exported")
     (exported / "model.safetensors").rename(exported / "model.onnx")
     (exported / "edgespec.json").write_text("{}")
@@ -667,6 +675,41 @@ def test_a_limit_of_memory_is_kept_or_refused(folder: Path, tmp_path: Path) -> N
     assert "--memory-budget is 'much'" in " ".join(unknown.stderr.split())
 
 
+@pytest.mark.parametrize("file", ["prompts.jsonl", "lines.txt"])
+def test_a_draft_with_another_tokenizer_learns_the_targets_texts(
+    folder: Path, tmp_path: Path, file: str
+) -> None:
+    (folder / "lines.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 120)
+    option = "--prompts" if file.endswith(".jsonl") else "--texts"
+    models = ("--target", folder / "target", "--draft", folder / "other", "--length", 48)
+    how = ("--steps", 25, "--learning-rate", 0.01, "--out", tmp_path / "out")
+    result = run_command("distill", *models, option, folder / file, *how, "--temperature", 0)
+    assert result.exit_code == 0, result.output
+    assert "draft translated: " in result.stderr
+    greedy = next(line for line in result.stdout.splitlines() if line.startswith("greedy"))
+    before, after = (float(part) for part in re.findall(r"(\d\.\d+) \[", greedy)[:2])
+    assert after > before + 0.1
+    assert model_info(tmp_path / "out").vocabulary == model_info(folder / "other").vocabulary
+
+
+@pytest.mark.parametrize(("target", "draft"), [("gemma", "smollm"), ("smollm", "gemma")])
+def test_a_text_to_learn_from_is_the_drafts_own_spelling(
+    tmp_path: Path, target: str, draft: str
+) -> None:
+    pair = Translation(load_family(target, tmp_path), load_family(draft, tmp_path))
+    asked, answered = "What is it?", " It is a fox, I believe."
+    ids = pair.target.tokenizer.encode(asked)
+    more = pair.target.encode(answered.encode())
+    text = translate_text(pair, Text([*ids, *more], len(ids)), 256)
+    assert text is not None
+    assert text.tokens == pair.draft.tokenizer.encode(asked + answered)
+    assert pair.draft.text_bytes(text.tokens[text.start :]) == answered.encode()
+    cut = translate_text(pair, Text([*ids, *more], len(ids)), 5)
+    assert cut == Text(text.tokens[-5:], 1)
+    alone = translate_text(pair, Text([ids[0]], 1), 256)
+    assert (alone is None) is not bool(pair.draft.prefix_ids)
+
+
 def test_a_draft_that_is_not_better_is_not_written(folder: Path, tmp_path: Path) -> None:
     out, perfect = tmp_path / "out", ("--draft", folder / "target")
     refused = distill(folder, out, *perfect)
@@ -753,7 +796,10 @@ def test_what_is_no_draft_is_not_replaced(folder: Path, tmp_path: Path, name: st
         (("--temperature", -1), 2, "temperatures is -1.0, but must be in [0.0, 10.0]"),
         (("--prompts", "missing.jsonl"), 1, "missing.jsonl: no such file"),
         (("--resume",), 1, "to continue"),
-        (("--draft", "bundled"), 1, "with the same tokenizer"),
+        (("--draft", "poor"), 1, "has no tokens for single bytes, or changes texts"),
+        (("--draft", "other", "--layers", "0"), 2, "cut a draft with the target's tokenizer only"),
+        (("--draft", "other", "--loss", "reverse-kl"), 2, "learns from the target's texts only"),
+        (("--draft", "other", "--parallel", 4), 2, "parallel is 4, but a draft with another"),
         (("--draft", "missing"), 1, "model 'missing' is neither"),
         (("--draft", "exported"), 1, "give the checkpoint that it was made from"),
     ],
