@@ -23,6 +23,8 @@ from edgespec.config.proxies import proxy_of_address
 from edgespec.core.association.known_verifiers import make_views
 from edgespec.core.association.policies import Association, rank_verifiers
 from edgespec.core.device.events import TokenKind
+from edgespec.core.device.goodput_policy import LEAST_JUDGED as LEAST_JUDGED
+from edgespec.core.device.goodput_policy import judge_draft as judge_draft
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.acceptance import full_rule_name
 from edgespec.core.protocol.checks import make_printable
@@ -178,22 +180,6 @@ def describe_loss(stats: GenerationStats) -> str:
     return f"LOSSY ({stats.rule}): {replaced} tokens ({share:.0%}) are not the target's own"
 
 
-LEAST_JUDGED: Final = 24
-"""Places that have to be judged before the draft is: fewer say little about it."""
-_LOW_ACCEPTANCE: Final = 0.4
-
-
-def judge_draft(tried: int, hits: int) -> str:
-    """Return a clause about a draft that is rarely right, and about what would help. Empty for
-    another draft, and where too few places were judged: ``hits`` of ``tried`` were right."""
-    if tried < LEAST_JUDGED or hits >= _LOW_ACCEPTANCE * tried:
-        return ""
-    return (
-        f"the draft was right at {hits} of {tried} places ({hits / tried:.0%}): a draft of the"
-        " target's own family, more bits or `edgespec distill` would help"
-    )
-
-
 def report_drafting(
     received: ReceivedTokens, stats: GenerationStats | None, *, color: bool, explain: bool
 ) -> None:
@@ -215,7 +201,7 @@ def report_drafting(
     parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
     if counters.predicted_sent:
         parts.append(f"{counters.predicted_accepted} of them from the prediction")
-    if advice := judge_draft(counters.tried, counters.hits):
+    if advice := judge_draft(counters.tried, counters.hits, stats.is_translated):
         parts.append(advice)
     if stats.is_lossy:
         parts.append(describe_loss(stats))
@@ -256,7 +242,7 @@ def describe_generation(received: ReceivedTokens, stats: GenerationStats | None)
         if stats.verifiers:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")
-        if advice := judge_draft(c.tried, c.hits):
+        if advice := judge_draft(c.tried, c.hits, stats.is_translated):
             lines.append(advice)
         if c.rested > c.committed // 10:
             why = f": {stats.rest_reason}" if stats.rest_reason else ""

@@ -178,7 +178,11 @@ async def check_lead(config: AgentConfig) -> Check:
         case, source = replace(case, acceptance=hits / tried), f"right at {hits} of {tried} places"
     else:
         source = f"an acceptance of {case.acceptance:.2f} is assumed"
-    return Check(name, State.GOOD, f"{describe_lead(case)} ({source} of a short generation)")
+    from edgespec.models.translation import TRANSLATED
+
+    translated = [line for line in lines if line.startswith(TRANSLATED)]
+    found = (f"{describe_lead(case)} ({source} of a short generation)", *translated)
+    return Check(name, State.GOOD, "; ".join(found))
 
 
 _TRIAL_PROMPT: Final = "The lighthouse keeper wrote in his diary that"

@@ -21,7 +21,12 @@ from typing import Final, Protocol, Self, assert_never
 from edgespec.core.association.policies import hash_conversation_name, hash_prompt_beginning
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
-from edgespec.core.device.goodput_policy import describe_useless_draft, explain_resting, make_policy
+from edgespec.core.device.goodput_policy import (
+    describe_useless_draft,
+    explain_resting,
+    judge_draft,
+    make_policy,
+)
 from edgespec.core.device.kept_prefixes import KeptPrefixes
 from edgespec.core.device.lead import describe_lead, find_case
 from edgespec.core.device.link_session import ReconnectPolicy
@@ -285,6 +290,9 @@ class GenerationStats:
     """Acceptance rule with all its parameters. Every rule but the exact one is LOSSY:
     ``counters.replaced`` tokens are not the target's own, and later tokens depend on them."""
 
+    is_translated: bool = False
+    """Whether the draft has another tokenizer than the target."""
+
     @property
     def is_connected(self) -> bool:
         """Whether a stream to a verifier is open now."""
@@ -485,6 +493,7 @@ class Agent:
         lease = None if drafter is None else DrafterLease(self.drafter_pool, len(tokens), sampling)
         driver = SessionDriver(session, route.connect, lease, notes)
         self._drivers = {one for one in self._drivers if one.running_tasks} | {driver}
+        is_translated = drafter is not None and self.options.translated_share is not None
         self.stats = GenerationStats(
             counters=session.counters,
             estimates=session.estimates,
@@ -493,6 +502,7 @@ class Agent:
             session=session,
             prompt_tokens=len(tokens),
             rule=rule,
+            is_translated=is_translated,
         )
         committed: list[int] = []
         try:
@@ -512,6 +522,11 @@ class Agent:
             elif session.has_given_up:
                 why = describe_useless_draft(session.estimates.evidence)
                 self._warn_once(why, about=f"useless draft for {model}, {rule}")
+            elif is_translated:
+                places = session.counters.tried, session.counters.hits
+                if why := judge_draft(*places, is_translated=True):
+                    level = logging.WARNING if judge_draft(*places) else logging.INFO
+                    self._log_once(level, why, about=f"translated draft for {model}")
             try:
                 await driver.close()
             finally:  # also where it is cancelled a second time
@@ -662,10 +677,13 @@ class Agent:
         """Log a warning, but only once for each text of it, or for each subject that it is
         ``about``."""
         about = about or failure
+        self._log_once(logging.WARNING, failure, about)
+
+    def _log_once(self, level: int, line: str, about: str) -> None:
         if about not in self._warned:
             if len(self._warned) < _MAX_REMEMBERED_WARNINGS:
                 self._warned.add(about)
-            _log.warning("%s", failure)
+            _log.log(level, "%s", line)
 
     def _make_session(
         self,

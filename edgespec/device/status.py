@@ -80,6 +80,7 @@ class StatusSource:
             last_event=events[-1].number if events else max(after, 0),
             lost_events=lost,
             draft="" if agent.drafter is None else agent.drafter.info.name,
+            translated_share=agent.options.translated_share,
             policy=type(agent.options.policy).__name__.removesuffix("Policy").lower(),
         )
 

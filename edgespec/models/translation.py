@@ -108,11 +108,15 @@ class Translation:
         return found
 
 
+TRANSLATED: Final = "draft translated"
+"""The beginning of the line about a translated draft."""
+
+
 def describe_translation(translation: Translation) -> str:
     """Return one line for users about a draft whose ids are not the target's."""
     share = translation.shared_share
     return (
-        f"draft translated: {share:.0%} of the {translation.word_count:,} words of"
+        f"{TRANSLATED}: {share:.0%} of the {translation.word_count:,} words of"
         f" {translation.target.name} are one word of {translation.draft.name}; a draft that was"
         " trained with `edgespec distill` on this target guesses better"
     )

@@ -231,6 +231,9 @@ class AgentStatus:
     """Number of requested events that are no longer kept."""
     draft: str = ""
     """Name of the draft model; empty without one."""
+    translated_share: float | None = None
+    """Share of the target's words that are one word of the draft, for a draft with another
+    tokenizer. None for a draft with the target's."""
     policy: str = ""
 
     @property

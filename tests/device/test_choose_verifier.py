@@ -250,3 +250,6 @@ def test_a_draft_that_is_rarely_right_is_named_with_what_helps(
     if advises:
         assert f"right at {hits} of {tried} places" in found
         assert "edgespec distill" in found
+    translated = judge_draft(tried, hits, is_translated=True)
+    assert bool(translated) is (tried >= 24)
+    assert ("edgespec distill" in translated) is advises

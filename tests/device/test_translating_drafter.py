@@ -7,6 +7,7 @@ whole generations, the same verifier without a draft.
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -27,6 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import build
 from edgespec.device.agent import Agent
 from edgespec.device.drafter_pool import in_own_ids
+from edgespec.device.status import StatusSource
 from edgespec.device.translating_drafter import TranslatingDrafter
 from edgespec.models.byte_vocabulary import ByteVocabulary
 from edgespec.models.translation import Translation
@@ -299,12 +301,17 @@ async def generate(agent: Agent, prompt: str, sampling: SamplingParams) -> list[
 
 @pytest.mark.parametrize(("target", "draft"), [("smollm", "gemma"), ("gemma", "smollm")])
 async def test_the_output_is_the_targets_own(
-    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    draft: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     served = write_model(tmp_path / "target", target, 1)
     own = write_model(tmp_path / "draft", draft, 2)
     lines = list[str]()
+    caplog.set_level(logging.INFO)
     async with serve_toy(config=VerifierConfig(model=str(served), port=0)) as (address, _):
         config, info = await choose_verifier(configure(address, own))
         plain, _ = await choose_verifier(configure(address, "none"))
@@ -325,6 +332,13 @@ async def test_the_output_is_the_targets_own(
                     assert not counters.draft_failure
                     sent += counters.sent
             assert sent > 20
+            assert require(agent.stats).is_translated
+            assert not require(streaming.stats).is_translated
+            status = StatusSource(agent, (address,)).snapshot()
+            assert status.translated_share == agent.options.translated_share
+            assert StatusSource(streaming, (address,)).snapshot().translated_share is None
+    judged = [line for line in caplog.messages if "translated draft was right at" in line]
+    assert len(judged) <= 1
 
 
 async def test_a_draft_without_bytes_is_refused_by_name(

@@ -242,6 +242,32 @@ def _view_nothing(estimates: DraftEstimates, width: int) -> DraftView:
     return DraftView(tree=tree, unsent=0, in_flight=0, room=width, end=1 << 30, estimates=estimates)
 
 
+LEAST_JUDGED: Final = 24
+"""Places that have to be judged before the draft is: fewer say little about it."""
+_LOW_ACCEPTANCE: Final = 0.4
+
+
+def judge_draft(tried: int, hits: int, is_translated: bool = False) -> str:
+    """Return a clause about a draft that was right at ``hits`` of ``tried`` places, and about what
+    would help if that is rarely. Empty where too few places were judged, and for a draft that is
+    often right, unless it has another tokenizer than the target (``is_translated``)."""
+    is_rare = hits < _LOW_ACCEPTANCE * tried
+    if tried < LEAST_JUDGED or not (is_rare or is_translated):
+        return ""
+    name = "translated draft" if is_translated else "draft"
+    found = f"the {name} was right at {hits} of {tried} places ({hits / tried:.0%})"
+    if not is_rare:
+        return found
+    if is_translated:
+        return (
+            f"{found}: `edgespec distill` on this target's texts, or a draft of its own family"
+            " would help"
+        )
+    return (
+        f"{found}: a draft of the target's own family, more bits or `edgespec distill` would help"
+    )
+
+
 def describe_useless_draft(evidence: DraftEvidence) -> str:
     """Return one line about a draft model that was given up: how often it was right, and what would
     help."""

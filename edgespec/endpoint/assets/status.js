@@ -230,7 +230,9 @@ function show(found) {
   showTotals(found.totals);
   drawTimeline();
   setText("version", `edgespec ${found.version}, up for ${duration(found.uptime_s)}` +
-    (found.draft ? `, draft ${found.draft} (${found.policy})` : ", without a draft"));
+    (found.draft ? `, draft ${found.draft} (${found.policy})` : ", without a draft") +
+    (found.translated_share == null ? "" :
+      `, translated: ${Math.round(100 * found.translated_share)} % of the target's words are its words`));
 }
 
 function showTrouble(text, state = "no answer from the agent") {
