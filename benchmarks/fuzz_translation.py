@@ -1,4 +1,4 @@
-"""Cut random texts at random tokens, and check what a draft with another tokenizer makes of them.
+"""Cut random texts at random tokens, and check how a draft with another tokenizer reads each text.
 
     python benchmarks/fuzz_translation.py [--cuts 1000000] [--seed 1] [--folders FOLDER,FOLDER]
 
