@@ -29,7 +29,7 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.acceptance import ExactRule, Walk
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_lookup import TextTables
+from edgespec.core.protocol.text_lookup import EarlierTexts, TextTables
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
@@ -578,7 +578,7 @@ class _World:
             _RECONNECT,
             options.draft_context_length,
             jitter_seed=self.dice.getrandbits(32),
-            text=TextTables(ngrams=True) if options.device_text else None,
+            text=self._list_texts(index) if options.device_text else None,
             prediction=self._predict(index),
             kept=self.kept,
         )
@@ -594,6 +594,18 @@ class _World:
         device.delivery.tokens.extend(request.committed)
         self.queue.after(self.dice.uniform(0.0, 0.1), lambda: self._begin(index, device))
         return device
+
+    def _list_texts(self, index: int) -> TextTables:
+        """Return the tables of a device's user, the same for each process that takes its place. Of
+        three devices two have earlier texts, which are right or wrong in every way."""
+        expected, size = self.expected[index], self.options.model.vocabulary_size
+        dice = random.Random(f"earlier texts of {expected.prompt} {index}")
+        tables = TextTables(ngrams=True, earlier=EarlierTexts(dice.choice((128, 4096))))
+        assert tables.earlier is not None
+        for kind in dice.choices(tuple(PredictionKind), k=dice.choice((0, 1, 3))):
+            text = (*expected.prompt[-dice.randrange(1, 4) :], *expected.tokens)
+            tables.earlier.add([one % size for one in predict(kind, text, size, dice)])
+        return tables
 
     def _predict(self, index: int) -> tuple[int, ...]:
         """Return the prediction of a device, the same for each process that takes its place.
