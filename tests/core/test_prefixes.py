@@ -494,3 +494,14 @@ def test_an_agent_remembers_a_bounded_number_of_names() -> None:
     assert [agent.block_tokens(f"verifier {number}") for number in (0, 2, 3)] == [0, 0, 1]
     assert agent.find("verifier 3", texts[-1]) == 0
     assert agent.find(f"verifier {count - 1}", texts[-1]) == MAX_NAMES
+
+
+def test_what_a_revoked_key_has_sent_is_dropped_with_its_open_sessions() -> None:
+    verifier, agent = Verifier(), new_agent()
+    prompt = next_prompt(play(verifier, PROMPT, agent, A))
+    assert verifier.engine.prefixes.held_bytes > 0
+    running = m.Open("running", "", "", prompt, sampling=SAMPLING, prefix_key=agent.key)
+    verifier.engine.handle(ee.StreamOpened(900, running, credential=A), 1.0)
+    verifier.engine.registry.forget_texts("a")
+    verifier.engine.handle(ee.StreamLost(900), 1.0)
+    assert verifier.engine.prefixes.held_bytes == 0
