@@ -10,8 +10,7 @@ compared with the one of whole prompts. The event loops of both ends wait for th
 looking up of a beginning of that length; these take processor time, which is measured too.
 
 With ``--tokenizer`` it also measures what a turn costs a device before anything is sent: rendering
-the chat template, and the ids of the whole text beside those of a text of which only the last
-message is new.
+the chat template, and tokenizing the whole text or only its last message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generations of one long prompt, such as the choices of a request, begin one after another.
 
 The first one sends the prompt. When the verifier has opened it, the others can name the prompt
-instead of sending it again (``core/device/kept_prefixes.py``). If all of them began at once, each
+instead of sending it again (``core/device/kept_prefixes.py``). If all began at once, each
 would send the whole prompt, and on a slow uplink the first token of all would wait for that.
 """
 

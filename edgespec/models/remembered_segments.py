@@ -4,8 +4,8 @@ A chat prompt contains all earlier messages. It is cut before each *mark*, a spe
 chat template writes, and the ids of each segment are remembered. A turn then tokenizes its new
 segments only.
 
-The ids of a text are those of its segments one after another, because of how the library works:
-it searches a text for added tokens first, and normalizes and tokenizes what lies between two of
+The segments' ids one after another are the ids of the text, because of how the library works: it
+searches a text for added tokens first, and normalizes and tokenizes what lies between two of
 them by itself. So a place at which an added token is found always divides a text. A token is a
 mark only if it is found wherever its name stands (``find_marks``):
 

@@ -80,7 +80,7 @@ class Prefix:
     length: int
     """Number of tokens that are named and not sent: full blocks of ``Opened.prefix_block``."""
     name: bytes = field(repr=False)
-    """Name of these tokens under ``Open.prefix_key`` (``prefix_names.py``)."""
+    """Their name under ``Open.prefix_key`` (``prefix_names.py``)."""
     prompt_length: int
     """Length of the whole prompt. A longer prefix ends in the committed tokens."""
 
