@@ -61,8 +61,8 @@ class RemoteTokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of ``text``. A conversation's earlier messages are remembered here, so that
-        only new ones cross to the child (``remembered_segments.py``)."""
+        """Return the ids of ``text``. A conversation's earlier messages are remembered here, so
+        that only new ones cross to the child (``remembered_segments.py``)."""
         if not add_special_tokens:
             return self._segments.encode(text)
         return list(self._call_child("encode", text, add_special_tokens))
