@@ -176,8 +176,9 @@ NEARER: Final = 5.0
 """Times that a nearer server's round trip is shorter: in the own city instead of far away."""
 QUICKER: Final = 2.0
 """Times that a quicker draft's step is shorter: half of the weights, or of their bits."""
-PARALLEL_TOKENS, PARALLEL_COST = 4, 1.3
-"""Tokens that a parallel draft makes in a step, and the duration of such a step in plain steps."""
+PARALLEL_TOKENS, PARALLEL_COST = 4, 2.0
+"""Tokens that a parallel draft makes in a step, and the duration of such a step in plain steps
+(docs/measurements.md: 1.5 to 2.5)."""
 
 
 def list_changes(case: DraftingCase) -> tuple[Change, ...]:
