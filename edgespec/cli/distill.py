@@ -132,10 +132,11 @@ _PARALLEL = _how(
     metavar="K",
 )
 _RATE = _how(
-    "Learning rate; 0 derives it from the size of the draft, and takes a fifth with --online",
+    "Learning rate; 0 derives it from the size of the draft, and takes a fifth with --online and"
+    " --parallel, so that a good draft does not forget",
     "--learning-rate",
 )
-_ONLINE_RATE: Final = 0.2
+_CAREFUL_RATE: Final = 0.2
 
 
 def distill(
@@ -196,7 +197,7 @@ def distill(
             )
         try:
             heat = tuple(temperature or _DEFAULTS.temperatures)
-            share = _ONLINE_RATE if online else 1.0
+            share = _CAREFUL_RATE if online or parallel > 1 else 1.0
             settings = TrainingSettings(
                 *(loss, seed, length, heat, bits, learning_rate, share), parallel=parallel
             )
@@ -424,7 +425,8 @@ class _Job:
             training.save_state(self._kept, content)
 
         count = len(parts.choosing) + len(parts.judging)
-        with signals_handled_by(stopping.request), _show_progress() as shown:
+        what = "acceptance" if mask is None else "right tokens a run"
+        with signals_handled_by(stopping.request), _show_progress(what) as shown:
             say(f"{len(parts.training)} texts to learn from; {count} are held back and prepared")
             try:
                 enough_s = (1.0 - _HELD_BACK_SHARE) * 60.0 * budget.minutes
@@ -688,7 +690,7 @@ def _write_places(judged: _Judgement) -> str:
     """Return a table of how often each place of a run is right if those before it are."""
     count = len(next(iter(judged.runs.values()))[0].right)
     title = "right by place, if those before are"
-    lines = [f"{title:<36}" + "".join(f"{place:<7}" for place in range(1, count + 1))]
+    lines = [f"{title:<44}" + "".join(f"{place:<7}" for place in range(1, count + 1))]
     for heat, texts in judged.runs.items():
         reached = sum(one.runs for one in texts)
         shares = ""
@@ -696,7 +698,7 @@ def _write_places(judged: _Judgement) -> str:
             right = sum(one.right[place] for one in texts)
             shares += f"{right / reached if reached else 0.0:<7.3f}"
             reached = right
-        lines.append(f"{f'temperature {heat:g}' if heat else 'greedy':<36}{shares}".rstrip())
+        lines.append(f"{f'temperature {heat:g}' if heat else 'greedy':<44}{shares}".rstrip())
     return "\n".join(lines)
 
 
@@ -706,10 +708,10 @@ def _write_table(verdict: Verdict, what: str) -> str:
         return f"{judged.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
     texts = f"{what}, texts held back: {verdict.texts}"
-    lines = [f"{texts:<36}{'before':<24}{'after':<24}gain"]
+    lines = [f"{texts:<44}{'before':<24}{'after':<24}gain"]
     for heat, (before, after, gain) in verdict.by_temperature.items():
         name = f"temperature {heat:g}" if heat else "greedy"
-        lines.append(f"{name:<36}{words(before):<24}{words(after):<24}{words(gain, '+')}")
+        lines.append(f"{name:<44}{words(before):<24}{words(after):<24}{words(gain, '+')}")
     return "\n".join(lines)
 
 
@@ -717,8 +719,8 @@ class _Shown:
     """Progress of texts and steps: a bar on a terminal, elsewhere a line now and then and with each
     new acceptance."""
 
-    def __init__(self, bar: BenchProgress, *, is_terminal: bool) -> None:
-        self._bar, self._is_terminal = bar, is_terminal
+    def __init__(self, bar: BenchProgress, what: str, *, is_terminal: bool) -> None:
+        self._bar, self._what, self._is_terminal = bar, what, is_terminal
         self._said_s = self._told = 0.0
         bar.expect(1.0)
 
@@ -726,7 +728,7 @@ class _Shown:
         """Show a step."""
         left = f"{now.tokens_per_s:.0f} tokens/s  {now.left_s / 60:.1f} min left"
         words = (
-            f"step {now.step} ({now.share:.0%})  loss {now.loss:.3f}  acceptance"
+            f"step {now.step} ({now.share:.0%})  loss {now.loss:.3f}  {self._what}"
             f" {now.acceptance:.3f}  {left}"
         )
         self._say(words, now.share, at_once=now.acceptance != self._told)
@@ -748,7 +750,8 @@ class _Shown:
 
 
 @contextmanager
-def _show_progress() -> Iterator[_Shown]:
+def _show_progress(what: str = "acceptance") -> Iterator[_Shown]:
+    """Show the progress of a training, in which ``what`` is judged now and then."""
     console = Console(stderr=True)
     with BenchProgress(console) as bar:
-        yield _Shown(bar, is_terminal=console.is_terminal)
+        yield _Shown(bar, what, is_terminal=console.is_terminal)
