@@ -25,6 +25,7 @@ from edgespec.testing import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.device.test_failover import make_pool
+from tests.present import require
 
 DICE = random.Random(4)
 PROMPT = [DICE.randrange(1, len(TOY_ALPHABET)) for _ in range(LEAST_TOKENS)]
@@ -132,13 +133,13 @@ async def test_a_first_one_that_is_left_early_is_forgotten() -> None:
 @pytest.mark.parametrize("pooled", [False, True], ids=["one verifier", "a pool"])
 async def test_an_older_machine_behind_the_same_address_gets_the_whole_prompt(pooled: bool) -> None:
     async with make_pair(pooled=pooled) as (agent, watched):
-        named = list[bool]()
+        named, output = list[bool](), list[int]()
         for is_old in (False, False, True):
             watched.is_old = is_old
             output = await generate(agent, 1)
             named += [one.prefix is not None for one in watched.opens]
             watched.opens.clear()
         assert named == [False, True, True, False]
-        assert agent.stats.counters.named_tokens == 0
+        assert require(agent.stats).counters.named_tokens == 0
     async with make_pair() as (agent, _):
         assert output == await generate(agent, 1)
