@@ -30,6 +30,7 @@ from edgespec.cli.running import (
 )
 from edgespec.config import ConfigError
 from edgespec.config.common import require_library
+from edgespec.config.files import read_text
 from edgespec.core.device.memory import AUTO, MachineMemory, MemoryBudget, parse_budget
 from edgespec.core.ports import ParallelDraft
 from edgespec.models import folders
@@ -496,7 +497,7 @@ class _Job:
         names = ("bos_token_id", "pad_token_id", "unk_token_id")
         used = end_ids(draft) | {folders.read_json(config).get(name) for name in names}
         templates = [
-            (self.draft / name).read_text(encoding="utf-8")
+            read_text(self.draft / name, folders.MAX_TOKENIZER_BYTES)
             for name in ("chat_template.jinja", "tokenizer_config.json")
             if (self.draft / name).is_file()
         ]

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from edgespec.config.files import read_bytes, replace_file
+from edgespec.config.files import open_to_read, read_bytes, replace_file
 from edgespec_sim.library import RunResult, make_result
 from edgespec_sim.links.network_trace import find_file
 from edgespec_sim.playing import (
@@ -50,6 +50,7 @@ ROUNDING: Final = 1e-9
 """Relative difference that is put down to the rounding of another version of Python."""
 _MAX_DIFFERENCES: Final = 20
 _MAX_MEMBER_BYTES: Final = 1 << 28
+_PART_BYTES: Final = 1 << 20
 _GIT_TIMEOUT_S: Final = 10.0
 # Fixed, so that equal results give equal bundles.
 _ZIP_DATE: Final = (2026, 1, 1, 0, 0, 0)
@@ -197,8 +198,7 @@ def _store_file(
         try:
             size = one.stat().st_size
             if size > MAX_FILE_BYTES:
-                with one.open("rb") as file:
-                    entry["sha256"].append(hashlib.file_digest(file, "sha256").hexdigest())
+                entry["sha256"].append(_hash_file(one))
                 entry["stored"].append("")
                 continue
             content = read_bytes(one, MAX_FILE_BYTES)
@@ -304,13 +304,13 @@ def _unpack(bundle: Bundle, folder: Path) -> Scenario:
     overrides: dict[str, object] = {}
     with zipfile.ZipFile(bundle.path) as archive:
         scenario_file = folder / "scenario.yaml"
-        scenario_file.write_bytes(_read_member(archive, "scenario.yaml"))
+        replace_file(scenario_file, _read_member(archive, "scenario.yaml"))
         for key, entry in bundle.head["files"].items():
             for index, stored in enumerate(entry.get("stored", ())):
                 if stored:
                     # The name in a stranger's file is not trusted with a path.
                     target = folder / PurePosixPath(stored).name
-                    target.write_bytes(_read_member(archive, stored))
+                    replace_file(target, _read_member(archive, stored))
                 else:
                     target = find_file(entry["name"], Path())
                     _check_large_file(bundle.path, key, target, entry["sha256"][index])
@@ -319,13 +319,20 @@ def _unpack(bundle: Bundle, folder: Path) -> Scenario:
     return load_scenario(str(scenario_file), overrides)
 
 
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_to_read(path) as file:
+        while part := file.buffer.read(_PART_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def _check_large_file(bundle: Path, key: str, path: Path, wanted: str) -> None:
     if not path.is_file():
         raise BundleError(
             f"{bundle}: {key} is {path}, which was too large for the bundle and is not here"
         )
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = _hash_file(path)
     if found != wanted:
         raise BundleError(f"{bundle}: {key} is {path}, whose SHA-256 is {found}, but was {wanted}")
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from edgespec.bench.arms import Arm
+from edgespec.config.files import write_output
 from edgespec_sim.playing import (
     SECONDS,
     ScenarioPoint,
@@ -241,7 +242,7 @@ def write_run(result: RunResult, folder: Path | str) -> list[Path]:
     refuse_to_replace(out)
     out.mkdir(parents=True, exist_ok=True)
     summary = out / SUMMARY
-    summary.write_text(result.summary.to_json(), encoding="utf-8")
+    write_output(summary, result.summary.to_json())
     return [summary, *report_on([out])]
 
 
