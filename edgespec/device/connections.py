@@ -22,6 +22,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -34,10 +35,15 @@ from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.device.remembered_verifiers import Greeting, recall_greeting, store_greeting
 from edgespec.wire.access import load_device_access
 from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
+from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 SLEPT_S: Final = 10.0
 """Seconds by which the wall clock must have run ahead of the monotonic one, which stands still
 while a machine sleeps, for the machine to count as woken. Corrections of the clock are smaller."""
+# One thread stores the answers of verifiers. An answer that does not get onto the disk in time is
+# asked for again by the next process.
+_MAX_WAITING_ANSWERS: Final = 16
+_STORE_TIMEOUT_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +82,12 @@ class Connections:
         self._greetings: dict[str, asyncio.Task[Greeting]] = {}
         """Greetings that are under way or were answered, by address."""
         self._storing: set[asyncio.Task[None]] = set()
+        self._disk = WorkerPool(
+            "storing the answer of a verifier",
+            threads=1,
+            max_waiting=_MAX_WAITING_ANSWERS,
+            timeout_s=_STORE_TIMEOUT_S,
+        )
         self._keeper: asyncio.Task[None] | None = None
         for address in self.addresses:  # An error is raised now and not at the first use.
             self._link(address, "")
@@ -144,6 +156,7 @@ class Connections:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._storing, return_exceptions=True)
+        self._disk.close()
         links, self._links = self._links, {}
         await asyncio.gather(*(one.transport.close() for one in links.values()))
 
@@ -211,10 +224,15 @@ class Connections:
         greeting = Greeting(answer.info, announced, refusal)
         known = recall_greeting(address)
         if known is None or not greeting.is_same_as(known):
-            task = asyncio.create_task(asyncio.to_thread(store_greeting, address, greeting))
+            task = asyncio.create_task(self._store(address, greeting))
             self._storing.add(task)
             task.add_done_callback(self._storing.discard)
         return greeting
+
+    async def _store(self, address: str, greeting: Greeting) -> None:
+        """Store a greeting for later processes, if the disk is quick enough."""
+        with suppress(PoolBusyError, PoolLateError):
+            await self._disk.run(store_greeting, address, greeting)
 
     async def _request_texts(self, address: str, link: _Link) -> tuple[Announcement | None, str]:
         """Return what the verifier lends, or why it lends nothing. Raises ``LinkError`` if the link

@@ -323,7 +323,7 @@ def test_the_doctor_asks_the_verifier(
         output = " ".join(run_command("doctor", "--verifier", address).stdout.split())
     assert f"verifier at {address}: serves toy" in output
     assert (
-        f"{no_session}, each with up to 128 draft nodes (64 per pass) and a lease of 30 s" in output
+        f"{no_session}, each with up to 256 draft nodes (64 per pass) and a lease of 30 s" in output
     )
     result = run_command("doctor", "--verifier", dead)
     assert result.exit_code == 1

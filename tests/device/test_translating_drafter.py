@@ -24,6 +24,7 @@ from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierCo
 from edgespec.config.common import SetupError
 from edgespec.core import ports
 from edgespec.core.device.goodput_policy import PolicyName
+from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import build
 from edgespec.device.agent import Agent
@@ -287,7 +288,8 @@ def configure(address: str, draft: object) -> AgentConfig:
     return AgentConfig(
         verifier=address,
         draft=DraftSection(str(draft), bits=32),
-        policy=PolicySection(name=PolicyName.WINDOWED),
+        # A verifier that waits gets drafts however slow the machine is.
+        policy=PolicySection(name=PolicyName.WINDOWED, run_ahead=RunAhead.NEVER),
     )
 
 

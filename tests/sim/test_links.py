@@ -335,12 +335,12 @@ WORLD = load_scenario(str(ROOT / "tests/sim/worlds/lossy.yaml"))
 @pytest.mark.parametrize("loss", [0.0, 1e-9])
 def test_only_the_first_request_of_a_device_pays_for_connecting(loss: float) -> None:
     """Later requests use the existing connection, like a gRPC channel. The connection took a round
-    trip each for TCP, TLS and the settings of HTTP/2."""
+    trip each for TCP and TLS."""
     wan = LinkSection(rtt_ms=100.0, loss=loss)
     device = replace(WORLD.devices["laptop"], count=1)
     world = replace(WORLD, links={"wan": wan}, devices={"laptop": device})
     records = play(Job(world, Arm.TARGET_ONLY, 0, 1, pathlib.Path())).meters.records
     ttfts_s = [record.ttft_s for record in records]
-    assert ttfts_s[0] == pytest.approx(0.3 + 0.1 + 0.025, abs=1e-6)
+    assert ttfts_s[0] == pytest.approx(0.2 + 0.1 + 0.025, abs=1e-6)
     assert ttfts_s[1:] == pytest.approx([0.125] * (len(ttfts_s) - 1), abs=1e-6)
     assert len(ttfts_s) > 5

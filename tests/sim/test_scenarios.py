@@ -28,6 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpened
+from edgespec.core.verifier.prefix_store import PREFIX_BLOCK
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.commands.play import show
 from edgespec_sim.event_queue import EventQueue
@@ -457,14 +458,16 @@ AGENTS = replace(
 @pytest.mark.parametrize("source", [sc.TokensFrom.PROCESS, sc.TokensFrom.TOY])
 def test_a_further_turn_computes_only_what_is_new(source: sc.TokensFrom) -> None:
     """Prompts have 3,000, 3,120, ... 3,480 tokens: of ten in two conversations 80 % and more are
-    cached, and only the first turns wait for a whole prompt."""
+    cached, and only the first turns wait for a whole prompt. A further turn sends its new tokens,
+    and at most a block before them, in one to three bytes each and at most 200 beside them."""
     summary = run(replace(AGENTS, tokens=sc.TokensSection(source=source)))
     for arm in summary.arms:
         assert (arm.all.requests, arm.all.mismatches) == (20, 0)
         (verifier,) = arm.verifiers
         assert 0.7 < require(verifier.cached_share) < 0.8
-        tokens = 5 * 3_000 + 120 * (1 + 2 + 3 + 4)
-        assert 5 * require(arm.all.request_bytes) > tokens
+        conversation_bytes = 5 * require(arm.all.request_bytes)
+        assert 3_000 + 4 * 120 < conversation_bytes
+        assert conversation_bytes < 3 * (3_000 + 4 * (120 + PREFIX_BLOCK)) + 5 * 200
         ttfts_s = sorted(row.ttft_s or 0.0 for row in arm.rows)
         assert ttfts_s[-4] > 3_000 * 0.2e-3
         assert ttfts_s[-5] < 0.4

@@ -470,10 +470,12 @@ def commits_are_made_up_on_the_way(send_down: Any, stream: Stream, message: Any)
 
 
 @BREAKS.of(Stream, "_arrive_down")
-def a_message_changes_on_the_way(arrive_down: Any, stream: Stream, message: Any) -> None:
+def a_message_changes_on_the_way(
+    arrive_down: Any, stream: Stream, message: Any, sent_s: float
+) -> None:
     if isinstance(message, Commit):
         message = replace(message, tokens=message.tokens[::-1])
-    arrive_down(stream, message)
+    arrive_down(stream, message, sent_s)
 
 
 @BREAKS.of(User, "_energy_j")

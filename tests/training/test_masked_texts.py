@@ -122,7 +122,7 @@ class Cycles(HeldBack):
     """Held-back texts whose choices are their own tokens."""
 
     def __init__(self) -> None:
-        self.id_count = SIZE
+        self.id_count, self._is_translated = SIZE, False
 
     def check(self) -> None:
         """Go on."""
