@@ -28,8 +28,7 @@ import os
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -80,45 +79,48 @@ class DelayingProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        accepted_s = time.monotonic()
+        accepted_s, accepting = time.monotonic(), asyncio.current_task()
+        assert accepting is not None
+        self._tasks.add(accepting)
+        accepting.add_done_callback(self._tasks.discard)
+        opened: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+        # Reading begins at once: the system has accepted the connection, so the device sends now
+        # what it would send when the handshake has come back.
+        self._start(self._carry(near, opened, accepted_s + self._rtt_s, is_up=True))
         try:
             # The device's acknowledgement, which ends the handshake, arrives after 1.5 trips.
             await asyncio.sleep(1.5 * self._rtt_s)
             far, to_far = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:
+            opened.cancel()
             to_near.close()
             return
-        finally:
-            self._tasks.discard(task)
-        for source, sink, earliest_s, is_up in (
-            (near, to_far, accepted_s + self._rtt_s, True),
-            (far, to_near, 0.0, False),
-        ):
-            carrying = asyncio.create_task(self._carry(source, sink, earliest_s, is_up=is_up))
-            self._tasks.add(carrying)
-            carrying.add_done_callback(self._tasks.discard)
+        opened.set_result(to_far)
+        returning: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+        returning.set_result(to_near)
+        self._start(self._carry(far, returning, 0.0, is_up=False))
+
+    def _start(self, carrying: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(carrying)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _carry(
         self,
         source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
+        opened: asyncio.Future[asyncio.StreamWriter],
         earliest_s: float,
         *,
         is_up: bool,
     ) -> None:
-        """Carry one direction. Bytes that were sent before ``earliest_s`` count as sent then."""
-        waiting: deque[tuple[float, bytes]] = deque()
-        arrived = asyncio.Event()
+        """Carry one direction to the writer that ``opened`` gets. Bytes that were sent before
+        ``earliest_s`` count as sent then."""
+        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
         async def deliver() -> None:
+            sink = await opened
             while True:
-                while not waiting:
-                    arrived.clear()
-                    await arrived.wait()
-                due_s, data = waiting.popleft()
+                due_s, data = await waiting.get()
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                 if not data:
                     with suppress(OSError, RuntimeError):
@@ -138,8 +140,7 @@ class DelayingProxy:
                 else:
                     self.bytes_down += len(data)
                 sent_s = max(time.monotonic(), earliest_s)
-                waiting.append((sent_s + self._rtt_s / 2, data))
-                arrived.set()
+                waiting.put_nowait((sent_s + self._rtt_s / 2, data))
                 if not data:
                     await delivering
                     return
@@ -147,7 +148,8 @@ class DelayingProxy:
             return
         finally:
             delivering.cancel()
-            sink.close()
+            if opened.done() and not opened.cancelled():
+                opened.result().close()
 
 
 # --- one process that measures --------------------------------------------------------------------
