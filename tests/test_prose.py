@@ -117,6 +117,7 @@ def test_no_function_has_a_name_that_means_six_things() -> None:
         pytest.param("wire: What a caller needs stands where it is called", 1, id="a riddle"),
         pytest.param("Reject drafts", 1, id="no area"),
         pytest.param("wire: Reject drafts.", 1, id="a full stop"),
+        pytest.param("tests: Feed long prompts", 0, id="an order that ends like a past form"),
         pytest.param("wire: Reject " + "x" * 72, 1, id="too long"),
     ],
 )

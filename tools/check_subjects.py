@@ -24,6 +24,9 @@ NO_VERBS = frozenset(
     " Which Who Whoever Why With".split()
 )
 
+# Imperatives that end like other forms of a verb.
+IMPERATIVES = frozenset("Bring Embed Exceed Feed Ping Proceed Seed Shed Speed".split())
+
 
 def broken_rules(subject: str) -> Iterator[str]:
     """Yield each rule that ``subject``, the first line of a commit's message, breaks."""
@@ -32,7 +35,9 @@ def broken_rules(subject: str) -> Iterator[str]:
     match = SUBJECT.fullmatch(subject)
     if match is None:
         yield "not of the form `area: Verb ...`, without a full stop"
-    elif (verb := match["verb"]) in NO_VERBS or verb.endswith(("ed", "ing")):
+    elif (verb := match["verb"]) in NO_VERBS or (
+        verb.endswith(("ed", "ing")) and verb not in IMPERATIVES
+    ):
         yield f"`{verb}` is not a verb in the imperative"
 
 
