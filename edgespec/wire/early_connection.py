@@ -34,6 +34,9 @@ from edgespec.wire.channel_options import Options
 IS_SUPPORTED: Final = hasattr(socket, "AF_UNIX") and os.name == "posix"
 """Whether this system has sockets that only this user's processes can reach."""
 _READ_BYTES: Final = 1 << 16
+_FIRST_BYTES_TIMEOUT_S: Final = 2.0
+"""Seconds that the library has to send its first bytes after the verifier's handshakes. They take a
+millisecond where they come at all. Meanwhile the usual connection is used if it is ready first."""
 _PREFACE_BYTES: Final = 24
 """Size of the text with which a client opens an HTTP/2 connection."""
 _FRAME_HEADER_BYTES: Final = 9
@@ -103,11 +106,14 @@ class EarlyConnection:
                 # Only this user's processes can enter the folder.
                 with temporary_folder() as folder:
                     near, far = await self._connect_both(folder / "socket")
+                first = await self._read_first(near[0])
         except TimeoutError:
             why = f"no connection to {self._address} within {self._timeout_s:g} s"
             raise OSError(why) from None
+        acks = SettingsAckFilter()
+        far[1].write(acks.remove(first))
         self._pumps = [
-            asyncio.create_task(_pump(near[0], far[1], SettingsAckFilter().remove)),
+            asyncio.create_task(_pump(near[0], far[1], acks.remove)),
             asyncio.create_task(_pump(far[0], near[1], self._note_received)),
         ]
 
@@ -121,6 +127,21 @@ class EarlyConnection:
             return await self._connected, far
         finally:
             server.close()
+
+    async def _read_first(self, near: asyncio.StreamReader) -> bytes:
+        """Return the first bytes that the library sends. Raises ``OSError`` if there are none.
+
+        The library opens its connection with a text that waits for nothing. Once in a dozen times
+        it did not, for reasons of its own, and the calls on that channel hung until their time was
+        up. The usual connection then serves."""
+        try:
+            async with asyncio.timeout(_FIRST_BYTES_TIMEOUT_S):
+                first = await near.read(_READ_BYTES)
+        except TimeoutError:
+            raise OSError("the library does not use its connection") from None
+        if not first:
+            raise OSError("the library closed its connection")
+        return first
 
     def _note_received(self, data: bytes) -> bytes:
         self._has_received = True

@@ -7,16 +7,20 @@ needed no answer from there.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc.aio
 import pytest
 
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError, VerifierStream
 from edgespec.core.protocol import messages as m
 from edgespec.testing import play_output
+from edgespec.wire import early_connection
 from edgespec.wire.access import DeviceAccess, ServerAccess, load_tls_access
+from edgespec.wire.channel_options import Options
 from edgespec.wire.early_connection import SettingsAckFilter
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.shaped import PLAIN_TRIPS, TLS_TRIPS
@@ -181,6 +185,58 @@ async def test_generations_go_on_over_the_usual_connection_and_the_early_one_is_
             assert await first_tokens(transport) == OUTPUT[:1]
         await wait_until(lambda: link.connection_count == 1)
         assert await first_tokens(transport) == OUTPUT[:1]
+
+
+class SilentChannel:
+    """A channel of the library that connects and never sends anything, which was seen."""
+
+    def __init__(self, target: str, options: object) -> None:
+        self._path = target.removeprefix("unix:")
+        self._socket = socket.socket(socket.AF_UNIX)
+
+    def get_state(self, try_to_connect: bool) -> None:
+        self._socket.setblocking(False)
+        self._socket.connect(self._path)
+
+    async def close(self, grace: None) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def _silent_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_channel = grpc.aio.insecure_channel
+
+    def connect(target: str, options: Options) -> object:
+        kind = SilentChannel if target.startswith("unix:") else make_channel
+        return kind(target, options)
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", connect)
+
+
+@pytest.mark.usefixtures("_silent_library")
+async def test_a_library_that_sends_nothing_costs_a_trip_and_no_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the first tokens come over the usual connection, while the early one waits."""
+    monkeypatch.setattr(early_connection, "_FIRST_BYTES_TIMEOUT_S", 600.0)
+    async with link_to(Verifier()) as (link, transport):
+        for upwards in (True, False):
+            link.release(upwards=upwards)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await first_tokens(transport) == OUTPUT[:1]
+        assert transport._early is None or not transport._early.is_usable
+
+
+@pytest.mark.usefixtures("_silent_library")
+async def test_a_silent_library_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_connection, "_FIRST_BYTES_TIMEOUT_S", 0.0)
+    async with serve_streams(Verifier().serve) as (daemon, _):
+        address = f"127.0.0.1:{daemon.port}"
+        early = early_connection.EarlyConnection(address, DeviceAccess(), [], PATIENCE_S)
+        with pytest.raises(OSError, match="the library does not use its connection"):
+            await early.opened
+        assert not early.is_usable
+        await early.close()
 
 
 async def test_a_connection_that_breaks_breaks_its_streams_and_the_next_one_works() -> None:
