@@ -12,7 +12,6 @@ import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,11 @@ from edgespec.device.agent import Agent
 from edgespec.device.drafter_pool import in_own_ids
 from edgespec.device.status import StatusSource
 from edgespec.device.translating_drafter import TranslatingDrafter
-from edgespec.models.byte_vocabulary import ByteVocabulary
 from edgespec.models.translation import Translation
 from edgespec.sampling.arrays import NoiseIds, best_candidates
 from tests.kit.live_verifier import serve_toy
 from tests.kit.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from tests.kit.tokenizer_families import FAMILIES, load_family, write_tokenizer
+from tests.kit.tokenizer_families import FAMILIES, load_pair, write_tokenizer
 from tests.kit.translation_worlds import KnowingDrafter, play_text
 from tests.present import require
 
@@ -47,16 +45,6 @@ GREEDY = SamplingParams()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
-
-
-@cache
-def load(family: str, folder: Path) -> ByteVocabulary:
-    return load_family(family, folder)
-
-
-@cache
-def pair_of(target: str, draft: str, folder: Path) -> Translation:
-    return Translation(load(target, folder), load(draft, folder))
 
 
 class NamingDrafter(KnowingDrafter):
@@ -101,12 +89,12 @@ def test_a_draft_that_knows_the_text_writes_it(target: str, folder: Path) -> Non
     for draft in FAMILIES:
         for number in range(CASES):
             dice = random.Random(f"{target} {draft} {number}")
-            proposed += play_text(pair_of(target, draft, folder), dice, number % 3)[0]
+            proposed += play_text(load_pair(target, draft, folder), dice, number % 3)[0]
     assert proposed > 4 * CASES * len(FAMILIES)
 
 
 def test_one_word_may_be_several_ids_and_needs_one_step(folder: Path) -> None:
-    pair = pair_of("smollm", "gpt-oss", folder)
+    pair = load_pair("smollm", "gpt-oss", folder)
     long = next(
         one for _, one in pair.draft.words() if len(pair.target.encode(one)) == 3 and one.isalpha()
     )
@@ -124,7 +112,7 @@ def test_one_word_may_be_several_ids_and_needs_one_step(folder: Path) -> None:
 
 
 def test_several_words_may_be_one_id(folder: Path) -> None:
-    pair = pair_of("gpt-oss", "smollm", folder)
+    pair = load_pair("gpt-oss", "smollm", folder)
     found = [one for _, one in pair.target.words() if len(pair.draft.encode(one)) == 2]
     long = next(one for one in found if one.startswith(b" ") and one.strip().isalpha())
     first, second = pair.draft.encode(long)
@@ -137,7 +125,7 @@ def test_several_words_may_be_one_id(folder: Path) -> None:
 
 
 def test_other_candidates_become_siblings(folder: Path) -> None:
-    pair = pair_of("llama3", "smollm", folder)
+    pair = load_pair("llama3", "smollm", folder)
     end = pair.draft.tokenizer.added["<|im_end|>"]
     named = [(word(pair, " the"), -0.2), (word(pair, " a"), -2.0), (end, -3.0)]
     drafter = translate(pair, NamingDrafter(pair, named))
@@ -151,7 +139,7 @@ def test_other_candidates_become_siblings(folder: Path) -> None:
 
 
 def test_both_readings_at_the_seam_are_siblings(folder: Path) -> None:
-    pair = pair_of("llama3", "smollm", folder)
+    pair = load_pair("llama3", "smollm", folder)
     alike = 0
     for committed, drafted in (("2", "34"), ("un", "der"), (" ", " x"), ("\n", "\n"), ("it", "'s")):
         text = translate(pair, NamingDrafter(pair))._text
@@ -170,7 +158,7 @@ def test_both_readings_at_the_seam_are_siblings(folder: Path) -> None:
 
 
 def test_an_end_without_a_twin_ends_the_chain(folder: Path) -> None:
-    pair = pair_of("gemma", "mistral", folder)
+    pair = load_pair("gemma", "mistral", folder)
     mark = pair.draft.tokenizer.added["[INST]"]
     drafter = translate(pair, NamingDrafter(pair, [(mark, -0.1)]))
     prompt = pair.target.tokenizer.encode("the fox")
@@ -181,7 +169,7 @@ def test_an_end_without_a_twin_ends_the_chain(folder: Path) -> None:
 
 
 def test_a_contradicted_draft_is_forgotten_and_little_is_fed_again(folder: Path) -> None:
-    pair = pair_of("smollm", "gemma", folder)
+    pair = load_pair("smollm", "gemma", folder)
     inner = NamingDrafter(pair, *([(word(pair, one), -0.5)] for one in (" over", " the", " lazy")))
     drafter = translate(pair, inner)
     prompt = pair.target.tokenizer.encode("The quick brown fox jumps")
@@ -196,7 +184,7 @@ def test_a_contradicted_draft_is_forgotten_and_little_is_fed_again(folder: Path)
 
 
 def test_a_failed_step_loses_only_its_own_rows(folder: Path) -> None:
-    pair = pair_of("smollm", "gemma", folder)
+    pair = load_pair("smollm", "gemma", folder)
     inner = NamingDrafter(pair, [], [(word(pair, " the"), -0.5)])
     drafter = translate(pair, inner)
     prompt = pair.target.tokenizer.encode("jumps over")
@@ -215,7 +203,7 @@ def test_a_failed_step_loses_only_its_own_rows(folder: Path) -> None:
 
 
 def test_a_text_that_outgrows_the_drafts_context_gets_no_candidates(folder: Path) -> None:
-    pair = pair_of("gpt-oss", "smollm", folder)
+    pair = load_pair("gpt-oss", "smollm", folder)
     long = [word for _, word in pair.target.words() if len(pair.draft.encode(word)) > 2][-1]
     inner = NamingDrafter(pair, [(word(pair, " a"), -0.5)])
     inner.info = replace(inner.info, context_length=10)
@@ -228,7 +216,7 @@ def test_a_text_that_outgrows_the_drafts_context_gets_no_candidates(folder: Path
 
 
 def test_a_constraint_and_a_minimum_hold_in_ids_of_the_target(folder: Path) -> None:
-    pair = pair_of("llama3", "smollm", folder)
+    pair = load_pair("llama3", "smollm", folder)
     end, twin = pair.draft.tokenizer.added["<|im_end|>"], pair.target.tokenizer.added["<|eot_id|>"]
     twin = pair.special_to_target.get(end, twin)
     named = [(end, -0.1), (word(pair, " a"), -2.0)]
@@ -241,7 +229,7 @@ def test_a_constraint_and_a_minimum_hold_in_ids_of_the_target(folder: Path) -> N
 
 
 def test_a_draft_alone_uses_its_own_ids(folder: Path) -> None:
-    pair = pair_of("smollm", "gemma", folder)
+    pair = load_pair("smollm", "gemma", folder)
     inner = NamingDrafter(pair)
     drafter = translate(pair, inner)
     assert drafter.info.vocabulary == "target"

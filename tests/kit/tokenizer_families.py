@@ -26,6 +26,7 @@ from tokenizers import (
 
 from edgespec.models.byte_vocabulary import ByteVocabulary
 from edgespec.models.tokenizer import TextTokenizer
+from edgespec.models.translation import Translation
 from tests.sources import ROOT
 
 CHATML: Final = (
@@ -222,6 +223,13 @@ def write_tokenizer(family: str, folder: Path) -> Path:
     return folder
 
 
+@cache
 def load_family(family: str, folder: Path) -> ByteVocabulary:
     """Return the byte vocabulary of a family, whose files are written into ``folder``."""
     return ByteVocabulary(TextTokenizer(write_tokenizer(family, folder / family)), family)
+
+
+@cache
+def load_pair(target: str, draft: str, folder: Path) -> Translation:
+    """Return the translation between two families, whose files are written into ``folder``."""
+    return Translation(load_family(target, folder), load_family(draft, folder))

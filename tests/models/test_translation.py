@@ -7,7 +7,6 @@ draft's own template.
 from __future__ import annotations
 
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.translated_text import TranslatedText
 from edgespec.models.translation import Translation, describe_translation
-from tests.kit.tokenizer_families import FAMILIES, load_family, write_tokenizer
+from tests.kit.tokenizer_families import FAMILIES, load_family, load_pair, write_tokenizer
 from tests.kit.translation_worlds import check_cuts, random_text
 
 CASES = 15
@@ -40,29 +39,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@cache
-def load(family: str, folder: Path) -> ByteVocabulary:
-    return load_family(family, folder)
-
-
-@cache
-def pair_of(target: str, draft: str, folder: Path) -> Translation:
-    return Translation(load(target, folder), load(draft, folder))
-
-
 @pytest.mark.parametrize("target", FAMILIES)
 def test_no_byte_is_lost_and_committed_ids_stay(target: str, folder: Path) -> None:
     cuts = 0
     for draft in FAMILIES:
         for number in range(CASES):
             dice = random.Random(f"{target} {draft} {number}")
-            cuts += check_cuts(pair_of(target, draft, folder), dice)
+            cuts += check_cuts(load_pair(target, draft, folder), dice)
     assert cuts > 2 * CASES * len(FAMILIES)
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one != "superwords"])
 def test_a_text_can_be_cut_where_a_word_ends(family: str, folder: Path) -> None:
-    vocabulary, dice, cut = load(family, folder), random.Random(family), 0
+    vocabulary, dice, cut = load_family(family, folder), random.Random(family), 0
     assert vocabulary.has_word_ends
     for _ in range(300):
         data = random_text(dice).encode()
@@ -74,7 +63,7 @@ def test_a_text_can_be_cut_where_a_word_ends(family: str, folder: Path) -> None:
 
 
 def test_tokens_of_several_words_leave_no_place_to_cut(folder: Path) -> None:
-    assert not load("superwords", folder).has_word_ends
+    assert not load_family("superwords", folder).has_word_ends
 
 
 @pytest.mark.parametrize(
@@ -108,7 +97,7 @@ def test_a_beginning_of_a_character_is_unfinished(letter: str) -> None:
 
 def test_bytes_of_no_character_become_single_bytes(folder: Path) -> None:
     for family in FAMILIES:
-        vocabulary = load(family, folder)
+        vocabulary = load_family(family, folder)
         data = b"ab\xff\xfe\x80 cd\xe4\xb8"
         assert vocabulary.text_bytes(vocabulary.encode(data)) == data
 
@@ -119,7 +108,7 @@ def test_a_tokenizer_without_bytes_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_names_of_special_tokens_are_letters_in_a_piece(folder: Path) -> None:
-    vocabulary = load("smollm", folder)
+    vocabulary = load_family("smollm", folder)
     name = "<|im_end|>"
     special = vocabulary.tokenizer.added[name]
     ids = vocabulary.encode(f"a {name}{name} b".encode())
@@ -129,7 +118,7 @@ def test_names_of_special_tokens_are_letters_in_a_piece(folder: Path) -> None:
 
 
 def test_a_lent_tokenizer_is_translated_in_its_process(folder: Path) -> None:
-    own = load("llama2", folder)
+    own = load_family("llama2", folder)
     lent = RemoteTokenizer(folder / "llama2")
     try:
         other = ByteVocabulary(lent, "lent")
@@ -150,12 +139,12 @@ def special(vocabulary: ByteVocabulary, *names: str) -> list[int]:
 
 
 def test_ends_have_twins_by_their_role(folder: Path) -> None:
-    pair = pair_of("gemma", "smollm", folder)
+    pair = load_pair("gemma", "smollm", folder)
     text, turn = special(pair.target, "<eos>", "<end_of_turn>")
     own_text, own_turn = special(pair.draft, "<|endoftext|>", "<|im_end|>")
     assert pair.special_to_draft == {text: own_text, turn: own_turn}
     assert pair.special_to_target == {own_text: text, own_turn: turn}
-    same = pair_of("qwen", "smollm", folder)
+    same = load_pair("qwen", "smollm", folder)
     ids = special(same.target, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
     twins = special(same.draft, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
     assert same.special_to_draft == dict(zip(ids, twins, strict=True))
@@ -169,7 +158,7 @@ def test_ends_have_twins_by_their_role(folder: Path) -> None:
 def test_a_chat_prompt_is_the_one_of_the_drafts_own_template(
     target: str, draft: str, count: int, folder: Path
 ) -> None:
-    pair = pair_of(target, draft, folder)
+    pair = load_pair(target, draft, folder)
 
     def prompt(vocabulary: ByteVocabulary) -> list[int]:
         tokenizer: Any = vocabulary.tokenizer
@@ -188,7 +177,7 @@ def test_a_chat_prompt_is_the_one_of_the_drafts_own_template(
 
 
 def test_a_text_begins_as_texts_of_the_draft_do(folder: Path) -> None:
-    pair = pair_of("llama3", "gemma", folder)
+    pair = load_pair("llama3", "gemma", folder)
     bos, *others = special(pair.target, "<|begin_of_text|>", "<|end_of_text|>")
     words = pair.target.encode(b"The fox")
     text = TranslatedText(pair, 1)
@@ -199,7 +188,7 @@ def test_a_text_begins_as_texts_of_the_draft_do(folder: Path) -> None:
         assert not text.ends_untranslated
     text.append(others)
     assert not text.ends_untranslated  # an end of a text
-    unknown = pair_of("mistral", "gemma", folder)
+    unknown = load_pair("mistral", "gemma", folder)
     text = TranslatedText(unknown, 1)
     text.append([*unknown.target.encode(b"a"), *special(unknown.target, "[INST]")])
     assert text.ends_untranslated
@@ -209,7 +198,7 @@ def test_a_text_begins_as_texts_of_the_draft_do(folder: Path) -> None:
 
 
 def test_a_word_of_both_gets_the_noise_of_the_targets_id(folder: Path) -> None:
-    pair = pair_of("gemma", "smollm", folder)
+    pair = load_pair("gemma", "smollm", folder)
     noise = pair.noise_ids(pair.draft.size + 5)
     theirs = {word: token for token, word in reversed([*pair.target.words()])}
     shared = 0
