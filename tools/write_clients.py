@@ -13,8 +13,8 @@ _HEAD: Final = """# Clients
 
 Programs and libraries that run against `edgespec serve` unchanged: the lines that point each of
 them at the endpoint, and what was seen. The page is written by `python -m tools.write_clients` from
-`tests/clients/clients.yaml` and the record of the last `make clients`. [The endpoint](endpoint.md)
-has the APIs and their parameters.
+`tests/clients/clients.yaml` and the record of the last `make clients`.
+[The endpoint](endpoint/README.md) has the APIs and their parameters.
 
 A client that is not here usually has a field for an *OpenAI-compatible* base URL. Give it
 `http://127.0.0.1:7421/v1`, any key, and the model `edgespec`. Where it wants Anthropic's or

@@ -30,7 +30,8 @@ from edgespec.models.translation import Translation
 from edgespec.sampling.arrays import MAX_WIDTH, NoiseIds
 
 LOOKAHEAD_WORDS: Final = 0
-"""Words of the draft that are drafted behind an id that could still grow (docs/measurements.md)."""
+"""Words of the draft that are drafted behind an id that could still grow
+(docs/measurements/drafts.md)."""
 _SETTLING_IDS: Final = 2
 """Ids of the target behind the first one that settle it although no word has ended."""
 _UNFINISHED_RUNS: Final = 3

@@ -12,7 +12,7 @@ no model.)
 Graphs of other tools are in the folder itself or in its ``onnx/``, one file for each *variant*:
 ``model_q4.onnx`` is ``q4``, ``model.onnx`` is ``fp32``, and the one that a ``genai_config.json``
 names is ``genai``. If a folder has both safetensors and graphs, the checkpoint is exported, since
-the graph made from it is faster (see docs/decisions.md), unless a variant is requested.
+the graph made from it is faster (see docs/decisions/device.md), unless a variant is requested.
 
 Only the needed files of a repository on the Hub are fetched. For a draft that is first the list of
 files, then the tokenizer and configuration to compare vocabularies, then one variant with its
@@ -50,7 +50,7 @@ from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 AUTO = "auto"
 VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
 """Variants in the order of preference: small ones first, bnb4 behind the types that are faster on
-CPUs (docs/measurements.md)."""
+CPUs (docs/measurements/device.md)."""
 
 GENAI_CONFIG = "genai_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja")

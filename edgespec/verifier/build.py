@@ -316,7 +316,8 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     _ = source.sampling  # raises for an invalid file, from which devices take their defaults
     _check_draft(config, info.vocabulary)
     # torch uses huge pages under large tensors then: products of few rows read all weights, and
-    # look up fewer pages (measurements.md). This must precede the process's first tensor.
+    # look up fewer pages (docs/measurements/passes.md). This must precede the process's first
+    # tensor.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if config.canonical is not False:
         prefer_reproducible_products()

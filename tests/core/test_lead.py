@@ -1,7 +1,7 @@
 """The lead that a device needs, its chance, and the speed with drafts.
 
 Oracles: arithmetic by hand; a verifier and a device played token by token with coins; the speeds
-that were measured with a real pair (docs/measurements.md).
+that were measured with a real pair (docs/measurements/lead.md).
 """
 
 from __future__ import annotations

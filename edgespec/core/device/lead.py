@@ -16,7 +16,7 @@ With a token in 25 ms, drafted tokens of 8 ms and a round trip of 50 ms, m is 2.
 
 **Runs.** With acceptance rate a, a run has n right tokens or more with chance a**n, as if places
 were independent of one another. Real texts are easy or hard for a while, and a second candidate
-may continue a run, which makes long runs more frequent (docs/measurements.md).
+may continue a run, which makes long runs more frequent (docs/measurements/lead.md).
 
 **Speed.** Let the verifier's passes begin at i * pass_s after the wrong token, and let arrived(t)
 be the number of drafted tokens that are there at t. Where they are all right, pass i ends with
@@ -123,7 +123,7 @@ def find_case(estimates: DraftEstimates) -> DraftingCase | None:
 def find_lead(case: DraftingCase) -> Lead:
     """Return the lead that a device needs, its chance, and the speed with drafts.
 
-    Source: the formulas above. ``docs/measurements.md`` compares them with played sessions."""
+    Source: the formulas above. ``docs/measurements/lead.md`` compares them with played sessions."""
     if math.isinf(tokens := case.lead_tokens):
         return Lead(tokens, 0.0, 1.0)
     return Lead(tokens, case.lead_chance, _estimate_speedup(case))
@@ -178,7 +178,7 @@ QUICKER: Final = 2.0
 """Times that a quicker draft's step is shorter: half of the weights, or of their bits."""
 PARALLEL_TOKENS, PARALLEL_COST = 4, 2.0
 """Tokens that a parallel draft makes in a step, and the duration of such a step in plain steps
-(docs/measurements.md: 1.5 to 2.5)."""
+(docs/measurements/drafts.md: 1.5 to 2.5)."""
 
 
 def list_changes(case: DraftingCase) -> tuple[Change, ...]:

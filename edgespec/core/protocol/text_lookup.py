@@ -61,8 +61,8 @@ _CORPUS_KINDS: Final = (0, 0, 0, 1, 1, *[2] * 4, *[3] * 7, 4)
 _SHARES: Final = 3
 
 # Measured chances on outputs of the bundled target, code and summaries, and for 16 tokens in a
-# corpus on edited files (docs/measurements.md): first candidates by kind, and the factor for second
-# ones.
+# corpus on edited files (docs/measurements/edits.md): first candidates by kind, and the factor for
+# second ones.
 _INITIAL_CHANCES: Final = tuple(
     rate * share for rate in (0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3) for share in (1.0, 0.5)
 ) + tuple(

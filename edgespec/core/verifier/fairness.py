@@ -54,7 +54,7 @@ LOOP_S = 2e-4
 """Seconds that a session in a pass costs the event loop at least. The commit is made and written
 while the next pass runs, so the durations of passes do not show this cost. The value lies between
 the processor times that ``benchmarks/daemon_load.py`` measured with 64 sessions and more: 0.08 to
-0.11 ms on quiet cores and 0.2 to 0.3 ms on busy ones (docs/measurements.md).
+0.11 ms on quiet cores and 0.2 to 0.3 ms on busy ones (docs/measurements/server.md).
 """
 # Tolerance for comparing bucket levels: a sum of floats may stay this short of a paid debt.
 _TOKEN = 1e-6

@@ -258,7 +258,7 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
     Where nearly all nodes are accepted a longer wait does no harm. The limit is then the share (a -
     ``unsure``) / (``sure`` - ``unsure``) of a pass, clipped to [0, 1]. Waiting a whole pass for one
     node costs nothing at a rate above 0.92, and 5 % of the speed at 0.8 (virtual time,
-    docs/measurements.md).
+    docs/measurements/policy.md).
 
     A wait is in vain if no draft arrives. Let a draft arrive with probability p (``arrival_rate``)
     after e passes, and save s passes. A wait of at most p * s passes gains p * (s - e) where it

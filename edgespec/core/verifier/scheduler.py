@@ -103,7 +103,7 @@ def is_decoding(session: VerifySession) -> bool:
 # The cost for a prompt: with equal rows it is fed in the part share / (1 + share) of the time,
 # so a share of 0.25 makes its first token 5 times as late as alone, and a share of 3.3 1.3 times as
 # late. With free rows it is hardly late at all: in the second example 132 rows in 28.8 ms are as
-# many a second as a pass of 1,024 prompt rows computes (docs/measurements.md).
+# many a second as a pass of 1,024 prompt rows computes (docs/measurements/long-prompts.md).
 #
 # Prompts that arrive steadily have to be fed as fast as they arrive: the budget is three times what
 # ``PromptLoad`` measures if that is more, up to three fifths of the verifier's time. There,

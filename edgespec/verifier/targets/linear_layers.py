@@ -92,7 +92,7 @@ class NarrowEmbedding(torch.nn.Module):
 
 def quick_rows() -> int:
     """Return the row count below which a packed product takes no less time. With AVX512 oneDNN
-    computes 4 rows in less time than 1 or 2 (measurements.md)."""
+    computes 4 rows in less time than 1 or 2 (docs/measurements/passes.md)."""
     return 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
 
 

@@ -38,7 +38,7 @@ _DISTINCT_OUTPUTS = 512
 # Each correction cancels what the others leave of a row's sum, down to the last bit of bfloat16.
 _CORRECTIONS = 4
 # Reading the weights once takes as long as computing 17 to 20 rows on two shapes
-# (measurements.md).
+# (docs/measurements/passes.md).
 _PIECE_ROWS = 16
 SIZES = {
     1: (*range(1, 17), 32, 64, 128, 256, 512),

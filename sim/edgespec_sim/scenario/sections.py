@@ -456,7 +456,7 @@ class Scenario:
     """Number of separate worlds that devices and verifiers are divided among."""
     message_ms: float = range_field(0.3, 0.0, 1000.0)
     """One-way time of a message besides the link: codec, event loops, sockets
-    (docs/measurements.md)."""
+    (docs/measurements/simulator.md)."""
     lease_s: float = range_field(30.0, 0.0, 86_400.0)
     connect_trips: int = range_field(2, 0, 10)
     """Round trips of a new connection before its first request: one each for TCP and TLS 1.3, so 1

@@ -377,7 +377,7 @@ class ScriptedDrafter:
 
 _SECOND_SHARE: Final = 0.3
 """Share of the tokens that a further place no longer has first, but second: as measured with a
-trained draft (docs/measurements.md)."""
+trained draft (docs/measurements/drafts.md)."""
 
 
 def _worsened(rank: int, token: int, index: int, place: int, kept: float) -> int:

@@ -64,7 +64,7 @@ class WorldSetup:
 
 
 # Time until a device notices that a process has died, which resets its connections at once. Without
-# a reset it would take a few seconds (docs/measurements.md: 3 to 4 s).
+# a reset it would take a few seconds (docs/measurements/faults.md: 3 to 4 s).
 _NOTICE_S = 0.05
 
 
@@ -302,7 +302,7 @@ class Site:
 
 MakeLaw = Callable[[float], TimeLaw]
 
-# Rows that a session adds to a pass: its last token and a few nodes (docs/measurements.md).
+# Rows that a session adds to a pass: its last token and a few nodes (docs/measurements/server.md).
 _ROWS_PER_SESSION = 4
 
 
