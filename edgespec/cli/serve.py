@@ -37,11 +37,10 @@ from edgespec.device import build
 from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import (
     BorrowingAgent,
-    borrows_tokenizer,
     takes_target_texts,
     with_tokenizer,
 )
-from edgespec.device.connections import Connections
+from edgespec.device.connections import Connections, borrows_tokenizer
 from edgespec.device.local_model import LocalModel
 from edgespec.device.prober import VerifierMonitor
 from edgespec.device.status import StatusSource

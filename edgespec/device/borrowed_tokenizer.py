@@ -33,7 +33,7 @@ from edgespec.core.protocol.errors import ConnectError, EdgespecError, Generatio
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import build
 from edgespec.device.agent import Agent, Chunk
-from edgespec.device.connections import Connections
+from edgespec.device.connections import Connections, borrows_tokenizer
 from edgespec.device.remembered_verifiers import Greeting
 from edgespec.models.folders import read_generation_sampling
 from edgespec.models.grammar import device_grammar_reader
@@ -54,11 +54,6 @@ logger = logging.getLogger(__name__)
 
 _NAME_DIGITS = 32
 _WORKERS = WorkerPool("preparing a tokenizer", threads=2, max_waiting=64, timeout_s=300.0)
-
-
-def borrows_tokenizer(config: AgentConfig) -> bool:
-    """Return whether ``config`` names no tokenizer, so that the verifier's has to be used."""
-    return not config.tokenizer and config.draft.model in (build.NONE, build.LOOKUP)
 
 
 def takes_target_texts(config: AgentConfig) -> bool:
@@ -107,7 +102,7 @@ async def with_tokenizer(
             return _keep_own_texts(config, info, say, "it is an older one")
         link = connections.lease(address)
         try:
-            fetch = TokenizerFetch(partial(link.call_unary, "Tokenizer"), address)
+            fetch = connections.tokenizer_fetch(address)
             folder = await _fetch_texts(fetch, announced, info, say, config)
         finally:
             await link.close()

@@ -33,8 +33,9 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.device import build
 from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.device.remembered_verifiers import Greeting, recall_greeting, store_greeting
+from edgespec.models.lent_texts import has_lent_texts
 from edgespec.wire.access import load_device_access
-from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
+from edgespec.wire.tokenizer_lending import Announcement, EarlyParts, TokenizerFetch
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 SLEPT_S: Final = 10.0
@@ -45,6 +46,11 @@ while a machine sleeps, for the machine to count as woken. Corrections of the cl
 _MAX_WAITING_ANSWERS: Final = 16
 _STORE_TIMEOUT_S: Final = 5.0
 _log = logging.getLogger(__name__)
+
+
+def borrows_tokenizer(config: AgentConfig) -> bool:
+    """Return whether ``config`` names no tokenizer, so that the verifier's has to be used."""
+    return not config.tokenizer and config.draft.model in (build.NONE, build.LOOKUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,9 @@ class Connections:
         self.addresses: Sequence[str] = tuple(map(build.with_port, config.verifiers))
         self._connect = partial(build.connect, link=config.link, access=load_device_access(config))
         self._with_texts, self._warm_s = with_texts, config.keep_warm_s
+        self._needs_tokenizer = borrows_tokenizer(config)
+        self._fetches: dict[str, TokenizerFetch] = {}
+        """What fetches the texts that each address lends. It has the parts that came early."""
         self._clocks = clocks or Clocks()
         self._links: dict[tuple[str, str], _Link] = {}
         """Connections by address and name of the certificate."""
@@ -144,6 +153,13 @@ class Connections:
         done = [one for one in self._greetings.values() if one.done() and not one.cancelled()]
         return "; ".join(str(error) for one in done if (error := one.exception()) is not None)
 
+    def tokenizer_fetch(self, address: str) -> TokenizerFetch:
+        """Return what fetches the texts of ``address``, over its connection."""
+        if address not in self._fetches:
+            call = partial(self._link(address, "").call_unary, "Tokenizer")
+            self._fetches[address] = TokenizerFetch(call, address)
+        return self._fetches[address]
+
     def recall(self, address: str) -> Greeting | None:
         """Return the greeting of an earlier process, or None."""
         return recall_greeting(address)
@@ -183,6 +199,7 @@ class Connections:
         link.leases -= 1
         if not link.leases and key[0] not in self.addresses:
             del self._links[key]
+            self._fetches.pop(key[0], None)
             await link.transport.close()
 
     async def _keep_warm(self) -> None:
@@ -212,7 +229,7 @@ class Connections:
     async def _greet(self, address: str) -> Greeting:
         """Request the verifier's description and its texts at the same time."""
         link = self._link(address, "")
-        announcing = asyncio.create_task(self._request_texts(address, link))
+        announcing = asyncio.create_task(self._request_texts(address))
         try:
             answer = (await probe_all({address: link}))[address]
             if answer.info is None:
@@ -234,14 +251,18 @@ class Connections:
         with suppress(PoolBusyError, PoolLateError):
             await self._disk.run(store_greeting, address, greeting)
 
-    async def _request_texts(self, address: str, link: _Link) -> tuple[Announcement | None, str]:
+    async def _request_texts(self, address: str) -> tuple[Announcement | None, str]:
         """Return what the verifier lends, or why it lends nothing. Raises ``LinkError`` if the link
         fails."""
         if not self._with_texts:
             return None, ""
-        fetch = TokenizerFetch(partial(link.call_unary, "Tokenizer"), address)
+        wanted = EarlyParts.NONE
+        # Texts that are there already would come in vain, and so would a second verifier's.
+        if not has_lent_texts():
+            is_first = self._needs_tokenizer and address == self.addresses[0]
+            wanted = EarlyParts.ALL if is_first else EarlyParts.FACTS
         try:
-            return await fetch.fetch_announcement(), ""
+            return await self.tokenizer_fetch(address).fetch_announcement(wanted), ""
         except LinkError as error:
             if error.retryable:
                 raise

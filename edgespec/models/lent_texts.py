@@ -27,6 +27,12 @@ def lent_folders() -> tuple[Path, ...]:
     return (*kept, make_process_folder()) if make_process_folder.cache_info().currsize else kept
 
 
+def has_lent_texts() -> bool:
+    """Return whether a verifier lent a tokenizer to this device before."""
+    folders = [one for one in lent_folders() if one.is_dir()]
+    return any(not one.name.startswith(".") for folder in folders for one in folder.iterdir())
+
+
 @lru_cache(maxsize=1)
 def make_process_folder() -> Path:
     """Make and return a folder for files that the cache cannot hold, as with a read-only home.

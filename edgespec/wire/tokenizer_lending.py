@@ -7,6 +7,10 @@ sampling defaults), which is small. A device whose draft has the very same ``tok
 fetches only the second. So two devices make the same prompt of one conversation, whatever their
 drafts are.
 
+A device that has no lent tokenizer at all requests parts together with the announcement, before it
+knows the archives, which saves it a round trip. A verifier that does not support that sends the
+announcement alone.
+
 A device trusts nothing: names must be in a fixed list, sizes are bounded before anything is fetched
 or unpacked, and the data must have the length and the SHA-256 that were announced.
 """
@@ -20,6 +24,7 @@ import zipfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Final, TypeVar
 
 from edgespec.core.ports import LinkError
@@ -57,6 +62,14 @@ _PARTS_AT_ONCE: Final = 16
 """Parts that are requested together, of the 64 that a verifier sends without a wait."""
 _ATTEMPTS: Final = 8
 _RETRY_S: Final = 0.5
+
+
+class EarlyParts(Enum):
+    """Archives whose parts are requested before they are announced."""
+
+    NONE = "none"
+    FACTS = "facts"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,12 @@ class PackedTexts:
             if (archive := self._archives.get(wire.sha256)) is None:
                 raise ProtocolViolation("TokenizerRequest.sha256 names no archive of this verifier")
             check_number("TokenizerRequest.offset", wire.offset, 0, len(archive) - 1)
+            reply.data = archive[wire.offset : wire.offset + PART_BYTES]
+        elif wire.part_of:
+            name = (
+                reply.sha256 if wire.part_of == pb.TOKENIZER_ARCHIVE_TEXTS else reply.facts_sha256
+            )
+            archive = self._archives.get(name, b"")
             reply.data = archive[wire.offset : wire.offset + PART_BYTES]
         return bytes(reply.SerializeToString())
 
@@ -163,14 +182,31 @@ class TokenizerFetch:
 
     def __init__(self, call: Callable[[bytes], Awaitable[bytes]], verifier: str) -> None:
         self._call, self._verifier = call, verifier
+        self._early_parts: dict[tuple[bytes, int], bytes] = {}
+        """Parts that came with the announcement, by their archive's SHA-256 and offset."""
 
-    async def fetch_announcement(self) -> Announcement:
-        """Return the archives that the verifier offers.
+    async def fetch_announcement(self, wanted: EarlyParts = EarlyParts.NONE) -> Announcement:
+        """Return the archives that the verifier offers. Parts of the ``wanted`` ones are requested
+        at the same time, and kept for ``fetch_texts``.
 
         Raises ``LinkError``, which is not retryable if the reply is of no use."""
+        requests = [pb.TokenizerRequest()]
+        if wanted is not EarlyParts.NONE:
+            requests = [pb.TokenizerRequest(part_of=pb.TOKENIZER_ARCHIVE_FACTS)]
+        if wanted is EarlyParts.ALL:
+            requests += [
+                pb.TokenizerRequest(part_of=pb.TOKENIZER_ARCHIVE_TEXTS, offset=n * PART_BYTES)
+                for n in range(_PARTS_AT_ONCE)
+            ]
         with self._checked_reply():
-            wire = await self._request(b"", 0)
-            facts = None
+            replies = await gather_calls(self._request(one) for one in requests)
+            self._early_parts.clear()
+            for request, reply in zip(requests, replies, strict=True):
+                is_facts = request.part_of == pb.TOKENIZER_ARCHIVE_FACTS
+                name = reply.facts_sha256 if is_facts else reply.sha256
+                if len(reply.data) > 0:
+                    self._early_parts[name, request.offset] = reply.data
+            wire, facts = replies[0], None
             if len(wire.facts_sha256) > 0:
                 facts = Announcement(wire.facts_sha256, wire.facts_bytes)
             return Announcement(wire.sha256, wire.bytes, wire.tokenizer_sha256, facts)
@@ -194,18 +230,25 @@ class TokenizerFetch:
             while len(archive) < announced.size:
                 # Parts travel together, since each by itself would take a round trip.
                 starts = range(len(archive), announced.size, PART_BYTES)[:_PARTS_AT_ONCE]
-                replies = (self._request(announced.sha256, start) for start in starts)
-                for start, reply in zip(starts, await gather_calls(replies), strict=True):
-                    check_number("bytes of TokenizerReply.data", len(reply.data), 1, PART_BYTES)
+                replies = (self._fetch_part(announced.sha256, start) for start in starts)
+                for start, part in zip(starts, await gather_calls(replies), strict=True):
+                    check_number("bytes of TokenizerReply.data", len(part), 1, PART_BYTES)
                     if start == len(archive):  # Else the part before was shorter than usual.
-                        archive += reply.data
+                        archive += part
             # Unpacking and hashing take tens of milliseconds for a large vocabulary.
             if (await _WORKERS.run(hashlib.sha256, archive)).digest() != announced.sha256:
                 raise ProtocolViolation("the archive does not have the SHA-256 that was announced")
             return await _WORKERS.run(unpack_texts, bytes(archive), names)
 
-    async def _request(self, sha256: bytes, offset: int) -> pb.TokenizerReply:
-        request = pb.TokenizerRequest(sha256=sha256, offset=offset).SerializeToString()
+    async def _fetch_part(self, sha256: bytes, offset: int) -> bytes:
+        """Return a part of an archive: the early one, or one that is requested now."""
+        if (early := self._early_parts.pop((sha256, offset), None)) is not None:
+            return early
+        reply = await self._request(pb.TokenizerRequest(sha256=sha256, offset=offset))
+        return bytes(reply.data)
+
+    async def _request(self, wire: pb.TokenizerRequest) -> pb.TokenizerReply:
+        request = wire.SerializeToString()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return parse_message(pb.TokenizerReply, await self._call(request), 2 * PART_BYTES)

@@ -34,7 +34,13 @@ from edgespec.wire.access import DeviceAccess
 from edgespec.wire.codec import ProtocolViolation
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.tokenizer_lending import PackedTexts, TokenizerFetch, unpack_texts
+from edgespec.wire.tokenizer_lending import (
+    PART_BYTES,
+    EarlyParts,
+    PackedTexts,
+    TokenizerFetch,
+    unpack_texts,
+)
 from tests.kit.echo_verifier import echo, serve_streams
 from tests.kit.gate import Gate
 from tests.kit.live_verifier import run_command, serve_toy, start, wait_until_ready
@@ -230,6 +236,31 @@ async def test_parts_that_do_not_fit_are_refused(
     with pytest.raises(LinkError, match=message) as refused:
         await fetch.fetch_texts(await fetch.fetch_announcement())
     assert not refused.value.retryable
+
+
+@pytest.mark.parametrize("size", [100, PART_BYTES, PART_BYTES + 1, 20 * PART_BYTES])
+@pytest.mark.parametrize("wanted", EarlyParts)
+async def test_early_parts_are_the_ones_that_would_be_fetched(
+    size: int, wanted: EarlyParts
+) -> None:
+    """Oracle: what was packed. An archive may end before, at, or behind the early parts."""
+    files = {"tokenizer.json": os.urandom(size), "chat_template.jinja": b"{{ messages }}"}
+    texts, calls = PackedTexts(files), list[pb.TokenizerRequest]()
+
+    async def ask(request: bytes) -> bytes:
+        calls.append(pb.TokenizerRequest.FromString(request))
+        return texts.answer(request)
+
+    fetch = TokenizerFetch(ask, "there")
+    announced = await fetch.fetch_announcement(wanted)
+    before = len(calls)
+    assert announced == texts.announced
+    assert await fetch.fetch_facts(announced) == {"chat_template.jinja": b"{{ messages }}"}
+    assert (len(calls) > before) is (wanted is EarlyParts.NONE)
+    before = len(calls)
+    assert await fetch.fetch_texts(announced) == files
+    needs_more = wanted is not EarlyParts.ALL or size > 16 * PART_BYTES
+    assert (len(calls) > before) is needs_more
 
 
 async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does(

@@ -37,6 +37,7 @@ from edgespec.testing import play_output
 from edgespec.verifier.build import packed_texts
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer
+from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.tokenizer_lending import PART_BYTES, PackedTexts, TokenizerFetch
 from tests.kit.echo_verifier import PATIENCE_S
 from tests.kit.held_link import HeldLink
@@ -409,6 +410,53 @@ async def test_a_remembered_verifier_whose_files_are_gone_is_not_recalled(
             assert recall_target(config, connections, lambda text: None) is None
             other = replace(config, model="another")
             assert recall_target(other, connections, lambda text: None) is None
+
+
+@pytest.mark.parametrize("understands", [True, False], ids=["new verifier", "older verifier"])
+async def test_a_first_contact_gets_the_tokenizer_with_the_greeting(
+    model: Path, understands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that are requested by an archive's name need its announcement, so a round trip more."""
+    later: list[bytes] = []
+    answer = PackedTexts.answer
+
+    def watch(self: PackedTexts, request: bytes) -> bytes:
+        wire = pb.TokenizerRequest.FromString(request)
+        if wire.sha256:
+            later.append(wire.sha256)
+        if not understands:
+            wire.ClearField("part_of")
+        return answer(self, wire.SerializeToString())
+
+    monkeypatch.setattr(PackedTexts, "answer", watch)
+    lender = Lender(model)
+    async with behind_link(lender) as link:
+        async with BorrowingAgent(config_for(link.address)) as agent:
+            assert await output_of(agent) == [5, 6, 7]
+    assert bool(later) is not understands
+
+
+async def test_parts_come_early_only_where_no_tokenizer_is_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second verifier is a new address, and may lend what the first one lent."""
+    wanted = list[pb.TokenizerRequest]()
+    answer = PackedTexts.answer
+
+    def watch(self: PackedTexts, request: bytes) -> bytes:
+        wanted.append(pb.TokenizerRequest.FromString(request))
+        return answer(self, request)
+
+    monkeypatch.setattr(PackedTexts, "answer", watch)
+    first, second = Lender(model), Lender(model, (8, 9))
+    async with behind_link(first) as link, behind_link(second) as other:
+        async with BorrowingAgent(config_for(link.address, other.address)) as agent:
+            assert await output_of(agent) == [5, 6, 7]
+        assert sum(one.part_of == pb.TOKENIZER_ARCHIVE_FACTS for one in wanted) == 2
+        wanted.clear()
+        async with BorrowingAgent(config_for(other.address)) as agent:
+            assert await output_of(agent) == [8, 9]
+    assert not any(one.part_of for one in wanted)
 
 
 async def test_all_parts_of_a_tokenizer_are_requested_together() -> None:

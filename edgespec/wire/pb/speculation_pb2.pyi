@@ -41,6 +41,12 @@ class FaultCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAULT_CODE_SHUTTING_DOWN: _ClassVar[FaultCode]
     FAULT_CODE_INTERNAL: _ClassVar[FaultCode]
     FAULT_CODE_UNAUTHENTICATED: _ClassVar[FaultCode]
+
+class TokenizerArchive(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOKENIZER_ARCHIVE_UNSPECIFIED: _ClassVar[TokenizerArchive]
+    TOKENIZER_ARCHIVE_TEXTS: _ClassVar[TokenizerArchive]
+    TOKENIZER_ARCHIVE_FACTS: _ClassVar[TokenizerArchive]
 CONSTRAINT_KIND_UNSPECIFIED: ConstraintKind
 CONSTRAINT_KIND_JSON_SCHEMA: ConstraintKind
 CONSTRAINT_KIND_GRAMMAR: ConstraintKind
@@ -64,6 +70,9 @@ FAULT_CODE_OVERLOADED: FaultCode
 FAULT_CODE_SHUTTING_DOWN: FaultCode
 FAULT_CODE_INTERNAL: FaultCode
 FAULT_CODE_UNAUTHENTICATED: FaultCode
+TOKENIZER_ARCHIVE_UNSPECIFIED: TokenizerArchive
+TOKENIZER_ARCHIVE_TEXTS: TokenizerArchive
+TOKENIZER_ARCHIVE_FACTS: TokenizerArchive
 
 class DeviceMessage(_message.Message):
     __slots__ = ("draft", "received", "cancel", "open", "prefix_tokens")
@@ -373,12 +382,14 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., vocabulary: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
-    __slots__ = ("sha256", "offset")
+    __slots__ = ("sha256", "offset", "part_of")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PART_OF_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
     offset: int
-    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+    part_of: TokenizerArchive
+    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., part_of: _Optional[_Union[TokenizerArchive, str]] = ...) -> None: ...
 
 class TokenizerReply(_message.Message):
     __slots__ = ("sha256", "bytes", "data", "tokenizer_sha256", "facts_sha256", "facts_bytes")
