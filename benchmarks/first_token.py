@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -177,7 +178,10 @@ async def first_chunk_s(agent: edgespec.Agent, started_s: float) -> float:
 
 
 async def sample(task: Task, rtt: str, state: str) -> float:
-    """Return the seconds to the first chunk in this state."""
+    """Return the seconds to the first chunk in this state.
+
+    A new process has no tokenizer loaded, so earlier agents are freed with theirs."""
+    gc.collect()
     options: dict[str, Any] = {"draft": "none"}
     if state in ("own", "warm"):
         options["tokenizer"] = task.tokenizer

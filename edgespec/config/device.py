@@ -161,10 +161,12 @@ class DraftSection:
     kv_type: KvType | None = advanced_field(None)
     """Type of the cached keys and values when a checkpoint is exported. null takes float32, or the
     type that the memory budget needs."""
-    window: int = advanced_field(range_field(0, 0, 1 << 20))
-    """Tokens of a generation that the draft's KV cache keeps, the first ones and the latest; fewer
-    need less memory. 0 takes as many as the draft was trained on, according to its
-    ``edgespec.json``, else the whole context."""
+    window: int | None = advanced_field(range_field(None, 0, 1 << 20))
+    """Tokens of a generation that the draft's KV cache keeps, the first ones and the latest. Fewer
+    need less memory, and make steps behind long prompts shorter. null takes as many as the draft
+    was trained on, according to its ``edgespec.json``, else ``context_length`` if it is set, else
+    1,024. 0 takes the whole context in place of 1,024, as a draft model that is also the
+    ``fallback`` does."""
     memory_budget: str = ""
     """Most memory that this process may hold, as 600MiB, 25% or auto. ``auto`` takes what is free
     on the machine. Empty sets no budget."""

@@ -603,4 +603,5 @@ def _make_drafter(
     from edgespec.device.model_drafter import load_model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer
-    return load_model_drafter(draft, tokenizer, config.policy, say, reserved)
+    writes = config.fallback == FALLBACK_DRAFT
+    return load_model_drafter(draft, tokenizer, config.policy, say, reserved, writes=writes)

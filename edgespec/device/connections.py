@@ -84,7 +84,7 @@ class Connections:
         self._with_texts, self._warm_s = with_texts, config.keep_warm_s
         self._needs_tokenizer = borrows_tokenizer(config)
         self._fetches: dict[str, TokenizerFetch] = {}
-        """What fetches the texts that each address lends. It has the parts that came early."""
+        """Fetches of the texts that the addresses lend, with the parts that came early."""
         self._clocks = clocks or Clocks()
         self._links: dict[tuple[str, str], _Link] = {}
         """Connections by address and name of the certificate."""
@@ -154,7 +154,7 @@ class Connections:
         return "; ".join(str(error) for one in done if (error := one.exception()) is not None)
 
     def tokenizer_fetch(self, address: str) -> TokenizerFetch:
-        """Return what fetches the texts of ``address``, over its connection."""
+        """Return the fetch of the texts of ``address``, over its connection."""
         if address not in self._fetches:
             call = partial(self._link(address, "").call_unary, "Tokenizer")
             self._fetches[address] = TokenizerFetch(call, address)

@@ -52,6 +52,8 @@ def load_model_drafter(
     policy: PolicySection,
     say: Say,
     reserved: Sequence[memory.MemoryTerm] = (),
+    *,
+    writes: bool = False,
 ) -> Drafter:
     """Return a loaded drafter on the model of ``draft.model``.
 
@@ -61,6 +63,8 @@ def load_model_drafter(
         policy: Its width is the number of candidates per step, which a memory budget may reduce.
         say: Called with a line about slow work, and about the nodes that an accelerator runs.
         reserved: Memory that a budget keeps free for another model.
+        writes: Whether the model also answers by itself, so that it reads whole prompts unless the
+            user or a memory budget sets a window.
 
     Raises:
         SetupError: A setting does not apply to this draft, or a library is missing.
@@ -94,7 +98,7 @@ def load_model_drafter(
             folder,
             threads=draft.threads,
             context_length=draft.context_length,
-            window=draft.window,
+            window=0 if draft.window is None and writes else draft.window,
             providers=EXECUTION[draft.provider],
         )
     if draft.provider == CPU:
@@ -126,7 +130,7 @@ def load_foreign_drafter(
                 hint=(info.kv_heads, info.head_size),
                 threads=draft.threads,
                 context_length=draft.context_length,
-                window=draft.window,
+                window=draft.window or 0,
                 token_count=info.token_count,
                 providers=EXECUTION[draft.provider],
             )

@@ -23,11 +23,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgespec.config import DraftSection, PolicySection
 from edgespec.core.device.draft_window import SINKS, DraftWindow
 from edgespec.core.device.memory import KvType
 from edgespec.core.ports import StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters import kv_buffers
+from edgespec.device.drafters import kv_buffers, onnx_drafter
 from edgespec.device.drafters.decoder_graph import CacheTensor
 from edgespec.device.drafters.kv_buffers import PROBED_ROWS, KvBuffers, measure_frequencies
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
@@ -35,6 +36,7 @@ from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import export_draft
 from edgespec.device.export.export_graph import rope_tables
+from edgespec.device.model_drafter import load_model_drafter
 from tests.device.test_export import VARIANTS
 from tests.kit.tiny_checkpoints import (
     VOCABULARY_SIZE,
@@ -278,6 +280,38 @@ def test_a_draft_looks_as_far_as_it_was_trained(drafts: dict[KvType, Path], tmp_
         logits(OnnxDrafter(folder, context_length=100))
     write_manifest(folder, replace(read_manifest(folder), trained_length=250))
     assert read_manifest(folder).window == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "writes", "fed"),
+    [
+        (DraftSection(), False, 100),
+        (DraftSection(), True, 200),
+        (DraftSection(window=0), False, 200),
+        (DraftSection(window=64), False, 64),
+        (DraftSection(window=64), True, 64),
+        (DraftSection(context_length=250), False, 200),
+    ],
+    ids=["default", "fallback", "whole", "own", "own of a fallback", "own context"],
+)
+def test_the_usual_window_bounds_a_draft_unless_it_also_writes(
+    settings: DraftSection,
+    writes: bool,
+    fed: int,
+    drafts: dict[KvType, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the rows that a text of 200 tokens leaves in the cache. A window moves by an eighth
+    of its rows, so up to that many are free."""
+    monkeypatch.setattr(onnx_drafter, "USUAL_WINDOW", 100)
+    settings = replace(settings, model=str(drafts[KvType.FLOAT32]))
+    drafter = load_model_drafter(settings, "", PolicySection(), print, writes=writes)
+    assert isinstance(drafter, OnnxDrafter)
+    drafter.begin(1, GREEDY)
+    drafter.step(0, [token % VOCABULARY_SIZE for token in range(200)], 1)
+    held = drafter._window.held_rows
+    drafter.close()
+    assert held == fed if fed == 200 else fed - fed // 8 <= held <= fed
 
 
 def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(drafts: dict[KvType, Path]) -> None:

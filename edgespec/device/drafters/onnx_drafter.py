@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from edgespec.core import ports
 from edgespec.core.device.draft_window import DraftWindow
+from edgespec.core.device.memory import USUAL_WINDOW
 from edgespec.core.device.token_cache import TokenCache, common_prefix_length, draft_chain
 from edgespec.core.protocol.checks import check_range
 from edgespec.core.protocol.sampling import SamplingParams
@@ -394,11 +395,17 @@ class GraphDrafter:
 
 
 def _limit_length(
-    info: ports.ModelInfo, context_length: int, default: int, window: int, trained: int = 0
+    info: ports.ModelInfo,
+    context_length: int,
+    default: int,
+    window: int | None,
+    trained: int = 0,
 ) -> tuple[ports.ModelInfo, int]:
     """Return ``info`` with the longest sequence that is drafted for, and the rows that it takes.
 
     A sliding window accepts any length."""
+    if window is None:
+        window, trained = 0, trained or (0 if context_length else USUAL_WINDOW)
     check_range("context_length", context_length, 0, info.context_length)
     limit = context_length or min(info.context_length, default)
     check_range("window", window, 0, limit)
@@ -420,7 +427,9 @@ class OnnxDrafter(GraphDrafter):
         context_length: Longest sequence that is drafted for, which bounds the memory of keys and
             values. 0 is the model's own.
         window: Most rows of keys and values. A longer sequence is drafted for by its last tokens
-            (``DraftWindow``). 0 takes the length that the draft was trained on, by its manifest.
+            (``DraftWindow``). 0 takes the length that the draft was trained on, by its manifest,
+            else the context length. None takes at most ``USUAL_WINDOW`` in place of the latter,
+            unless ``context_length`` is given.
         chunk: Most tokens in one run of a long feed.
         providers: Execution providers of onnxruntime, in order of preference.
 
@@ -434,7 +443,7 @@ class OnnxDrafter(GraphDrafter):
         *,
         threads: int = 0,
         context_length: int = 0,
-        window: int = 0,
+        window: int | None = 0,
         chunk: int = CHUNK,
         providers: Sequence[str] = dg.CPU,
     ) -> None:
