@@ -11,6 +11,8 @@ PARALLEL    ?= -n auto --dist worksteal
 # Its own environment, for it brings its own torch.
 VLLM_VENV   ?= .venv-vllm
 VLLM        ?= vllm==0.32.0
+# Its own environment, for the site needs nothing of the project.
+DOCS_VENV   ?= .venv-docs
 # `make clients`: which clients of tests/clients/clients.yaml (empty: all), and further options.
 CLIENTS      ?=
 CLIENTS_ARGS ?=
@@ -23,7 +25,7 @@ PIP   := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types unit unit-slow unit-vllm clients format proto bench bench-gpu clean
+.PHONY: help demo test test-all lint types unit unit-slow unit-vllm clients docs format proto bench bench-gpu clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -63,6 +65,11 @@ unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cp
 clients: $(READY)  ## Install real clients (pip, npm) and run them against an endpoint.
 	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m tests.clients.run $(CLIENTS) $(CLIENTS_ARGS)
 
+docs:  ## Build the site of the pages into build/site, strict about links and anchors.
+	test -x $(DOCS_VENV)/bin/mkdocs || { $(PYTHON) -m venv $(DOCS_VENV) && \
+	    $(DOCS_VENV)/bin/pip install --quiet $(PIP_FLAGS) --requirement docs/requirements.txt; }
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
 format: $(READY)  ## Format the code and apply the safe fixes.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -77,7 +84,7 @@ bench-gpu: $(READY)  ## Run the GPU tests and benches, for a machine with CUDA.
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/gpu.sh
 
 clean:  ## Remove the environment, caches and build results.
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(DOCS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # PyTorch goes in first and by itself: then nothing that follows can choose another build of it.

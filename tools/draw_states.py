@@ -12,6 +12,7 @@ from edgespec.core.verifier.session_events import VERIFY_MOVES
 PAGE = Path(__file__).parents[1] / "docs" / "session-states.md"
 HEAD = """# Session states
 
+The states of a session on both ends, and every move between them.
 Drawn from the tables in `edgespec/core/device/events.py` and
 `edgespec/core/verifier/session_events.py` by `python -m tools.draw_states`; a test fails when this
 page and the code differ. A move that is not listed is an assertion failure.

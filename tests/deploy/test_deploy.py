@@ -25,14 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import kubernetes_validate
 import promql_parser
 import pytest
-import typer
 import yaml
 
-from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection, LimitsSection, VerifierConfig, load_config
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
@@ -40,6 +37,7 @@ from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import _LAST_PASS_S, _LAST_WORDS_S, Verifier
 from edgespec.wire.grpc_server import GrpcServer
 from tests.device.test_failover import BRIEF, generate_and_list_verifiers
+from tests.documented_commands import list_unknown_words
 from tests.kit.gate import Gate
 from tests.kit.guarded import NAMES, Pki
 from tests.kit.live_verifier import GatedTarget, start, start_daemon, toy_text
@@ -170,8 +168,6 @@ def _retag(resource: Resource, image: dict[str, str]) -> None:
 
 # --- command lines ------------------------------------------------------------------------------
 
-PROGRAM: Any = typer.main.get_command(app)
-
 
 def command_lines() -> dict[str, list[str]]:
     """Return the words after ``edgespec`` of each shipped command line, by the place where it
@@ -201,16 +197,7 @@ def command_lines() -> dict[str, list[str]]:
     loop = (DEPLOY / "compose/device.sh").read_text(encoding="utf-8")
     (asked,) = re.findall(r"^ *edgespec (.*) &$", loop, re.MULTILINE)
     found["device.sh"] = shlex.split(asked)
-    found.update(list_guide_commands())
     return found
-
-
-def list_guide_commands() -> Iterator[tuple[str, list[str]]]:
-    guide = (DEPLOY / "README.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```console\n(.*?)```", guide, re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            if found := re.search(r"(?:^\$ |bin/)edgespec (.*)$", line.partition("  #")[0]):
-                yield f"README {line.strip()}", shlex.split(found[1])
 
 
 LINES = command_lines()
@@ -221,22 +208,6 @@ def test_the_command_line_knows_every_word(where: str) -> None:
     words = [word for word in LINES[where] if word not in ("|", ">", "<")]
     unknown = list_unknown_words(words)
     assert not unknown
-
-
-def list_unknown_words(words: list[str]) -> list[str]:
-    """Return the command or the options of a line that the command line does not have."""
-    command, rest = PROGRAM, list(words)
-    while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
-        found = command.get_command(click.Context(command), rest[0])
-        if found is None:
-            return [rest[0]]
-        command = found
-        del rest[0]
-    known = {"--help"} | {
-        name for one in command.params for name in (*one.opts, *one.secondary_opts)
-    }
-    given = [word.partition("=")[0] for word in rest if word.startswith("-") and word != "-"]
-    return [word for word in given if word not in known]
 
 
 # --- images -------------------------------------------------------------------------------------
