@@ -55,6 +55,8 @@ __all__ = [
     "LocalVerifier",
     "ModelInfo",
     "Overloaded",
+    "PictureInput",
+    "PlacedPicture",
     "Policy",
     "Refused",
     "SamplingFields",
@@ -68,6 +70,7 @@ __all__ = [
     "Usage",
     "__version__",
     "connect",
+    "picture_part",
     "run_verifier",
 ]
 

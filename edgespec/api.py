@@ -10,10 +10,12 @@ All exceptions are in ``core/protocol/errors.py``, drawn as a tree.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig, DraftSection, load_config
@@ -25,6 +27,7 @@ from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol import errors
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import EXACT_RULE, FaultCode, FinishReason
+from edgespec.core.protocol.pictures import PictureInput, PlacedPicture, read_header
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Agent as DeviceAgent
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from edgespec.device.build import PromptTokenizer
     from edgespec.endpoint.chat_prompt import ChatPrompt as RenderedPrompt
     from edgespec.endpoint.output_parser import Part
+    from edgespec.endpoint.pictures import SentPicture
     from edgespec.endpoint.tool_calls import ToolCall
 
 Draft = DraftSection
@@ -80,6 +84,8 @@ __all__ = [
     "LocalVerifier",
     "ModelInfo",
     "Overloaded",
+    "PictureInput",
+    "PlacedPicture",
     "Policy",
     "Refused",
     "SamplingFields",
@@ -92,6 +98,7 @@ __all__ = [
     "Unauthenticated",
     "Usage",
     "connect",
+    "picture_part",
     "run_verifier",
 ]
 
@@ -135,6 +142,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     rule: str
     prediction: Prompt | None
+    pictures: Sequence[PlacedPicture]
 
 
 class CallOptions(SamplingFields, GenerateOptions, total=False):
@@ -324,6 +332,7 @@ class Agent:
         model: str = "",
         rule: str = "",
         prediction: Prompt | None = None,
+        pictures: Sequence[PlacedPicture] = (),
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's output. Leaving the loop early cancels the generation.
@@ -342,6 +351,8 @@ class Agent:
             prediction: Text that the output is expected to be, such as the file that it edits, or
                 its token ids. The device drafts from it: the more of it is right, the sooner the
                 output arrives. It changes no token.
+            pictures: Pictures of a prompt of token ids, at their placeholders. ``chat`` takes them
+                from the messages and places them itself.
             started: Called with the statistics of this generation, which grow as it goes.
 
         Raises:
@@ -358,6 +369,7 @@ class Agent:
             model=model,
             rule=rule,
             prediction=prediction,
+            pictures=pictures,
             started=started,
         )
         try:
@@ -377,6 +389,7 @@ class Agent:
         model: str = "",
         rule: str = "",
         prediction: Prompt | None = None,
+        pictures: Sequence[PlacedPicture] = (),
         **fields: Unpack[SamplingFields],
     ) -> GenerationStream:
         """Return the stream of a generation, which begins when its first chunk is asked for.
@@ -393,6 +406,7 @@ class Agent:
             "model": model,
             "rule": rule,
             "prediction": prediction,
+            "pictures": pictures,
         }
         return GenerationStream(
             lambda started: self._chunks(prompt, wanted, timeout_s, options, started)
@@ -413,15 +427,21 @@ class Agent:
     ) -> Completion:
         """Answer a conversation by the chat template of the target.
 
-        ``messages`` and ``tools`` are as in OpenAI's chat API. The calls that the answer holds are
-        in ``Completion.tool_calls``, the model's thought in ``thought``, and the rest in ``text``.
-        ``options`` are the keywords of ``stream``.
+        ``messages`` and ``tools`` are as in OpenAI's chat API. A picture is a part of a user's
+        message (``picture_part``), for a model that reads pictures. The calls that the answer holds
+        are in ``Completion.tool_calls``, the model's thought in ``thought``, and the rest in
+        ``text``. ``options`` are the keywords of ``stream``.
 
         Raises:
-            ValueError: The model has no chat template, or the template refuses the messages.
+            ValueError: The model has no chat template, or the template refuses the messages; or it
+                reads text only, or a picture exceeds a bound of its verifier.
             GenerationError: As ``generate`` does.
         """
         prompt = await self._chat_prompt(messages, tools)
+        if prompt.pictures:
+            bounds = await self._find_bounds(options.get("model") or self.config.model)
+            placed = await asyncio.to_thread(_place_pictures, prompt, bounds)
+            options = {**options, "pictures": placed}
         async with self.stream(prompt.tokens, **options) as stream:
             return await _read_parts(stream, prompt, tools)
 
@@ -492,6 +512,15 @@ class Agent:
         finally:
             await chunks.aclose()
 
+    async def _find_bounds(self, model: str) -> PictureInput:
+        """Return the bounds on pictures of the model of that name, or of the usual one. Raises
+        ``ValueError`` if it reads text only."""
+        models = await self.models()
+        found = next((one for one in models if one.name == model), models[0])
+        if found.pictures is None:
+            raise ValueError(f"the messages have pictures, but {found.name!r} reads text only here")
+        return found.pictures
+
     async def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> _ChatPrompt:
         device = await self._loaded()
         reference = tokenizer_reference(self.config)
@@ -509,6 +538,8 @@ class _ChatPrompt:
     written: RenderedPrompt
     """The prompt as text."""
     tokenizer: PromptTokenizer
+    pictures: tuple[SentPicture, ...] = ()
+    """The pictures of the messages."""
 
 
 def _build(config: AgentConfig, connections: Connections) -> DeviceAgent:
@@ -533,13 +564,47 @@ def _write_prompt(
     """Render the conversation by the chat template of the tokenizer ``reference``. Raises
     ``ValueError``."""
     from edgespec.endpoint.chat_prompt import write_chat_prompt
+    from edgespec.endpoint.pictures import take_pictures
+    from edgespec.endpoint.request_json import ApiError
 
+    try:
+        messages, pictures = take_pictures(messages)
+    except ApiError as error:
+        raise ValueError(error.message) from None
     tokenizer = load_tokenizer(reference)
     template = tokenizer.chat_template(tools=bool(tools))
     if template is None:
         raise ValueError("this model has no chat template: use complete() or stream()")
     written = write_chat_prompt(template, messages, tools)
-    return _ChatPrompt(tuple(tokenizer.encode(written.text)), written, tokenizer)
+    return _ChatPrompt(tuple(tokenizer.encode(written.text)), written, tokenizer, pictures)
+
+
+def _place_pictures(prompt: _ChatPrompt, bounds: PictureInput) -> tuple[PlacedPicture, ...]:
+    """Return the pictures of a prompt at their placeholders. Raises ``ValueError``."""
+    from edgespec.endpoint.pictures import check_pictures, fetch_pictures, place_in_prompt
+    from edgespec.endpoint.request_json import ApiError
+
+    try:
+        pictures = fetch_pictures(prompt.pictures, bounds.max_bytes, is_allowed=False)
+        check_pictures(pictures, bounds)
+        return place_in_prompt(prompt.tokens, pictures, bounds)
+    except ApiError as error:
+        raise ValueError(error.message) from None
+
+
+def picture_part(source: str | Path | bytes) -> dict[str, Any]:
+    """Return a picture as a part of a user's message, for ``Agent.chat``.
+
+    ``source`` is the path of a file, or the bytes of one: PNG, JPEG, WebP or GIF. Raises
+    ``OSError`` if the file cannot be read, and ``ValueError`` if it is no picture."""
+    data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    try:
+        kind = read_header(data).format.lower()
+    except ValueError as error:
+        what = "the picture" if isinstance(source, bytes) else str(source)
+        raise ValueError(f"{what} {error}") from None
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 async def _read_parts(

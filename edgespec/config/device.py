@@ -80,6 +80,9 @@ class EndpointSection:
     """Bytes that the bodies of all requests may hold together until they are read. A request beyond
     this limit is answered with 503. null means 16 times ``max_body_bytes``, at most 64 MiB, or 16
     MiB with a memory budget. The limit is never below twice ``max_body_bytes``."""
+    picture_urls: bool = False
+    """Fetch pictures that a request names by an address (http:// or https://). A client then
+    chooses what this device connects to; only addresses of the public internet are dialed. false refuses them, and pictures are sent as data URLs."""
     default_max_tokens: int | None = range_field(None, 1, MAX_TOKENS)
     """Longest output, in tokens, for a request that sets no limit. null lets a chat fill the
     context, and gives a completion ``sampling.max_tokens``."""

@@ -9,6 +9,7 @@ from edgespec.config.groups import advanced_field, emulation_field
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol.acceptance import check_offer
 from edgespec.core.protocol.checks import Section, check_limits, choice_field, range_field
+from edgespec.core.protocol.pictures import MAX_PICTURE_BYTES, MAX_PICTURES, PictureInput
 from edgespec.core.verifier.block_ledger import SharePrefixes
 
 QUANTIZE_FORMATS = ("", "int8", "int4")
@@ -61,6 +62,17 @@ class LimitsSection:
     """Memory in MiB for the token ids of recent prompts and outputs, so that a device sends only
     what is new in a conversation; 64 MiB hold some 8 million ids. 0 keeps none, and devices send
     whole prompts. A device can use only what it sent itself, under the same API key."""
+    picture_mib: int = range_field(256, 0, 1 << 20)
+    """Memory in MiB for the pictures of recent prompts, so that a device sends each one once in a
+    conversation, and again as much for pictures that arrive; one prompt may have pictures of half
+    of it. 0 refuses pictures. It matters only for a model that reads pictures."""
+    max_pictures: int = range_field(8, 1, MAX_PICTURES)
+    """Pictures of one prompt, at most 64."""
+    max_picture_mib: int = range_field(8, 1, MAX_PICTURE_BYTES >> 20)
+    """Size of one picture in MiB, as it is sent, at most 64."""
+    max_picture_megapixels: int = range_field(16, 1, 1024)
+    """Pixels of one picture, in units of 1,048,576: width times height, read from the header
+    before anything is decoded. A decoded pixel takes some 3 to 30 bytes."""
     max_nodes_outstanding: int = advanced_field(range_field(256, 1, 1024))
     """Draft nodes of one session that may await their verdict. A device with a prediction fills
     them, so over a distant link its speed grows with them."""
@@ -100,6 +112,18 @@ class LimitsSection:
                     f"kv_budget is {self.kv_budget!r} and gpu_memory_utilization is "
                     f"{self.gpu_memory_utilization}, but only one of them can size the cache"
                 )
+
+    def picture_input(self, token: int) -> PictureInput | None:
+        """Return the bounds on pictures for a model whose placeholder is ``token``; None if
+        pictures are refused."""
+        if not self.picture_mib:
+            return None
+        return PictureInput(
+            token=token,
+            max_count=self.max_pictures,
+            max_bytes=self.max_picture_mib << 20,
+            max_pixels=self.max_picture_megapixels << 20,
+        )
 
 
 @dataclass(frozen=True, slots=True)

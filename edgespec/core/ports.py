@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 
 from edgespec.core.protocol.credential import Credential as Credential
 from edgespec.core.protocol.messages import Downlink, Uplink, VerifierInfo
+from edgespec.core.protocol.pictures import ReadPictures as ReadPictures
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape as CacheShape
 from edgespec.core.protocol.work import Candidate as Candidate
@@ -227,6 +228,17 @@ class TargetModel(Protocol):
         """Let a sequence that was opened just now use the adapter ``name``. Raises ``ValueError``
         if the target has no such adapter."""
 
+    def read_pictures(self, pictures: Sequence[bytes]) -> ReadPictures:
+        """Read the pictures of a prompt. Their headers are within the bounds of ``info.pictures``.
+
+        This may be called in another thread, at the same time as a pass. Raises ``ValueError`` with
+        the reason for pictures that cannot be used."""
+
+    def use_pictures(self, key: str, pictures: ReadPictures, positions: Sequence[int]) -> None:
+        """Let a sequence that was opened just now have these pictures, the tokens at ``positions``
+        of its prompt being their placeholders. All lengths and positions of its passes go on
+        counting a picture as one token."""
+
     def set_draft_steps(self, count: int) -> None:
         """Set how many tokens the target's own speculator proposes behind the passes that follow,
         at most ``PassShape.speculator_tokens``; 0 for none, as before the first call. A target
@@ -242,9 +254,19 @@ class TargetModel(Protocol):
         """Free the sequence; unknown keys are ignored."""
 
 
-class SimpleTarget:
-    """Base class of a target that has no adapters, no speculator and no bounds on a pass. It
-    implements these members of ``TargetModel``."""
+class TextTarget:
+    """Base class of a target that reads text only."""
+
+    def read_pictures(self, pictures: Sequence[bytes]) -> ReadPictures:
+        raise ValueError("the model reads text only")
+
+    def use_pictures(self, key: str, pictures: ReadPictures, positions: Sequence[int]) -> None:
+        raise ValueError("the model reads text only")
+
+
+class SimpleTarget(TextTarget):
+    """Base class of a target that has no adapters, no speculator and no bounds on a pass, and reads
+    text only. It implements these members of ``TargetModel``."""
 
     pass_shape = PassShape()
     adapters: tuple[ModelInfo, ...] = ()

@@ -50,6 +50,7 @@ from edgespec.core.protocol.errors import (
 )
 from edgespec.core.protocol.errors import GenerationError as GenerationError
 from edgespec.core.protocol.messages import MAX_TOKEN_ID
+from edgespec.core.protocol.pictures import PlacedPicture
 from edgespec.core.protocol.predicted_text import MAX_PREDICTION_TOKENS, check_prediction_length
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_lookup import TextTables
@@ -428,6 +429,7 @@ class Agent:
         model: str = "",
         rule: str = "",
         prediction: str | Sequence[int] | None = None,
+        pictures: Sequence[PlacedPicture] = (),
         drafts: bool = True,
         timeline: GenerationTimeline | None = None,
         started: Callable[[GenerationStats], None] | None = None,
@@ -448,6 +450,9 @@ class Agent:
                 its token ids; at most ``MAX_PREDICTION_TOKENS``. It is drafted from, so a right one
                 makes the output arrive sooner, and a wrong one changes nothing. It does not leave
                 the device as a whole. None or empty: there is none.
+            pictures: Pictures of the prompt, in the order of their placeholders, which are tokens
+                of ``prompt``. Each leaves the device once in a conversation. Drafts are made from
+                the text alone.
             drafts: Whether this device and the verifier may draft. Without drafts the output is
                 the same, by plain streaming. A verifier of an older version drafts on by itself.
             timeline: Is written while the generation proceeds. None: nothing is recorded.
@@ -478,7 +483,13 @@ class Agent:
             hash_conversation_name(conversation) if conversation else hash_prompt_beginning(tokens)
         )
         needed_length = len(tokens) + sampling.max_tokens
-        route = VerifierRoute(self.transport, conversation_hash, needed_length, model)
+        route = VerifierRoute(
+            self.transport,
+            conversation_hash,
+            needed_length,
+            model,
+            has_pictures=bool(pictures),
+        )
         session = self._make_session(
             tokens,
             sampling,
@@ -487,6 +498,7 @@ class Agent:
             model,
             rule,
             predicted if drafts else (),
+            pictures,
             plain=not drafts,
         )
         notes = self.activity.start(session, route, self._tracer, timeline)
@@ -508,7 +520,7 @@ class Agent:
         try:
             if started is not None:
                 started(self.stats)
-            await self._same_prompts.wait_for_first(tokens, driver)
+            await self._same_prompts.wait_for_first(tokens, driver, has_pictures=bool(pictures))
             async for chunk in self._read_chunks(driver, tokens, sampling):
                 committed += chunk.tokens
                 yield chunk
@@ -694,6 +706,7 @@ class Agent:
         model: str,
         rule: str,
         prediction: tuple[int, ...],
+        pictures: Sequence[PlacedPicture],
         *,
         plain: bool,
     ) -> DraftSession:
@@ -709,6 +722,7 @@ class Agent:
             session_secret=secrets.token_bytes(16),
             logprobs=logprobs,
             plain=plain,
+            pictures=tuple([one.name for one in pictures]),
         )
         context_length = 0 if drafter is None else drafter.info.context_length
         if drafter is not None and self.options.shared_ids is None:
@@ -730,6 +744,7 @@ class Agent:
             prediction=prediction,
             kept=self._kept,
             draft_places=1 if drafter is None else count_places(drafter),
+            pictures=[one.data for one in pictures],
         )
 
     def _read_prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Generations of one long prompt, such as the choices of a request, begin one after another.
+"""Generations of one prompt, such as the choices of a request, begin one after another if the
+prompt is long or has pictures.
 
 The first one sends the prompt. When the verifier has opened it, the others can name the prompt
 instead of sending it again (``core/device/kept_prefixes.py``). If all began at once, each
@@ -25,10 +26,12 @@ class SamePrompts:
     def __init__(self) -> None:
         self._first: dict[tuple[int, ...], SessionDriver] = {}
 
-    async def wait_for_first(self, prompt: tuple[int, ...], driver: SessionDriver) -> None:
+    async def wait_for_first(
+        self, prompt: tuple[int, ...], driver: SessionDriver, *, has_pictures: bool = False
+    ) -> None:
         """Return at once if no other generation is sending ``prompt``, else when that one was
         opened or has ended. ``leave`` must follow."""
-        if len(prompt) < LEAST_TOKENS:
+        if len(prompt) < LEAST_TOKENS and not has_pictures:
             return
         first = self._first.setdefault(prompt, driver)
         if first is not driver:

@@ -250,13 +250,21 @@ class VerifierRoute:
     end.
 
     ``needed_length`` is the length of the prompt and the longest output together. ``model`` is the
-    name of the requested model."""
+    name of the requested model. ``has_pictures``: the prompt has pictures."""
 
     def __init__(
-        self, target: Transport | VerifierPool, conversation: str, needed_length: int, model: str
+        self,
+        target: Transport | VerifierPool,
+        conversation: str,
+        needed_length: int,
+        model: str,
+        *,
+        has_pictures: bool = False,
     ) -> None:
         self._target = target
-        self._wanted = ev.Wanted(next(_route_numbers), needed_length, conversation, model)
+        self._wanted = ev.Wanted(
+            next(_route_numbers), needed_length, conversation, model, has_pictures
+        )
         self.current = Route()
         """The verifiers used so far. It stays empty with a single verifier."""
 

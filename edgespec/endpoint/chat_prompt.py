@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from edgespec.endpoint.harmony import START_OF_ANSWER
 from edgespec.endpoint.output_parser import OutputForm
+from edgespec.endpoint.pictures import join_contents
 from edgespec.endpoint.request_json import compact_json
 from edgespec.endpoint.thoughts import ends_in_thought, thought_format
 from edgespec.endpoint.tool_calls import CLOSE, OPEN, ToolFormat, tool_format
@@ -145,7 +146,7 @@ def _with_preamble(messages: list[dict[str, Any]], preamble: str) -> list[dict[s
         return messages
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": preamble}, *messages]
-    first = {**messages[0], "content": _join_texts(messages[0]["content"], preamble)}
+    first = {**messages[0], "content": _join(messages[0]["content"], preamble)}
     return [first, *messages[1:]]
 
 
@@ -153,7 +154,7 @@ def _join_neighbours(messages: Messages) -> list[dict[str, Any]]:
     """Return the messages with one system message at the front and with neighbours of one role
     joined. Results of tools stay separate messages."""
     system = [one["content"] for one in messages if one["role"] == "system"]
-    joined = [{"role": "system", "content": _join_texts(*system)}] if any(system) else []
+    joined = [{"role": "system", "content": _join(*system)}] if any(system) else []
     for message in messages:
         if message["role"] == "system":
             continue
@@ -161,7 +162,7 @@ def _join_neighbours(messages: Messages) -> list[dict[str, Any]]:
         if message["role"] != last["role"] or message["role"] == "tool":
             joined.append(dict(message))
             continue
-        merged = {**last, **message, "content": _join_texts(last["content"], message["content"])}
+        merged = {**last, **message, "content": _join(last["content"], message["content"])}
         if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
             merged["tool_calls"] = calls
         joined[-1] = merged
@@ -196,8 +197,9 @@ def _move_system_to_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     return [{**messages[0], "role": "user"}, *messages[1:]]
 
 
-def _join_texts(*texts: str | None) -> str:
-    return _SEPARATOR.join(text for text in texts if text)
+def _join(*contents: Any) -> Any:
+    """Return the contents of messages as one, with a blank line between them."""
+    return join_contents(_SEPARATOR, *contents)
 
 
 def _describe_tool(tool: Mapping[str, Any]) -> str:

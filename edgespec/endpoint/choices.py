@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
+from edgespec.core.protocol.pictures import PlacedPicture
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
@@ -36,6 +37,9 @@ _REASONS: Final = {
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 
+_BYTES_PER_TOKEN: Final = 16
+"""Bytes of waiting pictures that count as one waiting token, so that pictures of 64 MiB may wait by
+default."""
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
@@ -82,6 +86,8 @@ class Choice:
     """Parser of the output; None: it is plain text."""
     model: str
     """Model name to request from a verifier; empty: the agent's own."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures of the prompt."""
     timeline: GenerationTimeline | None = None
     """Timeline of the generation; None: the request does not ask for it."""
     stats: GenerationStats | None = field(default=None, init=False)
@@ -109,6 +115,13 @@ class Choice:
     """OpenAI's finish reason; None until the choice is complete."""
     stop: str = ""
     """The stop string that ended the output. Empty: none did."""
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Length of the prompt, and of its pictures in tokens of as many bytes as they hold while
+        they wait."""
+        picture_bytes = sum([len(one.data) for one in self.pictures])
+        return len(self.prompt) + picture_bytes // _BYTES_PER_TOKEN
 
     @property
     def logprobs(self) -> int:

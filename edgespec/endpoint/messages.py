@@ -1,7 +1,9 @@
 """Anthropic's Messages API: its requests as chat requests, and its JSON for responses, for the
 events of a stream and for errors.
 
-Blocks that a text model cannot read, such as images, are refused by name. Tools and blocks that
+Pictures become parts of a chat's content. A picture in the result of a tool follows it in a message
+of the user, because chat templates have no place for pictures in results. Other blocks that are no
+text are refused by name. Tools and blocks that
 only the service of another provider can run are left out and reported. ``cache_control`` has no
 effect, because a prompt's cache is kept anyway.
 """
@@ -51,6 +53,12 @@ _SIGNATURE: Final = "edgespec"
 """Signature of thinking blocks. Clients send it back with the thought, and nothing reads it."""
 _SEPARATOR: Final = "\n"
 """Separator between the text blocks of a message."""
+_PICTURE: Final = "image"
+"""Kind of a block that is a picture."""
+_SENT_NAME: Final = "sent_name"
+"""Key of the name of a picture's block, until its place in the chat is known."""
+Content = str | list[Json]
+"""A text, or parts of a chat's content."""
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -196,21 +204,69 @@ def _append(conversion: ChatConversion, sent: Fields, message: Json) -> None:
 def _add_blocks(conversion: ChatConversion, message: Fields, role: str) -> None:
     """Add a message of the user or of the system: its texts, and results of tools as messages of
     their own."""
-    texts = list[str]()
+    contents = list[Content]()
     for block in message.sections("content"):
-        if block.raw("type") == "tool_result":
-            if texts:
-                _append(conversion, message, {"role": role, "content": _SEPARATOR.join(texts)})
-                texts = []
-            _append(conversion, block, _tool_result(conversion, block))
+        kind = block.raw("type")
+        if kind == "tool_result":
+            if contents:
+                _append_contents(conversion, message, role, contents)
+                contents = []
+            pictures = list[Content]()
+            _append(conversion, block, _tool_result(conversion, block, pictures))
+            contents += pictures  # chat templates have no place for them in a result
+        elif kind == _PICTURE:
+            contents.append(_picture_content(block))
         elif (text := _block_text(conversion, block)) is not None:
-            texts.append(text)
-    if texts:
-        _append(conversion, message, {"role": role, "content": _SEPARATOR.join(texts)})
+            contents.append(text)
+    if contents:
+        _append_contents(conversion, message, role, contents)
 
 
-def _tool_result(conversion: ChatConversion, block: Fields) -> Json:
-    text = _read_texts(conversion, block, "content")
+def _append_contents(
+    conversion: ChatConversion, message: Fields, role: str, contents: Sequence[Content]
+) -> None:
+    """Add a message with these texts and pictures."""
+    joined = list[Json]()
+    for one in contents:
+        if not isinstance(one, str):
+            joined += one
+        # Neighbouring texts are one text, as in a message without pictures.
+        elif joined and joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": f"{joined[-1]['text']}{_SEPARATOR}{one}"}
+        else:
+            joined.append({"type": "text", "text": one})
+    is_text = len(joined) == 1 and joined[0]["type"] == "text"
+    place = f"messages[{len(conversion.chat['messages'])}]"
+    for number, part in enumerate(joined):
+        if part["type"] != "text":
+            sent = part.pop(_SENT_NAME)
+            conversion.names[f"{place}.content[{number}]"] = sent
+            conversion.names[f"{place}.content[{number}].image_url.url"] = f"{sent}.source"
+    content = joined[0]["text"] if is_text else joined
+    _append(conversion, message, {"role": role, "content": content})
+
+
+def _picture_content(block: Fields) -> list[Json]:
+    """Return a block of the kind ``image`` as a part of a chat's content, with the name of the
+    block. Raises ``ApiError``."""
+    source = block.section("source")
+    match source.raw("type"):
+        case "base64":
+            if not (data := source.text("data")):
+                raise source.error("data", "is missing, but must be a picture in base64")
+            url = f"data:{source.text('media_type') or 'image'};base64,{data}"
+        case "url":
+            if not (url := source.text("url") or ""):
+                raise source.error("url", "is missing, but must be the URL of a picture")
+        case kind:
+            raise source.wrong_value("type", kind, "'base64' or 'url'")
+    name = block.place.removesuffix(".")
+    return [{"type": "image_url", "image_url": {"url": url}, _SENT_NAME: name}]
+
+
+def _tool_result(conversion: ChatConversion, block: Fields, pictures: list[Content]) -> Json:
+    """Return the result of a tool as a message, and add its pictures to ``pictures``."""
+    text = _read_texts(conversion, block, "content", pictures)
     if not text and block.boolean("is_error"):
         text = "error"
     if (identity := block.text("tool_use_id")) is None:
@@ -247,11 +303,19 @@ def _add_assistant_message(conversion: ChatConversion, message: Fields) -> None:
     _append(conversion, message, turn)
 
 
-def _read_texts(conversion: ChatConversion, fields: Fields, name: str) -> str:
-    """Return a field that is a text, or a list of text blocks; empty if it is absent."""
+def _read_texts(
+    conversion: ChatConversion, fields: Fields, name: str, pictures: list[Content] | None = None
+) -> str:
+    """Return a field that is a text, or a list of text blocks; empty if it is absent. Pictures
+    among the blocks are added to ``pictures``, if that is a list."""
     if not isinstance(fields.raw(name), list):
         return fields.text(name) or ""
-    texts = [_block_text(conversion, block) for block in fields.sections(name)]
+    texts = list[str | None]()
+    for block in fields.sections(name):
+        if pictures is not None and block.raw("type") == _PICTURE:
+            pictures.append(_picture_content(block))
+        else:
+            texts.append(_block_text(conversion, block))
     return _SEPARATOR.join(text for text in texts if text is not None)
 
 
@@ -263,7 +327,8 @@ def _block_text(conversion: ChatConversion, block: Fields) -> str | None:
         conversion.left_out.append(f"messages.{kind}")
         return None
     if kind != "text":
-        raise block.error("type", f"is {shown_value(kind)}, but this model reads text only")
+        known = "text, and pictures in messages of users"
+        raise block.error("type", f"is {shown_value(kind)}, but is read as {known} only")
     if (text := block.text("text")) is None:
         raise block.error("text", "is missing")
     return text

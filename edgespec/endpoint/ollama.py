@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from edgespec.core.protocol.pictures import MAX_PICTURES
 from edgespec.endpoint.choices import (
     Choice,
     Delta,
@@ -61,7 +62,7 @@ def convert_ollama_chat(data: Mapping[str, Any]) -> ChatConversion:
     messages = conversion.chat["messages"] = list[Json]()
     unanswered = list[Json]()
     for message in fields.sections("messages"):
-        messages.append(_convert_message(message, unanswered, len(messages)))
+        messages.append(_convert_message(conversion, message, unanswered, len(messages)))
     if tools := fields.sections("tools"):
         conversion.chat["tools"] = [{"type": "function", **tool.data} for tool in tools]
     return conversion
@@ -83,6 +84,9 @@ def convert_ollama_generate(data: Mapping[str, Any]) -> ChatConversion:
         why = "is given, but no tokens of earlier requests are read: use /api/chat"
         raise fields.error("context", why, "unsupported_parameter")
     if is_raw or suffix:
+        if fields.raw("images"):
+            why = "are given, but a raw prompt or one with a suffix has no template to place them"
+            raise fields.error("images", why, "unsupported_parameter")
         if system:
             kind = "prompt with a suffix" if suffix else "raw prompt"
             raise fields.error("system", f"is given, but a {kind} has no template to hold it")
@@ -91,7 +95,8 @@ def convert_ollama_generate(data: Mapping[str, Any]) -> ChatConversion:
         return conversion
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     conversion.names |= {"prompt": "prompt", "messages": "prompt"}
-    conversion.chat["messages"] = [*messages, {"role": "user", "content": prompt}]
+    content = _with_pictures(conversion, fields, prompt, len(messages))
+    conversion.chat["messages"] = [*messages, {"role": "user", "content": content}]
     return conversion
 
 
@@ -102,7 +107,6 @@ def _convert_common(data: Mapping[str, Any], fields: Fields) -> ChatConversion:
     chat = {name: value for name, value in data.items() if name not in _CONVERTED | _UNUSED}
     conversion = ChatConversion(chat, {"prompt": "messages"})
     chat["stream"] = fields.boolean("stream", absent=True)
-    _check_images(fields)
     options = fields.section("options")
     for name, value in options.data.items():
         conversion.names[name] = f"options.{name}"
@@ -122,10 +126,22 @@ def _convert_common(data: Mapping[str, Any], fields: Fields) -> ChatConversion:
     return conversion
 
 
-def _check_images(fields: Fields) -> None:
-    if fields.raw("images"):
-        why = "are given, but this model reads text only"
-        raise fields.error("images", why, "unsupported_parameter")
+def _with_pictures(
+    conversion: ChatConversion, fields: Fields, text: str, place: int
+) -> str | list[Json]:
+    """Return the content of the message at ``place``: ``text``, with the field ``images`` in front
+    of it, as Ollama has them. Raises ``ApiError``."""
+    images = fields.texts("images", MAX_PICTURES) if fields.raw("images") else ()
+    if not images:
+        return text
+    parts = list[Json]()
+    for number, image in enumerate(images):
+        url = image if image.startswith("data:") else f"data:image;base64,{image}"
+        part = f"messages[{place}].content[{number}]"
+        sent = fields.name(f"images[{number}]")
+        conversion.names |= {part: sent, f"{part}.image_url.url": sent}
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _convert_format(conversion: ChatConversion, fields: Fields) -> None:
@@ -158,7 +174,9 @@ def _convert_think(conversion: ChatConversion, fields: Fields) -> None:
     chat["chat_template_kwargs"] = {**variables, "enable_thinking": bool(think)}
 
 
-def _convert_message(message: Fields, unanswered: list[Json], place: int) -> Json:
+def _convert_message(
+    conversion: ChatConversion, message: Fields, unanswered: list[Json], place: int
+) -> Json:
     """Return a message in the form of a chat. ``unanswered`` are earlier calls without a result;
     ``place`` is the index of the message.
 
@@ -167,8 +185,9 @@ def _convert_message(message: Fields, unanswered: list[Json], place: int) -> Jso
     role = message.raw("role")
     if role not in _ROLES:
         raise message.wrong_value("role", role, f"one of {', '.join(_ROLES)}")
-    _check_images(message)
-    chat_message: Json = {"role": role, "content": message.text("content") or ""}
+    text = message.text("content") or ""
+    content = _with_pictures(conversion, message, text, place)
+    chat_message: Json = {"role": role, "content": content}
     if thought := message.text("thinking"):
         chat_message["reasoning_content"] = thought
     if calls := message.sections("tool_calls"):

@@ -1,8 +1,9 @@
 """Parser of a request: from its JSON to the parameters, messages and tools of its generations.
 
-Chat templates handle plain texts, so a list of text parts becomes one text, and the role
-``developer`` becomes ``system``. Tools that no model here can have are left out and reported. A
-custom tool, which takes plain text, becomes a function with one argument.
+Chat templates handle plain texts, so a list of text parts becomes one text, unless there are
+pictures among them (``pictures.py``), and the role ``developer`` becomes ``system``. Tools that no
+model here can have are left out and reported. A custom tool, which takes plain text, becomes a
+function with one argument.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.agent import MAX_PREDICTION_CHARS
+from edgespec.endpoint.pictures import PICTURE_PART, SentPicture, check_count, read_picture_part
 from edgespec.endpoint.request_json import (
     Fields,
     check_encodable,
@@ -253,6 +255,7 @@ _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "func
 _MAX_TOOL_NAME: Final = 256
 CUSTOM_INPUT: Final = "input"
 """The one argument of the function that stands for a custom tool."""
+_PICTURE_KIND: Final = "image_url"
 _FORMATS: Final = ("text", "json_object", "json_schema")
 
 Prompt = str | tuple[int, ...]
@@ -303,6 +306,8 @@ class GenerationRequest:
     """Text that follows the output. Empty: none is known."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Conversation whose next message is generated. Empty: ``prompts`` are continued."""
+    pictures: tuple[SentPicture, ...] = ()
+    """Pictures of ``messages``, in the order of their parts."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools that the model may call."""
     single_call: bool = False
@@ -397,7 +402,9 @@ def _chat_request(
     sent_messages = fields.sections("messages", MAX_MESSAGES)
     if not sent_messages:
         raise fields.error("messages", "must hold at least one message")
-    messages = [_read_message(one) for one in sent_messages]
+    pictures: list[SentPicture] = []
+    messages = [_read_message(one, pictures) for one in sent_messages]
+    check_count(pictures)
     variables = {**fields.section("chat_template_kwargs").data}
     for name in TEMPLATE_VARIABLES:
         if (value := fields.raw(name)) is not None:
@@ -411,6 +418,7 @@ def _chat_request(
         ignored_fields=request.ignored_fields + tools.left_out,
         logprobs=top_count if wants_scores else None,
         messages=messages,
+        pictures=tuple(pictures),
         tools=callable_tools,
         strict=frozenset(tools.strict),
         client_tools=tools.client_tools,
@@ -733,7 +741,8 @@ def _read_prompt(fields: Fields, name: str) -> Prompt:
     return check_encodable(fields.name(name), value)
 
 
-def _read_message(fields: Fields) -> dict[str, Any]:
+def _read_message(fields: Fields, pictures: list[SentPicture]) -> dict[str, Any]:
+    """Return a message, and add its pictures to ``pictures``. Raises ``ApiError``."""
     role = fields.text("role")
     if role is None or role not in _KNOWN_ROLES:
         raise fields.wrong_value("role", role, f"one of {', '.join(_KNOWN_ROLES)}")
@@ -741,7 +750,7 @@ def _read_message(fields: Fields) -> dict[str, Any]:
     if calls and role != "assistant":
         why = f"stands in a message of {role}, but only assistants call tools"
         raise fields.error("tool_calls", why)
-    content = _read_content(fields)
+    content = _read_content(fields, pictures if role == "user" else None)
     if content is None:
         if role != "assistant":
             raise fields.error("content", "is missing")
@@ -758,19 +767,32 @@ def _read_message(fields: Fields) -> dict[str, Any]:
     return message
 
 
-def _read_content(fields: Fields) -> str | None:
+def _read_content(
+    fields: Fields, pictures: list[SentPicture] | None
+) -> str | list[dict[str, Any]] | None:
+    """Return the content of a message: a text, or a list of parts if it has pictures, which are
+    added to ``pictures``. None for ``pictures`` refuses them. Raises ``ApiError``."""
     value = fields.raw("content")
     if not isinstance(value, list):
         return fields.text("content")
-    parts = []
+    parts: list[dict[str, Any]] = []
     for part in fields.sections("content"):
         kind = part.text("type")
+        if kind == _PICTURE_KIND:
+            if pictures is None:
+                raise part.error("type", f"is {kind!r}, but pictures stand in messages of users")
+            pictures.append(read_picture_part(part))
+            parts.append(PICTURE_PART)
+            continue
         if kind not in ("text", "refusal"):
-            raise part.error("type", f"is {shown_value(kind)}, but this model reads text only")
+            known = f"'text' and {_PICTURE_KIND!r}"
+            raise part.error("type", f"is {shown_value(kind)}, but only {known} are read")
         if (text := part.text(kind)) is None:
             raise part.error(kind, "is missing")
-        parts.append(text)
-    return "".join(parts)
+        parts.append({"type": "text", "text": text})
+    if PICTURE_PART not in parts:
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 def _read_earlier_call(fields: Fields) -> dict[str, Any]:

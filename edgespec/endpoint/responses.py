@@ -24,6 +24,7 @@ from edgespec.endpoint.requests import (
 _NEEDS_STATE: Final = ("conversation", "background", "prompt")
 _CONVERTED: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
+_PICTURE_PART: Final = "input_image"
 _UNUSED: Final = frozenset(
     "include reasoning truncation top_logprobs stream_options client_metadata"
     " previous_response_id".split()
@@ -228,7 +229,17 @@ def _convert_parts(item: Fields, name: str) -> Any:
     value = item.raw(name)
     if not isinstance(value, list):
         return value
-    return [
-        {**part.data, "type": "text"} if part.raw("type") in _TEXT_PARTS else part.data
-        for part in item.sections(name)
-    ]
+    return [_convert_part(part) for part in item.sections(name)]
+
+
+def _convert_part(part: Fields) -> Mapping[str, Any]:
+    """Return a part of a content as the chat API has it. Raises ``ApiError``."""
+    kind = part.raw("type")
+    if kind in _TEXT_PARTS:
+        return {**part.data, "type": "text"}
+    if kind == _PICTURE_PART:
+        if part.raw("file_id"):
+            why = "is given, but no files are stored here: send the picture as a data URL"
+            raise part.error("file_id", why, "unsupported_parameter")
+        return {"type": "image_url", "image_url": part.raw("image_url")}
+    return part.data

@@ -33,6 +33,7 @@ from edgespec.core.protocol.constraint import (
     ConstraintKind,
 )
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
+from edgespec.core.protocol.pictures import PictureInput, PlacedPicture
 from edgespec.core.protocol.predicted_text import check_prediction_length
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
@@ -65,6 +66,14 @@ from edgespec.endpoint.ollama import (
     convert_ollama_generate,
 )
 from edgespec.endpoint.output_parser import OutputForm
+from edgespec.endpoint.pictures import (
+    SentPicture,
+    check_count,
+    check_pictures,
+    explain_text_model,
+    fetch_pictures,
+    place_in_prompt,
+)
 from edgespec.endpoint.recent_failures import RecentFailures
 from edgespec.endpoint.request_json import (
     MAX_VALUES,
@@ -117,6 +126,9 @@ _PIECEWISE_FACTOR: Final = 2
 changes the tokens beside each cut, but with no tokenizer does it double their number."""
 _WORK_WITHIN_S: Final = 30.0
 """Seconds that one piece of blocking work may take, including its time in the queue."""
+_FETCH_THREADS: Final = 4
+_FETCHES_WITHIN_S: Final = 40.0
+"""Seconds that fetching the pictures of one request may take, including its time in the queue."""
 _PREPARE_WITHIN_S: Final = 60.0
 """Seconds from a request's body to its tokens and its compiled constraint."""
 _PROBE_WITHIN_S: Final = 0.5
@@ -305,7 +317,7 @@ class RequestRun:
         async with asyncio.TaskGroup() as group:
             for choice in self._choices:
                 try:
-                    await self._admission.enter(len(choice.prompt), begun=self.has_begun)
+                    await self._admission.enter(choice.waiting_tokens, begun=self.has_begun)
                 except ApiError as error:
                     await self._unread.put(error)
                     return
@@ -377,7 +389,7 @@ class RequestRun:
 
 
 def _drafting_arguments(choice: Choice) -> dict[str, Any]:
-    """Return the arguments of ``Agent.generate`` that only edgespec's own parameters set."""
+    """Return the arguments of ``Agent.generate`` that few requests set."""
     arguments: dict[str, Any] = {}
     if not choice.request.drafts:
         arguments["drafts"] = False
@@ -385,6 +397,8 @@ def _drafting_arguments(choice: Choice) -> dict[str, Any]:
         arguments["timeline"] = choice.timeline
     if choice.request.prediction_tokens:
         arguments["prediction"] = choice.request.prediction_tokens
+    if choice.pictures:
+        arguments["pictures"] = choice.pictures
     return arguments
 
 
@@ -635,6 +649,12 @@ class Endpoint:
         self._texts = _make_pool("tokenizing a text", threads=4)
         # One thread, since the process that renders templates handles one call at a time.
         self._templates = _make_pool("rendering a chat template", threads=1)
+        self._fetches = WorkerPool(
+            "fetching a picture",
+            threads=_FETCH_THREADS,
+            max_waiting=_MAX_WAITING,
+            timeout_s=_FETCHES_WITHIN_S,
+        )
         self.large_body_lock = asyncio.Lock()
         """Held from a large body to its tokens, since parsed values take many times the body's
         memory."""
@@ -711,6 +731,8 @@ class Endpoint:
         """Raise ``ApiError`` for what no model on the device can do."""
         if not self.answered_by:
             return
+        if request.pictures:
+            raise explain_text_model(self.models.name, request.pictures[0])
         if request.logprobs is not None:
             raise invalid_request("logprobs", "logprobs is given, but it computes no scores")
         if request.rule not in ("", EXACT_RULE):
@@ -766,7 +788,7 @@ class Endpoint:
 
     def close(self) -> None:
         """End the threads that work for requests."""
-        for pool in (self._requests, self._texts, self._templates):
+        for pool in (self._requests, self._texts, self._templates, self._fetches):
             pool.close()
 
     def begin_stop(self) -> None:
@@ -826,7 +848,7 @@ class Endpoint:
         return await self._prepare_chat(self._without_tag(request), OllamaChatEnvelope)
 
     async def prepare_ollama_generate(self, data: Mapping[str, Any]) -> PreparedRequest:
-        if data.get("prompt") in (None, "") and not data.get("suffix"):
+        if data.get("prompt") in (None, "") and not (data.get("suffix") or data.get("images")):
             return await self._prepare_nothing(data, OllamaGenerateEnvelope)
         conversion, request = await self._convert(convert_ollama_generate, data)
         request = self._without_tag(request)
@@ -882,7 +904,9 @@ class Endpoint:
         with self._refusing_by_name(), errors_with_sent_names(request.sent_names):
             self._check_fallback(request)
             chosen = await self.choose_model(request.model)
+            pictures, bounds = await self._fetch_pictures(request, chosen)
             prompt = await self._chat_prompt(request, chosen.context_length)
+            placed = place_in_prompt(prompt.tokens, pictures, bounds) if bounds else ()
             request = await self._run_template(self._with_unread_variables, request)
             if prompt.lacks_tools:
                 if self.answered_by:
@@ -899,7 +923,34 @@ class Endpoint:
                     raise invalid_request("tools", f"{STRICT_TOOLS} cannot be ensured")
                 request = replace(request, is_constraint_optional=False)
             request = await self._with_encoded_prediction(request)
-            return self._with_choices(envelope, request, chosen, [prompt.tokens], prompt.form)
+            return self._with_choices(
+                envelope, request, chosen, [prompt.tokens], prompt.form, pictures=placed
+            )
+
+    async def _fetch_pictures(
+        self, request: GenerationRequest, chosen: ModelChoice
+    ) -> tuple[tuple[SentPicture, ...], PictureInput | None]:
+        """Return the pictures of a request, all with their bytes, and the bounds on them; None for
+        the bounds if there are no pictures. Raises ``ApiError`` for a model that reads text only,
+        and for a picture that exceeds a bound or cannot be fetched."""
+        pictures = request.pictures
+        if not pictures:
+            return (), None
+        if chosen.served is None:
+            await self.verifiers.refresh_if_stale()
+            chosen = self.models.choose(request.model)
+        if chosen.served is None:
+            why = "the request has pictures, but no verifier has reported which models read them"
+            raise unavailable_error(why)
+        if (bounds := chosen.served.info.pictures) is None:
+            raise explain_text_model(chosen.served.name, pictures[0])
+        check_count(pictures, bounds.max_count)
+        if any(one.url for one in pictures):
+            is_allowed = self.settings.picture_urls
+            fetch = partial(fetch_pictures, pictures, bounds.max_bytes, is_allowed=is_allowed)
+            pictures = await self._fetches.run_for(current_client.get(), fetch)
+        await self.run_reader(check_pictures, pictures, bounds)
+        return pictures, bounds
 
     async def prepare_completion(self, data: Mapping[str, Any]) -> PreparedRequest:
         request = await self.run_reader(completion_request, data, self.sampling)
@@ -1293,6 +1344,8 @@ class Endpoint:
         chosen: ModelChoice,
         prompts: Sequence[TokenIds],
         form: OutputForm | None = None,
+        *,
+        pictures: tuple[PlacedPicture, ...] = (),
     ) -> PreparedRequest:
         """Return the request with its choices: n generations for each prompt, in the order of the
         prompts. Generation k (from 0) of a prompt has the seed ``seed_of(seed, k)``."""
@@ -1300,7 +1353,13 @@ class Endpoint:
         # the tokens.
         names = {ours: sent for ours, sent in request.sent_names.items() if "[" not in ours}
         kept_request = replace(
-            request, prompts=(), messages=[], tools=[], variables={}, sent_names=names
+            request,
+            prompts=(),
+            messages=[],
+            pictures=(),
+            tools=[],
+            variables={},
+            sent_names=names,
         )
         # A fallback has no draft whose tokens could be shown or switched off.
         shows_sources = request.shows_sources and not self.answered_by
@@ -1323,6 +1382,7 @@ class Endpoint:
                         token_bytes=token_bytes,
                         parser=form.make_parser(self.tokenizer),
                         model=chosen.requested_name,
+                        pictures=pictures,
                         timeline=GenerationTimeline() if shows_sources else None,
                     )
                 )

@@ -106,7 +106,9 @@ class ChatTemplate:
         sent = [dict(message) for message in messages]
         mark = _CONTINUATION_MARK if continue_final_message else ""
         if mark:
-            sent[-1]["content"] = f"{sent[-1]['content']}{mark}"
+            sent[-1]["content"] = _with_end(sent[-1]["content"], mark)
+        if self.reads_parts_only:
+            sent = [_with_parts(message) for message in sent]
         values = {
             **self.tokens,
             **(variables or {}),
@@ -143,6 +145,24 @@ class ChatTemplate:
     def _render_probe(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
         values = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
         return str(self._compiled.render({**self.tokens, **values}))
+
+    @cached_property
+    def reads_parts_only(self) -> bool:
+        """Whether the template shows the content of a message only as a list of parts, as that of
+        SmolVLM and some other vision models does. Raises ``ChatTemplateError``."""
+        if "content" not in self.source or "type" not in self.source:
+            return False
+        return self._shows_probe([{"type": "text", "text": _PROBE}]) and not self._shows_probe(
+            _PROBE
+        )
+
+    def _shows_probe(self, content: Any) -> bool:
+        try:
+            return _PROBE in self._render_probe([{"role": "user", "content": content}], ())
+        except TextWorkerError as error:
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+        except Exception:  # a template is a program that can raise anything
+            return False
 
     @cached_property
     def thought_field(self) -> str:
@@ -214,6 +234,24 @@ def _check_source(source: str) -> str:
 # Mark that is rendered behind the content of a message to continue. The blank at its end shows
 # whether the template strips contents.
 _CONTINUATION_MARK = "edgespec-continues-here "
+
+
+_PROBE = "edgespec-probe"
+
+
+def _with_parts(message: Message) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+
+
+def _with_end(content: Any, end: str) -> Any:
+    """Return the content of a message with ``end`` behind its last text."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": end}]
+    return f"{content}{end}"
 
 
 def _cut_before(text: str, mark: str) -> str:

@@ -15,6 +15,8 @@ TOY_EOS = 0
 # One letter an id; id 0 ends the text. 64 ids in all, as in ``TOY_MODEL``.
 TOY_ALPHABET = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
 TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
+TOY_PICTURE = TOY_ALPHABET.index("9")
+"""The placeholder of pictures in prompts of the toy."""
 _SPACE = TOY_ALPHABET.index(" ")
 
 
@@ -22,6 +24,13 @@ def toy_info() -> ModelInfo:
     """Return the toy's vocabulary and context."""
     size = len(TOY_ALPHABET)
     return ModelInfo("toy", f"toy-{size}", size, TOY_CONTEXT_LENGTH, (TOY_EOS,))
+
+
+_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text if part.type == 'text' else '9' }}{% endfor %}"
+    "{% endif %} {% endfor %}"
+)
 
 
 class ToyTokenizer:
@@ -49,8 +58,9 @@ class ToyTokenizer:
         return [text]
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
-        """Return the toy's template: the contents, with a space behind each."""
-        return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
+        """Return the toy's template: the contents, with a space behind each, and a 9 for each
+        picture."""
+        return ChatTemplate(_TEMPLATE)
 
     added: Mapping[str, int] = MappingProxyType({})
     id_count = len(TOY_ALPHABET)

@@ -123,6 +123,9 @@ class StreamMeter:
             return self._record_pass(actions, now)
         elif type(event) is ee.StreamOpened:
             self._open(event, actions, now)
+        elif type(event) is ee.PicturesRead:
+            if (record := self._records.get(event.stream)) is not None:
+                self._note_opening(event.stream, record, actions, now)
         elif type(event) is ee.BatchFailed:
             self.failed_passes += 1
             self._pass_at = None
@@ -155,7 +158,7 @@ class StreamMeter:
         actions: Sequence[ee.EngineAction],
         now: float,
     ) -> None:
-        """Note what an ``Open``, or the ids that its prefix lacked, led to."""
+        """Note what an ``Open``, or the ids or pictures that it lacked, led to."""
         for action in actions:
             match action:
                 case ee.SendTo(number, m.Opened()) if number == stream:
@@ -182,7 +185,7 @@ class StreamMeter:
         self, event: ee.StreamMessage, actions: Sequence[ee.EngineAction], now: float
     ) -> None:
         message = event.message
-        if isinstance(message, m.PrefixTokens):
+        if isinstance(message, m.PrefixTokens | m.PicturePart):
             if (opening := self._records.get(event.stream)) is not None:
                 self._note_opening(event.stream, opening, actions, now)
             return
@@ -284,8 +287,8 @@ class TrafficCounts:
     """Messages and their payload bytes by kind."""
 
     def __init__(self) -> None:
-        up = ("open", "draft", "received", "cancel", "prefixtokens")
-        down = ("opened", "commit", "fault", "prefixmissing")
+        up = ("open", "draft", "received", "cancel", "prefixtokens", "picturepart")
+        down = ("opened", "commit", "fault", "prefixmissing", "picturesmissing")
         self.received_messages, self.received_bytes = dict.fromkeys(up, 0), dict.fromkeys(up, 0)
         self.sent_messages, self.sent_bytes = dict.fromkeys(down, 0), dict.fromkeys(down, 0)
 
@@ -352,7 +355,7 @@ class EngineSample:
     def __init__(self, watch: VerifierTelemetry, engine: VerifyEngine, version: str) -> None:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
         self.cache, self.waits, self.lag = engine.cache_scheduler, watch.waits, watch.lag.lag_s
-        self.prefixes = engine.prefixes
+        self.prefixes, self.pictures = engine.prefixes, engine.pictures
         self.drafts = drafts = engine.draft_counts
         sources = {"device": drafts.device, "model": drafts.model, "text": drafts.text}
         self.source_nodes = {name: counts.nodes for name, counts in sources.items()}
@@ -416,6 +419,12 @@ counter named_prefixes_found_total prefixes.found Beginnings of prompts named by
 counter named_prefixes_missed_total prefixes.missed Named beginnings that were not kept any more
 counter named_prefix_tokens_total prefixes.found_tokens Token ids that were named and not sent
 gauge prefix_store_bytes prefixes.held_bytes Memory of the ids kept for named beginnings
+counter pictures_found_total pictures.found Pictures named by devices and kept
+counter pictures_missed_total pictures.missed Named pictures that devices had to send
+counter pictures_evicted_total pictures.evicted Kept pictures that made room for others
+counter picture_bytes_total pictures.received_bytes Bytes of pictures that devices sent
+gauge picture_store_bytes pictures.held_bytes Memory of the kept pictures
+gauge arriving_picture_bytes pictures.arriving_bytes Pictures of prompts that wait for some of them
 counter received_bytes_total{kind} traffic.received_bytes Payload bytes of messages from devices
 counter received_messages_total{kind} traffic.received_messages Messages from devices
 counter sent_bytes_total{kind} traffic.sent_bytes Payload bytes of messages to devices

@@ -25,7 +25,7 @@ from edgespec.models.gguf_folder import is_gguf
 from edgespec.models.grammar import target_grammar_reader
 from edgespec.models.model_source import ModelSource, Purpose, SourceKind, resolve_source
 from edgespec.models.shared_ids import find_differing_ids
-from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
+from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, TOY_PICTURE, toy_info
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import VerifierTelemetry
 from edgespec.verifier.daemon import Verifier
@@ -119,6 +119,7 @@ def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool)
         cache=target.cache,
         share_prefixes=bounds.share_prefixes,
         prefix_bytes=bounds.prefix_mib << 20,
+        picture_bytes=bounds.picture_mib << 20,
         stall_s=bounds.stall_s,
         server_drafts=config.server_drafts,
         drafter=drafts,
@@ -190,6 +191,7 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
         context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
         max_sessions=config.limits.max_sessions,
         cache=CacheShape(-(-_count_toy_tokens(config) // _TOY_BLOCK_TOKENS), _TOY_BLOCK_TOKENS),
+        pictures=config.limits.picture_input(TOY_PICTURE),
     )
 
 

@@ -15,7 +15,7 @@ import contextvars
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, TypeVar, assert_never
 
 from edgespec.core import ports
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
@@ -110,6 +111,7 @@ class TargetWorker:
     ) -> None:
         self._target, self._failed, self._drafter = target, failed, drafter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
+        self._picture_thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-pictures")
         self.queued: list[SequenceWork] = []
         """Sequence work that the next ``submit`` begins with."""
         self._draft_steps = 0
@@ -185,6 +187,11 @@ class TargetWorker:
 
         return self._submit(work)
 
+    def read_pictures(self, data: Sequence[bytes]) -> asyncio.Future[ports.ReadPictures]:
+        """Let the target read pictures, in a thread of its own beside the passes."""
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._picture_thread, self._target.read_pictures, data)
+
     def _submit(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
         return done
@@ -192,10 +199,12 @@ class TargetWorker:
     def _carry_out(self, item: SequenceWork) -> ee.SequenceFailed | None:
         try:
             match item:
-                case ee.OpenSequence(key, prompt_length, sampling, text, adapter):
+                case ee.OpenSequence(key, prompt_length, sampling, text, adapter, pictures):
                     self._target.open(key, prompt_length, sampling, text)
                     if adapter:
                         self._target.use_adapter(key, adapter)
+                    if pictures is not None:
+                        self._target.use_pictures(key, pictures, item.picture_positions)
                 case ee.KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case ee.CloseSequence(key):
@@ -234,6 +243,7 @@ class TargetWorker:
             await asyncio.wait([self._last], timeout=within_s)
         has_ended = self._last is None or self._last.done()
         self._thread.shutdown(wait=has_ended, cancel_futures=True)
+        self._picture_thread.shutdown(wait=False, cancel_futures=True)
         return has_ended
 
 
@@ -522,6 +532,9 @@ class Verifier:
                 self._when_done(self._worker.draft(action), self._on_drafts_done)
             case ee.RunProbe(request):
                 self._when_done(self._worker.probe(request), self._on_probe_done)
+            case ee.ReadPictureData(number, data):
+                on_read = partial(self._on_pictures_read, number)
+                self._when_done(self._worker.read_pictures(data), on_read)
             case ee.ReportFailure(_, details, stream):
                 whose = {"request_id": self._requests.get(stream or 0, "-")}
                 _LOG.error("a session failed and was ended:\n%s", details, extra=whose)
@@ -572,6 +585,17 @@ class Verifier:
         if (error := done.exception()) is not None:
             lost = isinstance(error, ports.TargetLostError)
             self.fail(str(error) if lost else f"the target's thread failed: {error}")
+
+    def _on_pictures_read(self, number: int, done: asyncio.Future[ports.ReadPictures]) -> None:
+        error = done.exception()
+        if error is None:
+            self._handle(ee.PicturesRead(number, done.result()))
+            return
+        why = f"the pictures cannot be read: {make_one_line(str(error))}"
+        if not isinstance(error, ValueError):  # a library that failed on hostile bytes, perhaps
+            log_failure(_LOG, "reading pictures failed", error=error, may_quote_client=True)
+            why = f"the pictures cannot be read: {type(error).__name__}"
+        self._handle(ee.PicturesRead(number, None, why))
 
     def _on_probe_done(self, done: asyncio.Future[None]) -> None:
         error = done.exception()

@@ -29,6 +29,14 @@ from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import MAX_TOKEN_ID
+from edgespec.core.protocol.pictures import (
+    DIGEST_BYTES,
+    MAX_PICTURE_BYTES,
+    MAX_PICTURES,
+    PART_BYTES,
+    Picture,
+    PictureInput,
+)
 from edgespec.core.protocol.prefix_names import MAX_BLOCK_TOKENS, NAME_BYTES
 from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
@@ -45,6 +53,9 @@ _MAX_SESSION_ID_BYTES: Final = 128
 _MAX_RULE_BYTES: Final = 64
 _MAX_FAULT_BYTES: Final = 1024
 """Most bytes of a fault text. A longer one is cut when it is sent."""
+_PICTURE_DISCOUNT: Final = 64
+"""Bytes of a picture that cost a verifier as much as one byte of other messages: a part of 65,536
+bytes counts as one message more, so that one stream may send some 3 MB in a second."""
 _E = TypeVar("_E", bound=Enum)
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=ProtobufMessage)
@@ -166,6 +177,10 @@ def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> byt
             check_count("PrefixTokens.tokens", len(tokens), limits.context_length, low=1)
             tokens = check_tokens("PrefixTokens.tokens", tokens)
             wire = pb.DeviceMessage(prefix_tokens=pb.PrefixTokens(tokens=tokens))
+        case m.PicturePart(number, offset, data):
+            _check_part(message)
+            part = pb.PicturePart(number=number, offset=offset, data=data)
+            wire = pb.DeviceMessage(picture_part=part)
         case _:
             assert_never(message)
     return _serialise(wire, limits)
@@ -189,6 +204,9 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Upli
             tokens = wire.prefix_tokens.tokens
             check_count("PrefixTokens.tokens", len(tokens), limits.context_length, low=1)
             return m.PrefixTokens(check_tokens("PrefixTokens.tokens", tokens))
+        case "picture_part":
+            part = wire.picture_part
+            return _check_part(m.PicturePart(part.number, part.offset, part.data))
     known = ", ".join(pb.DeviceMessage.DESCRIPTOR.fields_by_name)
     raise ProtocolViolation(f"DeviceMessage has no kind known here: {known}")
 
@@ -206,6 +224,9 @@ def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) ->
             wire = pb.VerifierMessage(fault=_to_wire(cut))
         case m.PrefixMissing():
             wire = pb.VerifierMessage(prefix_missing=pb.PrefixMissing())
+        case m.PicturesMissing(numbers):
+            _check_missing(numbers)
+            wire = pb.VerifierMessage(pictures_missing=pb.PicturesMissing(numbers=numbers))
         case _:
             assert_never(message)
     return _serialise(wire, limits)
@@ -228,6 +249,8 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Do
             return _from_wire(m.Fault, wire.fault)
         case "prefix_missing":
             return m.PrefixMissing()
+        case "pictures_missing":
+            return m.PicturesMissing(_check_missing(tuple(wire.pictures_missing.numbers)))
     known = ", ".join(pb.VerifierMessage.DESCRIPTOR.fields_by_name)
     raise ProtocolViolation(f"VerifierMessage has no kind known here: {known}")
 
@@ -444,6 +467,7 @@ _WIRE_TYPES: Final[dict[type[Any], type[ProtobufMessage]]] = {
     m.Fault: pb.Fault,
     m.VerifierInfo: pb.InfoReply,
     ModelInfo: pb.ModelInfo,
+    PictureInput: pb.PictureInput,
     m.DraftTotals: pb.DraftTotals,
 }
 _TEXT_BYTES: Final = {
@@ -567,6 +591,8 @@ def _encode_open(message: m.Open, limits: WireLimits) -> pb.Open:
     Ids behind a prefix travel with it and not in their usual fields. So a verifier that does not
     know prefixes finds no prompt and refuses, instead of reading a prompt without its beginning."""
     _check_open(message, limits)
+    if message.pictures:
+        _check_pictures(message.pictures, message)
     wire: pb.Open = _to_wire(message)
     if wire.rule == m.EXACT_RULE:
         wire.ClearField("rule")
@@ -574,10 +600,46 @@ def _encode_open(message: m.Open, limits: WireLimits) -> pb.Open:
         for name in ("prompt", "committed"):
             getattr(wire.prefix, name).extend(getattr(wire, name))
             wire.ClearField(name)
+    if message.pictures:
+        _move_to_media(wire, message.pictures)
     return wire
 
 
+def _move_to_media(wire: pb.Open, pictures: Sequence[Picture]) -> None:
+    """Add the pictures to an encoded Open, and let its ids travel beside them, where a verifier
+    that does not know pictures does not look."""
+    has_prefix = wire.HasField("prefix")
+    parent = wire.prefix if has_prefix else wire
+    for name in ("prompt", "committed"):
+        getattr(wire.media, name).extend(getattr(parent, name))
+        parent.ClearField(name)
+    if has_prefix:
+        wire.media.prefix.CopyFrom(wire.prefix)
+        wire.ClearField("prefix")
+    for one in pictures:
+        wire.media.pictures.add(sha256=one.sha256, bytes=one.size_bytes, position=one.position)
+
+
+def _move_from_media(wire: pb.Open) -> tuple[Picture, ...]:
+    """Return the pictures of an Open, and put the ids that travel beside them in their places."""
+    if wire.prompt or wire.committed or wire.HasField("prefix"):
+        raise ProtocolViolation("Open has ids outside media, but its media have them")
+    media = wire.media
+    check_count("Open.media.pictures", len(media.pictures), MAX_PICTURES, low=1)
+    if media.prefix.prompt or media.prefix.committed:
+        raise ProtocolViolation("Open.media.prefix has ids, but media have them")
+    if media.HasField("prefix"):
+        wire.prefix.CopyFrom(media.prefix)
+    parent = wire.prefix if media.HasField("prefix") else wire
+    parent.prompt.extend(media.prompt)
+    parent.committed.extend(media.committed)
+    return tuple([Picture(one.sha256, one.bytes, one.position) for one in media.pictures])
+
+
 def _decode_open(wire: pb.Open, limits: WireLimits) -> m.Open:
+    pictures: tuple[Picture, ...] = ()
+    if wire.HasField("media"):
+        pictures = _move_from_media(wire)
     if wire.HasField("prefix"):
         if wire.prompt or wire.committed:
             raise ProtocolViolation("Open has ids in prompt or committed, but its prefix has them")
@@ -586,7 +648,39 @@ def _decode_open(wire: pb.Open, limits: WireLimits) -> m.Open:
     _check_open(wire, limits)
     wire.rule = wire.rule or m.EXACT_RULE
     wire.run_ahead = wire.run_ahead or pb.RUN_AHEAD_AUTO
-    return _from_wire(m.Open, wire)
+    opening = _from_wire(m.Open, wire)
+    if not pictures:
+        return opening
+    _check_pictures(pictures, opening)
+    return replace(opening, pictures=pictures)
+
+
+def _check_pictures(pictures: Sequence[Picture], message: m.Open) -> None:
+    check_count("Open.media.pictures", len(pictures), MAX_PICTURES)
+    if not message.prefix_key:
+        raise ProtocolViolation("Open.prefix_key is empty, but pictures are named under a key")
+    position = -1
+    for one in pictures:
+        check_number("bytes of Picture.sha256", len(one.sha256), DIGEST_BYTES, DIGEST_BYTES)
+        check_number("Picture.bytes", one.size_bytes, 1, MAX_PICTURE_BYTES)
+        check_number("Picture.position", one.position, position + 1, message.prompt_length - 1)
+        position = one.position
+
+
+def _check_part(part: m.PicturePart) -> m.PicturePart:
+    check_number("PicturePart.number", part.number, 0, MAX_PICTURES - 1)
+    check_number("PicturePart.offset", part.offset, 0, MAX_PICTURE_BYTES - 1)
+    check_number("bytes of PicturePart.data", len(part.data), 1, PART_BYTES)
+    return part
+
+
+def _check_missing(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    check_count("PicturesMissing.numbers", len(numbers), MAX_PICTURES, low=1)
+    before = -1
+    for number in numbers:
+        check_number("PicturesMissing.numbers", number, before + 1, MAX_PICTURES - 1)
+        before = number
+    return numbers
 
 
 def _check_open(message: m.Open | pb.Open, limits: WireLimits) -> None:
@@ -623,12 +717,30 @@ def _check_prefix(
     check_number("Open.prefix.prompt_length", prefix.prompt_length, least, most)
 
 
+def _check_picture_input(model: ModelInfo | pb.ModelInfo) -> None:
+    if isinstance(model, pb.ModelInfo) and not model.HasField("pictures"):
+        return
+    if (bounds := model.pictures) is None:
+        return
+    check_number("PictureInput.token", bounds.token, 0, MAX_TOKEN_ID)
+    check_number("PictureInput.max_count", bounds.max_count, 1, MAX_PICTURES)
+    check_number("PictureInput.max_bytes", bounds.max_bytes, 1, MAX_PICTURE_BYTES)
+    check_number("PictureInput.max_pixels", bounds.max_pixels, 1, MAX_UINT32)
+
+
+def charged_bytes(message: m.Uplink, size: int) -> float:
+    """Return the bytes that a message of ``size`` bytes counts in a budget of messages. The bytes
+    of a picture are stored as they are, so they cost far less than as many bytes of token ids."""
+    return size / _PICTURE_DISCOUNT if isinstance(message, m.PicturePart) else float(size)
+
+
 def _check_info(info: m.VerifierInfo | pb.InfoReply) -> None:
     check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions)
     models: list[ModelInfo | pb.ModelInfo] = [info.model, *info.adapters]
     for model in models:
         check_number("ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32)
         check_number("ModelInfo.context_length", model.context_length, 1, MAX_UINT32)
+        _check_picture_input(model)
     if (drafts := info.drafts) is not None:
         for source in ("device", "model", "text"):
             most = getattr(drafts, f"{source}_nodes")

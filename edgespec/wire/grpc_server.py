@@ -227,8 +227,13 @@ class GrpcVerifierStream:
 
     def _receive_payload(self, payload: bytes) -> float:
         """Pass on a message. Return the seconds for which no other message must be read."""
-        pause_s = self._budget.spend(time.monotonic(), len(payload))
-        message = codec.decode_uplink(payload, self._limits)
+        try:
+            message = codec.decode_uplink(payload, self._limits)
+        except codec.ProtocolViolation:
+            self._budget.spend(time.monotonic(), len(payload))
+            raise
+        size = codec.charged_bytes(message, len(payload))
+        pause_s = self._budget.spend(time.monotonic(), size)
         if isinstance(message, m.Open):
             self._server.slots.mark_opened(self)
         self._count(message, len(payload))
@@ -239,7 +244,7 @@ class GrpcVerifierStream:
             _wake(self._receiver_wakeup)
         return pause_s
 
-    def _write(self, message: m.Commit | m.Opened | m.PrefixMissing, payload: bytes) -> None:
+    def _write(self, message: m.Downlink, payload: bytes) -> None:
         """Begin to write. No other write may be under way."""
         self._write_began = now = time.monotonic()
         self._writing.start(self._context.write(payload), self.mark_lost)

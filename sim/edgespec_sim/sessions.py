@@ -72,6 +72,10 @@ def message_bytes(message: m.Message) -> int:
             return _wrapped_bytes(_packed_bytes(tokens))
         case m.PrefixMissing():
             return _wrapped_bytes(0)
+        case m.PicturePart(number, offset, data):
+            return _wrapped_bytes(5 + _number_bytes(number) + _number_bytes(offset) + len(data))
+        case m.PicturesMissing(numbers):
+            return _wrapped_bytes(_packed_bytes(numbers))
         case m.Opened(_, model, position, fingerprint):
             text_bytes = sum(2 + len(text.encode()) for text in (model, fingerprint))
             block_bytes = 3 * bool(message.prefix_block)
@@ -203,7 +207,7 @@ class Stream:
 
     def send_up(self, message: m.Uplink) -> None:
         size_bytes = message_bytes(message)
-        if isinstance(message, m.Open | m.PrefixTokens):
+        if isinstance(message, m.Open | m.PrefixTokens | m.PicturePart):
             self.request_bytes += size_bytes
         else:
             self.up_bytes += size_bytes
@@ -561,6 +565,8 @@ class SimulatedVerifier:
                 self._attempt(key, lambda: self._target.keep(key, nodes))
             case ee.CloseStream(number):
                 self._streams.pop(number).close_from_verifier()
+            case ee.ReadPictureData():
+                raise AssertionError("no simulated prompt has pictures")
             case ee.OpenSequence(key, prompt_length, sampling, text):
                 self._failed.discard(key)
                 self._attempt(key, lambda: self._target.open(key, prompt_length, sampling, text))

@@ -20,6 +20,7 @@ from edgespec.core.device.link_session import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.credential import ANYBODY, Credential
+from edgespec.core.protocol.pictures import PictureInput, PlacedPicture
 from edgespec.core.protocol.prefix_names import PrefixNames
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
@@ -47,8 +48,10 @@ class Verifier:
     limits: ee.EngineLimits = BOUNDS
     change: Callable[[m.Uplink], m.Uplink] = lambda message: message
 
+    pictures: PictureInput | None = None
+
     def __post_init__(self) -> None:
-        self.target = ToyTarget(MODEL)
+        self.target = ToyTarget(MODEL, cache=self.limits.cache, pictures=self.pictures)
         self.engine = VerifyEngine(self.target.info, LIMITS, self.limits, contain=False)
         self.streams = 0
 
@@ -86,13 +89,24 @@ def play(
     name: str = "here",
     cut_after: int | None = None,
     then: Verifier | None = None,
+    pictures: Sequence[PlacedPicture] = (),
 ) -> Played:
-    """Play one generation to its end. After ``cut_after`` tokens its link breaks once; the next
-    stream goes to the verifier ``then``, if there is one."""
+    """Play one generation to its end, with ``pictures`` in its prompt. After ``cut_after`` tokens
+    its link breaks once; the next stream goes to the verifier ``then``, if there is one."""
     played, now = Played(), 0.0
-    request = m.Open(f"session {id(played)}", "", "", tuple(prompt), sampling=SAMPLING)
+    names = tuple([one.name for one in pictures])
+    request = m.Open(
+        f"session {id(played)}", "", "", tuple(prompt), sampling=SAMPLING, pictures=names
+    )
     drafter = ToyDrafter(MODEL.perturbed(0.3))
-    session = DraftSession(request, WindowedPolicy(), ReconnectPolicy(), 1 << 16, kept=kept)
+    session = DraftSession(
+        request,
+        WindowedPolicy(),
+        ReconnectPolicy(),
+        1 << 16,
+        kept=kept,
+        pictures=[one.data for one in pictures],
+    )
     drafter.begin(len(prompt), SAMPLING)
     events = deque[tuple[object, object]]([(session, dev.Start())])
     stream = 0
@@ -102,7 +116,7 @@ def play(
             now = session.deadline
             events.append((session, dev.Tick()))
         machine, event = events.popleft()
-        if isinstance(event, m.Commit | m.Opened | m.Fault | m.PrefixMissing):
+        if isinstance(event, m.Downlink):
             played.received.append(event)
         for action in machine.handle(event, now):  # type: ignore[attr-defined]
             match action:
@@ -135,8 +149,14 @@ def play(
                 case ee.SendTo(number, message):
                     if number == stream:
                         events.append((session, message))
+                case ee.ReadPictureData(number, data):
+                    read = verifier.target.read_pictures(data)
+                    events.append((verifier.engine, ee.PicturesRead(number, read)))
                 case ee.OpenSequence(key, length, sampling, text):
                     verifier.target.open(key, length, sampling, text)
+                    if action.pictures is not None:
+                        places = action.picture_positions
+                        verifier.target.use_pictures(key, action.pictures, places)
                 case ee.KeepNodes(key, nodes):
                     verifier.target.keep(key, nodes)
                 case ee.RunBatch(requests):

@@ -306,6 +306,8 @@ def test_what_travels_all_the_time_is_exact(seed: int) -> None:
         m.Open("s", "", "", (7, 8), (), prefix_key=b"x" * 16, prefix=m.Prefix(640, b"n" * 32, 642)),
         m.PrefixTokens(tuple(range(1, 3000))),
         m.PrefixMissing(),
+        m.PicturePart(1, 1 << 16, bytes(9000)),
+        m.PicturesMissing((0, 3)),
         m.Fault(m.FaultCode.OVERLOADED, "all 64 sessions are in use", 1.0),
     ],
 )

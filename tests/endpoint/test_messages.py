@@ -191,8 +191,13 @@ def test_a_parameter_becomes_one_of_a_chat(sent: dict[str, Any], field: str, val
         ),
         pytest.param(
             {"messages": [{"role": "user", "content": [text("a"), {"type": "image"}]}]},
-            "messages[0].content[1].type is 'image', but this model reads text only",
-            id="an image",
+            "messages[0].content[1].source.type is None, but must be 'base64' or 'url'",
+            id="an image without source",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0].type is 'document', but is read as text, and pictures in",
+            id="a document",
         ),
         pytest.param(
             {
@@ -209,7 +214,7 @@ def test_a_parameter_becomes_one_of_a_chat(sent: dict[str, Any], field: str, val
                     }
                 ]
             },
-            "messages[0].content[0].content[0].type is 'document', but this model reads text only",
+            "messages[0].content[0].content[0].type is 'document', but is read as text, and",
             id="a document in a result",
         ),
         pytest.param(

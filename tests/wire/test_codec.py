@@ -23,6 +23,12 @@ from hypothesis import strategies as st
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.core.protocol.pictures import (
+    MAX_PICTURE_BYTES,
+    MAX_PICTURES,
+    Picture,
+    PictureInput,
+)
 from edgespec.core.protocol.sampling import MIN_REPETITION_PENALTY, SamplingParams
 from edgespec.wire import codec
 from edgespec.wire.pb import speculation_pb2 as pb
@@ -116,9 +122,32 @@ def named_opens(draw: st.DrawFn) -> m.Open:
     )
 
 
+SHA256 = st.binary(min_size=32, max_size=32)
+
+
+@st.composite
+def pictured_opens(draw: st.DrawFn) -> m.Open:
+    """Draw an ``Open`` with pictures, sometimes with a named beginning."""
+    whole = draw(named_opens() | OPEN)
+    length = whole.prompt_length
+    places = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=8, unique=True))
+    pictures = [
+        Picture(draw(SHA256), draw(st.integers(1, MAX_PICTURE_BYTES)), at) for at in sorted(places)
+    ]
+    key = whole.prefix_key or draw(st.binary(min_size=1, max_size=64))
+    return replace(whole, pictures=tuple(pictures), prefix_key=key)
+
+
 UPLINK: st.SearchStrategy[m.Uplink] = st.one_of(
     drafts(),
     named_opens(),
+    pictured_opens(),
+    st.builds(
+        m.PicturePart,
+        st.integers(0, MAX_PICTURES - 1),
+        st.integers(0, MAX_PICTURE_BYTES - 1),
+        st.binary(min_size=1, max_size=99),
+    ),
     st.builds(m.PrefixTokens, st.lists(TOKEN, min_size=1, max_size=64).map(tuple)),
     st.builds(m.Received, position=UINT32, echo=st.integers(0, 2**64 - 1)),
     st.just(m.Cancel()),
@@ -135,6 +164,14 @@ MODEL = st.builds(
     st.integers(1, 2**32 - 1),
     st.integers(1, 2**32 - 1),
     st.lists(TOKEN, max_size=5).map(tuple),
+    pictures=st.none()
+    | st.builds(
+        PictureInput,
+        TOKEN,
+        st.integers(1, MAX_PICTURES),
+        st.integers(1, MAX_PICTURE_BYTES),
+        st.integers(1, 2**32 - 1),
+    ),
 )
 
 
@@ -162,6 +199,12 @@ DOWNLINK: st.SearchStrategy[m.Downlink] = st.one_of(
         m.Opened, limits=BOUNDS, model=NAME, position=UINT32, prefix_block=st.integers(0, 1 << 16)
     ),
     st.just(m.PrefixMissing()),
+    st.builds(
+        m.PicturesMissing,
+        st.lists(st.integers(0, MAX_PICTURES - 1), min_size=1, unique=True).map(
+            lambda numbers: tuple(sorted(numbers))
+        ),
+    ),
     st.builds(m.Fault, st.sampled_from(m.FaultCode), st.text(max_size=50), SECONDS),
 )
 
@@ -242,6 +285,24 @@ def test_a_version_without_prefixes_finds_no_prompt_in_an_open_that_names_one(
     wire.ClearField("prefix_key")
     with pytest.raises(codec.ProtocolViolation, match=r"Open.prompt has 0 entries"):
         codec.decode_uplink(pb.DeviceMessage(open=wire).SerializeToString(), LIMITS)
+
+
+@given(pictured_opens())
+def test_a_version_without_pictures_finds_no_prompt_in_an_open_that_has_some(
+    message: m.Open,
+) -> None:
+    """Such a version knows the fields up to ``prefix``. It must refuse, since it would generate as
+    if the pictures were not there."""
+    wire = pb.DeviceMessage.FromString(codec.encode_uplink(message, LIMITS)).open
+    wire.ClearField("media")
+    with pytest.raises(codec.ProtocolViolation, match=r"Open.prompt has 0 entries"):
+        codec.decode_uplink(pb.DeviceMessage(open=wire).SerializeToString(), LIMITS)
+
+
+def test_bytes_of_a_picture_cost_less_than_others() -> None:
+    part = m.PicturePart(0, 0, b"x" * 65_536)
+    assert codec.charged_bytes(part, 65_540) == 65_540 / 64
+    assert codec.charged_bytes(m.Cancel(), 9) == 9.0
 
 
 def test_what_a_later_version_adds_is_ignored() -> None:

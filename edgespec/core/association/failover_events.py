@@ -31,6 +31,8 @@ class Wanted:
     conversation: str = ""
     model: str = ""
     """Name of the requested model; empty: the model that is served."""
+    has_pictures: bool = False
+    """Whether the prompt has pictures, which not every verifier takes."""
 
 
 @statically_frozen

@@ -151,17 +151,19 @@ class KnownVerifier:
             return None
         return self.info.sessions
 
-    def may_serve(self, model: ModelIdentity | None, name: str = "") -> bool:
+    def may_serve(
+        self, model: ModelIdentity | None, name: str = "", *, has_pictures: bool = False
+    ) -> bool:
         """Return whether the last answer allows that the verifier serves ``model`` under ``name``.
 
         An empty ``name`` means that no name was requested; a ``model`` of None accepts any model.
-        True if there was no answer yet."""
+        With ``has_pictures`` the model must read pictures. True if there was no answer yet."""
         if self.info is None:
             return True
         return any(
             model is None or ModelIdentity(served.name, served.fingerprint, 0).is_model_of(model)
             for served in self.info.models
-            if name in ("", served.name)
+            if name in ("", served.name) and not (has_pictures and served.pictures is None)
         )
 
 
@@ -253,7 +255,10 @@ class KnownVerifiers:
 
     def may_serve(self, address: str, route: Route) -> bool:
         """Return whether the verifier's last answer fits the model of ``route``."""
-        return self.listed[address].may_serve(route.first_model, route.request.model)
+        request = route.request
+        return self.listed[address].may_serve(
+            route.first_model, request.model, has_pictures=request.has_pictures
+        )
 
     def held_for_s(self, now: float, avoid: Collection[str]) -> float | None:
         """Return for how long all candidates but ``avoid`` are held; None if at least one is

@@ -13,6 +13,7 @@ from edgespec.core.protocol.messages import (
     FaultCode,
     FinishReason,
     Opened,
+    PicturesMissing,
     PrefixMissing,
     Uplink,
 )
@@ -140,6 +141,7 @@ DraftEvent = (
     | Commit
     | Fault
     | PrefixMissing
+    | PicturesMissing
 )
 
 
@@ -254,6 +256,10 @@ class DraftCounters:
     named_tokens: int = 0
     """Ids of prompts and outputs that were not sent, because the verifier had them
     (``kept_prefixes.py``)."""
+    picture_misses: int = 0
+    """Pictures that a verifier did not have, so that they were sent."""
+    picture_bytes: int = 0
+    """Bytes of pictures that were sent."""
     prefix_misses: int = 0
     """Beginnings that the verifier did not have, so that their ids were sent a round trip later."""
     draft_failure: str = ""

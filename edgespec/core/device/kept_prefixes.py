@@ -151,13 +151,18 @@ class SentPrefix:
 
     def on_opened(self, opened: Opened) -> None:
         """Note what the verifier has and keeps."""
-        if self._named is not None:
-            self._kept.note_found(self._verifier)
-            self._named = None
+        self.on_found()
         self._is_kept = opened.prefix_block > 0
         if self._is_kept:
             self._name_text(opened.prefix_block)
             self.note_text()
+
+    def on_found(self) -> None:
+        """Note that the verifier has the beginning that was named on this stream, if one was: it
+        asks for something else now."""
+        if self._named is not None:
+            self._kept.note_found(self._verifier)
+            self._named = None
 
     def on_missing(self) -> PrefixTokens | None:
         """Return the ids of the beginning that was named on this stream; None if none was, or if

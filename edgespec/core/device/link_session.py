@@ -41,6 +41,9 @@ _BUSY = (FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)
 MIN_WAIT_S: Final = 1e-3
 MAX_WAIT_S: Final = 1e7
 MAX_STREAMS: Final = 10_000
+SLOWEST_BYTES_PER_S: Final = 16_384.0
+"""Uplink that is slow enough to wait for: pictures that take longer than at this speed end the
+stream."""
 # 2**30 milliseconds are twelve days: a longer wait is of no use, and no float overflows.
 _MAX_DOUBLINGS: Final = 30
 
@@ -101,7 +104,6 @@ class LinkSession:
         self._failing_since: float | None = None
         self._was_ever_opened = False
         self._is_opened = False
-        """Whether the verifier opened the session on this stream."""
         self._has_brought_token = False
         """Whether a token arrived on this stream."""
         self._model: ModelIdentity | None = None
@@ -164,6 +166,17 @@ class LinkSession:
         """Give the verifier as long as before to open the session, since it needs ids first."""
         if not self._is_opened:
             self.deadline = now + self._open_timeout_s
+
+    def on_pictures_missing(self, size_bytes: int, now: float) -> None:
+        """Give the verifier as long as before to open the session, and the time that a slow link
+        takes for its missing pictures."""
+        if not self._is_opened:
+            self.deadline = now + self._open_timeout_s + size_bytes / SLOWEST_BYTES_PER_S
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether the verifier opened the session on this stream."""
+        return self._is_opened
 
     def note_message(self, now: float) -> None:
         """Postpone the deadline because a message arrived, if only a sign of life."""

@@ -45,10 +45,13 @@ from edgespec.core.protocol.messages import (
     Limits,
     Open,
     Opened,
+    PicturePart,
+    PicturesMissing,
     PrefixMissing,
     Received,
     RunAhead,
 )
+from edgespec.core.protocol.pictures import PART_BYTES
 from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.tree import (
     NO_CELL,
@@ -61,6 +64,7 @@ from edgespec.core.protocol.tree import (
 from edgespec.core.statically_frozen import statically_frozen
 
 MAX_NODES_PER_DRAFT = 64
+_MESSAGES = Commit | Opened | Fault | PrefixMissing | PicturesMissing
 # Acknowledge at least every this many tokens, or before the verifier would pause, if that is
 # sooner: flow control and round-trip samples cost a few bytes each.
 RECEIVED_EVERY = 8
@@ -86,13 +90,15 @@ class DraftSession:
     prediction exceeds ``MAX_PREDICTION_TOKENS``. ``kept`` are the texts that verifiers keep, shared
     by the sessions of an agent; None: every stream gets the whole text. ``draft_places`` is
     the number of positions that one draft step can offer candidates for (``ports.count_places``).
+    ``pictures`` are the bytes of ``request.pictures``; a prompt with pictures needs ``kept``, whose
+    key names them. Nothing is drafted from them, and drafts wait for ``Opened``.
     """
 
     # A simulated city has thousands of sessions: without dictionaries an event touches less memory.
     __slots__ = (
         *("_bounds", "_busy_since", "_committed_at", "_draft_context_length", "_end", "_lookup"),
         *("_model", "_opened_at", "_outbox", "_policy", "_prediction", "_reader"),
-        *("_announced_no_draft", "_sent"),
+        *("_announced_no_draft", "_pictures", "_sent", "_was_asked_for_pictures"),
         *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
     )
 
@@ -110,8 +116,11 @@ class DraftSession:
         prediction: Sequence[int] = (),
         kept: KeptPrefixes | None = None,
         draft_places: int = 1,
+        pictures: Sequence[bytes] = (),
     ) -> None:
-        self.request = request
+        if pictures and kept is None:
+            raise ValueError("pictures are named under the key of kept prefixes, but kept is None")
+        self.request, self._pictures = request, tuple(pictures)
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.tree = SpeculationTree(self.prefix)
         self.limits = _LIMITS_WITH_PREDICTION if prediction else _LIMITS_BEFORE_OPENED
@@ -147,6 +156,8 @@ class DraftSession:
         )
         self._sent = None if kept is None else SentPrefix(kept, self.prefix, self.counters)
         self.link = LinkSession(reconnect, jitter_seed, self.counters)
+        self._was_asked_for_pictures = False
+        """Whether the verifier has asked for pictures on this stream."""
         self._announced_no_draft = False
         """Whether a draft without nodes was sent since the verifier's last commit."""
         self._busy_since: float | None = None
@@ -177,7 +188,7 @@ class DraftSession:
         state = self.link.state
         if state is ev.DONE:
             return ()  # too late
-        if state is not ev.STREAMING and isinstance(event, Commit | Opened | Fault | PrefixMissing):
+        if state is not ev.STREAMING and isinstance(event, _MESSAGES):
             return ()  # a message of a stream that is closed
         match event:
             case ev.StepDone():
@@ -192,6 +203,8 @@ class DraftSession:
                 actions = self._on_fault(event, now)
             case PrefixMissing():
                 actions = self._on_prefix_missing(now)
+            case PicturesMissing(numbers):
+                actions = self._on_pictures_missing(numbers, now)
             case ev.Start():
                 actions = self.link.connect(now)
             case ev.Connected(verifier):
@@ -222,7 +235,7 @@ class DraftSession:
         self._outbox.new_stream()
         self._reader.new_stream()
         self._busy_since, self._committed_at, self._opened_at = None, None, now
-        self._announced_no_draft = False
+        self._announced_no_draft = self._was_asked_for_pictures = False
         if self._prediction is not None:
             self._prediction.has_unsent = bool(self.tree.nodes)
         held = tuple(self.prefix.output)
@@ -244,9 +257,32 @@ class DraftSession:
         self.link.on_prefix_missing(now)
         return [ev.Transmit(tokens)]
 
+    def _on_pictures_missing(self, numbers: tuple[int, ...], now: float) -> list[ev.DraftAction]:
+        """Send the pictures that the verifier lacks."""
+        was_asked, self._was_asked_for_pictures = self._was_asked_for_pictures, True
+        if was_asked or self.link.is_opened or max(numbers, default=0) >= len(self._pictures):
+            why = f"the verifier misses the pictures {list(numbers)}, which it has or cannot know"
+            return self.link.abandon(why, now)
+        if self._sent is not None:
+            self._sent.on_found()
+        self.counters.picture_misses += len(numbers)
+        missing = [(number, self._pictures[number]) for number in numbers]
+        size_bytes = sum([len(data) for _, data in missing])
+        self.counters.picture_bytes += size_bytes
+        self.link.on_pictures_missing(size_bytes, now)
+        return [
+            ev.Transmit(PicturePart(number, start, data[start : start + PART_BYTES]))
+            for number, data in missing
+            for start in range(0, len(data), PART_BYTES)
+        ]
+
     def _on_fault(self, fault: Fault, now: float) -> list[ev.DraftAction]:
         if fault.code is FaultCode.INVALID and self._was_named_in_vain():
             return self.link.abandon(make_one_line(fault.message), now, at_once=True)
+        if fault.code is FaultCode.INVALID and self._pictures and not self.link.is_opened:
+            # An older version finds no prompt, since the ids travel beside the pictures.
+            why = f"the verifier refuses a prompt with pictures: {fault.message}"
+            fault = replace(fault, message=why)
         return self.link.on_fault(fault, now)
 
     def _on_link_down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:
@@ -319,7 +355,9 @@ class DraftSession:
         if state is ev.DONE:
             return
         self._stop_if_useless()
-        streaming, view = state is ev.STREAMING, None
+        # A verifier reads pictures before it opens the session, and drops what comes meanwhile.
+        may_send = self.link.is_opened or not self._pictures
+        streaming, view = state is ev.STREAMING and may_send, None
         has_text = self._lookup is not None or self._prediction is not None
         if has_text or self._model.has_candidates:
             view = self._add_nodes(now)

@@ -11,6 +11,7 @@ from dataclasses import field
 from enum import Enum
 
 from edgespec.core.protocol.errors import FaultCode as FaultCode
+from edgespec.core.protocol.pictures import Picture
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
@@ -118,6 +119,9 @@ class Open:
     prefix: Prefix | None = None
     """The first ids by their name, if the verifier keeps them; None: all ids are in ``prompt`` and
     ``committed``. A verifier without them answers ``PrefixMissing``."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures of the prompt by their names, in the order of their placeholders. A verifier that
+    lacks some answers ``PicturesMissing``."""
 
     @property
     def prompt_length(self) -> int:
@@ -138,6 +142,17 @@ class PrefixTokens:
     """The ids of ``Open.prefix``, which the verifier does not have."""
 
     tokens: tuple[int, ...]
+
+
+@statically_frozen
+class PicturePart:
+    """A part of a picture that the verifier lacks. Its parts come in order, and so do pictures."""
+
+    number: int
+    """Index of the picture in ``Open.pictures``."""
+    offset: int
+    """Index of the first byte in the picture."""
+    data: bytes = field(repr=False)
 
 
 @statically_frozen
@@ -195,6 +210,15 @@ class PrefixMissing:
 
 
 @statically_frozen
+class PicturesMissing:
+    """The verifier does not have these pictures of ``Open.pictures``. The device sends their bytes
+    in ``PicturePart``s."""
+
+    numbers: tuple[int, ...]
+    """Their indices, in ascending order."""
+
+
+@statically_frozen
 class Commit:
     """The target's tokens for positions ``position`` .. ``position + len(tokens) - 1``.
 
@@ -244,9 +268,9 @@ class Fault:
     retry_after_s: float = 0.0
 
 
-Uplink = Open | Draft | Received | Cancel | PrefixTokens
+Uplink = Open | Draft | Received | Cancel | PrefixTokens | PicturePart
 
-Downlink = Opened | Commit | Fault | PrefixMissing
+Downlink = Opened | Commit | Fault | PrefixMissing | PicturesMissing
 
 Message = Uplink | Downlink
 

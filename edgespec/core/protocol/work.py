@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from edgespec.core.protocol.pictures import PictureInput
 from edgespec.core.statically_frozen import statically_frozen
 
 # Scores are log-probabilities of the raw distribution: before temperature, truncation, penalties
@@ -115,6 +116,8 @@ class ModelInfo:
     fingerprint: str = ""
     """Fingerprint of the model: equal for two verifiers exactly when they serve the same weights,
     number format and vocabulary. Empty: not reported."""
+    pictures: PictureInput | None = None
+    """Bounds on pictures, if the model reads them; None: it reads text only."""
 
 
 @statically_frozen

@@ -15,6 +15,9 @@ from edgespec.core.protocol.work import MAX_LOGPROBS, ModelInfo
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 
+_SHOWN = 8
+"""Positions that an error shows."""
+
 
 def limits_of(credential: Credential, limits: Limits) -> Limits:
     """Return ``limits`` with the credential's own context length, if that is smaller."""
@@ -29,16 +32,39 @@ def refuse_open(
     rules: Collection[str],
     credential: Credential = ANYBODY,
     served: Sequence[str] = (),
+    extra_tokens: int = 0,
 ) -> Fault | None:
     """Return the fault that refuses ``request``, or None if it is admissible.
 
     ``model`` is the served model that the request names, or the default model. ``served`` lists the
     names of all served models; empty means that ``model`` is the only one. ``limits`` are the
     limits of the credential (``limits_of``). ``rules`` are the offered acceptance rules, as in
-    ``EngineLimits``.
+    ``EngineLimits``. ``extra_tokens`` are the rows of the pictures, less their placeholders; 0
+    until they are read.
     """
+    if extra_tokens and (why := _explain_no_room(request, limits, extra_tokens)):
+        return Fault(FaultCode.CONTEXT_TOO_LONG, why)
+    limits = shorten_context(limits, extra_tokens)
     faults = _request_faults(request, model, rules, credential, served or (model.name,))
     return next(chain(faults, _token_faults(request, model, limits, credential)), None)
+
+
+def shorten_context(limits: Limits, extra_tokens: int) -> Limits:
+    """Return ``limits`` with the context that is left beside the rows of pictures."""
+    if not extra_tokens:
+        return limits
+    return replace(limits, context_length=max(1, limits.context_length - extra_tokens))
+
+
+def _explain_no_room(request: Open, limits: Limits, extra_tokens: int) -> str | None:
+    length = len(request.prompt) + len(request.committed)
+    if length + extra_tokens < limits.context_length:
+        return None
+    count = len(request.pictures)
+    return (
+        f"{length} tokens and {count} pictures, which take {extra_tokens} rows more, do not leave"
+        f" room for output in the context of {limits.context_length}"
+    )
 
 
 def _request_faults(
@@ -69,6 +95,7 @@ def _request_faults(
         yield Fault(FaultCode.VOCABULARY_MISMATCH, why)
     if not 0 <= request.logprobs <= MAX_LOGPROBS:
         yield invalid(f"logprobs is {request.logprobs}, but must be in [0, {MAX_LOGPROBS}]")
+    yield from map(invalid, _picture_faults(request, model))
     if (constraint := request.sampling.constraint) is not None:
         kind = constraint.kind.value
         if constraint.matcher is None:
@@ -77,6 +104,31 @@ def _request_faults(
         if not model.eos_token_ids:
             yield invalid(
                 f"{model.name!r} has no end token, so an output under a {kind} cannot end"
+            )
+
+
+def _picture_faults(request: Open, model: ModelInfo) -> Iterator[str]:
+    """Yield what is wrong with the pictures of a prompt, by their names and placeholders."""
+    pictures, bounds = request.pictures, model.pictures
+    if not pictures:
+        return
+    if bounds is None:
+        yield f"{model.name!r} reads text only here, but the prompt has {len(pictures)} pictures"
+        return
+    if len(pictures) > bounds.max_count:
+        yield f"the prompt has {len(pictures)} pictures, but may have at most {bounds.max_count}"
+    for number, one in enumerate(pictures):
+        if one.size_bytes > bounds.max_bytes:
+            yield (
+                f"picture {number} has {one.size_bytes} bytes, but a picture may have at most"
+                f" {bounds.max_bytes}"
+            )
+    if request.prefix is None:
+        found = [at for at, token in enumerate(request.prompt) if token == bounds.token]
+        if found != [one.position for one in pictures]:
+            yield (
+                f"the placeholders of pictures (token {bounds.token}) stand at {found[:_SHOWN]} in"
+                f" the prompt, but the pictures at {[one.position for one in pictures][:_SHOWN]}"
             )
 
 

@@ -17,8 +17,10 @@ does not end.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import assert_never
 
 from edgespec.core.protocol.acceptance import AcceptanceRule, make_rule
@@ -30,17 +32,27 @@ from edgespec.core.protocol.messages import (
     FaultCode,
     Limits,
     Open,
+    PicturePart,
+    PicturesMissing,
     PrefixMissing,
     PrefixTokens,
     RunAhead,
 )
+from edgespec.core.protocol.pictures import PART_BYTES, ReadPictures, check_picture
 from edgespec.core.protocol.prefix_names import PrefixNames
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.admission import DISPLACED_FAULT, SessionSlots, limits_of, refuse_open
+from edgespec.core.verifier.admission import (
+    DISPLACED_FAULT,
+    SessionSlots,
+    limits_of,
+    refuse_open,
+    shorten_context,
+)
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
+from edgespec.core.verifier.picture_store import PictureStore
 from edgespec.core.verifier.prefix_store import PrefixStore
 from edgespec.core.verifier.run_ahead import RUN_AHEAD, DraftHistories, RunAheadPolicy
 from edgespec.core.verifier.scheduler import PassScheduler
@@ -103,6 +115,7 @@ class VerifyEngine:
             adapters=adapters,
         )
         self.sessions, self.prefixes = self.registry.sessions, self.registry.prefixes
+        self.pictures = self.registry.pictures
         ledger = None if cache is None else BlockLedger(cache)
         shares = engine_limits.share_prefixes is not SharePrefixes.NONE
         self.cache_scheduler = CacheScheduler(
@@ -183,6 +196,8 @@ class VerifyEngine:
                 self._end_session(key, FaultCode.OVERLOADED if full else FaultCode.INTERNAL, why)
             case ee.ProbeDone(why):
                 self._probe_done(why)
+            case ee.PicturesRead():
+                registry.open_with_pictures(event, now)
             case ee.Poll():
                 pass
             case _:
@@ -197,12 +212,15 @@ class VerifyEngine:
         return actions
 
     def _owner_of(self, key: str) -> str:
-        # Rows that one adapter has computed cannot be used with another.
+        # Rows that one adapter has computed cannot be used with another, and equal tokens with
+        # other pictures have other rows.
         adapter = self.registry.adapter_of(key)
+        pictures = b"".join(one.sha256 for one in self.sessions[key].request.pictures).hex()
+        apart = "\0".join(one for one in (adapter, pictures) if one)
         if self.engine_limits.share_prefixes is SharePrefixes.ALL:
-            return adapter and f"\0{adapter}"
+            return apart and f"\0{apart}"
         name = self.registry.credential_of[key].name
-        return f"{name}\0{adapter}" if adapter else name
+        return f"{name}\0{apart}" if apart else name
 
     # --- between events --------------------------------------------------------------------
 
@@ -427,12 +445,79 @@ class VerifyEngine:
         return ee.SendTo(event.stream, _RESTART_FAULT), ee.CloseStream(event.stream)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class IncompleteOpen:
-    """An ``Open`` whose prefix is not here; its device was asked for the ids at ``since``."""
+    """An ``Open`` that cannot open a session yet. Its device was asked for the ids of its prefix at
+    ``since``, or sends its pictures."""
 
     event: ee.StreamOpened
     since: float
+    """Time of the last question, or of the last part of a picture. Infinite while the target reads
+    the pictures."""
+    arriving: ArrivingPictures | None = None
+    """The pictures; None while the ids of the prefix are awaited."""
+
+
+class ArrivingPictures:
+    """The pictures of one prompt, some of which are still on their way.
+
+    ``known`` has the bytes of each picture that the verifier has, and None for each other one.
+    ``names`` name the beginning of the prompt, if they are known."""
+
+    def __init__(
+        self, request: Open, known: Sequence[bytes | None], names: PrefixNames | None
+    ) -> None:
+        self.names = names
+        self._pictures, self._known = request.pictures, list(known)
+        self._growing = bytearray()
+        """Bytes of the first missing picture so far."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Indices of the pictures that are not complete."""
+        return tuple([number for number, data in enumerate(self._known) if data is None])
+
+    @property
+    def data(self) -> tuple[bytes, ...]:
+        """The bytes of all pictures, once none is missing."""
+        return tuple([data for data in self._known if data is not None])
+
+    def find(self, number: int) -> bytes:
+        """Return the bytes of a picture that is complete."""
+        data = self._known[number]
+        assert data is not None
+        return data
+
+    def add(self, part: PicturePart) -> bool:
+        """Add a part; return whether it completes its picture. Raises ``ValueError`` for a part
+        that does not continue the first missing picture, and for bytes that do not have its name.
+        """
+        number = self.missing[0]
+        picture = self._pictures[number]
+        at = len(self._growing)
+        if (part.number, part.offset) != (number, at):
+            raise ValueError(
+                f"byte {part.offset} of picture {part.number} was sent, but byte {at} of picture"
+                f" {number} comes next"
+            )
+        end, size = at + len(part.data), picture.size_bytes
+        if end > size or (end < size and len(part.data) < PART_BYTES):
+            raise ValueError(
+                f"a part of {len(part.data)} bytes from byte {at} of picture {number} was sent, but"
+                f" the picture has {size} bytes, in parts of {PART_BYTES}"
+            )
+        self._growing += part.data
+        if end < size:
+            return False
+        data = bytes(self._growing)
+        if sha256(data).digest() != picture.sha256:
+            raise ValueError(f"the bytes of picture {number} do not have the SHA-256 of its name")
+        # The same picture may stand in the prompt several times.
+        for other, one in enumerate(self._pictures):
+            if one.sha256 == picture.sha256 and one.size_bytes == size:
+                self._known[other] = data
+        self._growing = bytearray()
+        return True
 
 
 class SessionRegistry:
@@ -481,10 +566,11 @@ class SessionRegistry:
         self._cached: set[str] = set()
         self.prefixes = PrefixStore(engine_limits.prefix_bytes, engine_limits.prefix_block)
         self._keeps_prefixes = engine_limits.prefix_bytes > 0
+        self.pictures = PictureStore(engine_limits.picture_bytes)
         self._names: dict[str, PrefixNames] = {}
         """Names of the beginnings of each session's text, by session id, if they are kept."""
         self.incomplete: dict[int, IncompleteOpen] = {}
-        """Opens that wait for the ids of their prefix, by stream."""
+        """Opens that wait for the ids of their prefix, or for their pictures, by stream."""
 
     # --- streams ---------------------------------------------------------------------------
 
@@ -516,28 +602,126 @@ class SessionRegistry:
         self._open_whole(_complete_open(event, tokens), None, now)
 
     def refuse_incomplete(self, since: float) -> None:
-        """Refuse the streams that were asked for the ids of a prefix before ``since``."""
+        """Refuse the streams whose device has sent nothing that was asked for since ``since``."""
         for stream, one in tuple(self.incomplete.items()):
             if one.since <= since:
-                why = "the ids of the prefix did not arrive in time"
+                what = "the ids of the prefix" if one.arriving is None else "the pictures"
+                why = f"{what} did not arrive in time"
                 self.refuse_stream(stream, Fault(FaultCode.OVERLOADED, why, 1.0))
 
     def refuse_stream(self, stream: int, fault: Fault) -> None:
         """End a stream that has no session."""
-        self.incomplete.pop(stream, None)
+        self._drop_incomplete(stream)
         self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
 
-    def _open_whole(self, event: ee.StreamOpened, names: PrefixNames | None, now: float) -> None:
-        """Handle an ``Open`` with all its ids. ``names`` name its beginning, if they are known."""
+    def _drop_incomplete(self, stream: int) -> None:
+        self.incomplete.pop(stream, None)
+        self.pictures.release(stream)
+
+    # --- pictures --------------------------------------------------------------------------
+
+    def _gather_pictures(
+        self, event: ee.StreamOpened, names: PrefixNames | None, now: float
+    ) -> None:
+        """Look for the pictures of an admissible ``Open``, and ask for each one that is not here."""
+        stream, request, owner = event.stream, event.request, event.credential.name
+        total = sum([one.size_bytes for one in request.pictures])
+        if total > self.pictures.most_bytes_of_prompt:
+            why = (
+                f"the pictures have {total} bytes in all, but a prompt may have at most"
+                f" {self.pictures.most_bytes_of_prompt} (half of limits.picture_mib)"
+            )
+            self.refuse_stream(stream, Fault(FaultCode.INVALID, why))
+            return
+        if (full := self.pictures.admit(stream, event.peer, total)) is not None:
+            self.refuse_stream(stream, Fault(FaultCode.OVERLOADED, full, 1.0))
+            return
+        known: list[bytes | None] = []
+        for one in request.pictures:
+            data = self.pictures.find(owner, request.prefix_key, one.sha256)
+            known.append(data if data is not None and len(data) == one.size_bytes else None)
+        arriving = ArrivingPictures(request, known, names)
+        self.incomplete[stream] = IncompleteOpen(event, now, arriving)
+        if numbers := arriving.missing:
+            first = {request.pictures[number].sha256: number for number in reversed(numbers)}
+            asked = tuple([one for one in numbers if first[request.pictures[one].sha256] == one])
+            self.actions.append(ee.SendTo(stream, PicturesMissing(asked)))
+        else:
+            self._read_pictures(stream)
+
+    def _add_part(self, stream: int, part: PicturePart, now: float) -> None:
+        one = self.incomplete[stream]
+        arriving, request = one.arriving, one.event.request
+        if arriving is None or not arriving.missing:
+            why = "a part of a picture was sent, but none is missing"
+            self.refuse_stream(stream, Fault(FaultCode.INVALID, why))
+            return
+        number = arriving.missing[0]
+        try:
+            is_complete = arriving.add(part)
+        except ValueError as error:
+            self.refuse_stream(stream, Fault(FaultCode.INVALID, str(error)))
+            return
+        one.since = now
+        if is_complete:
+            data, owner = arriving.find(number), one.event.credential.name
+            self.pictures.keep(owner, request.prefix_key, request.pictures[number].sha256, data)
+            if not arriving.missing:
+                self._read_pictures(stream)
+
+    def _read_pictures(self, stream: int) -> None:
+        """Request that the target reads complete pictures, if their headers are within bounds."""
+        one = self.incomplete[stream]
+        bounds = self._model_of(one.event.request).pictures
+        assert one.arriving is not None
+        assert bounds is not None
+        for number, data in enumerate(one.arriving.data):
+            try:
+                check_picture(data, bounds)
+            except ValueError as error:
+                self.refuse_stream(stream, Fault(FaultCode.INVALID, f"picture {number} {error}"))
+                return
+        one.since = math.inf
+        self.actions.append(ee.ReadPictureData(stream, one.arriving.data))
+
+    def open_with_pictures(self, event: ee.PicturesRead, now: float) -> None:
+        """Open the session of a stream whose pictures the target has read, or refuse it."""
+        stream, waiting = event.stream, self.incomplete.get(event.stream)
+        if waiting is None or waiting.arriving is None:
+            return  # the stream is gone
+        if event.pictures is None:
+            self.refuse_stream(stream, Fault(FaultCode.INVALID, event.why))
+            return
+        self._drop_incomplete(stream)
+        self._open_whole(waiting.event, waiting.arriving.names, now, event.pictures)
+
+    # --- whole opens -----------------------------------------------------------------------
+
+    def _open_whole(
+        self,
+        event: ee.StreamOpened,
+        names: PrefixNames | None,
+        now: float,
+        pictures: ReadPictures | None = None,
+    ) -> None:
+        """Handle an ``Open`` with all its ids. ``names`` name its beginning, if they are known.
+        Without ``pictures`` the pictures of its prompt are gathered first."""
         stream, request, key = event.stream, event.request, event.request.session_id
         known = self.sessions.get(key)
         limits = limits_of(event.credential, self._limits)
         model, served = self._model_of(request), tuple(self._models)
-        fault = refuse_open(request, model, limits, self._offered, event.credential, served)
+        extra_tokens = 0 if pictures is None else pictures.extra_tokens
+        fault = refuse_open(
+            request, model, limits, self._offered, event.credential, served, extra_tokens
+        )
         if fault is None and known is not None:
             fault = self._check_reopening(known, request, event.credential)
         if fault is None and key not in self.sessions:
-            fault = self._add_session(event, limits, names, now)
+            if request.pictures and pictures is None:
+                self._gather_pictures(event, names, now)
+                return
+            limits = shorten_context(limits, extra_tokens)
+            fault = self._add_session(event, limits, names, pictures, now)
         if fault is not None:
             self.refuse_stream(stream, fault)
             return
@@ -566,7 +750,12 @@ class SessionRegistry:
         return None
 
     def _add_session(
-        self, event: ee.StreamOpened, limits: Limits, names: PrefixNames | None, now: float
+        self,
+        event: ee.StreamOpened,
+        limits: Limits,
+        names: PrefixNames | None,
+        pictures: ReadPictures | None,
+        now: float,
     ) -> Fault | None:
         request, credential, key = event.request, event.credential, event.request.session_id
         displaced_key = self._slots.make_room(key, event.peer, credential, now)
@@ -609,6 +798,8 @@ class SessionRegistry:
             sampling=request.sampling,
             text=text,
             adapter=adapter,
+            pictures=pictures,
+            picture_positions=tuple([one.position for one in request.pictures]),
         )
         self.actions.append(opening)
         return None
@@ -630,18 +821,23 @@ class SessionRegistry:
             if isinstance(message, PrefixTokens):
                 why = "PrefixTokens were sent, but no prefix is missing"
                 self.remove(key, Fault(FaultCode.INVALID, why))
+            elif isinstance(message, PicturePart):
+                why = "a part of a picture was sent, but none is missing"
+                self.remove(key, Fault(FaultCode.INVALID, why))
             else:
                 self.dispatch(key, message, now)
         elif stream in self.incomplete:
             if isinstance(message, PrefixTokens):
                 self._complete(stream, message, now)
+            elif isinstance(message, PicturePart):
+                self._add_part(stream, message, now)
             elif isinstance(message, Cancel):
-                del self.incomplete[stream]
+                self._drop_incomplete(stream)
                 self.actions.append(ee.CloseStream(stream))
 
     def handle_loss(self, stream: int, now: float) -> None:
         """Handle the loss of a stream; its session stays for the lease."""
-        self.incomplete.pop(stream, None)
+        self._drop_incomplete(stream)
         if (key := self.key_of.get(stream)) is not None:
             self._keep_text(key)
             self._unbind_stream(key)
@@ -738,6 +934,7 @@ class SessionRegistry:
         for key in [key for key in self._names if self.credential_of[key].name == credential]:
             del self._names[key]
         self.prefixes.forget(credential)
+        self.pictures.forget(credential)
 
     def _unbind_stream(self, key: str) -> int | None:
         stream = self.stream_of.pop(key, None)

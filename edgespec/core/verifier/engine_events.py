@@ -15,9 +15,11 @@ from edgespec.core.protocol.messages import (
     Downlink,
     Draft,
     Open,
+    PicturePart,
     PrefixTokens,
     Received,
 )
+from edgespec.core.protocol.pictures import ReadPictures
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
@@ -49,6 +51,9 @@ class EngineLimits:
     sending them (``prefix_store.py``); 0: none are kept."""
     prefix_block: int = PREFIX_BLOCK
     """Tokens of a block of such a beginning."""
+    picture_bytes: int = 0
+    """Memory for recent pictures (``picture_store.py``), and again as much for arriving ones. It
+    matters only for a model that reads pictures."""
     stall_s: float = 20.0
     """Seconds after which a device that owes an acknowledgement counts as gone. TCP sends a packet
     six times in that time; a phone in a tunnel comes back within its lease."""
@@ -91,7 +96,7 @@ class StreamMessage:
     """A later message of a stream."""
 
     stream: int
-    message: Draft | Received | Cancel | PrefixTokens
+    message: Draft | Received | Cancel | PrefixTokens | PicturePart
 
 
 @statically_frozen
@@ -164,13 +169,24 @@ class ProbeDone:
 
 
 @statically_frozen
+class PicturesRead:
+    """The result of ``ReadPictureData``."""
+
+    stream: int
+    pictures: ReadPictures | None
+    """The pictures as the target has read them; None if it refuses them."""
+    why: str = ""
+    """Why it refuses them."""
+
+
+@statically_frozen
 class Poll:
     """The engine's deadline has come."""
 
 
 StreamEvent = StreamOpened | StreamMessage | StreamLost | StreamCaughtUp
 TargetEvent = BatchDone | BatchFailed | DraftsDone | DraftsFailed | SequenceFailed | ProbeDone
-EngineEvent = StreamEvent | TargetEvent | Poll
+EngineEvent = StreamEvent | TargetEvent | PicturesRead | Poll
 
 
 # --- actions: to be carried out in order ----------------------------------------------------
@@ -203,6 +219,20 @@ class OpenSequence:
     """The committed tokens so far: the prompt, and the tokens that a resuming device brought."""
     adapter: str = field(default="", repr=False)
     """Name of the target's adapter to use; empty for none."""
+    pictures: ReadPictures | None = field(default=None, repr=False)
+    """The pictures of the prompt; None if it has none."""
+    picture_positions: tuple[int, ...] = field(default=(), repr=False)
+    """Indices of their placeholders in the prompt."""
+
+
+@statically_frozen
+class ReadPictureData:
+    """Let the target read the pictures of a prompt (``ports.TargetModel.read_pictures``), beside
+    its passes; answer with ``PicturesRead``."""
+
+    stream: int
+    data: tuple[bytes, ...] = field(repr=False)
+    """The bytes of each picture."""
 
 
 @statically_frozen
@@ -272,4 +302,4 @@ class ReportDraftsRest:
 
 TargetAction = OpenSequence | CloseSequence | KeepNodes | RunBatch | RunDrafts | RunProbe
 Report = ReportFailure | ReportDraftsOff | ReportDraftsRest
-EngineAction = SendTo | CloseStream | TargetAction | Report | GiveUp
+EngineAction = SendTo | CloseStream | TargetAction | ReadPictureData | Report | GiveUp

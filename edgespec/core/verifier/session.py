@@ -140,8 +140,8 @@ def same_device(first: Open, later: Open) -> bool:
 def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
     """Return whether ``later`` continues the generation that ``first`` began.
 
-    Model, prompt, sampling, rule and run-ahead must be equal, and the tokens that the device holds
-    must agree with ``prefix``.
+    Model, prompt, pictures, sampling, rule and run-ahead must be equal, and the tokens that the
+    device holds must agree with ``prefix``.
     """
     return (
         later.model == first.model
@@ -149,6 +149,7 @@ def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
         and later.rule == first.rule
         and later.run_ahead is first.run_ahead
         and later.prompt == first.prompt
+        and later.pictures == first.pictures
         and prefix.starts_with(later.prompt + later.committed)
     )
 

@@ -339,7 +339,7 @@ class StreamBudget:
         self._base = TokenBucket(limits.message_rate, limits.message_burst, now)
         self._earned_at = now
 
-    def spend(self, now: float, size: int = 0) -> float:
+    def spend(self, now: float, size: float = 0) -> float:
         """Charge a message of ``size`` bytes and return the seconds to wait before the next one is
         read."""
         limits, shared = self._limits, self._shared

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from edgespec.core.ports import ServerDrafter, TargetModel
+from edgespec.core.ports import ReadPictures, ServerDrafter, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import (
     CacheShape,
@@ -84,6 +84,12 @@ class PacedTarget:
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
         self.inner.open(key, prompt_length, sampling, text)
+
+    def read_pictures(self, pictures: Sequence[bytes]) -> ReadPictures:
+        return self.inner.read_pictures(pictures)
+
+    def use_pictures(self, key: str, pictures: ReadPictures, positions: Sequence[int]) -> None:
+        self.inner.use_pictures(key, pictures, positions)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         rows = sum(request.row_count for request in batch)

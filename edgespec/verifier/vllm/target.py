@@ -220,7 +220,7 @@ class _Sequence:
     failure: str = ""
 
 
-class VllmTarget:
+class VllmTarget(ports.TextTarget):
     """A target model that runs on vLLM.
 
     vLLM verifies only one path of a tree, so a pass of a session holds a chain of at most

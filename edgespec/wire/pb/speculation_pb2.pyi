@@ -75,21 +75,23 @@ TOKENIZER_ARCHIVE_TEXTS: TokenizerArchive
 TOKENIZER_ARCHIVE_FACTS: TokenizerArchive
 
 class DeviceMessage(_message.Message):
-    __slots__ = ("draft", "received", "cancel", "open", "prefix_tokens")
+    __slots__ = ("draft", "received", "cancel", "open", "prefix_tokens", "picture_part")
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PICTURE_PART_FIELD_NUMBER: _ClassVar[int]
     draft: Draft
     received: Received
     cancel: Cancel
     open: Open
     prefix_tokens: PrefixTokens
-    def __init__(self, draft: _Optional[_Union[Draft, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ...) -> None: ...
+    picture_part: PicturePart
+    def __init__(self, draft: _Optional[_Union[Draft, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., picture_part: _Optional[_Union[PicturePart, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret", "logprobs", "plain", "prefix_key", "prefix")
+    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret", "logprobs", "plain", "prefix_key", "prefix", "media")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class Open(_message.Message):
     PLAIN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_KEY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     version: int
     session_id: str
     model: str
@@ -120,7 +123,40 @@ class Open(_message.Message):
     plain: bool
     prefix_key: bytes
     prefix: Prefix
-    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ..., plain: bool = ..., prefix_key: _Optional[bytes] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
+    media: Media
+    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ..., plain: bool = ..., prefix_key: _Optional[bytes] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., media: _Optional[_Union[Media, _Mapping]] = ...) -> None: ...
+
+class Media(_message.Message):
+    __slots__ = ("pictures", "prompt", "committed", "prefix")
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    pictures: _containers.RepeatedCompositeFieldContainer[Picture]
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    committed: _containers.RepeatedScalarFieldContainer[int]
+    prefix: Prefix
+    def __init__(self, pictures: _Optional[_Iterable[_Union[Picture, _Mapping]]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
+
+class Picture(_message.Message):
+    __slots__ = ("sha256", "bytes", "position")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    bytes: int
+    position: int
+    def __init__(self, sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
+class PicturePart(_message.Message):
+    __slots__ = ("number", "offset", "data")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    offset: int
+    data: bytes
+    def __init__(self, number: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Prefix(_message.Message):
     __slots__ = ("length", "name", "prompt_length", "prompt", "committed")
@@ -216,20 +252,28 @@ class Cancel(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierMessage(_message.Message):
-    __slots__ = ("commit", "opened", "fault", "prefix_missing")
+    __slots__ = ("commit", "opened", "fault", "prefix_missing", "pictures_missing")
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MISSING_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_MISSING_FIELD_NUMBER: _ClassVar[int]
     commit: Commit
     opened: Opened
     fault: Fault
     prefix_missing: PrefixMissing
-    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., prefix_missing: _Optional[_Union[PrefixMissing, _Mapping]] = ...) -> None: ...
+    pictures_missing: PicturesMissing
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., prefix_missing: _Optional[_Union[PrefixMissing, _Mapping]] = ..., pictures_missing: _Optional[_Union[PicturesMissing, _Mapping]] = ...) -> None: ...
 
 class PrefixMissing(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PicturesMissing(_message.Message):
+    __slots__ = ("numbers",)
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("limits", "model", "position", "fingerprint", "constrained", "min_tokens", "prefix_block")
@@ -366,20 +410,34 @@ class DraftTotals(_message.Message):
     def __init__(self, device_nodes: _Optional[int] = ..., device_accepted: _Optional[int] = ..., model_nodes: _Optional[int] = ..., model_accepted: _Optional[int] = ..., text_nodes: _Optional[int] = ..., text_accepted: _Optional[int] = ..., model_steps: _Optional[int] = ..., model_us: _Optional[int] = ..., model_failures: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "vocabulary", "vocabulary_size", "context_length", "eos_token_ids", "fingerprint")
+    __slots__ = ("name", "vocabulary", "vocabulary_size", "context_length", "eos_token_ids", "fingerprint", "pictures")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocabulary: str
     vocabulary_size: int
     context_length: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., vocabulary: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    pictures: PictureInput
+    def __init__(self, name: _Optional[str] = ..., vocabulary: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., pictures: _Optional[_Union[PictureInput, _Mapping]] = ...) -> None: ...
+
+class PictureInput(_message.Message):
+    __slots__ = ("token", "max_count", "max_bytes", "max_pixels")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    max_count: int
+    max_bytes: int
+    max_pixels: int
+    def __init__(self, token: _Optional[int] = ..., max_count: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_pixels: _Optional[int] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
     __slots__ = ("sha256", "offset", "part_of")
