@@ -82,7 +82,8 @@ class EndpointSection:
     MiB with a memory budget. The limit is never below twice ``max_body_bytes``."""
     picture_urls: bool = False
     """Fetch pictures that a request names by an address (http:// or https://). A client then
-    chooses what this device connects to; only addresses of the public internet are dialed. false refuses them, and pictures are sent as data URLs."""
+    chooses what this device connects to; only addresses of the public internet are dialed. false
+    refuses them, and pictures are sent as data URLs."""
     default_max_tokens: int | None = range_field(None, 1, MAX_TOKENS)
     """Longest output, in tokens, for a request that sets no limit. null lets a chat fill the
     context, and gives a completion ``sampling.max_tokens``."""

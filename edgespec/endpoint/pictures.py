@@ -5,8 +5,9 @@ that is a list, which is what chat templates of vision models read. The pictures
 a list beside the messages, in the order of the parts.
 
 A picture by its address on the web is fetched only where the operator allows it
-(``endpoint.picture_urls``). A client then chooses what this device connects to, so only public addresses are dialed: the addresses of a name are looked up once, checked, and the
-checked one is dialed, for each redirect again. Size, time and redirects are bounded.
+(``endpoint.picture_urls``). A client then chooses what this device connects to, so only public
+addresses are dialed: the addresses of a name are looked up once, checked, and the checked one is
+dialed, for each redirect again. Size, time and redirects are bounded.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from edgespec.models.tokenizer import ChatTemplate
 from edgespec.models.toy import TOY_MODEL, TOY_PICTURE, ToyTokenizer
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.endpoint.live_endpoint import (
-    Live,
     ask,
     events_of,
     over_nobody,

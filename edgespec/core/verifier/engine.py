@@ -623,7 +623,7 @@ class SessionRegistry:
     def _gather_pictures(
         self, event: ee.StreamOpened, names: PrefixNames | None, now: float
     ) -> None:
-        """Look for the pictures of an admissible ``Open``, and ask for each one that is not here."""
+        """Look for the pictures of an admissible ``Open``, and ask for each that is not here."""
         stream, request, owner = event.stream, event.request, event.credential.name
         total = sum([one.size_bytes for one in request.pictures])
         if total > self.pictures.most_bytes_of_prompt:
