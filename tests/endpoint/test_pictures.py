@@ -15,7 +15,7 @@ import pytest
 
 from edgespec.config import EndpointSection, VerifierConfig
 from edgespec.config.verifier import LimitsSection
-from edgespec.core.protocol.pictures import PictureInput
+from edgespec.core.protocol.pictures import PictureInput, check_picture
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint import pictures as fetching
 from edgespec.endpoint.chat_prompt import write_chat_prompt
@@ -507,6 +507,6 @@ async def test_an_endpoint_that_may_fetch_uses_what_it_got(monkeypatch: pytest.M
 
 
 def test_real_files_are_read_too() -> None:
-    header = fetching.check_picture(solid_png(7, 5), PictureInput(1))
+    header = check_picture(solid_png(7, 5), PictureInput(1))
     assert (header.width, header.height) == (7, 5)
-    assert fetching.check_picture(gif(2, 2), PictureInput(1)).format == "GIF"
+    assert check_picture(gif(2, 2), PictureInput(1)).format == "GIF"
