@@ -93,7 +93,7 @@ class OutageSchedule:
     def __post_init__(self) -> None:
         edges_s = [edge_s for interval_s in self.intervals_s for edge_s in interval_s]
         assert edges_s == sorted(edges_s)
-        out_s = sum(end_s - start_s for start_s, end_s in self.intervals_s)
+        out_s = math.fsum(end_s - start_s for start_s, end_s in self.intervals_s)
         if self.period_s is not None and not out_s < self.period_s:
             raise ValueError(f"the outages last all of period_s = {self.period_s}")
         object.__setattr__(self, "_ends_s", [end_s for _, end_s in self.intervals_s])

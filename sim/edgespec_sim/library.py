@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 
 from edgespec.bench.arms import Arm
 from edgespec.config.files import write_output
+from edgespec.config.loading import NULL
 from edgespec_sim.playing import (
     SECONDS,
     ScenarioPoint,
@@ -155,7 +156,7 @@ def run(
         folder: Base of relative file names in the scenario. None is the scenario file's folder, or
             the working directory for a ``Scenario``.
         overrides: Changed keys, with ``__`` for a dot: ``links__wifi__rtt_ms=20``. A key with dots
-            can be given as ``**{"links.wifi.rtt_ms": 20}``.
+            can be given as ``**{"links.wifi.rtt_ms": 20}``. None is null.
 
     Raises:
         ConfigError: A key of the scenario is unknown or its value is not allowed.
@@ -275,7 +276,9 @@ def _load(
         changes["arms"] = list(arms)
     if not isinstance(scenario, Scenario):
         name = str(scenario)
-        return load_scenario(name, changes), base or scenario_path(name).parent
+        # A loader of configurations leaves out what is None; here it is the value of the key.
+        given = {key: NULL if value is None else value for key, value in changes.items()}
+        return load_scenario(name, given), base or scenario_path(name).parent
     dotted = [key for key in changes if key != "arms" and not hasattr(scenario, key)]
     if dotted:
         raise ValueError(

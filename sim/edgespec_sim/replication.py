@@ -73,7 +73,7 @@ def measure_speedup(
         return value, None
     signs = (1.0, -1.0, -1.0, 1.0)
     parts = [
-        sum(sign * one / mean for sign, one, mean in zip(signs, world, means, strict=True))
+        math.fsum(sign * one / mean for sign, one, mean in zip(signs, world, means, strict=True))
         for world in zip(*sums, strict=True)
     ]
     deviation = statistics.stdev(parts) / math.sqrt(len(parts))
@@ -117,7 +117,7 @@ def _share_ends(
     wilson /= 1.0 + z * z / asked
     count, half = len(clusters), 0.0
     if count > 1:
-        square = sum((hits - share * one) ** 2 for hits, one in clusters)
+        square = math.fsum((hits - share * one) ** 2 for hits, one in clusters)
         half = student_t(count - 1) * math.sqrt(count / (count - 1) * square) / asked
     return (
         max(0.0, min(centre - wilson, share - half)),
@@ -139,14 +139,15 @@ def ratio_interval(parts: Sequence[tuple[float, float]]) -> Interval | None:
     """Return a sum divided by a count, with its interval, from the totals of each world: (seconds,
     tokens) or (seconds, requests). The interval is linear, unlike that of a speed-up, and never
     below 0. With one world both ends are the value. None if the count is 0."""
-    seconds, counts = (sum(column) for column in zip(*parts, strict=True))
+    seconds, counts = (math.fsum(column) for column in zip(*parts, strict=True))
     if counts <= 0.0:
         return None
     value = seconds / counts
     worlds = len(parts)
     if worlds < 2:
         return Interval(value, value, value)
-    square = sum((one - value * count) ** 2 for one, count in parts) * worlds / (worlds - 1)
+    squares = math.fsum((one - value * count) ** 2 for one, count in parts)
+    square = squares * worlds / (worlds - 1)
     half = student_t(worlds - 1) * math.sqrt(square) / counts
     return Interval(value, max(0.0, value - half), value + half)
 

@@ -252,12 +252,12 @@ class ArmSummary:
     @property
     def target_ms_per_token(self) -> float:
         """Milliseconds of the verifiers' machines in passes, per delivered token."""
-        return self._ms_per_token(sum(one.busy_s - one.draft_s for one in self.verifiers))
+        return self._ms_per_token(math.fsum(one.busy_s - one.draft_s for one in self.verifiers))
 
     @property
     def draft_ms_per_token(self) -> float:
         """Milliseconds of the verifiers' machines in steps of their own draft models, per token."""
-        return self._ms_per_token(sum(one.draft_s for one in self.verifiers))
+        return self._ms_per_token(math.fsum(one.draft_s for one in self.verifiers))
 
     def _ms_per_token(self, seconds: float) -> float:
         return 1e3 * seconds / self.all.tokens if self.all.tokens else 0.0

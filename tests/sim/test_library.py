@@ -7,13 +7,14 @@ else changes what it must change. The examples of the documentation run as they 
 
 from __future__ import annotations
 
+import builtins
 import json
 import random
 import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -83,6 +84,60 @@ def test_processes_do_not_change_a_number() -> None:
     assert here.requests == there.requests
 
 
+def add_up(values: Iterable[Any], start: Any = 0) -> Any:
+    """Add up as ``sum`` does until Python 3.11: with a rounding at each step."""
+    for value in values:
+        start = start + value
+    return start
+
+
+def add_up_compensated(values: Iterable[Any], start: Any = 0) -> Any:
+    """Add up as ``sum`` does from Python 3.12 on: floats with their rounding errors kept
+    (Neumaier 1974)."""
+    kept, listed = 0.0, list(values)
+    if not any(isinstance(one, float) for one in (start, *listed)):
+        return add_up(listed, start)
+    for value in listed:
+        total = start + value
+        larger, smaller = (start, value) if abs(start) >= abs(value) else (value, start)
+        kept += (larger - total) + smaller
+        start = total
+    return start + kept
+
+
+@pytest.mark.parametrize(
+    ("scenario", "settings"),
+    [
+        ("household", {"duration_s": 3}),
+        (
+            "full-verifier",
+            {
+                "duration_s": 4,
+                "warm_up_s": 1,
+                "drain_s": 0,
+                "devices.laptop.count": 6,
+                "devices.laptop.workload.output_tokens": 30,
+                "devices.laptop.workload.start_within_s": 1,
+            },
+        ),
+        ("mec", {"duration_s": 3}),
+    ],
+    ids=["devices", "server drafts", "cells"],
+)
+def test_no_number_depends_on_how_python_rounds_sums(
+    scenario: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions of Python give the same numbers. Oracle: ``sum`` of either version, in one."""
+    assert add_up([0.1] * 10) != add_up_compensated([0.1] * 10) == 1.0
+    found = []
+    for builtin in (add_up, add_up_compensated):
+        monkeypatch.setattr(builtins, "sum", builtin)
+        result = sim.run(scenario, seeds=2, processes=1, **settings)
+        found.append((numbers_of(result.summary), result.requests))
+        monkeypatch.undo()
+    assert found[0] == found[1]
+
+
 def test_requests_are_those_of_every_arm_and_seed() -> None:
     result = run(seeds=3)
     for arm in result.summary.arms:
@@ -106,6 +161,21 @@ def test_keys_have_dots_or_double_underscores() -> None:
     one = run(**dotted)
     other = run(links__internet__rtt_ms=5)
     assert numbers_of(one.summary) == numbers_of(other.summary) != numbers_of(run().summary)
+
+
+def test_none_is_the_null_of_a_key() -> None:
+    """A rule that needs null: a cost names one of its sources, and tokens of a tape no
+    acceptance."""
+    roofline = "llama-3.1-8b-bf16@h200"
+    result = run(
+        verifiers__server__pass_time__ms=None,
+        verifiers__server__pass_time__roofline=roofline,
+        tokens__acceptance=None,
+    )
+    assert result.scenario.tokens.acceptance is None
+    assert result.scenario.verifiers["server"].pass_time.roofline == roofline
+    with pytest.raises(ConfigError, match=r"pass_time\.ms, profile, roofline: one of these"):
+        run(verifiers__server__pass_time__roofline=roofline)
 
 
 def test_a_scenario_may_be_an_object() -> None:

@@ -138,7 +138,7 @@ class WindowedPolicy:
         if not tree.roots and tree.prefix.length < view.end:
             return ROOT
         last_rank, last_position = self.width - 1, view.end - 2
-        best, best_chance = ROOT, self._least_chance(view, step_s, sum(rates))
+        best, best_chance = ROOT, self._least_chance(view, step_s, math.fsum(rates))
         settled = view.settled_position if priced else 0
         pending = [(1.0, 1.0, tree.roots)]
         while pending:

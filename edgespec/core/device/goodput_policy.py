@@ -112,7 +112,7 @@ class GoodputPolicy:
         min_in_pass = view.row_chance / rates[0]
         if min_in_pass > 1.0:
             return ROOT, 0.0
-        first_rate, hit_rate = rates[0], sum(rates)
+        first_rate, hit_rate = rates[0], math.fsum(rates)
         if first_rate > 0.99:  # ``min`` takes three times as long
             first_rate = 0.99
         if hit_rate > 0.99:

@@ -160,7 +160,8 @@ class DraftInbox:
         expected to propose as many right tokens as the device's next draft; at most
         ``max_steps``."""
         own = self._acceptance.rate(0)
-        wanted = sum([own**depth for depth in range(1, 1 + round(self.arrivals.response_depth))])
+        depths = range(1, 1 + round(self.arrivals.response_depth))
+        wanted = math.fsum([own**depth for depth in depths])
         steps, reach = 0, 1.0
         while wanted > 0.0 and steps < max_steps:
             reach *= rate

@@ -321,7 +321,7 @@ class VerifyEngine:
         self._scheduler.finish_round(event)
         self._report_drafts()
         self.draft_counts.steps += len(event.steps)
-        self.draft_counts.seconds += sum(took_s for _, took_s in event.steps)
+        self.draft_counts.seconds += math.fsum(took_s for _, took_s in event.steps)
         for chain in event.chains:
             if self.sessions.get(chain.key) is sessions[chain.key]:
                 self.registry.dispatch(chain.key, ev.Drafted(chain), now)

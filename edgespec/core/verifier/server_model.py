@@ -73,6 +73,7 @@ length beforehand, from the mean acceptance rate alone.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import field
@@ -359,7 +360,7 @@ class ServerModel(ChainSource):
             max_tokens=length,
             missing_tokens=len(feed),
             chances=self._shared.by_confidence,
-            expected_tokens=1.0 + sum(reaches),
+            expected_tokens=1.0 + math.fsum(reaches),
             device_tokens=device_tokens,
         )
 
@@ -518,7 +519,7 @@ class DraftRound:
         self._batch: list[_Participant] = []
         self._session_count = max(1, len(self._running) + action.others)
         """Sessions that would share a step in the end; prompts are fed only some at a time."""
-        self._tokens = action.others + sum(start.expected_tokens for start in action.starts)
+        self._tokens = action.others + math.fsum(one.expected_tokens for one in action.starts)
         self._time_s = max(MIN_PASS_S, action.times.pass_s)
         self._steps: list[tuple[int, float]] = []
 
@@ -534,8 +535,8 @@ class DraftRound:
         guessing = [one for one in self._running if one.open and one.step.guess]
         batch = [one for one in guessing if one.chance > max(row * paces[one], times.least_chance)]
         cost = row + step / max(1, len(batch))
-        asked = sum([_least_gain(cost * paces[one], row * paces[one]) for one in batch])
-        if sum([one.chance for one in batch]) <= asked:
+        asked = math.fsum([_least_gain(cost * paces[one], row * paces[one]) for one in batch])
+        if math.fsum([one.chance for one in batch]) <= asked:
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # Prompts are fed once per round, if the tokens behind them will pay.
             cost = row + step / self._session_count
@@ -605,7 +606,7 @@ def chain_length(
     reach = [1.0] * len(rates)
     for length in range(most):
         reach = [one * rate for one, rate in zip(reach, rates, strict=True)]
-        brought, costs_s = sum(reach), step_s + row_s * len(rates)
+        brought, costs_s = math.fsum(reach), step_s + row_s * len(rates)
         if brought * time_s <= costs_s * tokens:
             return length
         tokens, time_s = tokens + brought, time_s + costs_s

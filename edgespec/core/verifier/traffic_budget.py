@@ -23,6 +23,7 @@ Waits are finite and never negative; no bucket holds more than its burst.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,7 +172,7 @@ def fair_share(rate: float, wants: Sequence[float]) -> float:
     for the payer with the highest want.
     """
     wanted = [min(want, rate) for want in wants]
-    spare = rate - sum(wanted)
+    spare = rate - math.fsum(wanted)
     if spare >= 0.0:
         return spare + max(wanted, default=0.0)
     # The excess over the share must go: the same water-filling, on the negated wants.

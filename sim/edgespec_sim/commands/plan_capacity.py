@@ -104,7 +104,7 @@ def parse_model_and_gpu(named: str) -> tuple[str, str]:
 def apportion(weights: dict[str, float], size: int) -> dict[str, int]:
     """Divide ``size`` devices in the proportion of ``weights``, by the method of largest
     remainders. Groups without a device are left out."""
-    total = sum(weights.values())
+    total = math.fsum(weights.values())
     exact = {group: size * weight / total for group, weight in weights.items()}
     counts = {group: int(share) for group, share in exact.items()}
     by_rest = sorted(exact, key=lambda group: counts[group] - exact[group])
@@ -284,7 +284,7 @@ def judge(
         unfinished=sum(one.pace_s is None for group in groups for one in group),
         ttft_p95_s=ttft,
         tpot_p95_s=tpot,
-        utilisation=sum(busy) / len(busy),
+        utilisation=math.fsum(busy) / len(busy),
         meets=_compare_with_objectives((ttft, slo.ttft_s), (tpot, slo.tpot_s)),
     )
 

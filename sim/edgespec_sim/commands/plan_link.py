@@ -289,7 +289,7 @@ def _show(summary: RunSummary, advice: LinkAdvice) -> None:
 
 def find_token_s(alone: Sequence[TpotTotal]) -> float:
     """Return the seconds per token of an arm, from its totals in each world."""
-    return sum(one.seconds for one in alone) / sum(one.requests for one in alone)
+    return math.fsum(one.seconds for one in alone) / sum(one.requests for one in alone)
 
 
 def _advice_as_json(

@@ -212,7 +212,8 @@ def _rtt_s(
     chance: np.random.Generator, law: NetworkLaw, times_s: Array, step_s: float, duration_s: float
 ) -> Array:
     count = len(times_s)
-    left = 1.0 - law.epoch_share - law.daily_share - sum(share for share, _ in law.parts)
+    parts = math.fsum(share for share, _ in law.parts)
+    left = 1.0 - law.epoch_share - law.daily_share - parts
     process = math.sqrt(left) * chance.standard_normal(count)
     for share, correlation_s in law.parts:
         process += math.sqrt(share) * _draw_correlated(chance, count, step_s / correlation_s)

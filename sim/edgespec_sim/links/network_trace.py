@@ -208,7 +208,7 @@ def describe_improbable(trace: NetworkTrace) -> tuple[str, ...]:
             found.append(f"rows are {step_s:g} s apart on average: is the time in another unit?")
     if (loss := mean_loss(trace)) > _PROBABLE_LOSS:
         found.append(f"{loss:.0%} of the packets are lost outside outages")
-    out_s = sum(end_s - start_s for start_s, end_s in trace.outages_s)
+    out_s = math.fsum(end_s - start_s for start_s, end_s in trace.outages_s)
     if out_s > _PROBABLE_LOSS * trace.duration_s:
         found.append(f"nothing passes for {out_s:.0f} of its {trace.duration_s:.0f} s")
     return tuple(found)

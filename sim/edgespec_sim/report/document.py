@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from edgespec_sim import run_summary as rs
@@ -174,7 +175,7 @@ def arm_cells(arm: rs.ArmSummary) -> dict[str, Cell]:
         "speedup": arm.speedup,
         "speedup_low": None if arm.speedup_interval is None else arm.speedup_interval[0],
         "speedup_high": None if arm.speedup_interval is None else arm.speedup_interval[1],
-        "mean_utilisation": sum(busy) / len(busy) if busy else None,
+        "mean_utilisation": fmean(busy) if busy else None,
     }
 
 

@@ -189,7 +189,7 @@ def arms_table(run: RunSummary) -> str:
 def _per_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
     if not arm.all.tokens or not known or None in known:
         return None
-    return sum(energy_j or 0.0 for energy_j in known) / arm.all.tokens
+    return math.fsum(energy_j or 0.0 for energy_j in known) / arm.all.tokens
 
 
 def _labelled_name(arm: ArmSummary) -> str:

@@ -142,7 +142,7 @@ class CostSection:
         chosen = [name for name, value in given.items() if value]
         if len(chosen) != 1:
             said = " and ".join(chosen) if chosen else "none of them"
-            raise ValueError(f"a cost needs exactly one of {', '.join(given)}, but names {said}")
+            raise ValueError(f"{', '.join(given)}: one of these is needed, but it names {said}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ user sees. A commit of four tokens is one delivery, with one gap before it and n
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class Meters:
     def tpot(self) -> TpotTotal:
         """Total of the TPOTs of the requests that have one."""
         times_s = _drop_none(one.tpot_s for one in self.records)
-        return TpotTotal(sum(times_s), len(times_s))
+        return TpotTotal(math.fsum(times_s), len(times_s))
 
     @property
     def replaced_tokens(self) -> tuple[int, int]:
@@ -147,7 +148,7 @@ class Meters:
 
     def _group(self, records: Sequence[RequestRecord], gaps_s: Spread | None) -> GroupSummary:
         def total(value: Callable[[RequestRecord], float]) -> float:
-            return sum(map(value, records))
+            return math.fsum(map(value, records))
 
         tokens = int(total(lambda one: one.tokens))
         tried = total(lambda one: one.counters.tried)
@@ -218,7 +219,7 @@ def _energy_per_token(joules: Sequence[float | None], tokens: int) -> float | No
     """Return the energy per token. None if a part is unknown."""
     if not tokens or None in joules:
         return None
-    return sum(one or 0.0 for one in joules) / tokens
+    return math.fsum(one or 0.0 for one in joules) / tokens
 
 
 def _drop_none(values: Iterable[float | None]) -> list[float]:

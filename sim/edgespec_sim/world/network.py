@@ -259,7 +259,11 @@ class LinkInstances:
         if not queues or (not measured and min(section.up_mbps, section.down_mbps) == math.inf):
             return None
         up, down = (
-            min(1.0, sum(queue.reserved_s for queue in way) / (len(way) * self._duration_s) + cross)
+            min(
+                1.0,
+                math.fsum(queue.reserved_s for queue in way) / (len(way) * self._duration_s)
+                + cross,
+            )
             for way, cross in zip(
                 zip(*queues, strict=True), (section.cross_up, section.cross_down), strict=True
             )
@@ -432,12 +436,13 @@ class Network:
 
     def least_way_s(self, group: str, verifier: str) -> float:
         """Return the least one-way time of a small message."""
-        links_s = sum(self._links[name].least_way_s for name in self.link_names(group, verifier))
+        names = self.link_names(group, verifier)
+        links_s = math.fsum(self._links[name].least_way_s for name in names)
         return self._fixed_s + self._access_s / 2.0 + links_s
 
     def _wired_view(self, group: str, verifier: str) -> LinkView:
         links = [self._links[name] for name in self.link_names(group, verifier)]
-        rtt_s = 2 * self._fixed_s + sum(link.typical_rtt_s for link in links)
+        rtt_s = 2 * self._fixed_s + math.fsum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
         return LinkView(rtt_s, up * 1e6, down * 1e6)
@@ -449,7 +454,7 @@ class Network:
     ) -> tuple[Path, Path]:
         """Return the paths up and down of one stream, for the device's current cell."""
         links = [self._links[name] for name in names]
-        plain_s = sum((link.least_way_s for link in links if link.is_plain), self._fixed_s)
+        plain_s = self._fixed_s + math.fsum(link.least_way_s for link in links if link.is_plain)
         hops: list[tuple[Link, Link]] = [*self._air_hops(number, verifier)]
         hops += [link.make_links(number, stream) for link in links if not link.is_plain]
         up = HopPath(self._queue, [up for up, _ in hops], plain_s)
@@ -462,7 +467,7 @@ class Network:
 
     def _make_connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
         links = [self._links[name] for name in names]
-        plain_s = sum(link.least_way_s for link in links if link.is_plain)
+        plain_s = math.fsum(link.least_way_s for link in links if link.is_plain)
         hops = self._air_hops(number, verifier)
         hops += [
             link.make_models(number, self._streams, packets=True)

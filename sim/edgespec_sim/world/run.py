@@ -390,7 +390,8 @@ def find_fastest_without_device(
     none of them has a time per token. ``totals`` holds each arm's totals, one per world."""
 
     def mean_s(arm: Arm) -> float:
-        return sum(one.seconds for one in totals[arm]) / sum(one.requests for one in totals[arm])
+        seconds = math.fsum(one.seconds for one in totals[arm])
+        return seconds / sum(one.requests for one in totals[arm])
 
     timed = [arm for arm, mine in totals.items() if sum(one.requests for one in mine)]
     return min((arm for arm in timed if not arm.drafts), key=mean_s, default=None)
@@ -455,7 +456,7 @@ def _pool_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad, 
     )
 
 
-_SUMMED = ("energy_j", "idle_j", "idle_s", "busy_s", "draft_s", "guessed", "accepted")
+_SUMMED = ("energy_j", "idle_j", "idle_s", "busy_s", "draft_s")
 
 
 def _pool_verifiers(
@@ -469,15 +470,19 @@ def _pool_verifiers(
         same = found[index::count]
         passes = sum(one.passes for one in same)
         each = {name: [getattr(one, name) for one in same] for name in _SUMMED}
-        sums: dict[str, Any] = {k: None if None in v else sum(v) for k, v in each.items()}
+        sums: dict[str, Any] = {
+            name: None if None in values else math.fsum(values) for name, values in each.items()
+        }
         pooled.append(
             replace(
                 same[0],
-                utilisation=sum(one.utilisation for one in same) / seeds,
+                utilisation=math.fsum(one.utilisation for one in same) / seeds,
                 passes=passes,
-                rows_per_pass=sum(o.rows_per_pass * o.passes for o in same) / max(1, passes),
-                sessions_per_pass=sum(o.sessions_per_pass * o.passes for o in same)
+                rows_per_pass=math.fsum(o.rows_per_pass * o.passes for o in same) / max(1, passes),
+                sessions_per_pass=math.fsum(o.sessions_per_pass * o.passes for o in same)
                 / max(1, passes),
+                guessed=sum(one.guessed for one in same),
+                accepted=sum(one.accepted for one in same),
                 queue_s=meters.queue_s(same[0].name),
                 **sums,
             )

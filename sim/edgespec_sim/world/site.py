@@ -196,7 +196,7 @@ class Site:
         drafts = [one.model for one in self.draft_counts]
         return replace(
             self.nodes[0].counters,
-            busy_s=sum(node.counters.busy_s for node in self.nodes),
+            busy_s=math.fsum(node.counters.busy_s for node in self.nodes),
             guessed=sum(one.nodes for one in drafts),
             accepted=sum(one.accepted for one in drafts),
         )
@@ -399,7 +399,7 @@ def charge_energy(
     for site, summary in zip(sites, summaries, strict=True):
         taken_s = site.pass_s_by_session
         shares = [taken_s.get(record.session, 0.0) for record in records]
-        total_s = sum(shares)
+        total_s = math.fsum(shares)
         if not total_s:
             continue
         for record, share_s in zip(records, shares, strict=True):
