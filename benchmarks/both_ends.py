@@ -1,16 +1,16 @@
 """Check that a text is the target's own whatever both ends draft.
 
     PYTHONPATH=. python benchmarks/both_ends.py [--texts 1000]
-    PYTHONPATH=. vllm-env/bin/python benchmarks/both_ends.py --vllm
+    PYTHONPATH=. vllm-env/bin/python benchmarks/both_ends.py --vllm draft_model [--texts 200]
 
 The models are the bundled pair, behind the real daemon. Oracle: the target by itself, one token per
 pass, without engine, daemon and drafts. Each *world* is a verifier with a draft model, small caches
 and many sessions at once; devices and draft model are right, wrong, late, failing or all of it by
 turns. ``--texts`` is the number of texts for each of the ten rows (five kinds of drafters, greedy
 and sampled). A text that differs, and a row in which one end drafts nothing, are findings: the exit
-status is 1. With ``--vllm`` the target is vLLM with the draft as its own speculator, whose
-proposals get lost where a draft model would fail; the oracle is the native target, and texts have
-no grammars.
+status is 1. With ``--vllm NAME`` the target is vLLM with a speculator of its own
+(``tests/verifier/speculators.py``), whose proposals get lost where a draft model would fail; the
+oracle is the native target, and texts have no grammars.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -57,7 +59,6 @@ from edgespec.core.verifier.server_model import DraftTimes, RoundTimes
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter, load_tokenizer
 from edgespec.models.grammar import device_grammar_reader, target_grammar_reader
-from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
@@ -66,28 +67,28 @@ from tests.adversarial import WrappedDrafter
 from tests.api.test_end_to_end import PROMPTS
 from tests.kit.live_verifier import wait_until
 from tests.present import require
+from tests.verifier.speculators import SPECULATORS, write_speculator
 
 AT_ONCE = 40
 SERVED = VerifierConfig(
     draft="bundled", device="cpu", limits=LimitsSection(max_cached_tokens=2048, max_sessions=64)
 )
-SPECULATION = {
-    "method": "draft_model",
-    "model": str(resolve_source("bundled", Purpose.DRAFT).folder),
-    "num_speculative_tokens": 4,
-}
-ON_VLLM = replace(
-    SERVED,
-    draft="",
-    device="auto",
-    engine="vllm",
-    max_model_len=256,
-    engine_flags=(
-        "--enforce-eager",
-        *("--kv-cache-memory-bytes", "200000000"),
-        *("--speculative-config", json.dumps(SPECULATION)),
-    ),
-)
+
+
+def serve_on_vllm(speculator: str, folder: Path) -> VerifierConfig:
+    """Return ``SERVED`` on vLLM with a speculator, whose files are written to ``folder``."""
+    settings = write_speculator(speculator, folder / speculator, 4)
+    flags = ("--enforce-eager", "--kv-cache-memory-bytes", "200000000")
+    return replace(
+        SERVED,
+        draft="",
+        device="auto",
+        engine="vllm",
+        max_model_len=256,
+        engine_flags=(*flags, "--speculative-config", json.dumps(settings)),
+    )
+
+
 FIELDS = {"n": {"type": "integer"}, "s": {"type": "string"}}
 OBJECT = {"type": "object", "properties": FIELDS, "required": ["n", "s"]}
 GRAMMARS = (
@@ -246,6 +247,7 @@ async def play(
         limits = EngineLimits(
             trees=shape.trees,
             speculator_tokens=shape.speculator_tokens,
+            speculator_blocks=shape.speculator_blocks,
             server_drafts=server_drafts,
         )
         target = cast(TargetModel, MoodyTarget(target, mood))
@@ -345,11 +347,14 @@ def main() -> int:
     machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=1000, help="of each row")
-    parser.add_argument("--vllm", action="store_true", help="the target is vLLM, which speculates")
+    parser.add_argument(
+        "--vllm", choices=SPECULATORS, help="the target is vLLM with this speculator"
+    )
     args = parser.parse_args()
     target = load_target(SERVED)
     if args.vllm:
-        models = Models(target, load_target(ON_VLLM), None)
+        with TemporaryDirectory() as folder:
+            models = Models(target, load_target(serve_on_vllm(args.vllm, Path(folder))), None)
     else:
         drafter = load_server_drafter(SERVED, target)
         assert isinstance(drafter, PackedDrafter)

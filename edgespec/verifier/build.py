@@ -125,6 +125,7 @@ def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool)
         drafter=drafts,
         trees=shape.trees,
         speculator_tokens=shape.speculator_tokens,
+        speculator_blocks=shape.speculator_blocks,
         rules=(EXACT_RULE, *config.rules),
     )
 

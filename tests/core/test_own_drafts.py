@@ -99,6 +99,9 @@ class World:
         self.off: list[str] = []
         self.reports: list[str] = []
         self.guesses: tuple[int, ...] = ()
+        self.guesses_at: Callable[[int], tuple[int, ...]] | None = None
+        """Proposals of an engine speculator by the end of the text; None for ``guesses``."""
+        self.speculator_run_s = 0.0
         self.asked: list[int] = []
         self.max_steps = set[int]()
         self.pending: list[ee.EngineEvent] = []
@@ -146,7 +149,7 @@ class World:
 
     def _pass(self, requests: tuple[PassRequest, ...]) -> ee.BatchDone:
         self.passes.append(requests)
-        self.now += 0.025
+        self.now += 0.025 + self.speculator_run_s * bool(self.asked[-1])
         return ee.BatchDone(tuple(self._result(request) for request in requests))
 
     def _result(self, request: PassRequest) -> PassResult:
@@ -156,7 +159,13 @@ class World:
         for parent in request.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         targets = tuple(token_at(first + depth) for depth in (0, *depths))
-        return PassResult(request.key, targets, guesses=self.guesses)
+        guesses = self.guesses
+        if self.guesses_at is not None:
+            accepted = 0
+            while accepted < len(depths) and request.tokens[accepted] == targets[accepted]:
+                accepted += 1
+            guesses = self.guesses_at(first + accepted + 1)
+        return PassResult(request.key, targets, guesses=guesses if self.asked[-1] else ())
 
     def check(self) -> None:
         self.run()
@@ -450,8 +459,29 @@ def test_a_target_that_speculates_by_itself_is_asked_for_what_pays() -> None:
     assert any(request.server_nodes for requests in world.passes for request in requests)
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_target_that_speculates_in_blocks_is_asked_for_whole_ones(right: bool) -> None:
+    """A run takes 0.8 of a pass."""
+    limits = ee.EngineLimits(speculator_tokens=4, speculator_blocks=True)
+    world = World(ListDrafter(lambda at: True), limits)
+    world.speculator_run_s = 0.02
+    world.guesses = (49,) * 4
+    world.guesses_at = (lambda end: tuple(token_at(end + n) for n in range(4))) if right else None
+    world.open(1)
+    world.check()
+    assert set(world.asked) == {0, 4}
+    later = world.asked[16:]
+    assert (later.count(4) > 0.9 * len(later)) is right
+    assert (later.count(0) > 0.9 * len(later)) is not right
+
+
+def _reaches(rates: Sequence[float], most: int) -> list[list[float]]:
+    return [[rate ** (place + 1) for place in range(most)] for rate in rates]
+
+
 def test_the_length_of_a_chain_is_the_best_one() -> None:
-    assert od.chain_length([0.7] * 4, 16, 0.025, 0.0025, 0.0) == 4
+    assert od.chain_length(_reaches([0.7] * 4, 16), 0.025, 0.0025, 0.0) == 4
+    assert od.chain_length([], 0.025, 0.0025, 0.0) == 0
     dice = random.Random(5)
     for _ in range(300):
         rates = [dice.random() for _ in range(dice.randrange(1, 6))]
@@ -462,8 +492,55 @@ def test_the_length_of_a_chain_is_the_best_one() -> None:
             / (0.025 + length * (step_s + row_s * len(rates)))
             for length in range(17)
         ]
-        found = od.chain_length(rates, 16, 0.025, step_s, row_s)
+        found = od.chain_length(_reaches(rates, 16), 0.025, step_s, row_s)
         assert goodput[found] == pytest.approx(max(goodput))
+
+
+def test_a_block_pays_if_its_best_part_repays_the_run() -> None:
+    """Oracle: the goodput of every part of the block."""
+    assert od.block_pays(_reaches([0.7], 8), 0.025, 0.054, 0.0)
+    assert not od.block_pays(_reaches([0.7], 8), 0.025, 0.055, 0.0)
+    assert not od.block_pays([], 0.025, 0.0, 0.0)
+    dice = random.Random(6)
+    answers = set()
+    for _ in range(300):
+        rates = [dice.random() for _ in range(dice.randrange(1, 6))]
+        run_s, row_s = dice.uniform(0.0, 0.05), dice.uniform(0.0, 2e-3)
+        goodput = [
+            sum(rate**k for rate in rates for k in range(length + 1))
+            / (0.025 + run_s + length * row_s * len(rates))
+            for length in range(9)
+        ]
+        found = od.block_pays(_reaches(rates, 8), 0.025, run_s, row_s)
+        assert found is (max(goodput) > len(rates) / 0.025)
+        answers.add(found)
+    assert answers == {True, False}
+
+
+def test_each_place_of_a_block_has_its_own_rate_and_the_price_cuts_it() -> None:
+    """The places are right with 0.9, 0.6 and 0.2; a node has to be right with 0.3."""
+    dice, chances, times = random.Random(4), od.ChainChances(), od.DraftTimes()
+    block = od.EngineSpeculator(chances, times)
+    rates = (0.9, 0.6, 0.2)
+    for position in range(600):
+        tokens = tuple(token_at(position + place) for place in range(3))
+        block.set_proposal(tokens)
+        committed = []
+        for token, rate in zip(tokens, rates, strict=True):
+            committed.append(token if dice.random() < rate else 49)
+            if committed[-1] == 49:
+                break
+        block.judge(committed)
+    assert [block.chance_at(place) for place in range(3)] == pytest.approx(rates, abs=0.12)
+    assert block.chance_at(9) == block.chance_at(2), "nothing is known of it"
+    block.set_proposal((1, 2, 3))
+    assert block.select_nodes(0.3, 15)[0] == [1, 2]
+    assert block.select_nodes(0.7, 15)[0] == [1]
+    other = od.EngineSpeculator(chances, times)
+    for _ in range(20):
+        other.set_proposal((1,))
+        other.judge((2,))
+    assert other.chance_at(0) < 0.6 * block.chance_at(0), "a session of its own kind"
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.6, 0.9])

@@ -136,6 +136,7 @@ def fake_target(
     max_sessions: int = 64,
     mark: str = "toy",
     speculator_tokens: int = 0,
+    speculator_blocks: bool = False,
 ) -> VllmTarget:
     """Make a target on the stand-in; ``mark`` is a part of its fingerprints."""
     engine = engine or FakeVllm()
@@ -147,7 +148,12 @@ def fake_target(
         replace(info, name=name, fingerprint=f"{name}-on-{mark}") for name in engine.adapters
     ]
     return VllmTarget(
-        engine, info, max_sessions, adapters=adapters, speculator_tokens=speculator_tokens
+        engine,
+        info,
+        max_sessions,
+        adapters=adapters,
+        speculator_tokens=speculator_tokens,
+        speculator_blocks=speculator_blocks,
     )
 
 

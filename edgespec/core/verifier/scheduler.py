@@ -42,6 +42,7 @@ from edgespec.core.verifier.server_model import (
     DraftsDone,
     DraftTimes,
     RunDrafts,
+    block_pays,
     chain_length,
 )
 from edgespec.core.verifier.session import VerifySession
@@ -561,17 +562,24 @@ class PassScheduler:
         if not most or batch is None:
             return 0
         pass_s, step_s = self.price.pass_s, self.draft_times.speculator_step_s
-        if pass_s is None or step_s is None:  # must vary to be timed
-            return most if self.passes % 2 else most // 2
-        rates = [
-            rate
+        blocks = self._limits.speculator_blocks
+        if pass_s is None or step_s is None:
+            # The steps must vary to be timed. Two passes each, so that a pass with steps carries
+            # the nodes of a pass with steps as often as not.
+            return most if self.passes & 2 else 0 if blocks else most // 2
+        reaches = [
+            found
             for session, request in batch.parts
-            if request.sample and (rate := session.chain_rate) is not None
+            if request.sample and (found := session.speculator_reaches(most))
         ]
-        length = chain_length(rates, most, pass_s, max(0.0, step_s), self.price.row_s)
+        step_s, row_s = max(0.0, step_s), self.price.row_s
+        if blocks:
+            length = most if block_pays(reaches, pass_s, most * step_s, row_s) else 0
+        else:
+            length = chain_length(reaches, pass_s, step_s, row_s)
         self._passes_without_speculation = 0 if length else self._passes_without_speculation + 1
         if self._passes_without_speculation >= PROBE_EVERY:  # to notice when it pays again
-            self._passes_without_speculation, length = 0, 1
+            self._passes_without_speculation, length = 0, most if blocks else 1
         return length
 
     def _offer_session(

@@ -299,6 +299,10 @@ class ServerDrafts:
         if isinstance(self.chain, EngineSpeculator):
             self.chain.set_proposal(guesses)
 
+    def reaches(self, count: int) -> list[float]:
+        """Return ``EngineSpeculator.reaches``; empty without an engine speculator."""
+        return self.chain.reaches(count) if isinstance(self.chain, EngineSpeculator) else []
+
     def note_no_proposal(self) -> None:
         """Record that the engine speculator ran in the pass and proposed nothing here."""
         if isinstance(self.chain, EngineSpeculator):

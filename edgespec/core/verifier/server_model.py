@@ -68,7 +68,11 @@ for all, beginning with ``PROBE_EVERY`` passes, and is tried on the shortest tex
 reports when it begins to rest, and when it proposes tokens again.
 
 An engine speculator (vLLM) proposes a chain behind each pass instead. The same sum chooses its
-length beforehand, from the mean acceptance rate alone.
+length beforehand, from acceptance rates alone. One that proposes a *block*, all its tokens in one
+run, proposes the whole block or nothing: the block is run if its best part pays for the run, and
+the price of a row cuts it when the next pass is formed. Behind the first place of a block the
+tokens are not conditioned on one another, so acceptance falls from place to place (P-EAGLE, arXiv
+2602.01469: 64, 40, 25 and 15 %), and each place has a rate of its own.
 """
 
 from __future__ import annotations
@@ -137,6 +141,24 @@ class ChainChances:
     def __init__(self) -> None:
         self.by_confidence = CalibratedChances()
         self.rate = DecayedRate(_MEMORY, _SHARED_WEIGHT)
+        self._places: list[DecayedRate] = []
+        """The rate of each place of a chain, given that the tokens before it were accepted."""
+
+    def note(self, place: int, *, hit: bool) -> None:
+        """Record whether the token at ``place`` of a chain was right, given that all tokens before
+        it were."""
+        self.rate.add(hit)
+        if place == len(self._places):
+            self._places.append(DecayedRate(_MEMORY, _SHARED_WEIGHT))
+        self._places[place].add(hit)
+
+    def rate_at(self, place: int) -> float:
+        """Return the acceptance rate at ``place``. A place without verdicts has the rate of the
+        place before it, and the first one that of all places."""
+        rate = self.rate.rate(INITIAL_RATE)
+        for one in self._places[: place + 1]:
+            rate = one.rate(rate)
+        return rate
 
 
 class DraftTimes:
@@ -158,7 +180,8 @@ class DraftTimes:
     def note_pass(self, draft_steps: int, took_s: float) -> None:
         """Record the duration of a pass in which the engine speculator ran ``draft_steps``
         steps."""
-        self._by_steps.add(draft_steps, took_s)
+        # In half steps, so that a slope is known of a speculator with one step too.
+        self._by_steps.add(2 * draft_steps, took_s)
 
     def step_s(self, pass_s: float) -> float:
         """Return the seconds of a step of the server model, beside the time of its rows once that
@@ -193,7 +216,8 @@ class DraftTimes:
     @property
     def speculator_step_s(self) -> float | None:
         """Seconds per step of the engine speculator; None until it is known."""
-        return self._by_steps.get()
+        half_s = self._by_steps.get()
+        return None if half_s is None else 2 * half_s
 
 
 class ChainSource(ABC):
@@ -268,7 +292,7 @@ class ChainSource(ABC):
             hit = guess == token
             if at >= start:
                 self._rate.add(hit)
-                self._shared.rate.add(hit)
+                self._shared.note(at - start, hit=hit)
                 for rank, one in enumerate(self._guesses[at - start] if self._guesses else ()):
                     right = one.token == token
                     self._shared.by_confidence.add(rank, one.logprob, hit=right)
@@ -294,10 +318,27 @@ class EngineSpeculator(ChainSource):
         step_s = self._times.speculator_step_s
         return ASSUMED_STEP_SHARE * pass_s if step_s is None else max(0.0, step_s)
 
+    def chance_at(self, place: int) -> float:
+        """Return the probability that the token at ``place`` of a proposal is accepted if those
+        before it are: the rate of that place, raised or lowered as this session's rate is above or
+        below that of all sessions."""
+        usual = self._shared.rate.rate(INITIAL_RATE)
+        ratio = self._rate.rate(usual) / usual if usual > 0.0 else 1.0
+        return min(MAX_RATE, self._shared.rate_at(place) * ratio)
+
+    def reaches(self, count: int) -> list[float]:
+        """Return the probability that the output goes through the first 1, 2, .. ``count`` tokens
+        of a proposal, before it is made. The first factor allows for no proposal."""
+        found, reach = list[float](), self.acceptance_rate
+        for place in range(count):
+            reach *= self.chance_at(place) if place else 1.0
+            found.append(reach)
+        return found
+
     def set_proposal(self, tokens: tuple[int, ...]) -> None:
         """Set the tokens that the speculator proposes behind the text, without their
         confidence."""
-        self._set_chain(tokens, [self.acceptance_rate] * len(tokens))
+        self._set_chain(tokens, [self.chance_at(place) for place in range(len(tokens))])
 
     def note_no_proposal(self) -> None:
         """Record that the speculator ran and proposed nothing for this session."""
@@ -594,20 +635,39 @@ def _least_gain(cost: float, row: float) -> float:
 
 
 def chain_length(
-    rates: Sequence[float], most: int, pass_s: float, step_s: float, row_s: float
+    reaches: Sequence[Sequence[float]], pass_s: float, step_s: float, row_s: float
 ) -> int:
-    """Return how many tokens an engine speculator should propose behind a pass.
+    """Return how many tokens an engine speculator should propose behind a pass, one per step.
 
-    It proposes equally many for each session; ``rates`` are the acceptance rates of the sessions.
-    The length follows from the sum above, computed beforehand. Example: four sessions at 0.7,
+    It proposes equally many for each session. ``reaches`` holds for each session the probabilities
+    that the output goes through the first 1, 2, .. tokens of its chain, up to the longest one. The
+    length follows from the sum above, computed beforehand. Example: four sessions at 0.7 a token,
     passes of 25 ms, steps of 2.5 ms and rows that cost nothing give 4.
     """
-    tokens, time_s = float(len(rates)), pass_s
-    reach = [1.0] * len(rates)
-    for length in range(most):
-        reach = [one * rate for one, rate in zip(reach, rates, strict=True)]
-        brought, costs_s = math.fsum(reach), step_s + row_s * len(rates)
+    tokens, time_s, length = float(len(reaches)), pass_s, 0
+    for brought in map(math.fsum, zip(*reaches, strict=True)):
+        costs_s = step_s + row_s * len(reaches)
         if brought * time_s <= costs_s * tokens:
-            return length
+            break
+        tokens, time_s, length = tokens + brought, time_s + costs_s, length + 1
+    return length
+
+
+def block_pays(
+    reaches: Sequence[Sequence[float]], pass_s: float, run_s: float, row_s: float
+) -> bool:
+    """Return whether an engine speculator that proposes a whole block in one run of ``run_s``
+    should run behind a pass.
+
+    ``reaches`` is as in ``chain_length``. The part of the block that is worth its rows has to
+    repay the run. Example: one session at 0.7 a token, passes of 25 ms and rows that cost nothing
+    let a block of 8 pay up to a run of 54 ms.
+    """
+    sessions = float(len(reaches))
+    tokens, time_s = sessions, pass_s + run_s
+    for brought in map(math.fsum, zip(*reaches, strict=True)):
+        costs_s = row_s * sessions
+        if brought * time_s <= costs_s * tokens:
+            break
         tokens, time_s = tokens + brought, time_s + costs_s
-    return most
+    return tokens * pass_s > sessions * time_s

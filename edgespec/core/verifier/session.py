@@ -246,12 +246,10 @@ class VerifySession:
             0 if device.unacknowledged_since is not None else self.prefix.length - self.cache_length
         )
 
-    @property
-    def chain_rate(self) -> float | None:
-        """Acceptance rate of the server model or engine speculator in this session; None without
-        one."""
-        chain = None if self._server_drafts is None else self._server_drafts.chain
-        return None if chain is None else chain.acceptance_rate
+    def speculator_reaches(self, count: int) -> list[float]:
+        """Return the probability that the output goes through the first 1, 2, .. ``count`` tokens
+        that the engine speculator would propose for this session; empty without one."""
+        return [] if self._server_drafts is None else self._server_drafts.reaches(count)
 
     def note_no_proposal(self) -> None:
         """Record that the engine speculator ran in the pass and proposed nothing for this

@@ -6,9 +6,9 @@ of vLLM's engine core (``core.py``), whose scheduler is ``scheduler.DraftSchedul
 chooses tokens by this project's sampling law (``worker.py``) -> again, until every request is
 answered.
 
-vLLM's own speculator, if the user names one (``core.py``), proposes behind each step. Its proposals
-leave as ``PassResult.guesses``, and come back as drafts if the verifier wants them.
+vLLM's own speculator, if the user names one (``speculation.py``), proposes behind each step. Its
+proposals leave as ``PassResult.guesses``, and come back as drafts if the verifier wants them.
 
-Only ``core.py``, ``scheduler.py`` and ``worker.py`` import vLLM, and exactly its version
-``loading.VERSION``: they use parts that are not its public interface.
+Only ``core.py``, ``scheduler.py`` and ``worker.py`` import vLLM, and only the versions in
+``versions.py``: they use parts that are not its public interface.
 """

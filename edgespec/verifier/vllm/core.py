@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,17 @@ from edgespec.config.files import temporary_folder
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_ledger import SharePrefixes
+from edgespec.verifier.vllm.speculation import (
+    TOKENS,
+    Speculator,
+    describe_speculator,
+    draft_bound,
+    read_speculation,
+)
 from edgespec.verifier.vllm.target import Adapter, StepRequest, StepResult
+from edgespec.verifier.vllm.versions import check_install, removed_methods
+
+_LOG = logging.getLogger(__name__)
 
 MAX_DRAFTS: Final = 15
 _HERE: Final = "edgespec.verifier.vllm"
@@ -46,19 +57,17 @@ class VllmCore:
         self._ids: dict[str, str] = {}
         self._count = 0
         max_drafts = min(MAX_DRAFTS, settings.limits.max_nodes_per_pass)
-        config, self.speculator_tokens = _make_config(
-            model, settings, flags, len(adapters), max_drafts
-        )
-        self.speculator = str(config.speculative_config.method)
+        config, self.speculator = _make_config(model, settings, flags, len(adapters), max_drafts)
         self.context_length = int(config.model_config.max_model_len)
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
-        self.max_drafts = max(max_drafts, self.speculator_tokens)
-        self._core = _make_engine_core(config)
+        self.max_drafts = max(max_drafts, self.speculator.tokens)
+        self._core = _make_engine_core(config, speculates=self.speculator.tokens > 0)
         atexit.register(self.shut_down)
         try:
-            self._core.collective_rpc("edgespec_install")
+            block = self.speculator.tokens if self.speculator.blocks else 0
+            self._core.collective_rpc("edgespec_install", args=(self.speculator.method, block))
         except Exception as error:  # vLLM has no exception class for this
             self.shut_down()
             raise SetupError(
@@ -136,7 +145,8 @@ class VllmCore:
                 cache = self._scheduler.kv_cache_manager
                 blocks = {block for group in cache.get_block_ids(name) for block in group}
                 cache.evict_blocks(blocks)
-            guesses = () if request is None else tuple(request.spec_token_ids)
+            proposed = () if request is None else request.spec_token_ids
+            guesses = tuple(proposed[: self.speculator.tokens])
             tokens = tuple(output.new_token_ids)
             found[key] = StepResult(
                 computed=computed,
@@ -176,8 +186,8 @@ class VllmCore:
 
 def _make_config(
     model: str, settings: VerifierConfig, flags: Sequence[str], adapters: int, max_drafts: int
-) -> tuple[Any, int]:
-    """Return vLLM's configuration, and how many tokens its own speculator is to propose at most."""
+) -> tuple[Any, Speculator]:
+    """Return vLLM's configuration, and its own speculator."""
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -217,24 +227,39 @@ def _make_config(
     except SystemExit:  # argparse has printed the reason
         raise SetupError(f"vLLM rejects the flags {' '.join(flags)}") from None
     speculation = read_speculation(
-        given.speculative_config, given.spec_method, given.spec_model, given.spec_tokens
-    )
-    ours["speculative_config"] = (
-        {"method": "custom_class", "model": f"{_HERE}.worker.NoProposer", TOKENS: max_drafts}
-        if speculation is None
-        else with_draft_bound(speculation, max_drafts)
+        given=given.speculative_config,
+        method=given.spec_method,
+        model=given.spec_model,
+        tokens=given.spec_tokens,
+        removed=removed_methods(check_install()),
     )
     for name, value in ours.items():  # the model comes first: vLLM looks for its default one
         setattr(given, name, value)
-    try:
-        config = EngineArgs.from_cli_args(given).create_engine_config()
-    except Exception as error:  # vLLM has no exception class for this
-        raise SetupError(f"vLLM refuses {model}: {error}") from error
-    refuse_recurrent(model, config.model_config)
+
+    def create(speculative: Mapping[str, Any]) -> Any:
+        given.speculative_config = dict(speculative)
+        try:
+            return EngineArgs.from_cli_args(given).create_engine_config()
+        except Exception as error:  # vLLM has no exception class for this
+            raise SetupError(f"vLLM refuses {model}: {error}") from error
+
     if speculation is None:
-        return config, 0
-    refuse_method(config.speculative_config.method)  # vLLM may have chosen the method by itself
-    return config, speculation[TOKENS]
+        none = {"method": "custom_class", "model": f"{_HERE}.worker.NoProposer", TOKENS: max_drafts}
+        config, speculator = create(none), Speculator()
+    else:
+        for note in speculation.notes:
+            _LOG.warning("%s", note)
+        # vLLM completes the settings: it may choose the method and the number of tokens itself.
+        own = create(speculation.settings).speculative_config
+        speculator = describe_speculator(own)
+        bound = draft_bound(own, speculator.tokens, max_drafts)
+        config = create({**speculation.settings, TOKENS: bound})
+        draft = config.speculative_config.draft_model_config
+        if draft is not None and hasattr(draft.hf_config, "num_lookahead_tokens"):
+            # The number of heads that are built and loaded, which the bound has overwritten.
+            draft.hf_config.num_lookahead_tokens = speculator.tokens
+    refuse_recurrent(model, config.model_config)
+    return config, speculator
 
 
 def refuse_recurrent(model: str, config: Any) -> None:
@@ -250,7 +275,7 @@ def refuse_recurrent(model: str, config: Any) -> None:
         )
 
 
-def _make_engine_core(config: Any) -> Any:
+def _make_engine_core(config: Any, *, speculates: bool) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -267,98 +292,10 @@ def _make_engine_core(config: Any) -> Any:
             return EngineCore(config, Executor.get_class(config), log_stats=False)
         except Exception as error:  # a model, a driver or a lack of memory may raise anything
             why = reason.read_text() if reason.is_file() else f"{type(error).__name__}: {error}"
-            raise SetupError(f"vLLM cannot load {config.model_config.model}: {why}") from error
+            draft = config.speculative_config.model
+            beside = f" with the speculator {draft} beside it" if speculates and draft else ""
+            raise SetupError(
+                f"vLLM cannot load {config.model_config.model}{beside}: {why}"
+            ) from error
         finally:
             WorkerProc.worker_main = staticmethod(worker_main)
-
-
-# --- vLLM's own speculator, as the flags behind ``--`` name it -----------------------------------
-# These lists name the methods that work together with drafts of devices, and why others do not.
-
-FLAG: Final = "--speculative-config"
-TOKENS: Final = "num_speculative_tokens"
-METHODS: Final = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
-
-_OTHER_RUNNER: Final = "only vLLM's other model runner has it, whose drafts cannot be replaced here"
-REFUSED: Final = {
-    "suffix": "it cannot propose another number in each step, and it forgets the answers of"
-    " sessions that a step leaves out",
-    "medusa": "it cannot propose another number in each step",
-    "mlp_speculator": "vLLM's model runner that drafts are put into does not have it",
-    "dspark": _OTHER_RUNNER,
-    "dflash": "it proposes a whole block in one pass, which would bound the drafts of devices",
-    "ngram_gpu": "its proposals stay on the GPU; ngram makes the same",
-    "extract_hidden_states": "it proposes nothing",
-    "custom_class": "its proposals cannot be told apart from the engine's own",
-}
-
-_OUR_LAW: Final = "drafts are judged by the verifier's sampling law"
-# Settings that would decide what the verifier decides, or judge drafts by another law.
-_OURS: Final = {
-    "num_speculative_tokens_per_batch_size": "the verifier decides in each step how many",
-    "parallel_drafting": "all tokens of one pass would bound the drafts of devices",
-    "rejection_sample_method": _OUR_LAW,
-    "synthetic_acceptance_rates": _OUR_LAW,
-    "synthetic_acceptance_length": _OUR_LAW,
-    "enable_adaptive_verification": _OUR_LAW,
-    "draft_sample_method": "proposals follow the verifier's sampling law and its noise",
-}
-
-
-def read_speculation(
-    given: object, method: str | None, model: str | None, tokens: int | None
-) -> dict[str, Any] | None:
-    """Return vLLM's settings of its speculator, or None if no flag sets any.
-
-    They come from ``--speculative-config``, and from the values of ``--spec-method``,
-    ``--spec-model`` and ``--spec-tokens``. Raises ``SetupError`` that names what is missing or does
-    not fit.
-    """
-    if not isinstance(given, Mapping | None):
-        raise SetupError(f"{FLAG} is {given!r}, but must be a JSON object")
-    settings = {name.replace("-", "_"): value for name, value in (given or {}).items()}
-    apart = {"method": method, "model": model, TOKENS: tokens}
-    for flag, (name, value) in zip(
-        ("--spec-method", "--spec-model", "--spec-tokens"), apart.items(), strict=True
-    ):
-        if value is None:
-            continue
-        if name in settings:
-            raise SetupError(f"{flag} and {FLAG} both set {name}")
-        settings[name] = value
-    if not settings:
-        return None
-    if (named := settings.get("method")) is not None:
-        refuse_method(str(named))
-    for name, why in _OURS.items():
-        if settings.get(name):
-            raise SetupError(f"{FLAG} sets {name}, which is not supported: {why}")
-    count = settings.get(TOKENS)
-    if not isinstance(count, int) or count < 1:
-        raise SetupError(f"{FLAG}: {TOKENS} is {count!r}, but must be 1 or more")
-    return settings
-
-
-def refuse_method(method: str) -> None:
-    """Raise ``SetupError`` for a speculation method that is not supported; ``*_mtp`` count as
-    ``mtp``."""
-    if method in METHODS or method.endswith("_mtp"):
-        return
-    why = REFUSED.get(method, "vLLM 0.32 does not have it")
-    raise SetupError(
-        f"{FLAG}: the method {method!r} is not supported: {why}; supported are {', '.join(METHODS)}"
-    )
-
-
-def with_draft_bound(settings: Mapping[str, Any], longest_chain: int) -> dict[str, Any]:
-    """Return ``settings`` with a number of tokens that bounds all drafts of a step,
-    also the drafts of devices.
-
-    Each step then sets how many are proposed.
-    """
-    count = settings[TOKENS]
-    bound = max(longest_chain, count)
-    if str(settings.get("method") or "mtp").endswith("mtp"):
-        # The bound has to be a multiple of what the head was trained for, as ``count`` is.
-        bound = -(-bound // count) * count
-    return {**settings, TOKENS: bound}

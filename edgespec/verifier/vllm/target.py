@@ -226,7 +226,7 @@ class VllmTarget(ports.TextTarget):
     vLLM verifies only one path of a tree, so a pass of a session holds a chain of at most
     ``max_nodes`` nodes. ``adapters`` are the model with each of its adapters, by the names that the
     engine uses. ``speculator_tokens`` is how many tokens a speculator of the engine's own can
-    propose behind a pass.
+    propose behind a pass; with ``speculator_blocks`` it proposes all or none.
     """
 
     cache: ports.CacheShape | None = None
@@ -243,9 +243,16 @@ class VllmTarget(ports.TextTarget):
         max_rows: int = 2048,
         adapters: Sequence[ports.ModelInfo] = (),
         speculator_tokens: int = 0,
+        speculator_blocks: bool = False,
     ) -> None:
         self.mode, self.adapters = mode, tuple(adapters)
-        self.pass_shape = ports.PassShape(False, max_nodes, max_rows, speculator_tokens)
+        self.pass_shape = ports.PassShape(
+            trees=False,
+            max_nodes=max_nodes,
+            max_rows=max_rows,
+            speculator_tokens=speculator_tokens,
+            speculator_blocks=speculator_blocks,
+        )
         self.steps = self.proposed = self._draft_steps = 0
         self._engine, self.info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
@@ -264,8 +271,12 @@ class VllmTarget(ports.TextTarget):
 
     def set_draft_steps(self, count: int) -> None:
         """Set the number of tokens to propose, as in the port; ``pass_shape.speculator_tokens`` at
-        most."""
-        self._draft_steps = min(count, self.pass_shape.speculator_tokens)
+        most, and all if they are a block."""
+        shape = self.pass_shape
+        whole = count > 0 and shape.speculator_blocks
+        self._draft_steps = (
+            shape.speculator_tokens if whole else min(count, shape.speculator_tokens)
+        )
 
     def forward(self, batch: Sequence[ports.PassRequest]) -> list[ports.PassResult]:
         """Run a pass, as in the port. Tokens that vLLM computed before an error are kept and answer

@@ -7,9 +7,14 @@ that was chosen for its place. In a step without drafts speculation is switched 
 because it would cost more than a tiny model's pass. Each tensor-parallel rank has all logits and
 chooses the same tokens.
 
-A speculator of vLLM's own with a forward pass (a draft model, EAGLE, MTP) has a cache that must
-follow the text, so it runs in every step. It chooses by the same law with the same noise: what it
-proposes for a sampled text is what the target chooses where both models agree.
+A speculator of vLLM's own with a forward pass (a draft model, EAGLE, MTP, DFlash) has a cache that
+must follow the text, so it runs in every step. It chooses by the same law with the same noise: what
+it proposes for a sampled text is what the target chooses where both models agree. One that fills a
+block in one run (PARD, P-EAGLE, DFlash, Medusa) draws each place of it with the noise of that
+place; penalties count the tokens before the block only.
+
+vLLM builds a speculator for as many tokens as bound all drafts of a step. A block has its own
+number, with which it was trained, so it is set here.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,9 +63,10 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def edgespec_install(self) -> None:
-        """Choose tokens by this project's law from now on."""
-        RunnerSampling(self.model_runner)
+    def edgespec_install(self, method: str = "", block: int = 0) -> None:
+        """Choose tokens by this project's law from now on. The arguments describe vLLM's own
+        speculator, as in ``RunnerSampling``."""
+        RunnerSampling(self.model_runner, method, block)
 
 
 def run_worker(reason: str, *arguments: Any, **named: Any) -> None:
@@ -117,15 +124,17 @@ class _Text:
             key=name, params=self.params, positions=positions, occurrences=before, masks=masks
         )
 
-    def guess(self, name: str, end: int, chain: Sequence[int], vocabulary_size: int) -> SampleBlock:
-        """Return the sampling row behind ``chain``, which continues the tokens of the last
-        ``block``."""
-        positions = (end + len(chain),)
+    def guess(
+        self, name: str, end: int, chain: Sequence[int], places: int, vocabulary_size: int
+    ) -> SampleBlock:
+        """Return the ``places`` sampling rows behind ``chain``, which continues the tokens of the
+        last ``block``."""
+        positions = range(end + len(chain), end + len(chain) + places)
         masks = self._masks(positions, vocabulary_size)
         if self._counts is None:
             return SampleBlock(name, self.params, positions, masks=masks)
         found = self._counts.occurrences_before(chain, range(-1, len(chain) - 1))
-        last = replace(found, output_counts=found.output_counts[-1:])
+        last = replace(found, output_counts=found.output_counts[-1:].repeat(places, axis=0))
         return SampleBlock(
             key=name, params=self.params, positions=positions, occurrences=last, masks=masks
         )
@@ -150,9 +159,12 @@ class _Chain:
 
 
 class RunnerSampling:
-    """Replaces ``_sample`` in vLLM's model runner."""
+    """Replaces ``_sample`` in vLLM's model runner.
 
-    def __init__(self, runner: Any) -> None:
+    ``method`` is that of vLLM's own speculator, empty without one. ``block`` is the number of
+    tokens that it proposes in one run; 0 if it proposes them one by one."""
+
+    def __init__(self, runner: Any, method: str = "", block: int = 0) -> None:
         self._runner, self._sample_tokens = runner, runner.sample_tokens
         self._texts: dict[str, _Text] = {}
         self._logprobs: dict[str, int] = {}
@@ -162,21 +174,42 @@ class RunnerSampling:
         runner.sample_tokens, runner._sample = self.sample_tokens, self.sample
         self._chains: dict[str, _Chain] = {}
         self._fits = True
+        self._block = self._places = 0
+        """Tokens of a block that the drafter fills by masked rows, and of one that it fills in this
+        step; 0 for other drafters."""
         drafter: Any = getattr(runner, "drafter", None)
-        self._drafter, self._has_forward = drafter, hasattr(drafter, "_sample_draft_tokens")
-        if self._has_forward:
+        self._drafter, self._follows_text = drafter, hasattr(drafter, "_sample_draft_tokens")
+        if self._follows_text:
             self._best_guesses = drafter._sample_draft_tokens
             self._fits_in_drafter = runner._input_fits_in_drafter
             runner._input_fits_in_drafter = self.fits_in_drafter
             if not drafter.use_heterogeneous_vocab:  # else its tokens are not the target's
                 drafter._sample_draft_tokens = self.guess
+            if block:
+                self._block = block
+                self._reused_slots = (
+                    drafter.extra_slots_per_request - drafter.net_num_new_slots_per_request
+                )
+        elif method == "medusa":
+            drafter.propose = self.propose_heads
+        elif method == "suffix":
+            self._propose, drafter.num_speculative_tokens = drafter.propose, block
+            drafter.propose, self._follows_text = self.propose_suffixes, True
+        elif method == "custom_class":
+            self._follows_text = True  # the user's class may remember what it sees
 
     def execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         """Run the runner's method, with speculation hidden from it if there are no drafts, none are
         wanted, and no drafter has to follow the text."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        wanted = self._has_forward or scheduler_output.num_spec_tokens_to_schedule > 0
+        steps = scheduler_output.num_spec_tokens_to_schedule
+        wanted = self._follows_text or steps > 0
         self._runner.speculative_config = self._speculation if drafts or wanted else None
+        if self._block:
+            # Rows of masks write no cache that is read later, so without a proposal there are none.
+            self._places = self._block if steps else 1
+            self._drafter.extra_slots_per_request = self._places
+            self._drafter.net_num_new_slots_per_request = self._places - self._reused_slots
         return self._execute_model(scheduler_output, *rest, **named)
 
     def fits_in_drafter(self, metadata: Any) -> bool:
@@ -199,27 +232,68 @@ class RunnerSampling:
 
     def guess(self, hidden_states: torch.Tensor, metadata: Any) -> tuple[torch.Tensor, None]:
         """Replace the drafter's ``_sample_draft_tokens``, which vLLM calls after ``_sample``, once
-        for each place of the proposals. Returns int64 [requests]."""
-        names = self._runner.input_batch.req_ids[: hidden_states.shape[0]]
-        chains = [self._chains.get(name) for name in names]
-        if all(chain is None or is_plain(chain.text.params) for chain in chains):
+        for each place of the proposals or once for a block, whose rows follow one another.
+        Returns int64 [rows]."""
+        places = self._places or 1
+        chains = self._chains_of(hidden_states.shape[0] // places)
+        if all(one is None or is_plain(one.text.params) for _, one in chains):
             return self._best_guesses(hidden_states, metadata)[0], None
         logits = self._drafter.model.compute_logits(hidden_states)
+        return self._choose_guesses(logits, chains, places), None
+
+    def propose_heads(
+        self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, **_: object
+    ) -> torch.Tensor | list[list[int]]:
+        """Replace ``propose`` of a drafter with a head for each place (Medusa). Returns int64
+        [requests, heads], or empty lists if nothing is wanted."""
+        requests, model = target_hidden_states.shape[0], self._drafter.model
+        if not num_speculative_tokens:
+            return [[] for _ in range(requests)]
+        logits = torch.stack(model.compute_logits(model(target_hidden_states)), dim=1)
+        places = logits.shape[1]
+        tokens = self._choose_guesses(logits.flatten(0, 1), self._chains_of(requests), places)
+        return tokens.view(requests, places)
+
+    def propose_suffixes(
+        self, num_speculative_tokens: int, input_batch: Any, *rest: Any, **named: Any
+    ) -> Any:
+        """Replace ``propose`` of suffix decoding, which proposes at most a fixed number, and ends
+        what it knows of each text that the batch lacks. Here that is a text that a step leaves out,
+        so the batch seems to have them all. Tokens that are not wanted are not fetched."""
+        known = {**dict.fromkeys(self._runner.requests, -1), **input_batch.req_id_to_index}
+        batch = SimpleNamespace(
+            req_ids=input_batch.req_ids,
+            req_id_to_index=known,
+            num_tokens_no_spec=input_batch.num_tokens_no_spec,
+            num_prompt_tokens=input_batch.num_prompt_tokens,
+            token_ids_cpu=input_batch.token_ids_cpu,
+        )
+        return self._propose(self._drafter.num_speculative_tokens, batch, *rest, **named)
+
+    def _chains_of(self, requests: int) -> list[tuple[str, _Chain | None]]:
+        names = self._runner.input_batch.req_ids[:requests]
+        return [(name, self._chains.get(name)) for name in names]
+
+    def _choose_guesses(
+        self, logits: torch.Tensor, chains: list[tuple[str, _Chain | None]], places: int
+    ) -> torch.Tensor:
+        """Return the drafter's tokens, int64 [rows]: ``places`` behind each chain, by the target's
+        law and its noise. They are appended to the chains."""
         blocks = [
-            SampleBlock(name, SamplingParams(), (0,))
+            SampleBlock(name, SamplingParams(), range(places))
             if chain is None
-            else chain.text.guess(name, chain.end, chain.tokens, logits.shape[-1])
-            for name, chain in zip(names, chains, strict=True)
+            else chain.text.guess(name, chain.end, chain.tokens, places, logits.shape[-1])
+            for name, chain in chains
         ]
         try:
             tokens = choose_tokens(logits, blocks)
         # A drafter whose logits are not finite may propose anything, and fails no session.
         except ModelOutputError:
             tokens = logits.argmax(dim=-1).tolist()
-        for chain, token in zip(chains, tokens, strict=True):
+        for index, (_, chain) in enumerate(chains):
             if chain is not None:
-                chain.tokens.append(token)
-        return torch.tensor(tokens, dtype=torch.int64, device=logits.device), None
+                chain.tokens += tokens[index * places : (index + 1) * places]
+        return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
         """Replace ``GPUModelRunner._sample``.
