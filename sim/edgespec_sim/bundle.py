@@ -177,9 +177,13 @@ def _list_files(scenario: Scenario) -> Iterator[tuple[str, str]]:
     for name, device in scenario.devices.items():
         if device.draft.profile:
             yield f"devices.{name}.draft.profile", device.draft.profile
+        if device.profile:
+            yield f"devices.{name}.profile", device.profile
     for name, verifier in scenario.verifiers.items():
         if verifier.pass_time.profile:
             yield f"verifiers.{name}.pass_time.profile", verifier.pass_time.profile
+        if verifier.ran is not None and verifier.ran.file:
+            yield f"verifiers.{name}.ran.file", verifier.ran.file
 
 
 def _store_file(

@@ -108,6 +108,9 @@ class GroupSummary:
     guessed: int = 0
     """Nodes that devices sent, and how many of them were accepted."""
     accepted: int = 0
+    throttled_share: float | None = None
+    """Share of drafting time in which hot devices throttled. None if no device has a
+    temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,9 @@ class VerifierSummary:
     cached_share: float | None = None
     """Share of the tokens of prompts that were cached when a session entered a shared KV cache.
     None without one."""
+    ran_s: float | None = None
+    """The part of ``busy_s`` that a radio access network on its machines took from passes. None if
+    the verifier has them alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +220,30 @@ class RequestRow:
     """Payload of the request itself, with its prompt."""
     device_j: float | None = None
     """Energy of the device: drafting, and its radio in every state. None if a part is unknown."""
+    battery: float | None = None
+    """Share of the battery's charge at the end of the request. None without a battery."""
+    temperature_c: float | None = None
+    """Temperature of the device at the end of the request. None if it is not computed."""
+    throttled_s: float | None = None
+    """Seconds of draft steps that the device throttled. None without battery and temperature."""
+    air_up_s: float | None = None
+    """Mean time that messages took on a 5G air on their way up: for grants, slots and repetitions.
+    None without one."""
+    air_down_s: float | None = None
+    """Mean time on the way down: for the device's waking, slots and repetitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class PowerCourse:
+    """Batteries and temperatures over the run, at the begin of equal time steps from 0: means over
+    the devices that have them. None where no device has."""
+
+    step_s: float
+    battery: tuple[float | None, ...]
+    """Share of the charge that is left."""
+    temperature_c: tuple[float | None, ...]
+    throttled: tuple[float | None, ...]
+    """Share of the devices with a temperature that throttle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +271,8 @@ class ArmSummary:
     """The 95 % interval of the mean TPOT in seconds. None like ``speedup_interval``."""
     links: tuple[LinkLoad, ...] = ()
     """Links whose capacity is known."""
+    power: PowerCourse | None = None
+    """Batteries and temperatures. None if no device has one."""
     lossy: bool = False
     """Whether a relaxed rule made the output differ from the target's own."""
 

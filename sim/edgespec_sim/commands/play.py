@@ -213,12 +213,16 @@ def show(summary: RunSummary) -> None:
     service = service_table(summary)
     if service is not None:
         make_console().print(service)
-    drafts = tables.drafts_rows(summary)
-    if drafts:
-        table = Table(*tables.DRAFTS_HEADER, box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for row in drafts:
-            table.add_row(*row)
-        make_console().print(table)
+    for header, rows in (
+        (tables.DRAFTS_HEADER, tables.drafts_rows(summary)),
+        (tables.POWER_HEADER, tables.power_rows(summary)),
+        (tables.RAN_HEADER, tables.ran_rows(summary)),
+    ):
+        if rows:
+            table = Table(*header, box=box.SIMPLE, padding=(0, 1, 0, 0))
+            for row in rows:
+                table.add_row(*row)
+            make_console().print(table)
     for index, note in enumerate(summary.notes):
         is_memory = note.startswith("Memory: ") and "memory has room" in note
         if note.startswith((LOSSY, WARNING)) or is_memory or (index == 0 and "peed-ups" in note):

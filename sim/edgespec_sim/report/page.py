@@ -82,6 +82,7 @@ def _detail_tables(summary: RunSummary) -> list[tuple[str, str]]:
         ("Verifiers", tables.verifiers_table(summary)),
         ("Drafts", tables.drafts_table(summary)),
         ("Links", tables.links_table(summary)),
+        ("Batteries and heat", tables.power_table(summary)),
         ("Groups", tables.groups_table(summary)),
     )
     return [(name, html) for name, html in found if html]

@@ -10,9 +10,17 @@ from statistics import fmean
 from typing import Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.run_summary import QUANTILES, ArmSummary, GroupSummary, RunSummary, Spread
+from edgespec_sim.run_summary import (
+    QUANTILES,
+    ArmSummary,
+    GroupSummary,
+    RunSummary,
+    Spread,
+    VerifierSummary,
+)
 
 MISSING: Final = "–"
+_DAY_S: Final = 86_400.0
 
 
 def number(value: float | None) -> str:
@@ -243,6 +251,9 @@ def verifiers_table(run: RunSummary) -> str:
         *("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass"),
         *("queue p50 ms", "queue p95 ms"),
     )
+    shares_gpu = any(one.ran_s is not None for arm in run.arms for one in arm.verifiers)
+    if shares_gpu:
+        header = (*header, "RAN, of busy")
     rows, left = [], 0
     for arm in run.arms:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
@@ -252,13 +263,47 @@ def verifiers_table(run: RunSummary) -> str:
             sizes = (number(one.rows_per_pass), number(one.sessions_per_pass))
             queue_s = None if arm.all.acceptance is None else one.queue_s
             queue = quantile_ms(queue_s, 0.5), quantile_ms(queue_s, 0.95)
-            rows.append((one.name, arm.name, *load, *sizes, *queue))
+            row = (one.name, arm.name, *load, *sizes, *queue)
+            rows.append((*row, _ran_share(one)) if shares_gpu else row)
     more = f" {left:,} less busy verifiers are left out." if left else ""
     caption = (
         "Verifiers; the queue is the time from a draft's arrival to its pass, so it is empty"
         f" without drafts.{more}"
     )
+    if shares_gpu:
+        caption += " RAN: the part of the busy time that the radio access network took."
     return table(caption, header, rows, arm=1)
+
+
+RAN_HEADER: Final = ("arm", "GPU busy", "of it radio network", "ms / token without it", "with it")
+
+
+def ran_rows(run: RunSummary) -> list[tuple[str, ...]]:
+    """Return what radio access networks on the verifiers' GPUs took, arm by arm. Empty if no
+    verifier shares its GPU."""
+    rows = []
+    for arm in run.arms:
+        shared = [one for one in arm.verifiers if one.ran_s is not None]
+        busy_s = sum(one.busy_s for one in shared)
+        if not busy_s or not arm.all.tokens:
+            continue
+        ran_s = sum(one.ran_s or 0.0 for one in shared)
+        rows.append(
+            (
+                arm.name,
+                percent(fmean(one.utilisation for one in shared)),
+                percent(ran_s / busy_s),
+                number(1e3 * (busy_s - ran_s) / arm.all.tokens),
+                number(1e3 * busy_s / arm.all.tokens),
+            )
+        )
+    return rows
+
+
+def _ran_share(one: VerifierSummary) -> str:
+    """Return the share of a verifier's busy time that its radio access network took."""
+    known = one.ran_s is not None and one.busy_s > 0.0
+    return percent((one.ran_s or 0.0) / one.busy_s if known else None)
 
 
 DRAFTS_HEADER: Final = (
@@ -297,6 +342,55 @@ def drafts_table(run: RunSummary) -> str:
         "verifiers' machines in draft steps and in passes."
     )
     return table(caption, DRAFTS_HEADER, drafts_rows(run))
+
+
+POWER_HEADER: Final = (
+    "arm",
+    "battery at first",
+    "at the end",
+    "a day would take",
+    "hottest °C",
+    "time throttled",
+    "drafting throttled",
+)
+
+
+def power_rows(run: RunSummary) -> list[tuple[str, ...]]:
+    """Return each arm's batteries and temperatures, as means over the devices. Empty if no device
+    has one."""
+    rows = []
+    for arm in run.arms:
+        if (power := arm.power) is None:
+            continue
+        charges = [one for one in power.battery if one is not None]
+        heats = [one for one in power.temperature_c if one is not None]
+        throttled = [one for one in power.throttled if one is not None]
+        first, last = (charges[0], charges[-1]) if charges else (None, None)
+        a_day = None
+        if first is not None and last is not None:
+            a_day = (first - last) * _DAY_S / ((len(charges) - 1) * power.step_s)
+        rows.append(
+            (
+                arm.name,
+                percent(first),
+                percent(last),
+                percent(a_day),
+                number(max(heats, default=None)),
+                percent(fmean(throttled) if throttled else None),
+                percent(arm.all.throttled_share),
+            )
+        )
+    return rows
+
+
+def power_table(run: RunSummary) -> str:
+    """Return ``power_rows`` as a table. Empty if no device has a battery or a temperature."""
+    caption = (
+        "Batteries and temperatures, as means over the devices: the charge at the begin and near"
+        " the end of the run, what a day of it would take, and how much of the time and of the"
+        " drafting was throttled."
+    )
+    return table(caption, POWER_HEADER, power_rows(run))
 
 
 def links_table(run: RunSummary) -> str:

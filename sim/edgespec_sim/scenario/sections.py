@@ -23,6 +23,8 @@ from edgespec.core.protocol.checks import (
     choice_field,
     range_field,
 )
+from edgespec_sim.scenario.device_power import BatterySection, ThermalSection
+from edgespec_sim.scenario.radio_5g import Radio5gSection
 from edgespec_sim.scenario.verifiers import (
     DEFAULT_SESSIONS,
     RADIOS,
@@ -123,6 +125,9 @@ class LinkSection:
     """Bytes that each message takes besides its payload."""
     outages: tuple[OutageSection, ...] = ()
     handover: HandoverSection | None = None
+    radio_5g: Radio5gSection | None = None
+    """The 5G air of this hop: grants of the uplink, slots, repetitions and sleep. ``{}`` is a
+    common mid-band network. null: messages wait for nothing of the kind."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -401,8 +406,19 @@ class DeviceSection(Section):
     draft for three positions. Each position costs ``row_ms`` of ``draft``. Not with tokens from the
     toy model."""
     workload: WorkloadSection = field(default_factory=WorkloadSection)
+    profile: str = ""
+    """Published energy figures: a bundled name (docs/energy.md) or a YAML file. Keys that the
+    scenario gives itself win over it."""
+    idle_w: float | None = range_field(None, 0.0, 1000.0)
+    """Power of the device while nothing runs, without its radio. It counts for ``battery`` and
+    ``thermal``; energies per request and token are those above idle. null: unknown."""
     draft_w: float = range_field(0.0, 0.0, 1000.0)
     """Power of a running draft step above idle, in watts."""
+    battery: BatterySection | None = None
+    """The device's battery. null: it does not run empty."""
+    thermal: ThermalSection | None = None
+    """Temperature and throttling. null: the device stays cool. ``conditions`` has a course of
+    slowdowns by other causes; both factors apply."""
     policy: PolicyName = DEFAULT_POLICY
     """Draft policy of the arm ``edgespec``."""
     radio_power: str = choice_field("", ("", *RADIOS))

@@ -12,6 +12,7 @@ from typing import Final
 from edgespec.core.protocol.checks import Section, check_limits, choice_field, range_field
 from edgespec_sim.cost_profile import TimeLaw, read_profile
 from edgespec_sim.links.network_trace import find_file
+from edgespec_sim.scenario.ran import RanSection
 
 # --- power -------------------------------------------------------------------------------------
 # Power of a verifier's GPU while a pass runs and while it waits, each figure with its source.
@@ -88,7 +89,7 @@ class RadioMeter:
         self._power = power
         self._packet_s: float | None = None
         self._settled_s = 0.0
-        self._taken_j = 0.0
+        self._taken_j = self._collected_j = 0.0
 
     def add_packet(self, now_s: float, up_bytes: int = 0, down_bytes: int = 0) -> None:
         self._settle(now_s)
@@ -102,7 +103,13 @@ class RadioMeter:
         """Return the joules since the last call."""
         self._settle(now_s)
         taken_j, self._taken_j = self._taken_j, 0.0
+        self._collected_j += taken_j
         return taken_j
+
+    def spent_j(self, now_s: float) -> float:
+        """Return the joules since the beginning."""
+        self._settle(now_s)
+        return self._collected_j + self._taken_j
 
     def _settle(self, now_s: float) -> None:
         power, packet_s = self._power, self._packet_s
@@ -230,6 +237,9 @@ class VerifierSection(Section):
     idle_w: float | None = range_field(None, 0.0, 1e6)
     """Power of each machine that is on while no pass runs. null: that of ``gpu_power``, else
     unknown."""
+    ran: RanSection | None = None
+    """A radio access network that shares each of the verifier's machines (AI-RAN). null: passes
+    have them alone."""
 
     @property
     def power_busy_w(self) -> float:

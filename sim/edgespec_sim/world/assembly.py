@@ -16,13 +16,15 @@ from edgespec.core.association.policies import rank_verifiers
 from edgespec.core.protocol.messages import Limits
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.grants_5g import WayWaits
 from edgespec_sim.run_summary import LinkLoad, VerifierSummary
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Stream
 from edgespec_sim.world.arrivals import ArrivalDispatcher, DeviceSlot, draw_arrivals
 from edgespec_sim.world.conservation import StreamWatch, check_device
-from edgespec_sim.world.meters import Meters, RequestRecord, ratio
+from edgespec_sim.world.device_power import apply_profiles
+from edgespec_sim.world.meters import PACE_STEPS, Meters, RequestRecord, ratio
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import CellChange
 from edgespec_sim.world.site import Site, SiteCounters, WorldSetup, charge_energy
@@ -56,12 +58,14 @@ class World:
     ) -> None:
         if not arm.on_server:
             scenario = remove_server_drafts(scenario)
+        scenario = apply_profiles(scenario, setup.folder)
         self.scenario, self.arm, self.setup = scenario, arm, setup
         self.queue = EventQueue()
         self.meters = Meters(scenario.duration_s, scenario.window_s)
         self._watches: list[StreamWatch] = []
         """Watches of all streams, if the laws of ``conservation.py`` are checked."""
         self.network = Network(self.queue, scenario, seed, setup.folder, setup.parts.links)
+        self._has_air = any(link.radio_5g is not None for link in scenario.links.values())
         self._tracer = tracer
         limits = Limits(context_length=CONTEXT_LENGTH, lease_s=scenario.lease_s)
         self.sites = [
@@ -138,6 +142,9 @@ class World:
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < _TRACED_DEVICES else None
 
+    def air_waits(self, user: User) -> tuple[WayWaits, WayWaits] | None:
+        return self.network.air_waits(user.group, user.number) if self._has_air else None
+
     def is_counted(self, sent_s: float) -> bool:
         return self.scenario.warm_up_s <= sent_s <= self.scenario.duration_s
 
@@ -166,6 +173,11 @@ class World:
         return WorldOutcome(self.meters, verifiers, links)
 
     def _start(self) -> None:
+        powered = [user for user in self.users if user.power is not None]
+        if powered:
+            for step in range(PACE_STEPS):
+                at_s = self.scenario.duration_s * step / PACE_STEPS
+                self.queue.at(at_s, partial(self._measure_power, powered, step))
         if self.scenario.warm_up_s:
             self.queue.at(self.scenario.warm_up_s, self._begin_window)
         if self.reception is not None:
@@ -173,6 +185,14 @@ class World:
         else:
             for user in self.users:
                 user.start()
+
+    def _measure_power(self, users: Sequence[User], step: int) -> None:
+        """Record the batteries and temperatures at the begin of a time step."""
+        for user in users:
+            assert user.power is not None
+            self.meters.record_power(
+                step, user.battery_share(), user.temperature_c(), user.power.is_throttled
+            )
 
     def _begin_window(self) -> None:
         self._before = self._counters()
@@ -206,8 +226,7 @@ class World:
             watch.check(now_s)
         for user in self.users:
             longest_s = user.step.seconds(CONTEXT_LENGTH, CONTEXT_LENGTH, 1.0)
-            if user.course is not None:
-                longest_s *= user.course.max_slowdown
+            longest_s *= user.max_slowdown
             check_device(user.name, now_s, user.drafting_s, longest_s)
 
     def _summarise_site(
@@ -215,6 +234,7 @@ class World:
     ) -> VerifierSummary:
         assert not any(one.failures for one in site.draft_counts), "a draft model failed"
         passes, busy_s = after.passes - before.passes, after.busy_s - before.busy_s
+        ran_s = after.ran_s - before.ran_s
         window_s = len(site.nodes) * self.scenario.window_s
         idle_s = max(0.0, window_s - busy_s)
         busy_w, idle_w = site.section.power_busy_w, site.section.power_idle_w
@@ -225,7 +245,7 @@ class World:
             rows_per_pass=ratio(after.rows - before.rows, passes),
             sessions_per_pass=ratio(after.sessions - before.sessions, passes),
             queue_s=self.meters.queue_s(site.name),
-            energy_j=busy_w * busy_s if busy_w else None,
+            energy_j=busy_w * (busy_s - ran_s) if busy_w else None,
             idle_j=None if idle_w is None else idle_w * idle_s,
             idle_s=None if idle_w is None else idle_s,
             busy_s=busy_s,
@@ -233,6 +253,7 @@ class World:
             guessed=after.guessed - before.guessed,
             accepted=after.accepted - before.accepted,
             cached_share=site.cached_share,
+            ran_s=None if site.capacity is None else ran_s,
         )
 
 

@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 
 from edgespec.core.device.events import DraftCounters
 from edgespec_sim.replication import TpotTotal, ratio_interval
-from edgespec_sim.run_summary import GroupSummary, Pace, RequestRow, Spread, spread_of
+from edgespec_sim.run_summary import (
+    GroupSummary,
+    Pace,
+    PowerCourse,
+    RequestRow,
+    Spread,
+    spread_of,
+)
 
 MAX_ROWS = 500
 PACE_STEPS = 30
@@ -62,11 +69,41 @@ class RequestRecord:
     arrived."""
     down_way_s: float | None = None
     """Mean one-way time of the messages to the device."""
+    drafting_s: float = 0.0
+    """Seconds of draft steps."""
+    throttled_s: float | None = None
+    """The part of them that a hot device throttled. None without a temperature or a battery."""
+    battery: float | None = None
+    """Share of the battery's charge at the end of the request. None without a battery."""
+    temperature_c: float | None = None
+    """Temperature of the device at the end of the request."""
+    air_up_s: float | None = None
+    """Mean time that the request's messages took on the 5G air up. None without one."""
+    air_down_s: float | None = None
     session: str = ""
     """Session id of the request. Empty if it never had a session."""
     verifier_j: float | None = None
     verifier_idle_j: float | None = None
     """The request's part of its verifiers' energy, computed at the world's end."""
+
+
+@dataclass(slots=True)
+class PowerSample:
+    """Batteries and temperatures at one time, summed over the devices that have them."""
+
+    batteries: int = 0
+    battery: float = 0.0
+    devices: int = 0
+    """Number of devices with a temperature."""
+    temperature_c: float = 0.0
+    throttled: int = 0
+
+    def add(self, other: PowerSample) -> None:
+        self.batteries += other.batteries
+        self.battery += other.battery
+        self.devices += other.devices
+        self.temperature_c += other.temperature_c
+        self.throttled += other.throttled
 
 
 @dataclass(slots=True)
@@ -83,8 +120,26 @@ class Meters:
     pace_at: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)] * PACE_STEPS)
     """For each time step, over the tokens after a request's first that arrived in it: the summed
     times since the previous token, and the number of tokens."""
+    power_at: list[PowerSample] = field(default_factory=list)
+    """For each time step, the devices' batteries and temperatures at its begin. Empty if no device
+    has one."""
     seeds: int = 1
     """Number of pooled seeds."""
+
+    def record_power(
+        self, step: int, battery: float | None, temperature_c: float | None, is_throttled: bool
+    ) -> None:
+        """Record one device's battery and temperature at the begin of a time step."""
+        if not self.power_at:
+            self.power_at = [PowerSample() for _ in range(PACE_STEPS)]
+        sample = self.power_at[step]
+        if battery is not None:
+            sample.batteries += 1
+            sample.battery += battery
+        if temperature_c is not None:
+            sample.devices += 1
+            sample.temperature_c += temperature_c
+            sample.throttled += is_throttled
 
     def record_delivery(self, times_s: Sequence[float]) -> None:
         """Record the arrival times of all tokens of one request that counts."""
@@ -102,6 +157,11 @@ class Meters:
         for step, (seconds, tokens) in enumerate(other.pace_at):
             mine_s, mine = self.pace_at[step]
             self.pace_at[step] = (mine_s + seconds, mine + tokens)
+
+        if not self.power_at:
+            self.power_at = [PowerSample() for _ in other.power_at]
+        for sample, more in zip(self.power_at, other.power_at, strict=True):
+            sample.add(more)
 
     def pool(self, other: Meters) -> None:
         """Add another seed of the same arm."""
@@ -146,6 +206,19 @@ class Meters:
             for name in names
         }
 
+    def power_course(self) -> PowerCourse | None:
+        """Return the mean battery and temperature over time. None if no device has one."""
+        if not self.power_at:
+            return None
+        return PowerCourse(
+            self.duration_s / PACE_STEPS,
+            tuple(one.battery / one.batteries if one.batteries else None for one in self.power_at),
+            tuple(
+                one.temperature_c / one.devices if one.devices else None for one in self.power_at
+            ),
+            tuple(one.throttled / one.devices if one.devices else None for one in self.power_at),
+        )
+
     def _group(self, records: Sequence[RequestRecord], gaps_s: Spread | None) -> GroupSummary:
         def total(value: Callable[[RequestRecord], float]) -> float:
             return math.fsum(map(value, records))
@@ -180,6 +253,7 @@ class Meters:
             verifier_idle_j_per_token=_energy_per_token(
                 [one.verifier_idle_j for one in records], tokens
             ),
+            throttled_share=_find_throttled_share(records),
             guessed=int(total(lambda one: one.counters.sent)),
             accepted=int(total(lambda one: one.counters.accepted)),
         )
@@ -207,7 +281,21 @@ def make_request_row(one: RequestRecord) -> RequestRow:
         down_bytes=one.down_bytes,
         request_bytes=one.request_bytes,
         device_j=one.energy_j if one.energy_known else None,
+        battery=one.battery,
+        temperature_c=one.temperature_c,
+        throttled_s=one.throttled_s,
+        air_up_s=one.air_up_s,
+        air_down_s=one.air_down_s,
     )
+
+
+def _find_throttled_share(records: Sequence[RequestRecord]) -> float | None:
+    """Return the share of drafting time that was throttled. None if no device has a
+    temperature."""
+    known = [one for one in records if one.temperature_c is not None]
+    if not known:
+        return None
+    return ratio(sum(one.throttled_s or 0.0 for one in known), sum(one.drafting_s for one in known))
 
 
 def _count_mismatches(records: Sequence[RequestRecord]) -> int | None:

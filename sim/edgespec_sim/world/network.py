@@ -26,6 +26,7 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.column_tables import Columns
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.generators import generate
+from edgespec_sim.links.grants_5g import DeviceAir, WayWaits, mean_waits_s
 from edgespec_sim.links.network_trace import (
     NetworkTrace,
     TraceError,
@@ -41,7 +42,7 @@ from edgespec_sim.links.path import (
     TraceSchedules,
     make_both_links,
 )
-from edgespec_sim.links.tcp import MESSAGE_BYTES, TcpConnection
+from edgespec_sim.links.tcp import MESSAGE_BYTES, PacketLink, TcpConnection
 from edgespec_sim.run_summary import WARNING, LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
 from edgespec_sim.sessions import Stream
@@ -92,6 +93,11 @@ def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
         if trace is None:
             continue
         where = f"links.{name}.trace: {trace.name}"
+        if section.radio_5g is not None and trace.rtt_s is not None:
+            notes.append(
+                f"{WARNING}{where}: has delays, which include the air's own if it was recorded"
+                f" behind one; links.{name}.radio_5g adds them again."
+            )
         notes += [f"{WARNING}{where}: {one}." for one in trace.warnings]
         notes += [f"{where}: {one}." for one in trace.remarks]
         if trace.rtt_s is None:
@@ -111,6 +117,19 @@ def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
                     f"{WARNING}{where}: has only the capacity {other}, so the capacity {way} has no"
                     f" limit: set it with --set links.{name}.{way}_mbps=MBPS."
                 )
+    return tuple(notes)
+
+
+def air_notes(scenario: Scenario) -> tuple[str, ...]:
+    """Return a note on the 5G air of each link that has one."""
+    notes = []
+    for name, section in scenario.links.items():
+        if (air := section.radio_5g) is not None:
+            up_s, down_s = mean_waits_s(air)
+            notes.append(
+                f"links.{name}: 5G air ({air.about}). A lone small message takes {1e3 * up_s:.1f}"
+                f" ms on it up and {1e3 * down_s:.1f} ms down, in the mean."
+            )
     return tuple(notes)
 
 
@@ -175,7 +194,13 @@ class LinkInstances:
         part: LinkPart | None = None,
     ) -> None:
         """``part`` makes the links in place of the section."""
+        air = section.radio_5g
+        if air is not None and air.is_free:
+            section, air = replace(section, radio_5g=None), None
         self.section, self.part = section, part
+        self._air = air
+        self._airs: dict[int, DeviceAir] = {}
+        """The 5G air of each device, which lasts as long as the world."""
         self._duration_s, self._seed = duration_s, seed
         trace = load_trace(section, seed, duration_s, folder)
         self._traced = TraceSchedules.from_trace(trace) if trace else None
@@ -192,8 +217,42 @@ class LinkInstances:
             if trace.rtt_s is not None:
                 least_rtt_s = min(trace.rtt_s)
                 self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
+        if air is not None:
+            self.typical_rtt_s += sum(mean_waits_s(air))
         self.least_way_s = least_rtt_s * 0.5 if part is None else 0.0
         """Least one-way time of a small message."""
+
+    def make_hops(self, number: int, stream: int) -> list[tuple[Link, Link]]:
+        """Return the hops up and down of one stream of one device, outwards: the air, if there is
+        one, and the link itself."""
+        links = self.make_links(number, stream)
+        if self._air is None:
+            return [links]
+        air = self._find_air(number)
+        return [(air.up, air.down), links]
+
+    def make_packet_hops(self, number: int, stream: int) -> list[tuple[PacketLink, PacketLink]]:
+        """Return the same hops for the packets of a TCP connection."""
+        models = self.make_models(number, stream, packets=True)
+        if self._air is None:
+            return [models]
+        air = self._find_air(number)
+        return [(air.up, air.down), models]
+
+    def air_waits(self, number: int) -> tuple[WayWaits, WayWaits] | None:
+        """Return how long the messages of a device waited on the air so far, up and down. None
+        without an air."""
+        if self._air is None:
+            return None
+        air = self._find_air(number)
+        return air.up.waits, air.down.waits
+
+    def _find_air(self, number: int) -> DeviceAir:
+        assert self._air is not None
+        if number not in self._airs:
+            seed = number_from_seed(f"{self._seed}/air/{number}")
+            self._airs[number] = DeviceAir(self._air, seed, self.section.framing_bytes)
+        return self._airs[number]
 
     def make_links(self, number: int, stream: int) -> tuple[Link, Link]:
         """Return the ways up and down for one stream of one device, from an own part or from the
@@ -399,6 +458,19 @@ class Network:
         up, down = make() if self.cells is None else self.cells.follow(number, make)
         return up, down, connect_s
 
+    def air_waits(self, group: str, number: int) -> tuple[WayWaits, WayWaits] | None:
+        """Return how long the messages of a device waited on the 5G air of its own links so far, up
+        and down. None if none of them has such an air."""
+        links = (self._links[name] for name in self._scenario.devices[group].path)
+        found = [waits for link in links if (waits := link.air_waits(number)) is not None]
+        if not found:
+            return None
+        up, down = (
+            WayWaits(sum(one.messages for one in way), sum(one.seconds for one in way))
+            for way in zip(*found, strict=True)
+        )
+        return up, down
+
     def measure_loads(self) -> tuple[LinkLoad, ...]:
         duration_s = self._scenario.duration_s
         loads = [link.measure_load(name) for name, link in self._links.items()]
@@ -456,7 +528,9 @@ class Network:
         links = [self._links[name] for name in names]
         plain_s = self._fixed_s + math.fsum(link.least_way_s for link in links if link.is_plain)
         hops: list[tuple[Link, Link]] = [*self._air_hops(number, verifier)]
-        hops += [link.make_links(number, stream) for link in links if not link.is_plain]
+        for link in links:
+            if not link.is_plain:
+                hops += link.make_hops(number, stream)
         up = HopPath(self._queue, [up for up, _ in hops], plain_s)
         return up, HopPath(self._queue, [down for _, down in reversed(hops)], plain_s)
 
@@ -468,11 +542,9 @@ class Network:
     def _make_connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
         links = [self._links[name] for name in names]
         plain_s = math.fsum(link.least_way_s for link in links if link.is_plain)
-        hops = self._air_hops(number, verifier)
-        hops += [
-            link.make_models(number, self._streams, packets=True)
-            for link in links
-            if not link.is_plain
-        ]
+        hops: list[tuple[PacketLink, PacketLink]] = [*self._air_hops(number, verifier)]
+        for link in links:
+            if not link.is_plain:
+                hops += link.make_packet_hops(number, self._streams)
         ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
         return TcpConnection(self._queue, *ways, plain_s, self._fixed_s)

@@ -53,6 +53,17 @@ class PassTime(Protocol):
         0.5 is its median."""
 
 
+class GpuCapacity(Protocol):
+    """The part of a verifier's machine that is free for its passes, over time."""
+
+    def free_share(self, now_s: float) -> float:
+        """Return the free share at a time, in (0, 1]."""
+
+    def finish_s(self, start_s: float, work_s: float) -> float:
+        """Return when work ends that starts at ``start_s`` and takes ``work_s`` seconds of the
+        whole machine. It is never before ``start_s + work_s``."""
+
+
 class TokenPart(Protocol):
     """A source of tokens."""
 
@@ -88,6 +99,8 @@ class Parts:
     token_source: TokenPart | None = None
     pass_times: Mapping[str, PassTime] = field(default_factory=dict)
     """Pass times by kind of verifier."""
+    capacities: Mapping[str, GpuCapacity] = field(default_factory=dict)
+    """Free parts of the machines over time, by kind of verifier."""
     links: Mapping[str, LinkPart] = field(default_factory=dict)
     """Links by name. The scenario's link of that name still states ``rtt_ms``, from which devices
     estimate what connecting takes and choose a verifier."""
@@ -103,9 +116,10 @@ class Parts:
             "token_source": self.token_source,
         }
         found = [f"{name}={type(part).__name__}" for name, part in single.items() if part]
-        for kind in ("pass_times", "links", "workloads"):
+        for kind in ("pass_times", "capacities", "links", "workloads"):
             parts: Mapping[str, object] = {
                 "pass_times": self.pass_times,
+                "capacities": self.capacities,
                 "links": self.links,
                 "workloads": self.workloads,
             }[kind]
@@ -116,12 +130,19 @@ class Parts:
         """Raise ``ValueError`` if a part has no place in the scenario."""
         _check_names("links", self.links, scenario.links)
         _check_names("pass_times", self.pass_times, scenario.verifiers)
+        _check_names("capacities", self.capacities, scenario.verifiers)
         _check_names("workloads", self.workloads, scenario.devices)
         for kind in self.pass_times:
             if scenario.verifiers[kind].stages is not None:
                 raise ValueError(
                     f"parts.pass_times has {kind}, but its layers lie on several machines"
                     f" (verifiers.{kind}.stages), which an own pass time does not support"
+                )
+        for kind in self.capacities:
+            if scenario.verifiers[kind].ran is not None:
+                raise ValueError(
+                    f"parts.capacities has {kind}, but verifiers.{kind} has ran, which would have"
+                    " no effect: leave it out"
                 )
         if self.workloads and scenario.arrivals is not None:
             raise ValueError("parts.workloads is given, but with arrivals users do not think")
@@ -131,6 +152,11 @@ class Parts:
                 raise ValueError(
                     f"parts.links has {name}, but links.{name} has a loss or a trace, which would"
                     " have no effect: leave them out"
+                )
+            if section.radio_5g is not None:
+                raise ValueError(
+                    f"parts.links has {name}, but links.{name} has radio_5g, which would have no"
+                    " effect: leave it out"
                 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,20 +24,23 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim import replication
 from edgespec_sim import run_summary as rs
 from edgespec_sim.scenario import sections
+from edgespec_sim.scenario.device_power import load_profile
 from edgespec_sim.scenario.verifiers import describe_cost_source
 from edgespec_sim.token_sources import source as sources
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.world.assembly import World, WorldOutcome, make_shard
+from edgespec_sim.world.device_power import apply_profiles
 from edgespec_sim.world.meters import Meters, RequestRecord, compute_pace
-from edgespec_sim.world.network import trace_notes
+from edgespec_sim.world.network import air_notes, trace_notes
 from edgespec_sim.world.parts import NO_PARTS, Parts
 from edgespec_sim.world.site import WorldSetup
 
 # --- notes for the reader of a run -------------------------------------------------------------
 
 
-def make_notes(scenario: sections.Scenario) -> tuple[str, ...]:
-    """Return notes on the sources of times and energies."""
+def make_notes(scenario: sections.Scenario, profiles: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return notes on the sources of times and energies. ``profiles`` are notes on the profiles
+    that were applied to the scenario."""
     notes = [
         f"Draft steps of {name}: {describe_cost_source(section.draft)}."
         for name, section in scenario.devices.items()
@@ -52,7 +55,16 @@ def make_notes(scenario: sections.Scenario) -> tuple[str, ...]:
         for name, section in scenario.verifiers.items()
         if (draft := section.server_draft) is not None
     ]
+    notes += [
+        f"GPU of {name}: a radio access network takes {ran.about}; a pass takes as much longer."
+        for name, section in scenario.verifiers.items()
+        if (ran := section.ran) is not None
+    ]
+    notes += profiles
     notes += [_energy_note(name, section) for name, section in scenario.devices.items()]
+    notes += [
+        note for name, section in scenario.devices.items() for note in _power_notes(name, section)
+    ]
     notes += [
         _power_note(name, section)
         for name, section in scenario.verifiers.items()
@@ -70,6 +82,35 @@ def _energy_note(name: str, section: sections.DeviceSection) -> str:
         )
     missing = "radio_power" if not section.radio_power else "draft_w"
     return f"Energy of {name}: not reported, because the scenario has no {missing} for it."
+
+
+def _power_notes(name: str, section: sections.DeviceSection) -> Iterator[str]:
+    """Yield notes on the battery and the temperature of a group of devices."""
+    if (battery := section.battery) is not None:
+        radio = "radio included" if section.radio_power else "radio left out"
+        yield (
+            f"Battery of {name}: {battery.full_j / 3600.0:.1f} Wh, from {battery.start:.0%} down to"
+            f" {battery.cutoff_v:g} V; idle at {section.idle_w:g} W, {radio}."
+        )
+    if (thermal := section.thermal) is not None:
+        yield (
+            f"Heat of {name}: {thermal.k_per_w:g} K/W and {thermal.time_constant_s:g} s in air of"
+            f" {thermal.ambient_c:g} °C; steps take {thermal.slowdown:g} times as long from"
+            f" {thermal.limit_c:g} °C until it has cooled down to {thermal.cooled_c:g} °C."
+        )
+
+
+def profile_notes(scenario: sections.Scenario, folder: Path) -> tuple[str, ...]:
+    """Return a note on each profile of devices that a scenario names. Raises ``ConfigError``."""
+    notes = []
+    for name, section in scenario.devices.items():
+        if section.profile:
+            profile = load_profile(section.profile, folder)
+            figures = ", ".join(
+                f"{key} {figure.value:g} ({figure.kind.value})" for key, figure in profile.figures
+            )
+            notes.append(f"Profile of {name}: {profile.name}; {figures} (docs/energy.md).")
+    return tuple(notes)
 
 
 def _power_note(name: str, section: sections.VerifierSection) -> str:
@@ -358,7 +399,8 @@ def summarise(
             *notes,
             *((replaced,) if parts.names else ()),
             *trace_notes(scenario, folder),
-            *make_notes(scenario),
+            *air_notes(scenario),
+            *make_notes(apply_profiles(scenario, folder), profile_notes(scenario, folder)),
             *losses,
             *service_notes(scenario, arms),
         ),
@@ -442,6 +484,7 @@ def _arm_summary(
         rows=meters.rows(),
         tpot_interval=(tpot.low, tpot.high) if tpot is not None and seeds > 1 else None,
         links=_pool_links([outcome.links for outcome in outcomes]),
+        power=meters.power_course(),
     )
 
 
@@ -456,7 +499,7 @@ def _pool_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad, 
     )
 
 
-_SUMMED = ("energy_j", "idle_j", "idle_s", "busy_s", "draft_s")
+_SUMMED = ("energy_j", "idle_j", "idle_s", "busy_s", "draft_s", "ran_s")
 
 
 def _pool_verifiers(

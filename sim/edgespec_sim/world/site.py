@@ -29,12 +29,13 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
+from edgespec_sim.scenario.ran import RanCapacity
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, StagesSection, law_of
 from edgespec_sim.sessions import Compute, ServerDraftModel, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import ProcessSource, TokenSource
 from edgespec_sim.world.meters import RequestRecord
-from edgespec_sim.world.parts import NO_PARTS, Parts, PassTime
+from edgespec_sim.world.parts import NO_PARTS, GpuCapacity, Parts, PassTime
 
 _BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, as in the daemon."""
@@ -80,14 +81,25 @@ class SiteCounters:
     guessed: int = 0
     """Nodes of that model in passes, and how many of them were accepted."""
     accepted: int = 0
+    ran_s: float = 0.0
+    """The part of ``busy_s`` that others on the machine took: its length beyond the work itself."""
 
 
 class Machine:
     """Runs one pass at a time, in the order of arrival, and counts its work. ``law`` may change;
-    later passes then use the new one."""
+    later passes then use the new one. ``capacity`` is the part of the machine that is free over
+    time; None: all of it, always."""
 
-    def __init__(self, queue: EventQueue, law: PassTime, seed: str, charges: bool = False) -> None:
+    def __init__(
+        self,
+        queue: EventQueue,
+        law: PassTime,
+        seed: str,
+        charges: bool = False,
+        capacity: GpuCapacity | None = None,
+    ) -> None:
         """With ``charges``, record each session's part of the passes."""
+        self._capacity = capacity
         self.counters = SiteCounters()
         self.pass_s_by_session: dict[str, float] | None = {} if charges else None
         """Each session's part of the passes in seconds, divided by rows."""
@@ -122,9 +134,20 @@ class Machine:
         self._work(seconds, done)
 
     def _work(self, seconds: float, done: Callable[[], None]) -> None:
-        self._free_at_s = max(self._queue.now, self._free_at_s) + seconds
-        self.counters.busy_s += seconds
+        if self._capacity is None:
+            self._free_at_s = max(self._queue.now, self._free_at_s) + seconds
+            self.counters.busy_s += seconds
+        else:
+            self._work_beside_others(self._capacity, seconds)
         self._queue.at(self._free_at_s, done)
+
+    def _work_beside_others(self, capacity: GpuCapacity, seconds: float) -> None:
+        start_s = max(self._queue.now, self._free_at_s)
+        self._free_at_s = capacity.finish_s(start_s, seconds)
+        took_s = self._free_at_s - start_s
+        assert took_s >= seconds * (1.0 - 1e-9), f"{seconds} s of work ended after {took_s} s"
+        self.counters.busy_s += took_s
+        self.counters.ran_s += max(0.0, took_s - seconds)
 
     def _charge(self, keys: Sequence[str], rows: Sequence[int], seconds: float) -> None:
         if (taken_s := self.pass_s_by_session) is not None:
@@ -163,12 +186,19 @@ class Site:
         law: PassTime = make_law_of_share(1.0) if own is None else own
         count = 1 if split is None else split.nodes
         charges = section.power_busy_w > 0.0
+        self.capacity = setup.parts.capacities.get(kind)
+        """The part of each machine that is free over time; None: all of it."""
+        if section.ran is not None:
+            until_s = scenario.duration_s + scenario.drain_limit_s
+            ran_seed = f"{seed}/ran/{name}"
+            self.capacity = RanCapacity.draw(section.ran, until_s, ran_seed, setup.folder)
         self.nodes = tuple(
             Machine(
                 queue,
                 make_law_of_share(1.0 / count) if own is None else own,
                 f"{seed}/machine/{name}/{index}",
                 charges,
+                self.capacity,
             )
             for index in range(count)
         )
@@ -197,6 +227,7 @@ class Site:
         return replace(
             self.nodes[0].counters,
             busy_s=math.fsum(node.counters.busy_s for node in self.nodes),
+            ran_s=math.fsum(node.counters.ran_s for node in self.nodes),
             guessed=sum(one.nodes for one in drafts),
             accepted=sum(one.accepted for one in drafts),
         )
@@ -228,7 +259,10 @@ class Site:
         a draft to holding its commit: round trip, pass, and both messages on the link."""
         messages_s = _MESSAGE_BITS / link.up_bits_per_s + _MESSAGE_BITS / link.down_bits_per_s
         sessions = self.sessions
-        round_s = link.rtt_s + messages_s + (self.pass_s + self._session_s * sessions)
+        pass_s = self.pass_s + self._session_s * sessions
+        if self.capacity is not None:
+            pass_s /= self.capacity.free_share(self._queue.now)
+        round_s = link.rtt_s + messages_s + pass_s
         return VerifierView(self.name, round_s, sessions, sessions >= self._session_limit)
 
     @property

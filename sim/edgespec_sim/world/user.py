@@ -38,11 +38,18 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection, Scenario
+from edgespec_sim.links.grants_5g import WayWaits
+from edgespec_sim.scenario.sections import (
+    AtDevice,
+    ConditionSection,
+    ConditionsSection,
+    Scenario,
+)
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream, mean_way_s
 from edgespec_sim.token_sources.source import TokenRequest
 from edgespec_sim.world.arrivals import MAX_TOKENS, Arrival, draw_length
+from edgespec_sim.world.device_power import DevicePower
 from edgespec_sim.world.meters import Meters, RequestRecord
 from edgespec_sim.world.parts import NextRequest
 from edgespec_sim.world.site import Site, WorldSetup
@@ -228,6 +235,10 @@ class UserWorld(Protocol):
 
     def tracer(self, user: User) -> Tracer | None: ...
 
+    def air_waits(self, user: User) -> tuple[WayWaits, WayWaits] | None:
+        """Return how long the messages of the user's device waited on the 5G air so far, up and
+        down. None without one."""
+
     def is_counted(self, sent_s: float) -> bool:
         """Whether a request that is sent at that time counts."""
 
@@ -257,6 +268,18 @@ class User:
         self.device: SimulatedDevice | None = None
         self.drafting_s = 0.0
         """Seconds of drafting in all requests."""
+        section = self._section
+        self.power: DevicePower | None = None
+        """The device's battery and temperature, if the scenario has one of them."""
+        if section.battery is not None or section.thermal is not None:
+            assert section.idle_w is not None, "as apply_profile checks"
+            self.power = DevicePower(
+                section.idle_w, section.draft_w, section.battery, section.thermal
+            )
+        self._throttled_s = 0.0
+        """Throttled seconds before the running request."""
+        self._air: tuple[WayWaits, WayWaits] | None = None
+        """What messages had waited on the 5G air before the running request."""
         power = RADIOS.get(self._section.radio_power)
         self.radio = None if power is None else RadioMeter(power)
         self.on_free: Callable[[], None] | None = None
@@ -303,6 +326,27 @@ class User:
         self._queue.after(
             self._pause_s() if workload.start_thinking else first_s, self._send_request
         )
+
+    @property
+    def max_slowdown(self) -> float:
+        """The highest factor on the duration of a draft step."""
+        slowdown = 1.0 if self.course is None else self.course.max_slowdown
+        thermal = self._section.thermal
+        return slowdown if thermal is None else slowdown * thermal.slowdown
+
+    def battery_share(self) -> float | None:
+        """Return the share of the battery's charge that is left now. None without a battery."""
+        power = self.power
+        if power is None or power.battery is None:
+            return None
+        return power.battery.share(self._taken_j(power))
+
+    def temperature_c(self) -> float | None:
+        """Return the device's temperature now. None without ``thermal``."""
+        if self.power is None:
+            return None
+        self.power.advance(self._queue.now)
+        return self.power.temperature_c
 
     def serve(self, arrival: Arrival) -> None:
         """Begin a request that arrived at ``arrival.at_s``, now or earlier."""
@@ -352,6 +396,12 @@ class User:
     def _begin_request(
         self, number: int, prompt_length: int, max_tokens: int, sent_s: float, turn: int = 0
     ) -> None:
+        if self.power is not None:
+            if self._is_switched_off(self.power):
+                self._refuse_request(sent_s)
+                return
+            self._throttled_s = self.power.throttled_s
+        self._air = self._world.air_waits(self)
         source, arm = self._source, self._world.arm
         self._request = source.request(number, prompt_length, max_tokens, turn)
         self._request_count += 1
@@ -410,7 +460,42 @@ class User:
             # The first step of a further turn feeds what is new in it.
             kept = min(self._reused_rows, fed - 1)
             fed -= kept
-        return slowdown * self.step.seconds(fed, kept, chance)
+        step_s = slowdown * self.step.seconds(fed, kept, chance)
+        if self.power is not None:
+            step_s = self.power.begin_step(self._queue.now, step_s)
+        return step_s
+
+    # --- the battery -----------------------------------------------------------------------
+
+    def _taken_j(self, power: DevicePower) -> float:
+        """Return the energy that the device took from its battery so far."""
+        now_s = self._queue.now
+        power.advance(now_s)
+        return power.drawn_j + (0.0 if self.radio is None else self.radio.spent_j(now_s))
+
+    def _is_switched_off(self, power: DevicePower) -> bool:
+        return power.battery is not None and power.battery.is_empty(self._taken_j(power))
+
+    def _refuse_request(self, sent_s: float) -> None:
+        """Record a request that fails because the device is switched off. In a closed loop the user
+        stops; in an open one, further arrivals at this device fail as well."""
+        self.sent_s = sent_s
+        if self._world.is_counted(sent_s):
+            self._meters.records.append(
+                RequestRecord(
+                    self.group,
+                    self.name,
+                    "",
+                    sent_s,
+                    complete=True,
+                    failed="the battery is empty",
+                    energy_known=True,
+                )
+            )
+        arrivals = self._world.scenario.arrivals
+        # With requests that any device may take, this one stays busy for good.
+        if self.on_free is not None and arrivals is not None and arrivals.at is AtDevice.OWN:
+            self._queue.after(0.0, self.on_free)
 
     def _connect(self, site: Site, key: str) -> tuple[Stream, float] | None:
         if (opened := self._world.connect(self, site, key)) is not None:
@@ -475,10 +560,31 @@ class User:
             memory_tightened=self._guarded_draft.tightened if self._guarded_draft else 0,
             memory_loosened=self._guarded_draft.loosened if self._guarded_draft else 0,
             failed=ended.why if isinstance(ended, Fail) else "",
+            drafting_s=device.drafting_s,
         )
+        if self.power is not None:
+            self._last.battery = self.battery_share()
+            self._last.temperature_c = self.temperature_c()
+            self._last.throttled_s = self.power.throttled_s - self._throttled_s
+        if self._air is not None:
+            self._last.air_up_s, self._last.air_down_s = self._mean_air_waits(self._air)
         if self._world.is_counted(self.sent_s):
             self._meters.record_delivery(times_s)
             self._meters.records.append(self._last)
+
+    def _mean_air_waits(
+        self, before: tuple[WayWaits, WayWaits]
+    ) -> tuple[float | None, float | None]:
+        """Return the mean time that a message of the request took on the 5G air, up and down."""
+        after = self._world.air_waits(self)
+        assert after is not None
+        up_s, down_s = (
+            (new.seconds - old.seconds) / (new.messages - old.messages)
+            if new.messages > old.messages
+            else None
+            for old, new in zip(before, after, strict=True)
+        )
+        return up_s, down_s
 
     def _energy_j(self, device: SimulatedDevice) -> float:
         section = self._section
