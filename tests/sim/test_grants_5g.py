@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec_sim as sim
-from benchmarks import recorded_5g
 from edgespec.config import ConfigError
 from edgespec_sim.links.grants_5g import DeviceAir, SlotGrid, mean_waits_s
 from edgespec_sim.scenario.radio_5g import FREE, DrxSection, Radio5gSection
 from tests.present import require
+from tests.sim.recorded_5g import SHARES, compare, read_recording
 
 MS = 1e-3
 BARE = replace(FREE, k2_slots=0)
@@ -304,8 +304,8 @@ def test_the_usual_air_has_the_round_trips_of_a_recorded_network(name: str, data
     path = data_dir / "traces" / "cicv5g" / f"{name}.txt"
     if not path.is_file():
         pytest.skip(f"{path} is not there")
-    usual, slower, steady, _ = recorded_5g.compare(name, recorded_5g.read_recording(path))
-    upto = recorded_5g.SHARES.index(0.95) + 1
+    usual, slower, steady, _ = compare(name, read_recording(path))
+    upto = SHARES.index(0.95) + 1
     for recorded, modelled in zip(usual.recorded_ms[:upto], usual.modelled_ms[:upto], strict=True):
         assert modelled == pytest.approx(recorded, abs=2.0)
     assert usual.distance < 0.12

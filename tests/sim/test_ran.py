@@ -183,7 +183,7 @@ def test_a_network_that_takes_nothing_changes_nothing() -> None:
 
 def test_half_a_gpu_takes_twice_as_long_and_the_same_energy() -> None:
     """Plain streaming takes a pass for each token; what is left over is the link's jitter. The
-    joules of passes are those of the work, since the network pays for its own."""
+    joules of passes pay for the work alone, since the network pays for its own."""
     more: dict[str, Any] = {"verifiers.server.gpu_power": "h200", "arms": ["target-only"]}
     (plain,), (shared,) = (
         result.summary.arms
@@ -270,3 +270,20 @@ def test_the_bursts_of_an_arm_do_not_depend_on_other_arms() -> None:
     )
     plain = [one.row for one in again.requests if one.arm == "target-only"]
     assert [one.row for one in once.requests] == plain
+
+
+def test_a_bundle_holds_the_course_and_the_profile(
+    write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    profile = tmp_path / "board.yaml"
+    figure = "{value: 4, kind: measured, source: my meter, date: 2026-11}"
+    profile.write_text(f"name: mine\nabout: a board\ndraft_w: {figure}\n", encoding="utf-8")
+    course = write("time_s,share\n0,0.5\n1,0.2\n")
+    result = play(
+        **{"verifiers.server.ran": {"file": str(course)}, "devices.laptop.profile": str(profile)}
+    )
+    bundle = tmp_path / "result.zip"
+    sim.write_bundle(bundle, result)
+    course.unlink()
+    profile.unlink()
+    assert sim.rerun(bundle).is_same

@@ -246,7 +246,7 @@ _GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
 @lru_cache(maxsize=64)
 def mean_waits_s(section: Radio5gSection, size_bytes: int = 200) -> tuple[float, float]:
     """Return the mean time that a lone small message takes on the air, up and down, in seconds. A
-    device that sleeps is asleep before each of them.
+    device that may sleep is asleep before each one.
 
     The mean is taken over messages at evenly spread phases, with the mean time of repetitions."""
     air = DeviceAir(section.without_losses(), 0)

@@ -247,14 +247,15 @@ def groups_table(run: RunSummary) -> str:
 
 def verifiers_table(run: RunSummary) -> str:
     """Return a table of the verifiers, the busiest of each arm first. Empty if there are none."""
-    header = (
+    header: tuple[str, ...] = (
         *("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass"),
         *("queue p50 ms", "queue p95 ms"),
     )
     shares_gpu = any(one.ran_s is not None for arm in run.arms for one in arm.verifiers)
     if shares_gpu:
         header = (*header, "RAN, of busy")
-    rows, left = [], 0
+    rows: list[tuple[str, ...]] = []
+    left = 0
     for arm in run.arms:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
         left += max(0, len(busiest) - ROWS_SHOWN)
@@ -281,7 +282,7 @@ RAN_HEADER: Final = ("arm", "GPU busy", "of it radio network", "ms / token witho
 def ran_rows(run: RunSummary) -> list[tuple[str, ...]]:
     """Return what radio access networks on the verifiers' GPUs took, arm by arm. Empty if no
     verifier shares its GPU."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for arm in run.arms:
         shared = [one for one in arm.verifiers if one.ran_s is not None]
         busy_s = sum(one.busy_s for one in shared)
@@ -358,7 +359,7 @@ POWER_HEADER: Final = (
 def power_rows(run: RunSummary) -> list[tuple[str, ...]]:
     """Return each arm's batteries and temperatures, as means over the devices. Empty if no device
     has one."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for arm in run.arms:
         if (power := arm.power) is None:
             continue

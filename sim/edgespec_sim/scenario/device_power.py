@@ -1,8 +1,8 @@
 """The keys of a device's battery and heat, and the published profiles of devices.
 
 A profile is a YAML file in ``data/devices`` (or of the caller's own) whose every number has its
-kind, source and date. ``docs/energy.md`` shows them. A number that nobody has published is left
-out, and ``missing`` names it.
+kind, source and date. ``docs/energy.md`` shows them. A number without a published source
+is left out, and ``missing`` names it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BatterySection(Section):
     """Charge of the full battery in milliampere hours."""
     full_v: float = range_field(4.2, 0.5, 1000.0)
     empty_v: float = range_field(3.0, 0.1, 1000.0)
-    """Voltage without charge. The defaults are those of one lithium-ion cell."""
+    """Voltage without charge. By default both voltages fit one lithium-ion cell."""
     cutoff_v: float = range_field(3.0, 0.0, 1000.0)
     """Voltage at which the device switches off."""
     start: float = range_field(1.0, 0.0, 1.0)
@@ -141,7 +141,7 @@ class DeviceProfile:
     """Power of a running draft above ``idle_w``."""
     step_ms: Figure | None = None
     """Duration of one token of the model that ``about`` names, for comparison. A scenario's steps
-    stay those of its key ``draft``, since they depend on the model."""
+    follow its key ``draft`` alone, since they depend on the model."""
     capacity_mah: Figure | None = None
     full_v: Figure | None = None
     k_per_w: Figure | None = None
@@ -149,7 +149,7 @@ class DeviceProfile:
     limit_c: Figure | None = None
     slowdown: Figure | None = None
     missing: tuple[str, ...] = ()
-    """What is left out, since no published number was found."""
+    """Numbers that are left out, since no published one was found."""
 
     @property
     def figures(self) -> Iterator[tuple[str, Figure]]:

@@ -98,6 +98,8 @@ class RanCapacity:
 
         ``folder`` is the base of a relative file name. Raises ``TraceError``, and ``ValueError`` if
         the course has too many steps."""
+        steps: _Steps
+        period_s: float | None
         if section.file:
             path = find_file(section.file, folder)
             try:

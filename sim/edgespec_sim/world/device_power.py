@@ -93,7 +93,7 @@ class DevicePower:
 
     def begin_step(self, now_s: float, seconds: float) -> float:
         """Begin a draft step that takes ``seconds`` on a cool device. Returns what it takes."""
-        # A step that nobody waits for any more may still run; its rest is accounted first.
+        # A step of a request that has ended may still run; its rest is accounted first.
         self.advance(max(now_s, self._step_ends_s))
         self._step_w = self._draft_w
         if self.thermal is not None and self._throttles(self.thermal):

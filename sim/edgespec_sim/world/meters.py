@@ -72,7 +72,7 @@ class RequestRecord:
     drafting_s: float = 0.0
     """Seconds of draft steps."""
     throttled_s: float | None = None
-    """The part of them that a hot device throttled. None without a temperature or a battery."""
+    """The throttled part of ``drafting_s``. None without a temperature or a battery."""
     battery: float | None = None
     """Share of the battery's charge at the end of the request. None without a battery."""
     temperature_c: float | None = None

@@ -460,7 +460,7 @@ class Network:
 
     def air_waits(self, group: str, number: int) -> tuple[WayWaits, WayWaits] | None:
         """Return how long the messages of a device waited on the 5G air of its own links so far, up
-        and down. None if none of them has such an air."""
+        and down. None if no link has such an air."""
         links = (self._links[name] for name in self._scenario.devices[group].path)
         found = [waits for link in links if (waits := link.air_waits(number)) is not None]
         if not found:

@@ -270,7 +270,7 @@ class User:
         """Seconds of drafting in all requests."""
         section = self._section
         self.power: DevicePower | None = None
-        """The device's battery and temperature, if the scenario has one of them."""
+        """The device's battery and temperature, if the scenario has either."""
         if section.battery is not None or section.thermal is not None:
             assert section.idle_w is not None, "as apply_profile checks"
             self.power = DevicePower(
@@ -279,7 +279,7 @@ class User:
         self._throttled_s = 0.0
         """Throttled seconds before the running request."""
         self._air: tuple[WayWaits, WayWaits] | None = None
-        """What messages had waited on the 5G air before the running request."""
+        """Waits on the 5G air before the running request."""
         power = RADIOS.get(self._section.radio_power)
         self.radio = None if power is None else RadioMeter(power)
         self.on_free: Callable[[], None] | None = None
