@@ -76,7 +76,7 @@ class DevicePower:
         """Energy without the radio, up to the time of the last call."""
         self.throttled_s = 0.0
         """Seconds of draft steps that were throttled."""
-        self.is_throttled = False
+        self._is_throttled = False
         self.temperature_c: float | None = None
         if thermal is not None:
             idle_c = thermal.ambient_c + idle_w * thermal.k_per_w
@@ -91,12 +91,23 @@ class DevicePower:
         self._step_w = 0.0
         """Power above idle of the step that runs until ``_step_ends_s``."""
 
+    @property
+    def is_throttled(self) -> bool:
+        """Whether a step that began now would be throttled, as of the last call."""
+        thermal, temperature_c = self.thermal, self.temperature_c
+        if thermal is None or temperature_c is None:
+            return False
+        if self._is_throttled:
+            return temperature_c > thermal.cooled_c
+        return temperature_c >= thermal.limit_c
+
     def begin_step(self, now_s: float, seconds: float) -> float:
         """Begin a draft step that takes ``seconds`` on a cool device. Returns what it takes."""
         # A step of a request that has ended may still run; its rest is accounted first.
         self.advance(max(now_s, self._step_ends_s))
         self._step_w = self._draft_w
-        if self.thermal is not None and self._throttles(self.thermal):
+        self._is_throttled = self.is_throttled
+        if self.thermal is not None and self._is_throttled:
             seconds *= self.thermal.slowdown
             self.throttled_s += seconds
             self._step_w = self._throttled_w
@@ -119,15 +130,6 @@ class DevicePower:
             final_c = thermal.ambient_c + power_w * thermal.k_per_w
             left = math.exp(-seconds / thermal.time_constant_s)
             self.temperature_c = final_c + (self.temperature_c - final_c) * left
-
-    def _throttles(self, thermal: ThermalSection) -> bool:
-        """Update and return whether the device throttles, with hysteresis."""
-        assert self.temperature_c is not None
-        if self.temperature_c >= thermal.limit_c:
-            self.is_throttled = True
-        elif self.temperature_c <= thermal.cooled_c:
-            self.is_throttled = False
-        return self.is_throttled
 
 
 # --- profiles -----------------------------------------------------------------------------------
