@@ -285,10 +285,10 @@ def ran_rows(run: RunSummary) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for arm in run.arms:
         shared = [one for one in arm.verifiers if one.ran_s is not None]
-        busy_s = sum(one.busy_s for one in shared)
+        busy_s = math.fsum(one.busy_s for one in shared)
         if not busy_s or not arm.all.tokens:
             continue
-        ran_s = sum(one.ran_s or 0.0 for one in shared)
+        ran_s = math.fsum(one.ran_s or 0.0 for one in shared)
         rows.append(
             (
                 arm.name,

@@ -295,7 +295,8 @@ def _find_throttled_share(records: Sequence[RequestRecord]) -> float | None:
     known = [one for one in records if one.temperature_c is not None]
     if not known:
         return None
-    return ratio(sum(one.throttled_s or 0.0 for one in known), sum(one.drafting_s for one in known))
+    throttled_s = math.fsum(one.throttled_s or 0.0 for one in known)
+    return ratio(throttled_s, math.fsum(one.drafting_s for one in known))
 
 
 def _count_mismatches(records: Sequence[RequestRecord]) -> int | None:

@@ -218,7 +218,7 @@ class LinkInstances:
                 least_rtt_s = min(trace.rtt_s)
                 self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
         if air is not None:
-            self.typical_rtt_s += sum(mean_waits_s(air))
+            self.typical_rtt_s += math.fsum(mean_waits_s(air))
         self.least_way_s = least_rtt_s * 0.5 if part is None else 0.0
         """Least one-way time of a small message."""
 
@@ -466,7 +466,7 @@ class Network:
         if not found:
             return None
         up, down = (
-            WayWaits(sum(one.messages for one in way), sum(one.seconds for one in way))
+            WayWaits(sum(one.messages for one in way), math.fsum(one.seconds for one in way))
             for way in zip(*found, strict=True)
         )
         return up, down
