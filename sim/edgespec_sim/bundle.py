@@ -171,6 +171,8 @@ def _list_files(scenario: Scenario) -> Iterator[tuple[str, str]]:
     yield "tokens.tape", scenario.tokens.tape
     if scenario.arrivals is not None and scenario.arrivals.file:
         yield "arrivals.file", scenario.arrivals.file
+    if scenario.radio is not None and scenario.radio.mobility:
+        yield "radio.mobility", scenario.radio.mobility
     for name, link in scenario.links.items():
         if link.trace:
             yield f"links.{name}.trace", link.trace

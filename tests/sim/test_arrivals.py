@@ -23,8 +23,8 @@ from edgespec_sim.world.arrivals import (
     ArrivalDispatcher,
     DeviceSlot,
     draw_arrivals,
-    read_arrivals,
 )
+from edgespec_sim.world.recorded_arrivals import read_arrivals
 from edgespec_sim.world.run import Job, make_jobs, play, summarise
 from tests.present import require
 from tests.sources import ROOT
@@ -111,18 +111,21 @@ def test_recorded_ones_are_played_as_they_were(text: str, tmp_path: Path) -> Non
     ("text", "says"),
     [
         ("", "contains no arrivals"),
-        ("when\n3\n", "2: time is None, but must be seconds"),
-        ("time_s\nsoon\n", "2: time is 'soon', but must be seconds or a date and time"),
-        ("time_s\nnan\n", "2: time is 'nan', but must be finite"),
-        ("time_s\n3\n1\n", "3: time is earlier than in the row before"),
-        ("time_s,output_tokens\n3,0\n", "2: output_tokens is '0', but must be a whole number"),
+        ("when\n3\n", "2: column 'time_s': expected seconds or a date and a time"),
+        ("time_s\nsoon\n", "2: column 'time_s': expected seconds or a date and a time, found"),
+        ("time_s\nnan\n", "2: column 'time_s': expected a finite time"),
+        ("time_s\n3\n1\n", "3: expected a time not before 3 s"),
+        (
+            "time_s,output_tokens\n3,0\n",
+            "2: column 'output_tokens': expected a whole number of at least 1",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "load.csv"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(TraceError, match=says):
-        read_arrivals(path)
+        list(read_arrivals(path))
 
 
 class Counter:

@@ -20,7 +20,8 @@ from typer.testing import CliRunner, Result
 from edgespec.bench.arms import Arm
 from edgespec_sim.commands.main import app
 from edgespec_sim.commands.play import show
-from edgespec_sim.links.column_tables import Columns, write_plain
+from edgespec_sim.links.column_tables import write_plain
+from edgespec_sim.links.columns import Columns
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.network_trace import NetworkTrace, TraceError, rtt_line
 from edgespec_sim.scenario import sections as sc
@@ -367,12 +368,20 @@ def test_a_rate_of_udp_is_warned_of(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{}", "expected JSON of irtt .round_trips. or of iperf3"),
-        ('{"round_trips": [{}], "config": 3}', "lacks a field of its format"),
+        ('{"round_trips": [{}], "config": 3}', "config: expected an object, found 3"),
+        (
+            '{"round_trips": [{}], "config": {"params": {"interval": 1}}}',
+            r"round_trips\[0\]: expected a field 'timestamps'",
+        ),
         ('{"round_trips": [], "config": {"params": {"interval": 1}}}', "holds no measurement"),
         ('{"intervals": [], "start": {}}', "holds no measurement"),
         (
             '{"intervals": [{"sum": {"start": 3, "end": 1, "bits_per_second": 1}}], "start": {}}',
-            "odd",
+            r"intervals\[0\]\.sum: expected an interval from 3 s on",
+        ),
+        (
+            '{"intervals": [{"sum": {"start": 0, "end": 1, "bits_per_second": NaN}}], "start": {}}',
+            r"intervals\[0\]\.sum\.bits_per_second: expected a finite number, found nan",
         ),
         ("{" * 100_000, "expected JSON"),
         ('{"a": ' * 100_000, "expected JSON"),
@@ -455,8 +464,8 @@ def test_loss_and_capacity_of_a_table(tmp_path: Path) -> None:
     ("text", "columns", "said"),
     [
         ("a,b\n1,2\n", "", r"\(it has a, b\)"),
-        ("1 2\n3 4\n", "", r"--columns time_s=1,rtt_s=2 \(it has 2 columns without names\)"),
-        ("hello\n", "", r"edgespec-sim trace FILE --columns time_s=NAME,rtt_ms=NAME"),
+        ("1 2\n3 4\n", "", r"--columns time=1:s,rtt=2:s \(it has 2 columns without names\)"),
+        ("hello\n", "", r"edgespec-sim trace FILE --columns time=NAME:s,rtt=NAME:ms"),
         ("time_s,rtt_ms,color\n0,1,2\n", "", "read with --columns"),
         (
             "a,b\n1,2\n",
@@ -465,14 +474,15 @@ def test_loss_and_capacity_of_a_table(tmp_path: Path) -> None:
         ),
         ("a,b\n1,2\n", "time_s=a,rtt_ms=3", "expected a column '3'"),
         ("a,b\n1,2\n0,2\n", "time_s=a,rtt_ms=b", ":3: expected a time not before 1 s"),
-        ("a,b\n1,x\n", "time_s=a,rtt_ms=b", ":2: expected rtt_ms as a number"),
-        ("a,b\nx,1\n", "time=a,rtt_ms=b", ":2: expected time as a date and a time"),
+        ("a,b\n1,x\n", "time_s=a,rtt_ms=b", ":2: column 'b': expected rtt in ms as a number"),
+        ("a,b\nx,1\n", "time=a,rtt_ms=b", ":2: column 'a': expected a date and a time"),
         (
             "a,b,c\n1,2,30\n",
             "time_s=a,rtt_ms=b,loss=c",
-            "expected loss of at most 1; is it loss_p",
+            "column 'c': expected a loss of at most 1; is it in %",
         ),
-        ("a,b\n1,0\n", "time_s=a,up_mbps=b", ":2: expected up_mbps above 0"),
+        ("a,b\n1,0\n", "time_s=a,up_mbps=b", "column 'b': the capacity up is 0 in every row"),
+        ("a,b\n1,0\n", "rtt_ms=b", "must name the column of time"),
         ("a,b\n1,\n", "time_s=a,rtt_ms=b", "holds no measurement"),
     ],
 )
@@ -486,11 +496,10 @@ def test_an_error_says_which_columns_are_wanted(
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ("rtt_ms=a", "must name the column of time"),
         ("time_s=a", "must name a delay or a capacity"),
         (
             "time_s=a,speed=b",
-            "has 'speed=b', but must be QUANTITY=COLUMN with a",
+            "has 'speed=b', but must be QUANTITY=COLUMN:UNIT with a",
         ),
         ("time_s=a,rtt_ms=b,rtt_s=c", "names 2 columns for rtt"),
         ("", "has ''"),

@@ -312,9 +312,14 @@ def test_other_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "binary").write_bytes(b"time_s,rtt_ms\n0,1\n\xff\n")
     with pytest.raises(TraceError, match="binary:3: expected UTF-8 text"):
         read_trace(tmp_path / "binary")
-    monkeypatch.setattr("edgespec_sim.links.trace_text.MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("edgespec_sim.links.trace_text.MAX_STREAMED_BYTES", 10)
     with pytest.raises(TraceError, match="19 bytes, but at most 10 are read"):
         read_trace(path)
+    monkeypatch.undo()
+    (tmp_path / "json").write_text('{\n"interva\nls": []}')
+    monkeypatch.setattr("edgespec_sim.links.trace_text.MAX_FILE_BYTES", 10)
+    with pytest.raises(TraceError, match="19 bytes, but at most 10 are read"):
+        read_trace(tmp_path / "json")
 
 
 HEADS = (

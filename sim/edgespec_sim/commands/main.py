@@ -14,7 +14,7 @@ COMMANDS = {
     "report": "edgespec_sim.commands.run:report",
     "plan": "edgespec_sim.commands.plan:plan",
     "profile": "edgespec_sim.commands.profile:profile",
-    "trace": "edgespec_sim.commands.run:trace",
+    "trace": "edgespec_sim.commands.trace:trace",
 }
 app = lazy_app("edgespec-sim", COMMANDS)
 

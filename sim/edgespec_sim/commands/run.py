@@ -1,5 +1,5 @@
 """The commands of ``edgespec-sim`` that play scenarios and show results: ``run``, ``list``,
-``scenario``, ``report``, ``trace`` and ``sweep``."""
+``scenario``, ``report`` and ``sweep``."""
 
 from __future__ import annotations
 
@@ -14,33 +14,21 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.table import Column, Table
+from rich.table import Table
 
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reporting_errors, say
-from edgespec.config.files import write_output
 from edgespec.config.loading import ConfigError, dump_config
 from edgespec_sim import playing
 from edgespec_sim.bundle import rerun as play_again
 from edgespec_sim.bundle import write_bundle
 from edgespec_sim.commands import play
 from edgespec_sim.library import make_result
-from edgespec_sim.links.column_tables import Columns, write_plain
-from edgespec_sim.links.formats import read_trace
-from edgespec_sim.links.generators import KINDS, generate
-from edgespec_sim.links.network_trace import (
-    NetworkTrace,
-    TraceStatistics,
-    longest_outage_s,
-    mean_loss,
-    median_capacity,
-    rtt_line,
-)
 from edgespec_sim.report.document import write_page
 from edgespec_sim.report.page import SUMMARY, TRACE, headline, refuse_to_replace, report_on
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
-from edgespec_sim.run_summary import WARNING, RunSummary, SummaryError, read_summary
+from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.scenario.sections import Scenario, bundled_scenarios, load_scenario, scenario_path
 from edgespec_sim.world.run import check
 
@@ -189,99 +177,6 @@ def report(
         for path in report_on(runs, out):
             size = path.stat().st_size
             say(f"wrote {path} (" + (f"{size / 1e6:.1f} MB)" if size >= 1e6 else f"{size} B)"))
-
-
-_SEED, _SECONDS = 1, 600.0
-"""Seed and length in seconds of a generated trace."""
-
-
-_COLUMNS = option(
-    "Meaning of the columns of a table: time_s, time_ms, time (a date), rtt_s, rtt_ms, rtt_us,"
-    " loss, loss_percent, up_mbps, down_mbps and the like; columns are given by name or number",
-    metavar="QUANTITY=COLUMN,...",
-)
-
-
-def trace(
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="A trace file, or generate:KIND", show_default=False),
-    ],
-    out: Annotated[
-        Path | None, option("Write time_s,rtt_ms[,loss,up_mbps,down_mbps]", metavar="FILE.csv")
-    ] = None,
-    columns: Annotated[str | None, _COLUMNS] = None,
-) -> None:
-    """Show a trace of any known format: statistics, delay or capacity over time, outages.
-
-    Known formats are logs of ping (Linux, BusyBox, macOS, Windows) and fping, JSON of irtt and
-    iperf3, iperf3's text, mahimahi's packet files, tables of Starlink dishes, and plain tables. Any
-    other table is read with --columns; --out converts it to a plain one.
-
-    edgespec-sim trace ride.ping.txt --out ride.csv
-
-    edgespec-sim trace drive.tsv --columns time_s=frame.time_epoch,rtt_s=2 --out drive.csv
-
-    edgespec-sim trace generate:starlink"""
-    with reporting_errors():
-        found = _load_trace(file, columns)
-        console = play.make_console()
-        console.print(_statistics_table(found))
-        console.print(rtt_line(found, width=min(console.width, 120) - 2))
-        for remark in found.remarks:
-            say(f"note: {remark}")
-        for warning in found.warnings:
-            say(f"{WARNING}{warning}")
-        if out is not None:
-            write_output(out, write_plain(found))
-            say(f"wrote {out}: {len(found.time_s)} rows, {found.duration_s:.0f} s")
-
-
-def _load_trace(file: str, columns: str | None) -> NetworkTrace:
-    named = None
-    if columns is not None:
-        try:
-            named = Columns.of(columns)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    kind = file.removeprefix("generate:")
-    if kind != file:
-        return generate(kind, _SEED, _SECONDS)
-    if not Path(file).is_file():
-        kinds = ", ".join(f"generate:{kind}" for kind in KINDS)
-        raise ValueError(f"{file}: no such file; generated traces are {kinds}")
-    return read_trace(Path(file), named)
-
-
-def _format_number(value: float) -> str:
-    """Format a number with one decimal, or with three digits if it is small."""
-    return f"{value:.1f}" if value >= 10.0 else f"{value:.3g}"
-
-
-def _statistics_table(trace: NetworkTrace) -> Table:
-    """Return a table of the measured delays, capacities, losses and outages."""
-    values = {"length s": f"{trace.duration_s:.0f}", "rows": str(len(trace.time_s))}
-    if trace.rtt_s is not None:
-        statistics = TraceStatistics.of(trace)
-        values |= {
-            "median ms": _format_number(1e3 * statistics.rtt_median_s),
-            "p95 ms": _format_number(1e3 * statistics.rtt_p95_s),
-            "p99 ms": _format_number(1e3 * statistics.rtt_p99_s),
-            "autocorrelation 1 s": f"{statistics.autocorrelation:.2f}",
-        }
-    for way, column in (("up", trace.up_bits_per_s), ("down", trace.down_bits_per_s)):
-        if column is not None:
-            values[f"{way} Mbit/s, median"] = _format_number(1e-6 * median_capacity(trace, column))
-    if trace.loss is not None:
-        values["loss %"] = f"{100 * mean_loss(trace):.2f}"
-    values |= {
-        "outages": str(len(trace.outages_s)),
-        "longest s": f"{longest_outage_s(trace):.1f}",
-    }
-    columns = (Column(name, justify="right") for name in values)
-    table = Table(*columns, title=f"{trace.name} ({trace.source})")
-    table.add_row(*values.values())
-    return table
 
 
 # ``edgespec-sim sweep`` plays a scenario over a grid of settings, on all cores, and can be resumed.

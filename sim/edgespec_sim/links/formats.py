@@ -1,9 +1,9 @@
 """Reads a trace of any known format into a ``NetworkTrace``.
 
-The format is recognised by the content. A file's name matters only for the direction of a
-packet-delivery file. Every error is a ``TraceError`` that names the file, the line, what was
-expected there, and the format as which the file was read. Columns and cells that a trace does not
-need may be missing.
+The format is recognised by the content, unless it is named. A file's name matters only for the
+direction of a packet-delivery file. Every error is a ``TraceError`` that names the file, the line,
+what was expected there, and the format as which the file was read. Columns and cells that a trace
+does not need may be missing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from edgespec_sim.links.column_tables import (
-    Columns,
     explain_columns,
     is_known_table,
     is_plain,
@@ -29,8 +28,10 @@ from edgespec_sim.links.column_tables import (
     read_known_table,
     read_plain,
 )
+from edgespec_sim.links.columns import Columns
 from edgespec_sim.links.measuring_tools import (
     is_iperf3_text,
+    is_irtt,
     is_json,
     read_iperf3_text,
     read_json,
@@ -43,13 +44,31 @@ from edgespec_sim.links.network_trace import (
     in_outage,
     values_at,
 )
+from edgespec_sim.links.omnet_results import (
+    OMNET_FORMATS,
+    is_omnet,
+    is_omnet_csv,
+    read_omnet,
+    read_omnet_columns,
+)
 from edgespec_sim.links.ping_logs import (
     is_fping,
+    is_fping_json,
     is_ping,
     is_windows_ping,
     read_fping,
+    read_fping_json,
     read_ping,
     read_windows_ping,
+)
+from edgespec_sim.links.published_traces import (
+    is_lumos5g,
+    is_ucc,
+    is_wireshark,
+    read_lumos5g,
+    read_pensieve,
+    read_ucc,
+    read_wireshark,
 )
 from edgespec_sim.links.trace_text import (
     OUTAGE_S,
@@ -57,7 +76,6 @@ from edgespec_sim.links.trace_text import (
     TraceText,
     find_outages,
     from_probes,
-    read_lines,
     read_table,
     stamp_s,
     usual_step_s,
@@ -76,12 +94,14 @@ def read_rtt_csv(text: TraceText) -> NetworkTrace:
     samples: dict[float, list[float]] = {}
     latest_s = 0.0
     for number, cells in read_table(text):
-        epoch_s = text.number(number, cells.get("epoch", ""), "the epoch in seconds")
+        epoch_s = text.number(
+            number, cells.get("epoch", ""), "the epoch in seconds", column="epoch"
+        )
         if samples and epoch_s < latest_s:
             raise text.error(number, f"an epoch not before {latest_s:g}")
         latest_s = epoch_s
-        rtt_s = text.number(number, cells.get("values", ""), "the RTT in ms") / 1000.0
-        samples.setdefault(epoch_s, []).append(rtt_s)
+        rtt_s = text.number(number, cells.get("values", ""), "the RTT in ms", column="values")
+        samples.setdefault(epoch_s, []).append(rtt_s / 1000.0)
     if not samples:
         raise text.no_rows()
     epochs_s = list(samples)
@@ -117,7 +137,7 @@ def is_starlink(head: str) -> bool:
 
 
 def read_starlink(text: TraceText) -> NetworkTrace:
-    time_column = text.lines[0].partition(",")[0]
+    time_column = text.head[0].partition(",")[0]
     prefix = _DISH_TIMES[time_column]
     latency_column, drop_column = f"{prefix}pop_ping_latency_ms", f"{prefix}pop_ping_drop_rate"
     times_s: list[float] = []
@@ -126,17 +146,24 @@ def read_starlink(text: TraceText) -> NetworkTrace:
     drops = False
     for number, cells in read_table(text):
         drops |= drop_column in cells
-        time_s = stamp_s(text, number, cells.get(time_column, ""), "a time in ISO 8601")
+        time_s = stamp_s(
+            text, number, cells.get(time_column, ""), "a time in ISO 8601", time_column
+        )
         if times_s and time_s <= times_s[-1]:
-            raise text.error(number, "a time later than in the row before")
+            raise text.error(number, "a time later than in the row before", time_column)
         latency = cells.get(latency_column, "")
-        loss = text.number(number, cells.get(drop_column) or "0", "the share of pings dropped")
-        rtt_s = text.number(number, latency or "0", "the latency in ms") / 1000.0
+        loss = text.number(
+            number,
+            cells.get(drop_column) or "0",
+            "the share of pings dropped",
+            column=drop_column,
+        )
+        rtt_ms = text.number(number, latency or "0", "the latency in ms", column=latency_column)
         times_s.append(time_s)
         carries = (cells.get(f"{prefix}state") or _CARRYING[0]) in _CARRYING
         up.append(carries and latency != "" and loss < 1.0)
         if up[-1]:
-            rows.append((time_s - times_s[0], rtt_s, loss))
+            rows.append((time_s - times_s[0], rtt_ms / 1000.0, loss))
     if not rows:
         raise text.no_rows()
     times_s = [time_s - times_s[0] for time_s in times_s]
@@ -163,8 +190,8 @@ def read_starlink(text: TraceText) -> NetworkTrace:
 
 def read_cicv5g(text: TraceText) -> NetworkTrace:
     rows: list[tuple[float, float]] = []
-    separator = None if "  " in text.lines[0].strip() else " "  # None for an aligned table
-    for number, line in enumerate(text.lines[1:], start=2):
+    separator = None if "  " in text.head[0].strip() else " "  # None for an aligned table
+    for number, line in text.numbered_lines(2):
         if text.may_be_cut(number):
             break
         published, _, delay = (*line.split(separator)[:3], "", "", "")[:3]
@@ -229,7 +256,7 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
     one = _one_way(text)
     if partner == text.path or not partner.is_file():
         return one
-    other = _open_trace(partner)
+    other = open_trace(partner)
     if other.source != text.source:
         raise other.error(1, f"a packet-delivery file like {text.name}")
     way = _one_way(other)
@@ -257,7 +284,7 @@ def _both_ways(up: NetworkTrace, down: NetworkTrace) -> NetworkTrace:
 def _one_way(text: TraceText) -> NetworkTrace:
     counts: Counter[int] = Counter()
     previous_ms = 0
-    for number, line in enumerate(text.lines, start=1):
+    for number, line in text.numbered_lines():
         if not _WHOLE_MS.fullmatch(line.strip()):
             raise text.error(number, "a time in whole ms, of at most 15 digits")
         time_ms = int(line)
@@ -303,46 +330,96 @@ def _one_way(text: TraceText) -> NetworkTrace:
     )
 
 
-FORMATS: Final[dict[str, tuple[Callable[[str], bool], Callable[[TraceText], NetworkTrace]]]] = {
-    "plain": (is_plain, read_plain),
-    "ping": (is_ping, read_ping),
-    "fping": (is_fping, read_fping),
-    "windows-ping": (is_windows_ping, read_windows_ping),
-    "rtt-csv": (lambda head: head.splitlines()[:1] == [_HEADER], read_rtt_csv),
-    "cicv5g": (lambda head: head.startswith("pub_time"), read_cicv5g),
-    "starlink": (is_starlink, read_starlink),
-    "irtt-or-iperf3-json": (is_json, read_json),
-    "iperf3-text": (is_iperf3_text, read_iperf3_text),
-    "mahimahi": (is_mahimahi, read_mahimahi),
-    "table": (is_known_table, read_known_table),
+@dataclass(frozen=True, slots=True)
+class TraceFormat:
+    """One format of network traces."""
+
+    read: Callable[[TraceText], NetworkTrace]
+    is_like: Callable[[str], bool] | None = None
+    """Returns whether the beginning of a file is of this format. None: the content does not show
+    it, so that the format must be named."""
+    is_log: bool = False
+    """Whether a file of this format may begin anywhere, so that its beginning does not have to show
+    the format if it is named."""
+
+
+FORMATS: Final[dict[str, TraceFormat]] = {
+    "plain": TraceFormat(read_plain, is_plain),
+    "ping": TraceFormat(read_ping, is_ping, is_log=True),
+    "fping": TraceFormat(read_fping, is_fping, is_log=True),
+    "fping-json": TraceFormat(read_fping_json, is_fping_json, is_log=True),
+    "windows-ping": TraceFormat(read_windows_ping, is_windows_ping, is_log=True),
+    "rtt-csv": TraceFormat(read_rtt_csv, lambda head: head.splitlines()[:1] == [_HEADER]),
+    "cicv5g": TraceFormat(read_cicv5g, lambda head: head.startswith("pub_time")),
+    "starlink": TraceFormat(read_starlink, is_starlink),
+    "irtt": TraceFormat(read_json, is_irtt),
+    "iperf3-json": TraceFormat(read_json, is_json),
+    "iperf3-text": TraceFormat(read_iperf3_text, is_iperf3_text, is_log=True),
+    "mahimahi": TraceFormat(read_mahimahi, is_mahimahi),
+    "ucc": TraceFormat(read_ucc, is_ucc),
+    "lumos5g": TraceFormat(read_lumos5g, is_lumos5g),
+    "wireshark": TraceFormat(read_wireshark, is_wireshark),
+    "omnet-vec": TraceFormat(read_omnet, is_omnet),
+    "omnet-csv": TraceFormat(read_omnet, is_omnet_csv),
+    "table": TraceFormat(read_known_table, is_known_table),
+    "pensieve": TraceFormat(read_pensieve),
 }
+"""The formats by name, in the order in which they are tried."""
+AUTO: Final = "auto"
 
-# Part of a file that is examined to recognise its format: number of lines, characters of each.
-_HEAD_LINES, _HEAD_CHARACTERS = 200, 4096
 
+def read_trace(
+    path: Path, columns: Columns | None = None, format: str = AUTO, step_s: float = 0.0
+) -> NetworkTrace:
+    """Read the trace in a file.
 
-def read_trace(path: Path, columns: Columns | None = None) -> NetworkTrace:
-    """Read the trace in a file. Its format is recognised by its content, unless ``columns``
-    describes it as a table with these columns. Raises ``TraceError``."""
-    text = _open_trace(path, columns)
+    Args:
+        path: The file, which may be packed with gzip.
+        columns: The meaning of the columns of a table, or of the vectors of OMNeT++. None: the
+            format says it.
+        format: A name of ``FORMATS``. ``auto``: the content shows it.
+        step_s: Seconds of a table whose rows are merged into one. 0: every row is kept.
+
+    Raises:
+        TraceError: The file cannot be read. The message names the line.
+    """
+    if format not in (*FORMATS, AUTO):
+        raise TraceError(f"format is {format!r}, but must be auto or one of {', '.join(FORMATS)}")
+    text = open_trace(path, format)
     if columns is not None:
-        trace = read_columns(text, columns)
+        if text.source in OMNET_FORMATS:
+            trace = read_omnet_columns(text, columns)
+        elif format != AUTO and text.source != "table":
+            raise TraceError(f"{path}: --columns is for tables, and the format is {format}")
+        else:
+            text.source = "table"
+            trace = read_columns(text, columns, step_s)
+    elif step_s:
+        raise TraceError(f"{path}: --step is for tables with --columns")
     elif text.source:
-        trace = FORMATS[text.source][1](text)
+        trace = FORMATS[text.source].read(text)
     else:
         known = f"the beginning of a known format ({', '.join(FORMATS)})"
-        if re.fullmatch(r"[0-9.]+", text.lines[0]):
+        if re.fullmatch(r"[0-9.]+", text.head[0]):
             known += ": round trips need a time in each row, time_s,rtt_ms"
-        raise TraceError(f"{text.error(1, known)}; {explain_columns(text.lines)}")
+        raise TraceError(f"{text.error(1, known)}; {explain_columns(text.head)}")
     return replace(trace, warnings=(*trace.warnings, *describe_improbable(trace)))
 
 
-def _open_trace(path: Path, columns: Columns | None = None) -> TraceText:
-    """Read a file's lines. ``source`` is empty if no known format begins like that. Raises
-    ``TraceError``."""
-    lines, ends_cut = read_lines(path)
-    if not any(lines):
-        raise TraceText(path, "", lines, ends_cut).no_rows()
-    head = "\n".join(line[:_HEAD_CHARACTERS] for line in lines[:_HEAD_LINES])
-    format = next((known for known, (sniff, _) in FORMATS.items() if sniff(head)), "")
-    return TraceText(path, "table" if columns is not None else format, lines, ends_cut)
+def open_trace(path: Path, format: str = AUTO) -> TraceText:
+    """Open a file. Its ``source`` is the format, or what the content shows if that is ``auto``;
+    empty if no known format begins like that. Raises ``TraceError``."""
+    text = TraceText(path)
+    if not any(text.head):
+        raise text.no_rows()
+    head = "\n".join(text.head)
+    if format != AUTO:
+        one = FORMATS[format]
+        if one.is_like is not None and not one.is_log and not one.is_like(head):
+            raise text.error(1, f"the beginning of a file of the format {format}")
+        text.source = format
+        return text
+    text.source = next(
+        (name for name, one in FORMATS.items() if one.is_like is not None and one.is_like(head)), ""
+    )
+    return text

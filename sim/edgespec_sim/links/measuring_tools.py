@@ -8,6 +8,7 @@ packets behind a full queue. They are left out, since a trace's delay is that of
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,22 +21,70 @@ def is_json(head: str) -> bool:
     return head.lstrip().startswith("{")
 
 
+def is_irtt(head: str) -> bool:
+    return is_json(head) and '"irtt"' in head
+
+
 def read_json(text: TraceText) -> NetworkTrace:
     """Read the output of ``irtt client -o FILE``, ``iperf3 -J`` or ``iperf3 --json-stream``. Raises
-    ``TraceError``."""
+    ``TraceError`` that names the element."""
     data = _parse_json(text)
-    try:
-        if isinstance(data.get("round_trips"), list):
-            return _read_irtt(text, data)
-        if isinstance(data.get("intervals"), list):
-            return _read_iperf3(text, data)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(
-            f"{text.path}: lacks a field of its format: {type(error).__name__}: {error}"
-        ) from None
+    if isinstance(data.get("round_trips"), list):
+        text.source = "irtt"
+        return _read_irtt(text, _Element(text, "", data))
+    if isinstance(data.get("intervals"), list):
+        text.source = "iperf3-json"
+        return _read_iperf3(text, _Element(text, "", data))
     raise text.error(1, "JSON of irtt (round_trips) or of iperf3 (intervals)")
+
+
+class _Element:
+    """A value in a JSON document with its place, such as ``round_trips[3].delay``. Its errors name
+    that place."""
+
+    def __init__(self, text: TraceText, place: str, value: object) -> None:
+        self._text, self.place, self.value = text, place, value
+
+    def __getitem__(self, name: str) -> _Element:
+        found = self.get(name)
+        if found is None:
+            raise self.error(f"a field {name!r}")
+        return found
+
+    def get(self, name: str) -> _Element | None:
+        """Return a field of this object, or None if it has no such field or the field is null."""
+        if not isinstance(self.value, dict):
+            raise self.error("an object")
+        place = f"{self.place}.{name}" if self.place else name
+        value = self.value.get(name)
+        return None if value is None else _Element(self._text, place, value)
+
+    def items(self) -> list[_Element]:
+        """Return the elements of this array."""
+        if not isinstance(self.value, list):
+            raise self.error("an array")
+        return [
+            _Element(self._text, f"{self.place}[{index}]", value)
+            for index, value in enumerate(self.value)
+        ]
+
+    def number(self) -> float:
+        """Return this as a finite number."""
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise self.error("a number")
+        try:
+            found = float(value)
+        except (ValueError, OverflowError):
+            raise self.error("a number") from None
+        if not math.isfinite(found):
+            raise self.error("a finite number")
+        return found
+
+    def error(self, expected: str) -> TraceError:
+        shown = repr(self.value)[:60]
+        where = f"{self._text.path}: {self.place or 'the document'}"
+        return TraceError(f"{where}: expected {expected}, found {shown}")
 
 
 def _parse_json(text: TraceText) -> dict[str, Any]:
@@ -79,53 +128,64 @@ def _is_event(event: Mapping[str, Any], name: str) -> bool:
     return event.get("event") == name and isinstance(event.get("data"), dict)
 
 
-def _read_irtt(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
+def _read_irtt(text: TraceText, data: _Element) -> NetworkTrace:
     """Read a report of irtt. Times are in nanoseconds, of the monotonic clock if it has them, else
     of the wall clock."""
-    interval_s = float(data["config"]["params"]["interval"]) / 1e9
-    clock = "monotonic" if _sent_ns(data["round_trips"][:1], "monotonic") else "wall"
+    interval = data["config"]["params"]["interval"]
+    interval_s = interval.number() / 1e9
+    if interval_s <= 0.0:
+        raise interval.error("an interval above 0")
+    trips = data["round_trips"].items()
+    clock = "monotonic" if trips and _find_sent_s(trips[0], "monotonic") is not None else "wall"
     probes: list[Probe] = []
-    for index, trip in enumerate(data["round_trips"]):
-        sent_ns = _sent_ns([trip], clock)
-        sent_s = index * interval_s if sent_ns is None else sent_ns / 1e9
-        rtt_ns = None if trip["lost"] not in (False, "false") else trip["delay"]["rtt"]
-        probes.append(Probe(sent_s, None if rtt_ns is None else max(0.0, float(rtt_ns) / 1e9)))
-    first_s = probes[0].sent_s if probes else 0.0
-    probes = [Probe(one.sent_s - first_s, one.rtt_s) for one in probes]
-    return from_probes(text, probes, interval_s) if probes else _refuse_empty(text)
+    first_s = 0.0
+    for index, trip in enumerate(trips):
+        sent_s = _find_sent_s(trip, clock)
+        sent_s = index * interval_s if sent_s is None else sent_s
+        first_s = first_s if probes else sent_s
+        if probes and sent_s - first_s <= probes[-1].sent_s:
+            raise trip.error("a time of sending after that of the probe before")
+        rtt = trip["delay"].get("rtt") if trip["lost"].value in (False, "false") else None
+        # Clocks may be corrected by more than a round trip.
+        rtt_s = None if rtt is None else max(0.0, rtt.number() / 1e9)
+        probes.append(Probe(sent_s - first_s, rtt_s))
+    if not probes:
+        raise text.no_rows()
+    return from_probes(text, probes, interval_s)
 
 
-def _sent_ns(trips: Sequence[Mapping[str, Any]], clock: str) -> float | None:
-    for trip in trips:
-        value = trip["timestamps"]["client"]["send"].get(clock)
-        return None if value is None else float(value)
-    return None
-
-
-def _refuse_empty(text: TraceText) -> NetworkTrace:
-    raise text.no_rows()
+def _find_sent_s(trip: _Element, clock: str) -> float | None:
+    sent_ns = trip["timestamps"]["client"]["send"].get(clock)
+    return None if sent_ns is None else sent_ns.number() / 1e9
 
 
 Rates = list[tuple[float, float, float]]
 """Start and end of each interval in seconds, and its bits per second."""
 
 
-def _read_iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
+def _read_iperf3(text: TraceText, data: _Element) -> NetworkTrace:
     """Read a report of iperf3. ``sum`` is the direction up unless the test is reversed;
     ``sum_bidir_reverse`` is down."""
-    test = data["start"].get("test_start", {})
-    is_down = bool(test.get("reverse"))
+    test = data["start"].get("test_start")
+    settings = test.value if test is not None and isinstance(test.value, dict) else {}
+    is_down = bool(settings.get("reverse"))
     up: Rates = []
     down: Rates = []
-    for interval in data["intervals"]:
+    for interval in data["intervals"].items():
         for key, rates in (("sum", down if is_down else up), ("sum_bidir_reverse", down)):
-            if (one := interval.get(key)) is not None and not one.get("omitted"):
-                ends_s = float(one["start"]), float(one["end"])
-                rates.append((*ends_s, float(one["bits_per_second"])))
+            one = interval.get(key)
+            if one is None or ((omitted := one.get("omitted")) is not None and omitted.value):
+                continue
+            start_s, end_s = one["start"].number(), one["end"].number()
+            rate = one["bits_per_second"].number()
+            latest_s = rates[-1][1] if rates else start_s
+            if not latest_s - 1e-6 <= start_s < end_s or rate < 0.0:
+                raise one.error(f"an interval from {latest_s:g} s on with a rate of at least 0")
+            rates.append((start_s, end_s, rate))
     warnings: tuple[str, ...] = ()
-    if str(test.get("protocol", "")).upper() == "UDP":
-        rate = float(test.get("target_bitrate") or 0.0)
-        at = f" ({rate / 1e6:g} Mbit/s)" if rate else ""
+    if str(settings.get("protocol", "")).upper() == "UDP":
+        target = settings.get("target_bitrate")
+        at = f" ({target / 1e6:g} Mbit/s)" if isinstance(target, int | float) and target else ""
         warnings = (
             f"iperf3 sent UDP at a rate of its own{at}: its result may be that rate and not the"
             " capacity",
@@ -242,7 +302,7 @@ def read_iperf3_text(text: TraceText) -> NetworkTrace:
     """Read the text that iperf3 prints. Raises ``TraceError``."""
     found: dict[tuple[bool, bool], Rates] = {}
     is_reversed = any(line.startswith("Reverse mode") for line in text.lines)
-    for number, line in enumerate(text.lines, start=1):
+    for number, line in text.numbered_lines():
         one = _LINE.match(line)
         if one is None or text.may_be_cut(number) or _SUMMED_UP.search(one["rest"]):
             continue

@@ -1,7 +1,7 @@
 """Logs of ping in its dialects, with one run or several runs one after another.
 
 The readers support ``ping`` and ``ping -D`` of Linux (iputils), BusyBox, macOS and the BSDs with
-``ping6``, GNU inetutils, ``fping -l`` and ``-c``, and Windows, in any language.
+``ping6``, GNU inetutils, ``fping -l``, ``-c`` and ``--json``, and Windows, in any language.
 
 Except on Windows, a run numbers its probes. Probes are sent at a steady pace, so a probe's time is
 its number times the pace. If arrivals have time stamps (``[epoch]``, ``[local time]``, or a time
@@ -17,16 +17,19 @@ incomplete.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import statistics
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from edgespec_sim.links.network_trace import MAX_ROWS, NetworkTrace, TraceError
 from edgespec_sim.links.trace_text import Probe, TraceText, from_probes, stamp_s
 
 _DEFAULT_STEP_S: Final = 1.0
 _SEQUENCE_NUMBERS: Final = 2**16
+_MAX_SEQUENCE: Final = 10**9
 
 _STAMP: Final = (
     r"(?:\[(?P<stamp>[^\]]+)\] ?"
@@ -60,7 +63,8 @@ _EPOCH: Final = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,15})?")
 _OTHER: Final = re.compile(
     _STAMP
     + r"(|--- .*|rtt .*|round-trip .*|(Start|End) time: \d+|\^C.*|[Ff]rom .*|, pipe \d+"
-    + r"|Request timeout .*|ping6?: .*|(ping: )?[Ww]arning: .*|WARNING: .*|\d+ bytes from .*)$"
+    + r"|Request timeout .*|ping6?: .*|(ping: )?[Ww]arning: .*|WARNING: .*"
+    + r"|\d+ bytes from (?!.*\btime ?[=<]).*)$"
 )
 
 # `fping -l host`: `host : [0], 84 bytes, 12.3 ms (12.3 avg, 0% loss)`, and `[1], timed out (...)`.
@@ -158,7 +162,7 @@ _LONGEST_LINE: Final = 1000
 def _bounded_lines(text: TraceText) -> Iterator[tuple[int, str]]:
     """Yield the number and the beginning of each line. No line of ping is longer, and the regular
     expressions here take quadratic time at worst."""
-    for number, line in enumerate(text.lines, start=1):
+    for number, line in text.numbered_lines():
         yield number, line[:_LONGEST_LINE]
 
 
@@ -274,6 +278,70 @@ def read_fping(text: TraceText) -> NetworkTrace:
         if len(hosts) > 1:
             raise text.error(number, f"answers of only one host ({next(iter(hosts))})")
     return _join_runs(text, [run], strange)
+
+
+# `fping --json` prints one object a line: `{"resp": {"host": ..., "seq": 0, "rtt": ms}}` for an
+# answer, `{"timeout": {"host": ..., "seq": 1}}` and a summary. Other objects and fields are
+# ignored, as its documentation demands. With -C, `{"vSum": {"values": [ms, null, ...]}}` has all
+# probes.
+_FPING_JSON: Final = re.compile(r'\{ *"(?:resp|timeout|summary|vSum|intSum|stats)" *: *\{')
+
+
+def is_fping_json(head: str) -> bool:
+    return any(_FPING_JSON.match(line) for line in head.splitlines()[:10])
+
+
+def read_fping_json(text: TraceText) -> NetworkTrace:
+    """Read the output of ``fping --json`` for one host. Raises ``TraceError``."""
+    run, host = _Run(), ""
+    for number, line in text.numbered_lines():
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            if text.may_be_cut(number):
+                break
+            raise text.error(number, "a JSON object of fping") from None
+        kind, data = next(iter(event.items()), ("", None)) if isinstance(event, dict) else ("", 0)
+        if not isinstance(data, dict):
+            raise text.error(number, "a JSON object of fping")
+        if kind in ("resp", "timeout", "summary", "vSum"):
+            host = host or str(data.get("host", ""))
+            if data.get("host") != host:
+                raise text.error(number, f"answers of only one host ({host})")
+        if kind in ("resp", "timeout"):
+            sequence = run.unwrap(_json_count(text, number, kind, "seq", data))
+            run.latest = max(run.latest, sequence)
+            if kind == "timeout":
+                run.lost.add(sequence)
+            else:
+                rtt_s = _json_rtt_s(text, number, "resp.rtt", data.get("rtt"))
+                run.replies.setdefault(sequence, (None, rtt_s))
+        elif kind == "summary":
+            run.sent, run.sent_from = _json_count(text, number, kind, "xmt", data), 0
+        elif kind == "vSum" and not run.replies and isinstance(data.get("values"), list):
+            run.sent, run.sent_from = len(data["values"]), 0
+            for sequence, value in enumerate(data["values"]):
+                if value is not None:
+                    rtt_s = _json_rtt_s(text, number, f"vSum.values[{sequence}]", value)
+                    run.replies[sequence] = (None, rtt_s)
+    if not run.replies:
+        raise text.no_rows()
+    return _join_runs(text, [run], [])
+
+
+def _json_count(text: TraceText, number: int, kind: str, name: str, data: Mapping[str, Any]) -> int:
+    value = data.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_SEQUENCE:
+        raise text.error(number, f"a whole number of at least 0, not {value!r}", f"{kind}.{name}")
+    return value
+
+
+def _json_rtt_s(text: TraceText, number: int, name: str, value: object) -> float:
+    if not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+        raise text.error(number, f"a round-trip time in ms, not {value!r}", name)
+    return value / 1000.0
 
 
 # --- Windows -----------------------------------------------------------------------------------

@@ -103,7 +103,10 @@ class LinkSection:
     """A trace file, or ``generate:KIND`` (wifi, lte, 5g, starlink, broadband, wan)."""
     trace_columns: str = ""
     """Meaning of the trace file's columns, in the syntax of ``edgespec-sim trace --columns``:
-    ``time_s=NAME,rtt_ms=NAME``. Empty: the file has a known format."""
+    ``time=NAME:s,rtt=NAME:ms``. Empty: the file has a known format."""
+    trace_format: str = "auto"
+    """Format of the trace file, such as ``pensieve`` (docs/simulator-importers.md). ``auto``: the
+    content shows it."""
     trace_spread_s: float = range_field(0.0, 0.0, 1e6)
     """Offset between the devices' starts in the trace: device i starts at i times this. 0: all
     devices see the same conditions at the same time."""
@@ -160,6 +163,15 @@ class RadioSection(Section):
     speed_m_per_s: float = range_field(1.5, 0.0, 100.0)
     """Mean speed of the random waypoint model: each leg has half to one and a half times this
     speed. 0: no device moves."""
+    mobility: str = ""
+    """A file of recorded movement in place of that model: SUMO's floating car data, GPX, or a table
+    of positions. The devices take its tracks in order, within the square."""
+    mobility_columns: str = ""
+    """Meaning of the columns of a table of positions, ``time=NAME:s,device=NAME,x=NAME:m,y=NAME:m``
+    or with ``lat`` and ``lon``. Empty: the file has a known format."""
+    mobility_format: str = "auto"
+    """Format of the file (sumo-fcd, sumo-fcd-geo, gpx or positions). ``auto``: the content shows
+    it."""
     handover: CellHandoverSection | None = None
     """Handover between cells. null: a phone is always in the cell of the verifier that it uses."""
 
@@ -202,7 +214,15 @@ class ArrivalsSection:
     """diurnal: seconds of the day that pass in one second of the world. Rates are not changed, so a
     day compressed into 24 minutes has a sixtieth of its requests."""
     file: str = ""
-    """recorded: a CSV file with ``time_s`` (or ``timestamp``), and optionally the lengths."""
+    """recorded: a CSV file with ``time_s`` (or ``timestamp``), and optionally the lengths; or a
+    trace of Azure's LLM inference, or BurstGPT."""
+    columns: str = ""
+    """recorded: meaning of the file's columns, ``time=NAME:s,prompt=NAME,output=NAME``. Empty: the
+    file has a known format."""
+    format: str = "auto"
+    """recorded: format of the file (arrivals, azure or burstgpt). ``auto``: its header shows it."""
+    from_s: float = range_field(0.0, 0.0, 1e9)
+    """recorded: seconds of the file that are skipped, such as 86400 for its second day."""
     speed: float = range_field(1.0, 1e-3, 1e4)
     """recorded: speed-up of the playback, which raises the rate by the same factor."""
     at: AtDevice = AtDevice.OWN
@@ -653,6 +673,10 @@ class Scenario:
                         f"but must divide by shards, {self.shards}"
                     )
         if self.radio is not None:
+            if self.radio.mobility and self.shards > 1:
+                raise ValueError(
+                    f"shards is {self.shards}, but radio.mobility is played in one world: shards 1"
+                )
             for name, section in self.devices.items():
                 if section.path:
                     raise ValueError(

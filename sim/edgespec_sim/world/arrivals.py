@@ -13,92 +13,19 @@ queue. If they take any free device, each group of devices has one queue.
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final
 
-from edgespec.config.files import open_to_read
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.network_trace import TraceError, find_file
+from edgespec_sim.links.columns import Columns, TableKind
+from edgespec_sim.links.network_trace import find_file
 from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevice, Scenario
-
-# --- recorded arrivals: CSV with a header ------------------------------------------------------
-# The columns are ``time_s``, or ``timestamp`` (seconds, or a date and time), and optionally
-# ``prompt_tokens`` and ``output_tokens``. Published traces of cloud inference call them
-# ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``. The first request arrives at 0.
-
-MAX_ROWS: Final = 1_000_000
-MAX_BYTES: Final = 256 << 20
-MAX_TOKENS: Final = 65_536
-_NAMES: Final = {
-    "timestamp": "time_s",
-    "contexttokens": "prompt_tokens",
-    "generatedtokens": "output_tokens",
-}
-_LENGTHS: Final = ("prompt", "output")
-_Recorded = tuple[float, int | None, int | None]
-"""Arrival time in seconds, prompt length and output length; None where the file has no length."""
-
-
-def read_arrivals(path: Path) -> list[_Recorded]:
-    """Read recorded arrivals in order of time, which starts at 0. Raises ``TraceError`` that names
-    the file, the line and the fault."""
-    found: list[_Recorded] = []
-    try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise TraceError(f"{path}: {size} bytes, but at most {MAX_BYTES} are read")
-        with open_to_read(path) as file:
-            rows = csv.DictReader(file)
-            header = (name.strip().lower() for name in rows.fieldnames or ())
-            rows.fieldnames = [_NAMES.get(name, name) for name in header]
-            for row in rows:
-                where = f"{path}:{rows.line_num}"
-                if len(found) == MAX_ROWS:
-                    raise TraceError(f"{path}: more than {MAX_ROWS} arrivals, which is the limit")
-                at_s = _read_seconds(row.get("time_s"), where)
-                prompt, output = (_read_length(row, f"{one}_tokens", where) for one in _LENGTHS)
-                found.append((at_s, prompt, output))
-                if len(found) > 1 and found[-1][0] < found[-2][0]:
-                    raise TraceError(f"{where}: time is earlier than in the row before")
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path}: not readable as text: {error}") from error
-    if not found:
-        raise TraceError(f"{path}: contains no arrivals")
-    return [(at_s - found[0][0], prompt, output) for at_s, prompt, output in found]
-
-
-def _read_seconds(value: str | None, where: str) -> float:
-    try:
-        at_s = float(value or "")
-    except ValueError:
-        try:
-            at_s = datetime.fromisoformat((value or "").strip()).timestamp()
-        except ValueError:
-            raise TraceError(
-                f"{where}: time is {value!r}, but must be seconds or a date and time"
-            ) from None
-    if not math.isfinite(at_s):
-        raise TraceError(f"{where}: time is {value!r}, but must be finite")
-    return at_s
-
-
-def _read_length(row: Mapping[str, str | None], name: str, where: str) -> int | None:
-    value = row.get(name)
-    if not value:
-        return None
-    if not value.strip().isdecimal() or int(value) < 1:
-        raise TraceError(f"{where}: {name} is {value!r}, but must be a whole number of at least 1")
-    return min(int(value), MAX_TOKENS)
-
+from edgespec_sim.world.recorded_arrivals import MAX_TOKENS, read_arrivals
 
 # --- lengths of prompts and outputs ------------------------------------------------------------
 
@@ -147,12 +74,15 @@ def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival,
 
 def _read_times(
     section: ArrivalsSection, until_s: float, dice: random.Random, folder: Path
-) -> Iterator[_Recorded]:
+) -> Iterator[tuple[float, int | None, int | None]]:
+    """Yield the times of arrivals with the lengths that are recorded."""
     if section.kind is ArrivalKind.RECORDED:
-        for at_s, prompt, output in read_arrivals(find_file(section.file, folder)):
-            if at_s / section.speed > until_s:
+        columns = Columns.of(section.columns, TableKind.WORKLOAD) if section.columns else None
+        path = find_file(section.file, folder)
+        for one in read_arrivals(path, columns, section.format, from_s=section.from_s):
+            if one.at_s / section.speed > until_s:
                 return
-            yield at_s / section.speed, prompt, output
+            yield one.at_s / section.speed, one.prompt_tokens, one.output_tokens
         return
     at_s = 0.0
     while True:

@@ -23,7 +23,7 @@ from pathlib import Path as FilePath
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.column_tables import Columns
+from edgespec_sim.links.columns import Columns, TableKind
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.generators import generate
 from edgespec_sim.links.grants_5g import DeviceAir, WayWaits, mean_waits_s
@@ -44,10 +44,11 @@ from edgespec_sim.links.path import (
 )
 from edgespec_sim.links.tcp import MESSAGE_BYTES, PacketLink, TcpConnection
 from edgespec_sim.run_summary import WARNING, LinkLoad
-from edgespec_sim.scenario.sections import LinkSection, Scenario
+from edgespec_sim.scenario.sections import LinkSection, RadioSection, Scenario
 from edgespec_sim.sessions import Stream
 from edgespec_sim.world.parts import LinkPart
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, Hop, RadioNetwork
+from edgespec_sim.world.recorded_mobility import Mobility, RecordedWalk, read_mobility
 from edgespec_sim.world.site import LinkView
 
 # --- the trace that a link of a scenario names -------------------------------------------------
@@ -71,23 +72,58 @@ def load_trace(
             state = path.stat()
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-        trace = _read(path, section.trace_columns, (state.st_mtime_ns, state.st_size))
+        trace = _read(
+            path, section.trace_columns, section.trace_format, (state.st_mtime_ns, state.st_size)
+        )
     if section.rtt_ms and trace.rtt_s is not None:
         trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
     return trace
 
 
 @lru_cache(maxsize=4)
-def _read(path: FilePath, columns: str, state: tuple[int, int]) -> NetworkTrace:
+def _read(path: FilePath, columns: str, format: str, state: tuple[int, int]) -> NetworkTrace:
     """Read a trace file. Every arm and seed needs it, so it is cached; ``state`` changes with the
     file."""
-    return read_trace(path, Columns.of(columns) if columns else None)
+    named = Columns.of(columns, TableKind.NETWORK) if columns else None
+    return read_trace(path, named, format)
+
+
+def load_mobility(section: RadioSection, folder: FilePath) -> Mobility | None:
+    """Return the recorded movement of the devices; None without one. Raises ``TraceError`` or
+    ``ValueError``."""
+    if not section.mobility:
+        return None
+    path = find_file(section.mobility, folder)
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    return _read_mobility(
+        path,
+        section.mobility_columns,
+        section.mobility_format,
+        (state.st_mtime_ns, state.st_size),
+    )
+
+
+@lru_cache(maxsize=2)
+def _read_mobility(path: FilePath, columns: str, format: str, state: tuple[int, int]) -> Mobility:
+    """Read recorded movement. It is cached as traces are."""
+    named = Columns.of(columns, TableKind.MOBILITY) if columns else None
+    return read_mobility(path, named, format)
 
 
 def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
     """Return notes on the traces of a scenario's links: values that were guessed or not measured,
     and settings that are probably not intended. Raises as ``load_trace``."""
     notes: list[str] = []
+    if scenario.radio is not None and (mobility := load_mobility(scenario.radio, folder)):
+        where = f"radio.mobility: {mobility.name}"
+        notes += [f"{WARNING}{where}: {one}." for one in mobility.warnings]
+        if mobility.span_s < scenario.duration_s:
+            notes.append(
+                f"{where}: its last position is at {mobility.span_s:.0f} s, where the devices stay."
+            )
     for name, section in scenario.links.items():
         trace = load_trace(section, "notes", scenario.duration_s, folder)
         if trace is None:
@@ -367,7 +403,15 @@ class Network:
         """Round-trip time on the air, if there is any."""
         if (radio := scenario.radio) is not None:
             self._access_s, devices = ACCESS_S, scenario.device_count
-            self._radio = RadioNetwork(queue, radio, devices, len(verifiers), f"{seed}/radio")
+            mobility = load_mobility(radio, folder)
+            self._radio = RadioNetwork(
+                queue,
+                radio,
+                devices,
+                len(verifiers),
+                f"{seed}/radio",
+                None if mobility is None else RecordedWalk(mobility, devices, radio.area_m),
+            )
             if radio.handover is not None:
                 self.cells = Cells(queue, self._radio, radio.handover, self._stations)
         self._links = {

@@ -29,6 +29,7 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Handover, Path
 from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import FRAMING_BYTES, CellHandoverSection, RadioSection
+from edgespec_sim.world.recorded_mobility import RecordedWalk
 
 # --- gains between devices and base stations: 3GPP TR 38.901, urban micro street canyon --------
 # Path loss (table 7.4.1-1) with or without line of sight by table 7.4.2-1, drawn again as the
@@ -223,19 +224,27 @@ _TICKS_PER_S = 1e9
 
 class RadioNetwork:
     def __init__(
-        self, queue: EventQueue, section: RadioSection, devices: int, stations: int, seed: str
+        self,
+        queue: EventQueue,
+        section: RadioSection,
+        devices: int,
+        stations: int,
+        seed: str,
+        walk: RecordedWalk | None = None,
     ) -> None:
+        """``walk`` moves the devices in place of the random waypoint model."""
         self._queue, self._section = queue, section
         number = random.Random(seed).getrandbits(32)
         walk_rng, gains_rng = np.random.default_rng(number).spawn(2)
         self.stations_m = grid_m(stations, section.area_m)
         speed = section.speed_m_per_s
-        self._walk = RandomWaypoint(
+        self._walk: RandomWaypoint | RecordedWalk = walk or RandomWaypoint(
             walk_rng,
             devices,
             side_m=section.area_m,
             speed_m_s=(0.5 * speed, 1.5 * speed) if speed else (1.0, 1.0),
         )
+        self._moves = walk is not None or speed > 0.0
         self._gains = UmiGains(gains_rng, devices, stations)
         self.serving = np.full(devices, -1)
         """The station that each device used last; -1: none yet."""
@@ -299,9 +308,8 @@ class RadioNetwork:
         return airtime_s
 
     def _advance(self) -> None:
-        section = self._section
         still_m = np.zeros(len(self.serving))
-        changes = self._step(self._walk.advance(_STEP_S) if section.speed_m_per_s else still_m)
+        changes = self._step(self._walk.advance(_STEP_S) if self._moves else still_m)
         self._queue.after(_STEP_S, self._advance)
         for change in changes:
             self.on_change(change)

@@ -48,10 +48,11 @@ from edgespec_sim.scenario.sections import (
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream, mean_way_s
 from edgespec_sim.token_sources.source import TokenRequest
-from edgespec_sim.world.arrivals import MAX_TOKENS, Arrival, draw_length
+from edgespec_sim.world.arrivals import Arrival, draw_length
 from edgespec_sim.world.device_power import DevicePower
 from edgespec_sim.world.meters import Meters, RequestRecord
 from edgespec_sim.world.parts import NextRequest
+from edgespec_sim.world.recorded_arrivals import MAX_TOKENS
 from edgespec_sim.world.site import Site, WorldSetup
 
 
