@@ -69,31 +69,61 @@ class Network:
     format: str = "auto"
 
 
-PINGS = {"time_s": (0.0, 1.0, 3.0), "rtt_ms": (12.0, 30.0, 14.0), "outages_s": ((2.0, 3.0),)}
-WINDOWS = {"time_s": (0.0, 1.0, 6.0), "rtt_ms": (12.0, 30.0, 14.0), "outages_s": ((2.0, 6.0),)}
-DISH = {
-    **{"time_s": (0.0, 1.0, 3.0), "rtt_ms": (40.0, 44.0, 42.0), "outages_s": ((2.0, 3.0),)},
-    "loss": (0.0, 0.25, 0.0),
-}
 NO_LOSS = (0.0, 0.0, 0.0)
-IPERF3 = {"time_s": (0.0, 1.0, 2.0), "down": (8.0, 12.0, 10.0), "end_s": 3.0}
+
+
+def ping(file: str, source: str) -> Network:
+    """Four probes a second apart, the third one without an answer."""
+    return Network(
+        file, source, (0.0, 1.0, 3.0), (12.0, 30.0, 14.0), loss=NO_LOSS, outages_s=((2.0, 3.0),)
+    )
+
+
+def windows(file: str) -> Network:
+    """The same probes on Windows, where a lost one takes 4 s."""
+    return Network(
+        file,
+        "windows-ping",
+        (0.0, 1.0, 6.0),
+        (12.0, 30.0, 14.0),
+        loss=NO_LOSS,
+        outages_s=((2.0, 6.0),),
+        end_s=7.0,
+    )
+
+
+def iperf3(file: str, source: str) -> Network:
+    return Network(file, source, (0.0, 1.0, 2.0), down=(8.0, 12.0, 10.0), end_s=3.0)
+
+
+def dish(file: str) -> Network:
+    return Network(
+        file,
+        "starlink",
+        (0.0, 1.0, 3.0),
+        (40.0, 44.0, 42.0),
+        loss=(0.0, 0.25, 0.0),
+        outages_s=((2.0, 3.0),),
+    )
+
+
 CQI = "down=ue[0].cellularNic.nrMac.averageCqiDl:cqi@20MHz"
 CQI_7_MBPS, CQI_15_MBPS = 20 * 1.4766, 20 * 5.5547
 # 20 dB: log2(1 + 100 / 5.529) is 4.25, between CQI 12 and 13. 5 dB: 0.65, between CQI 4 and 5.
 DB_20_MBPS, DB_5_MBPS = 10 * 3.9023, 10 * 0.6016
 
 NETWORKS = [
-    Network("ping.txt", "ping", loss=NO_LOSS, **PINGS),
-    Network("windows-english.txt", "windows-ping", loss=NO_LOSS, end_s=7.0, **WINDOWS),
-    Network("windows-german.txt", "windows-ping", loss=NO_LOSS, end_s=7.0, **WINDOWS),
-    Network("windows-french.txt", "windows-ping", loss=NO_LOSS, end_s=7.0, **WINDOWS),
-    Network("fping.txt", "fping", loss=NO_LOSS, **PINGS),
-    Network("fping.json", "fping-json", loss=NO_LOSS, **PINGS),
-    Network("irtt.json", "irtt", loss=NO_LOSS, **PINGS),
-    Network("iperf3.json", "iperf3-json", **IPERF3),
-    Network("iperf3.txt", "iperf3-text", **IPERF3),
-    Network("dish-status.csv", "starlink", **DISH),
-    Network("dish-bulk.csv", "starlink", **DISH),
+    ping("ping.txt", "ping"),
+    ping("fping.txt", "fping"),
+    ping("fping.json", "fping-json"),
+    ping("irtt.json", "irtt"),
+    windows("windows-english.txt"),
+    windows("windows-german.txt"),
+    windows("windows-french.txt"),
+    iperf3("iperf3.json", "iperf3-json"),
+    iperf3("iperf3.txt", "iperf3-text"),
+    dish("dish-status.csv"),
+    dish("dish-bulk.csv"),
     Network(
         "ucc.csv",
         "ucc",
@@ -399,8 +429,8 @@ def test_rates_have_their_units(unit: str, bits_per_s: float, tmp_path: Path) ->
 
 
 def test_gaps_and_missing_cells_are_named_by_line(tmp_path: Path) -> None:
-    """The rows are a second apart, with a pause of 60 s before line 5, a missing cell in line 3, and a
-    row without any in line 6."""
+    """The rows are a second apart, with a pause of 60 s before line 5, a missing cell in line 3,
+    and a row without any in line 6."""
     path = tmp_path / "t.csv"
     path.write_text("t,r,d\n0,10,1\n1,-,1\n2,12,1\n62,13,1\n63,,\n64,14,2\n")
     trace = read_trace(path, Columns.of("time=t:s,rtt=r:ms,down=d:Mbit/s"))
@@ -586,7 +616,7 @@ def test_movement_is_played(file: str) -> None:
     """The devices of a world stand where the tracks are: another track gives other radio."""
     columns = GEO if file == "positions-geo.csv" else ""
 
-    def play(**radio: object) -> list[object]:
+    def play(mobility: str) -> list[object]:
         result = sim.run(
             "mec",
             seeds=1,
@@ -594,14 +624,15 @@ def test_movement_is_played(file: str) -> None:
             processes=1,
             duration_s=8.0,
             devices__phone__count=len(TRACKS[file]),
-            **{f"radio__{key}": value for key, value in radio.items()},
+            radio__mobility=mobility,
+            radio__mobility_columns=columns if mobility else "",
         )
         assert result.summary.arms[0].all.tokens > 0
         return [(one.row.up_way_s, one.row.down_way_s) for one in result.requests]
 
-    mobility = {"mobility": str(RECORDINGS / file), "mobility_columns": columns}
-    assert play(**mobility) == play(**mobility)
-    assert play(**mobility) != play()
+    recorded = play(str(RECORDINGS / file))
+    assert recorded == play(str(RECORDINGS / file))
+    assert recorded != play("")
 
 
 BROKEN_MOVEMENT = BROKEN_FILES["movement"]
