@@ -8,6 +8,7 @@ whatever it holds.
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import reprlib
 import types
@@ -23,6 +24,7 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from edgespec.config.files import TooLargeError, read_text
+from edgespec.config.retired import REFUSED, WITHOUT_EFFECT
 from edgespec.core.protocol.checks import is_unicode
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -30,6 +32,7 @@ NULL: Final = object()
 """Override that sets its key to null. (An override of None leaves the key as it is.)"""
 
 _Config = TypeVar("_Config")
+_LOG = logging.getLogger(__name__)
 
 # Errors quote long values in part only, because aliases let a small file hold a huge value.
 _shortened = reprlib.Repr()
@@ -55,11 +58,17 @@ def load_config(
     ``overrides_from``: source of the overrides, for error messages.
 
     Raises ``ConfigError``, which names the source, the key and what is wrong."""
+    without_effect = WITHOUT_EFFECT.get(kind.__name__, {})
     data = {} if path is None else _read(path)
     if path is not None:
+        for key, reason in without_effect.items():
+            if _remove_key(data, key.split(".")):
+                _LOG.warning("%s: %s has no effect: %s; remove it", path, key, reason)
         build(kind, data, str(path))  # an error in the file must not name the overrides' source
     for key, value in (overrides or {}).items():
-        if value is not None:
+        if key in without_effect:
+            _LOG.warning("%s: %s has no effect: %s", overrides_from, key, without_effect[key])
+        elif value is not None:
             _put(data, key.split("."), None if value is NULL else value)
     return build(kind, data, overrides_from)
 
@@ -118,6 +127,18 @@ def _put(data: dict[str, Any], keys: list[str], value: object) -> None:
     data[keys[-1]] = value
 
 
+def _remove_key(data: dict[str, Any], keys: list[str]) -> bool:
+    """Remove a key from the data of a file, and return whether it was there."""
+    section: Any = data
+    for key in keys[:-1]:
+        section = section.get(key)
+        if not isinstance(section, dict):
+            return False
+    has_key = keys[-1] in section
+    section.pop(keys[-1], None)
+    return has_key
+
+
 _hints: Any = cache(typing.get_type_hints)
 
 
@@ -137,9 +158,7 @@ def build(kind: type[_Config], data: object, source: str, place: str = "") -> _C
     values = {}
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {_shortened.repr(str(key))}; {hint}")
+            raise ConfigError(f"{where}: {_explain_unknown(kind, str(key), tuple(known))}")
     for key, value in data.items():
         below = f"{place}.{key}" if place else key
         converted = values[key] = _convert(hints[key], value, source, below)
@@ -157,6 +176,15 @@ def build(kind: type[_Config], data: object, source: str, place: str = "") -> _C
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{source}: {place + '.' if place else ''}{error}") from None
+
+
+def _explain_unknown(kind: type[Any], key: str, known: tuple[str, ...]) -> str:
+    """Return what is wrong with a key that a section does not have, and what would be right."""
+    if instead := REFUSED.get(kind.__name__, {}).get(key):
+        return f"key {key!r} is gone; {instead}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    return f"unknown key {_shortened.repr(key)}; {hint}"
 
 
 def _convert(hint: Any, value: object, source: str, place: str) -> Any:
