@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from edgespec.api import *
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 TELEMETRY_OFF = {
     "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime 1.29 and later: a device id, models, timings

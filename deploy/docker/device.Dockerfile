@@ -2,7 +2,7 @@
 # The device: the agent and its draft model on a CPU, amd64 and arm64. From the root of the repository:
 #
 #   docker buildx build --platform linux/amd64,linux/arm64 -f deploy/docker/device.Dockerfile \
-#       -t edgespec/device:0.1.0 .
+#       -t edgespec/device:0.2.0 .
 #
 # It runs commands that end, and the endpoint that stays (`serve`); EXTRAS=cpu leaves that out.
 ARG BASE=python:3.12.11-slim-bookworm

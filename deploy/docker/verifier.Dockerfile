@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1.7
 # The verifier. Build from the root of the repository:
 #
-#   docker build -f deploy/docker/verifier.Dockerfile -t edgespec/verifier:0.1.0 .
+#   docker build -f deploy/docker/verifier.Dockerfile -t edgespec/verifier:0.2.0 .
 #
 # PyTorch's wheels include CUDA's libraries, so the base image needs only the settings that ask the
 # container runtime for a GPU. Without a GPU, give TORCH_INDEX the CPU builds:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import itertools
 import os
 import re
 import signal
@@ -164,6 +165,21 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
     )
 
 
+class _Command(typer.core.TyperCommand):
+    """A command that answers an option which is a key with ``--set``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {"--help"}.union(*((*one.opts, *one.secondary_opts) for one in self.params))
+        words = itertools.takewhile(lambda word: word != "--", args)
+        names = (word.partition("=")[0] for word in words if word.startswith("--"))
+        if (unknown := next((name for name in names if name not in known), "")) and self.callback:
+            from edgespec.cli.replaced_options import find_replacement
+
+            if instead := find_replacement(inspect.unwrap(self.callback), unknown):
+                ctx.fail(f"No such option: {unknown}; use {instead}")
+        return super().parse_args(ctx, args)
+
+
 @cache
 def _import_attribute(name: str, where: str) -> Any:
     module, _, attribute = where.partition(":")
@@ -177,7 +193,7 @@ def _import_attribute(name: str, where: str) -> Any:
         group.add_typer(found, name=name, no_args_is_help=not runs_alone, context_settings=_HELP)
     else:
         _add_metavars(found)
-        group.command(name)(found)
+        group.command(name, cls=_Command)(found)
     command = typer.main.get_group(group).commands[name]
     _complete_help(command)
     return command

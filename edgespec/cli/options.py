@@ -26,6 +26,7 @@ import typer
 import yaml
 from rich.markup import escape
 
+from edgespec.cli.replaced_options import KEYS_OF_COMMANDS
 from edgespec.cli.running import reporting_errors, set_up_logging
 from edgespec.config import AgentConfig, ConfigError, VerifierConfig, load_config
 from edgespec.config.file_permissions import check_file_permissions
@@ -161,6 +162,7 @@ def from_config(
     keys = documented_keys(kind)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        KEYS_OF_COMMANDS[command] = tuple(keys)
         signature = inspect.signature(command, eval_str=True)
         own = list(signature.parameters.values())[1:]
 

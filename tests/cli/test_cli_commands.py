@@ -123,6 +123,24 @@ def test_a_mistake_is_one_clear_line(mistake: str, address: str) -> None:
     assert re.fullmatch(rf"error: .*{re.escape(said)}.*\n", result.stderr), result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("generate --policy pearl a", "--policy; use --set policy.name=VALUE"),
+        ("generate --top-k=5 a", "--top-k; use --set sampling.top_k=VALUE"),
+        ("generate --print-config a", "--print-config; use --help-all"),
+        ("chat --no-ignore-eos", "--no-ignore-eos; use --set sampling.ignore_eos=VALUE"),
+        ("serve --window 5", "--window; use --set draft.window=VALUE or --set policy.window=VALUE"),
+        ("verifier --max-sessions 5", "--max-sessions; use --set limits.max_sessions=VALUE"),
+        ("generate --nonsense a", "--nonsense"),
+    ],
+)
+def test_an_option_that_is_a_key_is_answered_with_the_key(words: str, instead: str) -> None:
+    result = CliRunner().invoke(app, shlex.split(words), env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert f"No such option: {instead}" in " ".join(result.stderr.split())
+
+
 def test_a_prompt_that_is_no_text_or_too_long_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import edgespec
 from tests.sources import ROOT
 from tools import site_pages, write_index
 
@@ -101,6 +102,35 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site/measurements/speed/index.html").is_file()
     assert (tmp_path / "site/llms.txt").is_file()
     assert (tmp_path / "site/repository/deploy/README.md").is_file()
+
+
+# --- the version ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("pyproject.toml", r'^version = "(.+)"$'),
+        ("CITATION.cff", r"^version: (.+)$"),
+        ("deploy/README.md", r"edgespec/(?:verifier|device):(\S+)"),
+        ("deploy/compose.yaml", r"edgespec/(?:verifier|device):(\S+)"),
+        ("deploy/docker/device.Dockerfile", r"edgespec/device:(\S+)"),
+        ("deploy/docker/verifier.Dockerfile", r"edgespec/verifier:(\S+)"),
+        ("deploy/kubernetes/base/statefulset.yaml", r"edgespec/verifier:(\S+)"),
+        ("deploy/kubernetes/overlays/public/kustomization.yaml", r"newTag: (\S+)"),
+    ],
+)
+def test_there_is_one_version(path: str, pattern: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found = re.findall(pattern, text, re.MULTILINE)
+    assert found
+    assert set(found) == {edgespec.__version__}
+
+
+def test_the_changelog_begins_with_what_is_to_come_and_the_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", changelog, re.MULTILINE)
+    assert headings[:2] == ["Unreleased", edgespec.__version__]
 
 
 # --- the README ---------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ async def test_an_earlier_device_gets_its_text_from_todays_verifier(
 
 @pytest.mark.parametrize("draft", ["none", "toy"])
 async def test_todays_device_gets_its_text_from_an_earlier_verifier(draft: str) -> None:
-    """The verifier plays its side of the stream without drafts, as if all of them came too late."""
+    """The verifier plays its side of the stream without drafts, as if every draft came too late."""
     opens: list[Any] = []
 
     async def answer_info(_: bytes, __: Any) -> bytes:
