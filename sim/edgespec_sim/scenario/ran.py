@@ -40,8 +40,8 @@ class RanSection(Section):
     or the course of a ``file``. All arms meet the same course."""
 
     shares: tuple[float, ...] = range_field((), 0.0, MAX_SHARE)
-    """Share of the GPU at 0 h, 1 h, ... 23 h, interpolated linearly; the day repeats. One number
-    stands for the whole day."""
+    """Share of the GPU at 0 h, 1 h, ... 23 h, interpolated linearly; the day repeats. A list
+    of one number stands for the whole day."""
     compress: float = range_field(1.0, 1.0, _DAY_S)
     """Seconds of the day that pass in one second of the world."""
     starts_at_h: float = range_field(0.0, 0.0, 24.0)
