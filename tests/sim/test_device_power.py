@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import edgespec_sim as sim
 from edgespec.bench.arms import Arm
 from edgespec.config import ConfigError
+from edgespec_sim.commands.main import app
 from edgespec_sim.report.page import render
 from edgespec_sim.report.tables import power_rows
 from edgespec_sim.scenario.device_power import (
@@ -419,3 +421,10 @@ def test_a_profile_of_your_own_is_read(tmp_path: Path) -> None:
     path.write_text("name: mine\nabout: a board\ndraft_w: {value: 4}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="draft_w"):
         apply_profile("board", DeviceSection(profile="mine.yaml"), tmp_path)
+
+
+def test_the_list_names_the_profiles() -> None:
+    done = CliRunner().invoke(app, ["list"])
+    assert done.exit_code == 0, done.output
+    for name in bundled_profiles():
+        assert name in done.output

@@ -25,10 +25,12 @@ from edgespec_sim.bundle import rerun as play_again
 from edgespec_sim.bundle import write_bundle
 from edgespec_sim.commands import play
 from edgespec_sim.library import make_result
+from edgespec_sim.report import tables
 from edgespec_sim.report.document import write_page
 from edgespec_sim.report.page import SUMMARY, TRACE, headline, refuse_to_replace, report_on
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
 from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
+from edgespec_sim.scenario.device_power import bundled_profiles, load_profile
 from edgespec_sim.scenario.sections import Scenario, bundled_scenarios, load_scenario, scenario_path
 from edgespec_sim.world.run import check
 
@@ -123,7 +125,7 @@ def rerun(
 
 
 def list_scenarios() -> None:
-    """List the scenarios that come with the simulator."""
+    """List the scenarios and the energy profiles of devices that come with the simulator."""
     with reporting_errors():
         table = Table("scenario", "devices", "verifiers", "about")
         for name, path in bundled_scenarios().items():
@@ -132,6 +134,16 @@ def list_scenarios() -> None:
             table.add_row(
                 name, f"{scenario.device_count:,}", str(verifiers), scenario.about.strip()
             )
+        play.make_console().print(table)
+        table = Table("device profile", "idle W", "draft W above it", "about")
+        for name in bundled_profiles():
+            profile = load_profile(name, Path())
+            known = dict(profile.figures)
+            watts = (
+                f"{known[key].value:g}" if key in known else tables.MISSING
+                for key in ("idle_w", "draft_w")
+            )
+            table.add_row(name, *watts, profile.about.strip())
         play.make_console().print(table)
 
 
