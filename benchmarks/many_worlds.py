@@ -1,8 +1,10 @@
 """Play random worlds by the hundred thousand: every device must receive its target's own text.
 
     PYTHONPATH=.:sim python benchmarks/many_worlds.py --worlds 200000
+    PYTHONPATH=.:sim python benchmarks/many_worlds.py --worlds 100000 --predictions
 
-A world that fails is named with the line that plays it again.
+With ``--predictions`` the worlds are small ones in which devices have predictions. A world that
+fails is named with the line that plays it again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from multiprocessing import Pool
 
-from tests.sim.random_worlds import REPLAY, play
+from tests.sim.random_worlds import REPLAY, play, play_with_prediction
 
 BATCH = 50
 
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="seed of the first world")
     parser.add_argument("--worlds", type=int, default=2000, help="how many seeds from there on")
+    parser.add_argument("--predictions", action="store_true", help="small worlds with predictions")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)  # the product logs thousands of the faults that worlds inject
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun, played, told = time.monotonic(), Counter[str](), 0
     failures = 0
     with Pool(args.jobs) as pool:
-        jobs = [(first, min(first + BATCH, last)) for first in batches]
+        jobs = [(first, min(first + BATCH, last), args.predictions) for first in batches]
         for counts, failed in pool.imap_unordered(_play_batch, jobs):
             played.update(counts)
             failures += len(failed)
@@ -48,18 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def _play_batch(seeds: tuple[int, int]) -> tuple[dict[str, int], list[str]]:
+def _play_batch(batch: tuple[int, int, bool]) -> tuple[dict[str, int], list[str]]:
     counts, failed = Counter[str](), []
-    for seed in range(*seeds):
+    first, end, predicts = batch
+    play_one = play_with_prediction if predicts else play
+    for seed in range(first, end):
         counts["worlds"] += 1
         try:
-            result = play(seed)
+            result = play_one(seed)
         except Exception as error:
-            failed.append(f"world {seed}: {error!r}; {REPLAY.format(seed=seed)}")
+            again = REPLAY.format(name=play_one.__name__, seed=seed)
+            failed.append(f"world {seed}: {error!r}; {again}")
             continue
         counts["devices"] += len(result.devices)
         counts["tokens"] += sum(len(device.expected.tokens) for device in result.devices)
         counts["passes"] += result.passes
+        counts["rows"] += result.rows
         counts["faults"] += result.faults
         counts["evictions"] += result.evictions
         counts["tokens not computed again"] += result.hit_tokens

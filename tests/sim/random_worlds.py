@@ -26,7 +26,7 @@ from tests.sim.faults import checks, worlds
 # Mutants are tested on worlds below this seed, so that they are found as early as before. From this
 # seed on devices run as users run them, some short of memory.
 GOVERNED_FROM = 10_000
-REPLAY = 'PYTHONPATH=.:sim python -c "from tests.sim.random_worlds import play; play({seed})"'
+REPLAY = 'PYTHONPATH=.:sim python -c "from tests.sim.random_worlds import {name}; {name}({seed})"'
 
 
 def exact_drafter(model: ToyModel) -> Drafter:
@@ -53,6 +53,44 @@ DRAFTERS: tuple[worlds.DrafterFactory, ...] = (
 def play(seed: int) -> worlds.WorldResult:
     """Play the world of a seed. Raises any violation in it."""
     return worlds.run_world(draw_options(seed), seed)
+
+
+def play_with_prediction(seed: int) -> worlds.WorldResult:
+    """Play a small world of a seed in which devices have predictions. Raises any violation."""
+    return worlds.run_world(draw_with_prediction(seed), seed)
+
+
+def draw_with_prediction(seed: int) -> worlds.WorldOptions:
+    """Return options of a world with one or two devices, which have predictions and mostly no
+    draft model, and a verifier that mostly has none. So a world is cheap, and every event of it may
+    meet a prediction."""
+    dice = random.Random(f"small world of {seed}")
+    options = draw_options(GOVERNED_FROM + seed)
+    limits = options.limits
+    if dice.random() < 0.7:  # room for whole predictions
+        limits = replace(limits, max_nodes_outstanding=128, max_nodes_per_pass=dice.choice((4, 64)))
+    sampling = options.sampling
+    if sampling.max_tokens > 2:
+        sampling = replace(sampling, max_tokens=dice.choice((20, 30, 60)), min_tokens=0)
+    kinds = [*worlds.PredictionKind]
+    if options.run_ahead is RunAhead.NEVER:
+        # A verifier that drops ids beyond its vocabulary waits for drafts in vain at each token.
+        kinds.remove(worlds.PredictionKind.OTHER)
+    options = replace(
+        options,
+        policies=options.policies[: dice.choice((1, 1, 1, 2))],
+        prediction=dice.choice(kinds),
+        draft_context_length=dice.choice((0, 0, 0, options.draft_context_length)),
+        device_text=dice.random() < 0.3,
+        drafting=True,
+        resident_bytes=None,
+        sampling=sampling,
+        limits=limits,
+    )
+    if dice.random() < 0.7:
+        engine_limits = replace(options.engine_limits, drafter=False)
+        options = replace(options, engine_limits=engine_limits, server_drafter=None)
+    return options
 
 
 def draw_options(seed: int) -> worlds.WorldOptions:

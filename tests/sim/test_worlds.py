@@ -61,6 +61,7 @@ from tests.sim.random_worlds import (
     adversarial_drafter,
     exact_drafter,
     play,
+    play_with_prediction,
 )
 from tests.sources import ROOT
 
@@ -82,7 +83,18 @@ def test_every_device_gets_the_targets_text(first: int) -> None:
         try:
             play(seed)
         except Exception as error:
-            raise AssertionError(f"world {seed}: {error}; {REPLAY.format(seed=seed)}") from error
+            again = REPLAY.format(name=play.__name__, seed=seed)
+            raise AssertionError(f"world {seed}: {error}; {again}") from error
+
+
+@pytest.mark.parametrize("first", range(0, 800, BATCH))
+def test_a_device_with_a_prediction_gets_the_targets_text(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        try:
+            play_with_prediction(seed)
+        except Exception as error:
+            again = REPLAY.format(name=play_with_prediction.__name__, seed=seed)
+            raise AssertionError(f"world {seed}: {error}; {again}") from error
 
 
 def test_shares_of_the_cache_follow_a_session_that_fails_while_a_pass_is_formed() -> None:

@@ -167,7 +167,7 @@ class PredictedText:
 
     def __init__(self, tokens: Sequence[int], chances: Sequence[float]) -> None:
         check_prediction_length(len(tokens))
-        self.tokens = tuple(tokens)
+        self.tokens = list(tokens)
         self._chances = chances
         self._pairs: _PairIndex | None = None
         self._substitutions: OrderedDict[int, _Substitution] = OrderedDict()
@@ -177,6 +177,14 @@ class PredictedText:
     def begin(self) -> ReadingState:
         """Return the state before the output's first token."""
         return ReadingState((Anchor(0, _START_LENGTH, _START_CELL),))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. The caller checks the length."""
+        self.tokens += tokens
+
+    def index_at(self, state: ReadingState) -> int:
+        """Return the index at which the next token is expected, if it is the only one; else -1."""
+        return state.anchors[0].next_index if self._is_usual(state) else -1
 
     def candidates(self, state: ReadingState) -> list[TextCandidate]:
         """Return at most ``MAX_CANDIDATES`` candidates for the next token, each token once, the
@@ -320,7 +328,8 @@ class PredictedText:
         if not state.anchors:
             return ()
         best = max(state.anchors, key=_length_of)
-        return self.tokens[max(0, best.next_index - min(best.length, _RECENT)) : best.next_index]
+        first = max(0, best.next_index - min(best.length, _RECENT))
+        return tuple(self.tokens[first : best.next_index])
 
     def _search(
         self, recent: tuple[int, ...], gap: int, elsewhere: int, longest: int
@@ -336,6 +345,7 @@ class PredictedText:
             return found
         if self._pairs is None:
             self._pairs = _PairIndex(self.tokens)
+        self._pairs.extend(self.tokens)
         matches = [
             (self._common_length(recent, index), -abs(index - gap), index)
             for index in self._pairs.find(recent[-2], recent[-1], gap)
@@ -370,7 +380,9 @@ class PredictedText:
         here = tokens[index] if index < len(tokens) else _ANY
         for which, key in enumerate((_key(before, here), _key(_ANY, here), _key(before, _ANY))):
             found = known.get(key)
-            if found is not None and tokens[index : index + len(found.old)] == found.old:
+            if found is None:
+                continue
+            if tuple(tokens[index : index + len(found.old)]) == found.old:
                 return [(min(which, 1), found)]
         return []
 
@@ -381,7 +393,7 @@ class PredictedText:
         new_start, self._gap_position = self._gap_position, -1
         if anchor.pending or old_end < gap or new_end < new_start:
             return
-        old, new = self.tokens[gap:old_end], tuple(output[new_start:new_end])
+        old, new = tuple(self.tokens[gap:old_end]), tuple(output[new_start:new_end])
         if max(len(old), len(new)) > _MAX_REPLACED or not (old or new):
             return
         learned, known = _Substitution(old, new), self._substitutions
@@ -407,6 +419,15 @@ class _PairIndex:
         self._places = array("I", [at + 2 for at in order])
         self._pairs = array("Q", [pairs[at] for at in order])
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the pairs of ``tokens`` that are not in the index. A text that grows does so by a
+        few tokens at a time, so moving the entries behind each new one costs little."""
+        for place in range(len(self._places) + 2, len(tokens) + 1):
+            key = _key(tokens[place - 2], tokens[place - 1])
+            at = bisect_right(self._pairs, key)
+            self._pairs.insert(at, key)
+            self._places.insert(at, place)
+
     def find(self, before: int, last: int, near: int) -> Sequence[int]:
         """Return places behind the pair, ``_OCCURRENCES`` at most on each side of ``near``."""
         key = _key(before, last)
@@ -429,6 +450,21 @@ def _anchor(index: int, length: int, is_elsewhere: bool) -> Anchor:
         length = _LAST_LENGTH
     cell = _LENGTH_CLASSES[length] + (_ELSEWHERE_CELL if is_elsewhere else 0)
     return Anchor(index, length, cell, is_elsewhere)
+
+
+def state_at(index: int, length: int = _LAST_LENGTH) -> ReadingState:
+    """Return the state of an output that goes on at ``index`` of the text, before which ``length``
+    tokens agree."""
+    return ReadingState((_anchor(index, length, False),))
+
+
+def state_near(state: ReadingState, offset: int) -> ReadingState:
+    """Return the state of an output that may go on anywhere, most likely ``offset`` tokens from
+    where one in ``state`` does."""
+    index = state.gap
+    if index < 0:
+        index = max(state.anchors, key=_length_of).next_index if state.anchors else 0
+    return ReadingState((), gap=max(0, index + offset))
 
 
 def check_prediction_length(length: int) -> None:

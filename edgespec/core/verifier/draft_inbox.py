@@ -14,6 +14,7 @@ from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
 from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits
 from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, CommittedPrefix, SpeculationTree
+from edgespec.core.verifier.kept_drafts import KeptDrafts
 from edgespec.core.verifier.pass_tree import PassVerdict, PassView
 from edgespec.core.verifier.run_ahead import ArrivalEstimator, DraftHistory, RunAheadView
 
@@ -47,6 +48,7 @@ class DraftInbox:
         self._hit_rate = MovingAverage(0.05)
         rates = history.acceptance.rates
         self._acceptance = AcceptanceEstimator(prior=tuple(rates[:-1]))
+        self.kept = KeptDrafts(prefix, vocabulary_size, history.kept_chances)
         self._stale = 0
         self._waiting_since: float | None = None
         self._missed_length = 0
@@ -55,6 +57,7 @@ class DraftInbox:
     def reset(self, drafting: bool) -> None:
         """Drop the tree when a device opens a stream; ``drafting`` is whether it will draft."""
         self.tree.clear()
+        self.kept.begin_stream()
         self.no_draft_coming, self._waiting_since = not drafting, None
 
     def receive(self, draft: Draft, now: float) -> Fault | None:
@@ -71,6 +74,7 @@ class DraftInbox:
                 why = f"the first {base} tokens of the verifier and of the draft differ"
                 return Fault(FaultCode.RESYNC, why)
         self.no_draft_coming = False
+        self.kept.note(draft)
         places = self._grow(draft)
         if places is not None:
             deepest = max(node.position for node in self.tree.nodes.values())
@@ -123,6 +127,13 @@ class DraftInbox:
                 place = tree.add(parent, node.token, reach, SourceKind.DEVICE)
                 assert place is not None
                 places[node.id] = place
+        view.has_drafts = len(places) > 1
+        self.kept.add_nodes(view)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether the device's drafts, or text that it has sent before, may bring nodes."""
+        return bool(self.tree.nodes) or self.kept.has_text
 
     @property
     def top_acceptance_rate(self) -> float:

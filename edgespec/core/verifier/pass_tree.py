@@ -105,6 +105,8 @@ class PassView:
     """The price of a row: least probability of a node to be reached and accepted."""
     least_lookup_chance: float
     """The price of a row for nodes of server lookup."""
+    has_drafts: bool = False
+    """Whether nodes of the tree are alive drafts of the device, and not only its kept text."""
 
 
 @statically_frozen

@@ -14,6 +14,7 @@ from typing import Final
 from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, MovingAverage
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.verifier.kept_drafts import make_chances
 
 MAX_HISTORIES: Final = 64
 """Most histories that a verifier keeps; the one whose last session is oldest is dropped first."""
@@ -38,6 +39,7 @@ class DraftHistory:
         self.places = MovingAverage(_HISTORY_WEIGHT)
         self.arrivals = DecayedRate(_HISTORY_MEMORY, _PRIOR_TRIALS)
         self.acceptance = AcceptanceEstimator()
+        self.kept_chances = make_chances()
 
 
 class DraftHistories:

@@ -84,7 +84,7 @@ class ServerLookup:
         """Add the proposal for the next pass, unless the device had nodes when this pass was first
         considered."""
         if self._proposal is None:
-            if view.tree.device_node_count:
+            if view.has_drafts:
                 return
             self._proposal = self.propose(
                 view.text, view.tree.room, view.depth, view.least_lookup_chance

@@ -428,7 +428,7 @@ class VerifySession:
         nodes yet; otherwise it takes part at once. ``server_draft_s`` is as in ``RunAheadView``.
         """
         has_chain = self._server_drafts is not None and self._server_drafts.has_chain
-        if not self._may_draft or self.inbox.tree.nodes or has_chain:
+        if not self._may_draft or self.inbox.tree.nodes or has_chain or self.inbox.kept.is_ready:
             return now
         if not self.inbox.no_draft_coming:
             self.inbox.arrivals.on_possible_pass(self._idle_since, offer.pass_s)
@@ -525,7 +525,7 @@ class VerifySession:
         if first + len(feed) < last:
             return PassRequest(key, first, feed, sample=False)
         self._node_kinds = ()
-        if self._server_drafts is None and not self.inbox.tree.nodes:
+        if self._server_drafts is None and not self.inbox.has_nodes:
             return PassRequest(key, first, feed, logprobs=logprobs)
         view = self._view_device_nodes(offer, len(feed))
         tree = view.tree

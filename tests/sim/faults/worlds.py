@@ -659,6 +659,8 @@ class _World:
         def receive(message: m.Uplink) -> None:
             match message:
                 case m.Open():
+                    if (before := self.records.get(message.session_id)) is not None:
+                        record.drafted |= before.drafted
                     self.records[message.session_id] = record
                     record.received = message.prompt_length + message.committed_length
                 case m.Draft():
@@ -668,7 +670,9 @@ class _World:
             deliver(message)
             if isinstance(message, m.Draft) and self._happens(self.options.forge_chance):
                 self.faults += 1
-                deliver(self._forge(message))
+                forged = self._forge(message)
+                record.drafted.update(forged.tokens)
+                deliver(forged)
                 for session in self.server.engine.sessions.values():
                     fooled = max(session.inbox.tree.nodes, default=0) >= _FORGED_ID
                     checks.require(not fooled, "a draft on another text was taken")
