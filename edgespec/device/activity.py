@@ -235,7 +235,9 @@ class GenerationNotes:
                         # The session reads the commit after this, so the tree is as it was.
                         prefix = self.session.prefix
                         held = prefix.length - prefix.prompt_length
-                        self._timeline.origins[held:] = find_origins(self.session.tree, item)
+                        self._timeline.origins[held:] = find_origins(
+                            self.session.tree, item, has_prediction=self.session.has_prediction
+                        )
             case ev.Deliver():
                 self._note_tokens(at_s, len(item.tokens))
             case ev.Finish(reason):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import struct
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -31,7 +32,14 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from edgespec.core.protocol.text_lookup import CORPUS_LENGTH, RANKS
+from edgespec.core.protocol.text_lookup import (
+    CORPUS_LENGTH,
+    FOUND_BEFORE,
+    FOUND_BEHIND,
+    RANKS,
+    FoundText,
+    cut_found_text,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,6 +148,19 @@ class StoredCorpus:
                     for token, count in counts.most_common(RANKS)
                 ]
         return 0, ()
+
+    def find_text(self, part: tuple[int, ...]) -> FoundText | None:
+        """Return the text around one place of ``part``, with the contract of
+        ``Corpus.find_text``."""
+        wanted = b"".join([(token + 1).to_bytes(_WORD_BYTES, "big") for token in reversed(part)])
+        places = self._sample_places(wanted)
+        if not places:
+            return None
+        first = max(0, places[0] - FOUND_BEHIND)
+        last = min(self.length, places[0] + FOUND_BEFORE)
+        words = self._read(first, (last - first) * _WORD_BYTES)
+        tokens = [word - 1 for word in struct.unpack(f">{last - first}I", words)]
+        return cut_found_text(tokens[::-1], last - 1 - places[0])
 
     def _sample_places(self, shared: bytes) -> list[int]:
         """Return places at which these words stand, in texts that are not switched off."""

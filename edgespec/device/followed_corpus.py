@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final
 from edgespec.config import ConfigError
 from edgespec.config.common import SetupError
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
-from edgespec.core.protocol.text_lookup import CORPUS_LENGTH
+from edgespec.core.protocol.text_lookup import CORPUS_LENGTH, FoundText
 from edgespec.device.corpus import (
     HASH_BYTES,
     StoredCorpus,
@@ -145,6 +145,14 @@ class FollowedCorpus:
             if (found := layer.after(end))[0] > best[0]:
                 best = found
         return best
+
+    def find_text(self, part: tuple[int, ...]) -> FoundText | None:
+        """Return a text that contains ``part``, with the contract of ``Corpus.find_text``. Texts
+        that changed last come first."""
+        for layer in self._layers:
+            if (found := layer.find_text(part)) is not None:
+                return found
+        return None
 
     @property
     def is_due(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.device_prediction import (
-    MIN_PATH_CHANCE,
+    MIN_FAR_CHANCE,
     RESERVED_NODES,
     DevicePrediction,
 )
@@ -21,6 +21,7 @@ from edgespec.core.device.estimates import DraftEstimates, KeptEstimates
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftPolicy, DraftView
 from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, Opened
 from edgespec.core.protocol.predicted_text import (
     INITIAL_CHANCES,
@@ -30,10 +31,11 @@ from edgespec.core.protocol.predicted_text import (
     ReadingState,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_lookup import TextTables
+from edgespec.core.protocol.text_lookup import EarlierTexts, TextTables
 from edgespec.core.protocol.tree import NO_CELL, ROOT, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import Candidate
 from tests.core.draft_scripts import GREETING, RECONNECT, messages_in
+from tests.present import require
 from tests.sim.faults.checks import check_tree
 
 # --- places in the prediction ---------------------------------------------------------------------
@@ -152,19 +154,31 @@ def test_the_chain_ends_with_the_room(room: int) -> None:
     assert source.has_unsent == bool(tokens)
 
 
-def test_a_price_of_a_row_shortens_the_chain() -> None:
+def test_a_price_of_a_row_keeps_out_what_begins_unlikely() -> None:
+    """The first candidate has a chance of 0.6. What follows it is text for later passes, of which
+    the verifier takes the rows that pay."""
     lengths = []
-    for price in (0.0, 0.1, 0.3, 0.7):
+    for price in (0.0, 0.3, 0.7):
         tree, estimates = SpeculationTree(CommittedPrefix((7,))), DraftEstimates()
         estimates.price.least_chance = price
-        DevicePrediction(tree, range(100, 400), estimates).add_nodes(view_of(tree, estimates, 400))
+        source = DevicePrediction(tree, range(100, 800), estimates)
+        source.add_nodes(view_of(tree, estimates, 1000))
         reach = {ROOT: 1.0}
         for node in tree.nodes.values():
             reach[node.id] = reach[node.parent] * node.chance
-            assert reach[node.id] >= max(price, MIN_PATH_CHANCE)
+            assert reach[node.id] >= MIN_FAR_CHANCE
         lengths.append(len(tree.nodes))
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[-1] == 0 < lengths[-2] < lengths[0]
+    assert lengths[0] == lengths[1] > 300
+    assert lengths[2] == 0
+
+
+def test_far_nodes_need_a_likely_beginning() -> None:
+    """Less is sent where the output has left the prediction, since that may go on anywhere."""
+    tree, estimates = SpeculationTree(CommittedPrefix((7,))), DraftEstimates()
+    source = DevicePrediction(tree, range(100, 800), estimates)
+    tree.commit((100, 5, 6, 7))  # three tokens that stand nowhere
+    source.add_nodes(view_of(tree, estimates, 1000))
+    assert 0 < len(tree.nodes) < 40
 
 
 def test_tokens_beyond_the_vocabulary_are_left_out() -> None:
@@ -172,6 +186,62 @@ def test_tokens_beyond_the_vocabulary_are_left_out() -> None:
     source = DevicePrediction(tree, (5, 50, -1, 6, 1 << 30, 8), estimates, vocabulary_size=50)
     source.add_nodes(view_of(tree, estimates))
     assert [node.token for node in tree.nodes.values()] == [5, 6, 8]
+
+
+def follow_found_text(tables: TextTables, output: Sequence[int]) -> list[int]:
+    """Return the tokens that are drafted behind ``output``, where a text has to be found."""
+    tree, estimates = SpeculationTree(CommittedPrefix((7,))), DraftEstimates()
+    source = DevicePrediction(tree, (), estimates, tables=tables)
+    assert source.kind is SourceKind.DEVICE_LOOKUP
+    for token in output:
+        source.add_nodes(view_of(tree, estimates))
+        tree.commit((token,))
+    source.add_nodes(view_of(tree, estimates))
+    assert all(node.prediction_cell != NO_CELL for node in tree.nodes.values())
+    return [node.token for node in tree.nodes.values()]
+
+
+OLD = [*range(100, 200)]
+FOUND = {
+    "too short": ([*OLD[30:37]], []),
+    "a part": ([*OLD[30:38]], OLD[38:]),
+    "a part behind other tokens": ([5, 6, 7, *OLD[30:42]], OLD[42:]),
+    "behind a replaced token": ([*OLD[30:42], 5, *OLD[43:46]], OLD[46:]),
+    "behind a moved part": ([*OLD[30:42], *OLD[60:66]], OLD[66:]),
+    "nothing of it": ([*range(300, 330)], []),
+}
+
+
+@pytest.mark.parametrize(("output", "ahead"), FOUND.values(), ids=FOUND)
+def test_a_text_of_the_device_is_followed_like_a_prediction(
+    output: Sequence[int], ahead: Sequence[int]
+) -> None:
+    tables = TextTables(ngrams=True, earlier=EarlierTexts())
+    assert tables.earlier is not None
+    tables.earlier.add((1, 2, *OLD))
+    drafted = follow_found_text(tables, output)
+    assert drafted[: len(ahead)] == list(ahead)
+    assert bool(drafted) == bool(ahead)
+
+
+def test_a_text_that_is_lost_gives_way_to_another() -> None:
+    tables, other = TextTables(ngrams=True, earlier=EarlierTexts()), [*range(300, 400)]
+    assert tables.earlier is not None
+    tables.earlier.add(OLD)
+    tables.earlier.add(other)
+    assert follow_found_text(tables, [*OLD[:20], *other[40:50]])[:5] != other[50:55]
+    assert follow_found_text(tables, [*OLD[:20], *other[40:60]])[:30] == other[60:90]
+
+
+def test_equally_frequent_continuations_are_no_text() -> None:
+    tables = TextTables(ngrams=True, earlier=EarlierTexts())
+    assert tables.earlier is not None
+    tables.earlier.add((*OLD[:20], 1, 2, 3, 4))
+    tables.earlier.add((*OLD[:20], 5, 6, 7, 8))
+    assert tables.find_text(tuple(OLD[4:20]), 8) is None
+    tables.earlier.add((*OLD[:20], 5, 6, 7, 8))
+    found, length = require(tables.find_text(tuple(OLD[4:20]), 8))
+    assert (found.tokens[found.next_index], length) == (5, 16)
 
 
 def test_a_prediction_that_is_all_wrong_soon_has_no_row() -> None:

@@ -24,7 +24,7 @@ from edgespec.core.protocol.acceptance import ExactRule
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_lookup import TextChances, TextReader, TextTables
+from edgespec.core.protocol.text_lookup import FoundText, TextChances, TextReader, TextTables
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import Candidate, PassRequest
 from edgespec.core.verifier import server_drafts as sd
@@ -437,6 +437,12 @@ def test_earlier_texts_are_found_as_a_search_finds_them(alphabet: int) -> None:
             assert {token for token, _ in named} <= followers
         assert found <= length
         assert sum(share for _, share in named) <= 1.0 + 1e-9
+        if named:
+            part = (*end[-found:], named[0][0])
+            whole = require(earlier.find_text(part))
+            first = whole.next_index - len(part)
+            assert tuple(whole.tokens[first : whole.next_index]) == part
+            assert list(whole.tokens) in [one[-len(whole.tokens) :] for one in texts]
 
 
 def test_a_conversation_is_kept_once() -> None:
@@ -539,7 +545,13 @@ class Phrases:
     """A corpus that maps the last tokens to their continuation."""
 
     def __init__(self, length: int, *named: tuple[int, float]) -> None:
-        self.after = lambda end: (length, named)
+        self._found = length, named
+
+    def after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
+        return self._found
+
+    def find_text(self, part: tuple[int, ...]) -> FoundText | None:
+        return None
 
 
 @pytest.mark.parametrize(

@@ -51,4 +51,18 @@ CASES = {
 
 @pytest.mark.parametrize(("commit", "origins"), CASES.values(), ids=CASES)
 def test_each_token_has_its_origin(commit: Commit, origins: tuple[TokenOrigin, ...]) -> None:
-    assert find_origins(drafted(), commit) == origins
+    assert find_origins(drafted(), commit, has_prediction=True) == origins
+
+
+def test_a_text_that_lookup_found_is_lookup() -> None:
+    commit = Commit(4, (40, 41, 9), accepted=2, verify_us=5)
+    found = find_origins(drafted(), commit, has_prediction=False)
+    assert found == (LOOKUP, LOOKUP, TARGET)
+
+
+@pytest.mark.parametrize("has_prediction", [False, True])
+def test_a_token_that_the_verifier_found_in_sent_text_is_the_devices(has_prediction: bool) -> None:
+    """The tree has the text at another place: the verifier went on in it by itself."""
+    commit = Commit(4, (70, 71, 9), accepted=2, verify_us=5)
+    text = PREDICTION if has_prediction else LOOKUP
+    assert find_origins(drafted(), commit, has_prediction=has_prediction) == (text, text, TARGET)

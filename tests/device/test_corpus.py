@@ -38,7 +38,7 @@ from edgespec.config.loading import load_config
 from edgespec.core.ports import VerifierStream
 from edgespec.core.protocol.messages import Commit, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_lookup import CORPUS_LENGTH, RANKS
+from edgespec.core.protocol.text_lookup import CORPUS_LENGTH, FOUND_BEFORE, FOUND_BEHIND, RANKS
 from edgespec.core.toy_model import ToyModel
 from edgespec.device import corpus, followed_corpus
 from edgespec.device.agent import Agent
@@ -155,6 +155,19 @@ def test_a_frequent_end_is_sampled(tmp_path: Path) -> None:
     assert length == 2
     assert [chr(token) for token, _ in named] == ["y", "x"]
     assert named[0][1] == pytest.approx(2 / 3, abs=0.1)
+
+
+def test_of_a_long_text_the_part_around_a_place_is_found(tmp_path: Path) -> None:
+    text = "".join(chr(0x4E00 + number) for number in range(15_000))
+    corpus = open_store(write(tmp_path / "a.txt", "ahead"), write(tmp_path / "long.txt", text))
+    found = require(corpus.find_text(tuple(letters(text[9_000:9_010]))))
+    whole = "".join(map(chr, found.tokens))
+    assert found.next_index == FOUND_BEFORE
+    assert len(whole) == 15_000 - 9_010 + FOUND_BEFORE
+    assert text.endswith(whole)
+    first = require(corpus.find_text(tuple(letters(text[:9]))))
+    assert (first.next_index, len(first.tokens)) == (9, 9 - 1 + FOUND_BEHIND + 1)
+    assert corpus.find_text(tuple(letters("nowhere"))) is None
 
 
 def test_a_store_is_made_once_and_a_changed_text_stands_beside_it(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from edgespec.device.followed_corpus import FollowedCorpus
 from edgespec.device.model_drafter import corpus_bytes, max_corpus_bytes
 from tests.device.test_corpus import find_followers, ignore_message, letters, write
 from tests.kit.scripted_verifier import TEXT, connect_loopback, generate, make_agent, stream_output
+from tests.present import require
 
 TOKENS = TEXT.encode("hello world")
 
@@ -69,6 +70,12 @@ def check_all(corpus: FollowedCorpus, dice: random.Random, texts: list[str]) -> 
         assert set(named) <= set(counts)
         assert bool(named) == bool(counts)
         assert len(named) <= RANKS
+        if named:
+            part = end[-found:] + named[0]
+            whole = require(corpus.find_text(tuple(letters(part))))
+            shown = "".join(map(chr, whole.tokens))
+            assert shown in texts
+            assert shown[: whole.next_index].endswith(part)
 
 
 @pytest.mark.parametrize("layer_tokens", [8, 60, 1 << 17])

@@ -283,12 +283,14 @@ class KeptEstimatesByModel:
 
 @dataclass(slots=True)
 class RowPrice:
-    """The verifier's latest price of a row and credit of nodes."""
+    """The verifier's latest price of a row, credit of nodes and limit of nodes."""
 
     least_chance: float = 0.0
     """Price of a row: a node that is less likely to be right is not worth its row."""
     credit: int | None = None
     """Number of nodes that may be outstanding; None: as many as the limits allow."""
+    max_nodes_outstanding: int = 0
+    """Limit that the verifier announced when a stream was opened last; 0 before that."""
 
     def update(self, commit: Commit) -> None:
         """Update from a commit of a pass. A commit without a price means that rows cost nothing,

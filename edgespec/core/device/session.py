@@ -71,9 +71,9 @@ RECEIVED_EVERY = 8
 # Assumed until ``Opened`` arrives. If the real limit is lower, the verifier drops the surplus
 # nodes, which is harmless.
 _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
-# The same with a prediction: its first chain is complete before the stream is open, and the first
-# pass, behind the prompt, may commit all of it.
-_LIMITS_WITH_PREDICTION = Limits(max_nodes_outstanding=64)
+# The same with a prediction, for a verifier that has announced no limit yet: its first chain is
+# complete before the stream is open, and the first pass, behind the prompt, may commit all of it.
+_NODES_WITH_PREDICTION = 64
 
 
 class DraftSession:
@@ -98,7 +98,8 @@ class DraftSession:
     __slots__ = (
         *("_bounds", "_busy_since", "_committed_at", "_draft_context_length", "_end", "_lookup"),
         *("_model", "_opened_at", "_outbox", "_policy", "_prediction", "_reader"),
-        *("_announced_no_draft", "_pictures", "_sent", "_was_asked_for_pictures"),
+        *("_announced_no_draft", "_has_prediction", "_pictures", "_sent"),
+        *("_was_asked_for_pictures",),
         *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
     )
 
@@ -123,7 +124,7 @@ class DraftSession:
         self.request, self._pictures = request, tuple(pictures)
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.tree = SpeculationTree(self.prefix)
-        self.limits = _LIMITS_WITH_PREDICTION if prediction else _LIMITS_BEFORE_OPENED
+        self.limits = _LIMITS_BEFORE_OPENED
         self.drafting = request.drafting
         """Whether this device drafts. False once the draft model was given up, unless text lookup
         is on or there is a prediction; or once it failed, unless there is a prediction."""
@@ -135,6 +136,9 @@ class DraftSession:
         verifier, learned = verifier or VerifierEstimates(), learned or KeptEstimates()
         self.estimates = DraftEstimates.of(verifier, learned, sampling)
         self.estimates.max_places = draft_places
+        if prediction:
+            known = verifier.price.max_nodes_outstanding
+            self.limits = Limits(max_nodes_outstanding=known or _NODES_WITH_PREDICTION)
         if request.drafting:
             is_hopeless = policy.is_hopeless(self.estimates)
             self.estimates.rest.begin_generation(is_hopeless=is_hopeless)
@@ -142,9 +146,10 @@ class DraftSession:
         self._model = DeviceModel(self.tree, self.estimates, self.counters)
         self._lookup = None if text is None else DeviceLookup(self.tree, text, self.estimates)
         self._prediction: DevicePrediction | None = None
-        if prediction:
+        self._has_prediction = bool(prediction)
+        if prediction or (text is not None and text.reads_other_texts):
             self._prediction = DevicePrediction(
-                self.tree, prediction, self.estimates, vocabulary_size
+                self.tree, prediction, self.estimates, vocabulary_size, text
             )
         sources = (self._model, self._prediction, self._lookup)
         self._reader = CommitReader(
@@ -153,6 +158,7 @@ class DraftSession:
             estimates=self.estimates,
             counters=self.counters,
             sources=tuple([one for one in sources if one is not None]),
+            has_prediction=self._has_prediction,
         )
         self._sent = None if kept is None else SentPrefix(kept, self.prefix, self.counters)
         self.link = LinkSession(reconnect, jitter_seed, self.counters)
@@ -175,6 +181,11 @@ class DraftSession:
         """Whether the draft model makes no steps any more, because it was found to be useless, in
         this generation or in earlier ones."""
         return self._policy.drops_useless_draft and self.estimates.evidence.is_useless
+
+    @property
+    def has_prediction(self) -> bool:
+        """Whether the client has sent a prediction."""
+        return self._has_prediction
 
     @property
     def state(self) -> ev.LinkState:
@@ -217,7 +228,7 @@ class DraftSession:
                 self.counters.draft_failure = why
                 self._model.drop_step()
                 self._draft_context_length = 0
-                self.drafting, actions = self._prediction is not None, []
+                self.drafting, actions = self._has_prediction, []
             case ev.Stop(reason):
                 actions = [ev.Transmit(Cancel())] if state is ev.STREAMING else []
                 actions += self.link.end(ev.Finish(reason))
@@ -302,6 +313,7 @@ class DraftSession:
         if refused := self.link.on_opened(self.request, opened, now):
             return refused
         self.limits = opened.limits
+        self.estimates.price.max_nodes_outstanding = opened.limits.max_nodes_outstanding
         if self._sent is not None:
             self._sent.on_opened(opened)
         if self._opened_at is not None:
@@ -397,7 +409,8 @@ class DraftSession:
             view = view or self._view(self._outbox.unsent_count, now)
             self._prediction.add_nodes(view)
             self._count_nodes(view)
-            if confirmed := self._prediction.pop_confirmed():
+            confirmed = self._prediction.pop_confirmed()
+            if confirmed and self._has_prediction:
                 highest_sent = self._outbox.highest_sent
                 self.counters.predicted_sent += sum([one <= highest_sent for one in confirmed])
         if self._lookup is not None and self.drafting:
@@ -424,6 +437,7 @@ class DraftSession:
         self.counters.sent += sum([len(draft.tokens) for draft in drafts])
         if self._prediction is not None:
             self._prediction.has_unsent = False
+        if self._has_prediction:
             self.counters.predicted_sent += self._count_predicted(highest_sent)
         return [ev.Transmit(draft) for draft in drafts]
 
@@ -562,7 +576,10 @@ class CommitReader:
         estimates: DraftEstimates,
         counters: ev.DraftCounters,
         sources: tuple[DeviceSource, ...],
+        *,
+        has_prediction: bool,
     ) -> None:
+        self._has_prediction = has_prediction
         self.estimates, self.counters, self._sources = estimates, counters, sources
         self._acknowledge_every = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
@@ -648,7 +665,7 @@ class CommitReader:
             right = self.judge(children, token)
             if right is None:
                 missed = any(self._outbox.was_sent(node.id) for node in children)
-            elif right.prediction_cell != NO_CELL and right.id <= self._outbox.highest_sent:
+            elif self._has_prediction and self._is_sent_prediction(right):
                 self.counters.predicted_right += 1
                 if accepted or replaced:
                     self.counters.predicted_accepted += 1
@@ -663,6 +680,9 @@ class CommitReader:
         if accepted:
             return ev.TokenKind.ACCEPTED
         return ev.TokenKind.CORRECTED if missed else ev.TokenKind.DECODED
+
+    def _is_sent_prediction(self, node: Node) -> bool:
+        return node.prediction_cell != NO_CELL and node.id <= self._outbox.highest_sent
 
     def _measure(self, commit: Commit, now: float) -> None:
         """Update the counters and estimates from a commit. A commit with ``verify_us`` 0 belongs to

@@ -35,12 +35,16 @@ class TokenOrigin(Enum):
     """The token was sent again after the link broke. Such commits do not state an origin."""
 
 
-def find_origins(tree: SpeculationTree, commit: Commit) -> tuple[TokenOrigin, ...]:
+def find_origins(
+    tree: SpeculationTree, commit: Commit, *, has_prediction: bool
+) -> tuple[TokenOrigin, ...]:
     """Return the origins of the tokens in ``commit`` that the device does not hold yet.
 
     Args:
         tree: The device's tree before it reads the commit.
         commit: The commit. It continues the tree's prefix.
+        has_prediction: Whether the client has sent a prediction. Else a whole text is one that
+            lookup has found.
 
     Returns:
         One origin for each token behind the prefix; none if the commit does not continue it.
@@ -56,7 +60,7 @@ def find_origins(tree: SpeculationTree, commit: Commit) -> tuple[TokenOrigin, ..
         node = next((one for one in children if one.token == token), None)
         children = () if node is None else node.children
         if index < commit.accepted or index in commit.replaced:
-            origins.append(_device_origin(node))
+            origins.append(_device_origin(node, has_prediction))
         elif not commit.verify_us:
             origins.append(TokenOrigin.UNKNOWN)
         else:
@@ -64,9 +68,10 @@ def find_origins(tree: SpeculationTree, commit: Commit) -> tuple[TokenOrigin, ..
     return tuple(origins)
 
 
-def _device_origin(node: Node | None) -> TokenOrigin:
-    if node is None:
-        return TokenOrigin.UNKNOWN
+def _device_origin(node: Node | None, has_prediction: bool) -> TokenOrigin:
+    text = TokenOrigin.PREDICTION if has_prediction else TokenOrigin.DEVICE_LOOKUP
+    if node is None:  # The verifier went on in text that the device had sent for another place.
+        return text
     if node.prediction_cell != NO_CELL:
-        return TokenOrigin.PREDICTION
+        return text
     return TokenOrigin.DEVICE_LOOKUP if node.rank == UNRANKED else TokenOrigin.DEVICE_MODEL

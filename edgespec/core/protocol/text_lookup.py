@@ -38,7 +38,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import islice
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from edgespec.core.protocol.estimators import DecayedRate
 
@@ -143,8 +143,39 @@ class Corpus(Protocol):
         two. The followers come most frequent first, each with its share, at most ``RANKS``. Returns
         0 and nothing if there is no match."""
 
+    def find_text(self, part: tuple[int, ...]) -> FoundText | None:
+        """Return a text that contains ``part``, at most ``CORPUS_LENGTH`` + 1 tokens; None if there
+        is none."""
+
+
+class FoundText(NamedTuple):
+    """A text of a corpus, or what stands around a place in it."""
+
+    tokens: Sequence[int]
+    next_index: int
+    """Index behind the part that was looked for."""
+
+
+FOUND_BEFORE: Final = 4096
+"""Tokens of a found text before the place, at most."""
+FOUND_BEHIND: Final = 8192
+"""Tokens of a found text behind the place, at most."""
+
+
+def cut_found_text(tokens: Sequence[int], at: int) -> FoundText:
+    """Return the text around the token at ``at``, which ends at marks: ids below 0."""
+    start, end = at, at + 1
+    while start > 0 and tokens[start - 1] >= 0:
+        start -= 1
+    while end < len(tokens) and tokens[end] >= 0:
+        end += 1
+    return FoundText(tokens[start:end], at + 1 - start)
+
 
 CORPUS_LENGTH: Final = 16
+_SURE_SHARE: Final = 0.5
+"""Share of the places of a match that the likeliest follower has to exceed for one of the texts to
+be followed."""
 
 
 class TextTables:
@@ -180,6 +211,23 @@ class TextTables:
             if other_length > length:
                 return other_length, others
         return length, followers
+
+    def find_text(self, end: tuple[int, ...], least: int) -> tuple[FoundText, int] | None:
+        """Return an earlier text, or a text of the corpus, that surely contains ``end`` or at least
+        its last ``least`` tokens, with the number of tokens that agree.
+
+        Its next token is the most frequent one behind them. Returns None if there is no such text,
+        or if other tokens follow there as often."""
+        for corpus in (self.earlier, self.corpus):
+            if corpus is None:
+                continue
+            length, followers = corpus.after(end)
+            if length < least or followers[0][1] <= _SURE_SHARE:
+                continue
+            part = *end[len(end) - length :], followers[0][0]
+            if (found := corpus.find_text(part)) is not None:
+                return found._replace(next_index=found.next_index - 1), length
+        return None
 
     def add(self, tokens: Sequence[int], at: int) -> None:
         """Record that the token at ``at`` >= 2 was committed behind those before it."""
@@ -398,6 +446,19 @@ class EarlierTexts:
                 followers[tokens[at]] += 1
         count = followers.total()
         return best, [(token, one / count) for token, one in followers.most_common(RANKS)]
+
+    def find_text(self, part: tuple[int, ...]) -> FoundText | None:
+        """Return the text around the last place of ``part``, with the contract of
+        ``Corpus.find_text``."""
+        tokens, wanted = self._tokens, array("i", part)
+        if len(part) < 2:
+            return None
+        places = self._index.positions_after(tokens, part[-2], part[-1])
+        for at in islice(places, _MAX_TRIES):
+            if at >= len(part) and tokens[at - len(part) : at] == wanted:
+                first = max(0, at - FOUND_BEFORE)
+                return cut_found_text(tokens[first : at + FOUND_BEHIND], at - 1 - first)
+        return None
 
 
 # --- candidates -----------------------------------------------------------------------------
