@@ -32,7 +32,7 @@ from edgespec.config.files import STOPPING_SIGNALS, read_text, replace_file, use
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import is_unicode, make_one_line, make_printable
 from edgespec.device import build
-from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.agent import Agent, GenerationError, check_prediction_text
 from edgespec.device.borrowed_tokenizer import takes_target_texts
 from edgespec.device.connections import Connections
 from edgespec.device.status import StatusSource
@@ -49,6 +49,7 @@ COMMANDS: Final = {
     "/system": ("[TEXT|-]", "set the system message; alone: show it; -: remove it"),
     "/save": ("FILE", "write the conversation to a file"),
     "/load": ("FILE", "continue a conversation from a file"),
+    "/predict": ("[FILE|-]", "expect the next reply to be like a file; alone: show it; -: forget"),
     "/model": ("[NAME]", "show target, draft and verifiers; NAME: use this target"),
     "/stats": ("", "show statistics of the last reply and of this chat"),
     "/reset": ("", "begin a new conversation"),
@@ -210,6 +211,10 @@ class Conversation:
     """Replies are drawn as markdown on a terminal. Otherwise they are printed as plain text."""
     last: device.ReceivedTokens | None = None
     """Tokens of the last reply."""
+    prediction: str = ""
+    """Text that the next reply is expected to be like. It may still differ in any way."""
+    predicted_path: Path | None = None
+    """File of the prediction."""
     unanswered: str = ""
     """Message that got no reply. An empty line sends it again."""
     _ctrl_c: terminal.CtrlC = field(default_factory=terminal.CtrlC)
@@ -271,6 +276,8 @@ class Conversation:
             case "/load":
                 self._switch_to(read_record(_expand_path(argument)))
                 return self.record.description
+            case "/predict":
+                return self._set_prediction(argument)
             case "/model":
                 return self._change_model(argument) if argument else self._describe_models()
             case "/stats":
@@ -294,6 +301,25 @@ class Conversation:
         self.record.system = "" if text == "-" else text
         self._save()
         return "the system message applies from the next reply on"
+
+    def _set_prediction(self, name: str) -> str:
+        """Expect the next reply to be like a file. Raises ``ConversationError`` for a file that
+        cannot be used, and keeps the prediction that there was."""
+        if name and name != "-":
+            path = _expand_path(name)
+            try:
+                text = read_text(path, MAX_BYTES)
+                check_prediction_text(text)
+            except (OSError, ValueError) as error:
+                why = error.strerror if isinstance(error, OSError) else None
+                raise ConversationError(f"{path}: no prediction: {why or error}") from error
+            self.prediction, self.predicted_path = text, path
+        elif name:
+            self.prediction, self.predicted_path = "", None
+        if not self.prediction:
+            return "no prediction: the next reply is not expected to be like any file"
+        count = len(self.prediction)
+        return f"the next reply is expected to be like {self.predicted_path} ({count} characters)"
 
     def _change_model(self, name: str) -> str:
         """Use another target from the next reply on.
@@ -356,7 +382,7 @@ class Conversation:
             room = "" if isinstance(error, GenerationError) else "/reset makes room; "
             say(f"error: {error}\n({room}{_RESEND_HINT})")
             return
-        self.unanswered = ""
+        self.unanswered = self.prediction = ""
         if sys.stdout.isatty() and sys.stderr.isatty():
             device.report_drafting(
                 received, self.agent.stats, color=self.draws_markdown, explain=False
@@ -383,7 +409,11 @@ class Conversation:
             view = terminal.MarkdownView(self.status_line)
         refreshing = asyncio.create_task(_refresh(view))
         generation = self.agent.generate(
-            prompt, self.config.sampling, conversation=self.record.begun, model=self.name
+            prompt,
+            self.config.sampling,
+            conversation=self.record.begun,
+            model=self.name,
+            prediction=self.prediction,
         )
         try:
             await device.stream(generation, view, received)
@@ -435,8 +465,8 @@ def chat(
     """Hold a conversation with the target model.
 
     Enter sends a message, Alt-Enter begins another line, Ctrl-C stops a reply and keeps what has
-    arrived, Ctrl-D leaves. /help explains the commands /system, /save, /load, /model, /stats,
-    /reset and /quit.
+    arrived, Ctrl-D leaves. /help explains the commands /system, /save, /load, /predict, /model,
+    /stats, /reset and /quit.
 
     At a terminal, conversations are saved under $XDG_STATE_HOME/edgespec (~/.local/state/edgespec),
     readable by you alone.

@@ -16,7 +16,13 @@ from edgespec.core.association.known_verifiers import CLOSED
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import explain_resting
-from edgespec.core.device.lead import describe_lead, find_case
+from edgespec.core.device.lead import (
+    MIN_GAIN,
+    describe_lateness,
+    describe_lead,
+    find_case,
+    find_lead,
+)
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.streaming_speed import StreamingSpeed
@@ -237,9 +243,11 @@ def assess_drafting(
 ) -> st.DraftingStatus:
     """Return what the policy makes of the price and of the latest generation's measurements.
 
-    Drafting is worth it if that generation was faster than plain streaming is estimated to be.
-    Without a speed, the policy's own decision stands. ``estimates``, ``counters`` and ``speed``
-    are None before the first generation."""
+    Drafting is worth it if that generation was faster than the verifier is estimated to be without
+    this device: by plain streaming, or by drafts of its own. Without such a speed, it is worth what
+    the lead formula states (``core/device/lead.py``), and the policy's own decision stands where
+    that cannot be computed. ``estimates``, ``counters`` and ``speed`` are None before the first
+    generation."""
     status = st.DraftingStatus(
         None,
         "nothing was drafted yet",
@@ -265,9 +273,12 @@ def assess_drafting(
     now = None if speed is None else speed.tokens_per_s
     plain = None if speed is None else speed.plain_tokens_per_s
     if now is None or plain is None:
+        if case is not None and find_lead(case).speedup < 1.0 + MIN_GAIN:
+            return replace(status, worth=False, why=describe_lateness(case))
         return replace(status, worth=True, why=_explain_acceptance(status, price))
     status = replace(status, tokens_per_s=now, plain_tokens_per_s=plain)
-    return replace(status, worth=now >= plain, why=_explain_gain(now, plain))
+    alone = plain if case is None else max(plain, 1.0 / case.token_s)
+    return replace(status, worth=now >= alone, why=_explain_gain(now, alone))
 
 
 def explain_long_text(
@@ -284,12 +295,13 @@ def explain_long_text(
     return replace(status, worth=False, why=why + advice)
 
 
-def _explain_gain(now: float, plain: float) -> str:
-    """Return how a generation compares with plain streaming, by the time that drafts saved."""
-    speeds = f"{now:.1f} tokens a second against an estimated {plain:.1f} of plain streaming"
-    if now >= plain:
-        return f"drafts saved {1.0 - plain / now:.0%} of the time of the last answer: {speeds}"
-    return f"the last answer took {plain / now - 1.0:.0%} longer than without drafts: {speeds}"
+def _explain_gain(now: float, alone: float) -> str:
+    """Return how a generation compares with one without this device, by the time that drafts
+    saved."""
+    speeds = f"{now:.1f} tokens a second against an estimated {alone:.1f} without this device"
+    if now >= alone:
+        return f"drafts saved {1.0 - alone / now:.0%} of the time of the last answer: {speeds}"
+    return f"the last answer took {alone / now - 1.0:.0%} longer than without drafts: {speeds}"
 
 
 def _explain_acceptance(found: st.DraftingStatus, price: RowPrice) -> str:

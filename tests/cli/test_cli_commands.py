@@ -262,6 +262,23 @@ def test_chat_keeps_the_conversation(address: str) -> None:
     assert "this is a new conversation" in result.stderr
 
 
+def test_chat_expects_a_file_for_one_reply(address: str, tmp_path: Path) -> None:
+    """The reply is the target's own, whatever is predicted."""
+    path, binary = tmp_path / "reply.txt", tmp_path / "binary"
+    first = expected_reply("hello ")
+    path.write_text(first)
+    binary.write_bytes(b"\xff\xfe\x00")
+    lines = ("/predict", f"/predict {tmp_path / 'gone'}", f"/predict {binary}", f"/predict {path}")
+    result = chat(address, *lines, "/predict", "hello", "/predict", "/predict -")
+    assert result.stdout.replace("> ", "") == f"{first}\n"
+    shown = [line for line in result.stderr.splitlines() if "expected to be like" in line]
+    none = "no prediction: the next reply is not expected to be like any file"
+    found = f"the next reply is expected to be like {path} ({len(first)} characters)"
+    assert [line.removeprefix("> ") for line in shown] == [none, found, found, none, none]
+    assert f"error: {tmp_path / 'gone'}: no prediction: No such file" in result.stderr
+    assert f"error: {binary}: no prediction: " in result.stderr
+
+
 def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:
     """Without a terminal the chat keeps nothing but requested files."""
     saved = tmp_path / "talk.json"

@@ -212,12 +212,12 @@ def test_drafting_is_worth_what_it_saves() -> None:
     assert judge_speed(0.02) == (
         True,
         "drafts saved 75% of the time of the last answer: 200.0 tokens a second against an"
-        " estimated 50.0 of plain streaming",
+        " estimated 50.0 without this device",
     )
     assert judge_speed(0.1) == (
         False,
         "the last answer took 25% longer than without drafts: 40.0 tokens a second against an"
-        " estimated 50.0 of plain streaming",
+        " estimated 50.0 without this device",
     )
 
 

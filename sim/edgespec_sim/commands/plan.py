@@ -55,6 +55,14 @@ Budget = Annotated[
         help="Limit for the whole process: 600MiB, 25% of the machine, or auto for what is free",
     ),
 ]
+Corpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft-corpus",
+        metavar="PATH",
+        help="File or folder that is drafted from; may be given several times",
+    ),
+]
 _SPREAD_BYTES = 6 << 20
 """Most that an agent at its start may hold above what this command measures. It is planned for, so
 a budget that fits here also fits there."""
@@ -63,6 +71,7 @@ a budget that fits here also fits there."""
 def memory(
     drafts: Drafts = None,
     memory_budget: Budget = AUTO,
+    draft_corpus: Corpus = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Show how much memory a draft takes, term by term, and what fits a budget.
@@ -72,11 +81,17 @@ def memory(
 
     [dim]edgespec plan memory --memory-budget 600MiB[/]
 
-    [dim]edgespec plan memory ./draft-small ./draft-large --memory-budget 25%[/]"""
+    [dim]edgespec plan memory ./draft-small ./draft-large --memory-budget 25%[/]
+
+    [dim]edgespec plan memory --draft-corpus ~/project --memory-budget 600MiB[/]"""
     with reporting_errors():
         references = drafts or [BUNDLED]
         try:
-            section = DraftSection(model=references[0], memory_budget=memory_budget)
+            section = DraftSection(
+                model=references[0],
+                memory_budget=memory_budget,
+                corpus=tuple(draft_corpus or ()),
+            )
         except ValueError as error:
             text = str(error).replace("memory_budget is", "--memory-budget is", 1)
             raise ConfigError(text) from None
