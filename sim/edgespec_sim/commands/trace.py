@@ -95,7 +95,7 @@ def trace(
             _show_network(generate(kind, _SEED, _SECONDS), out)
             return
         path = Path(file)
-        if not path.exists() or path.is_dir():
+        if not path.is_file():  # A pipe cannot be read twice: for its kind, and for its content.
             kinds = ", ".join(f"generate:{kind}" for kind in KINDS)
             raise ValueError(f"{file}: no such file; generated traces are {kinds}")
         named = _parse_columns(columns)
