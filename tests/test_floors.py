@@ -8,9 +8,11 @@ oracle is a fresh interpreter's own list.
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -21,7 +23,7 @@ from edgespec.cli import main
 from edgespec_sim.commands import main as simulator
 from tests.kit.live_verifier import run_python
 from tests.present import require
-from tests.sources import PACKAGES, ROOT, Module, is_within, list_imports, parse_modules
+from tests.sources import PACKAGES, ROOT, Module, is_within, list_imports, parse, parse_modules
 
 TABLE = yaml.safe_load((ROOT / "tests/floors.yaml").read_text(encoding="utf-8"))
 
@@ -157,8 +159,8 @@ def test_the_version_is_said_without_the_commands() -> None:
         "import sys\nfrom edgespec.cli.main import app\n"
         f"try: app(['--version'])\nexcept SystemExit: print({tell})"
     )
-    loaded = "edgespec edgespec.cli edgespec.cli.main"
-    assert said[1:] == [loaded]
+    loaded = "edgespec edgespec.cli edgespec.cli.installation edgespec.cli.main"
+    assert said[1:] == [f"{loaded} edgespec.operating_system"]
 
 
 @pytest.mark.parametrize("package", ["edgespec.core", "edgespec_sim"])
@@ -182,38 +184,129 @@ def test_only_training_loads_torch() -> None:
     assert _loaded_by(*names) & HEAVY == set()
 
 
-POSIX_ONLY = ("fcntl", "grp", "pwd", "resource", "termios", "tty")
+SYSTEMS = "edgespec/operating_system.py"
+"""The one file that may use what Unix alone has."""
+POSIX_ONLY = ("curses", "fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios")
+POSIX_ONLY += ("tty", "uvloop")
+POSIX_ATTRIBUTES = {
+    "mmap": "MADV_DONTNEED MADV_NOHUGEPAGE MAP_ANONYMOUS MAP_PRIVATE MAP_SHARED PROT_READ",
+    "os": "O_CLOEXEC O_DIRECTORY O_NOCTTY O_NOFOLLOW O_NONBLOCK chown fchmod fchown fork getegid"
+    " geteuid getgid getloadavg getuid killpg mkfifo nice posix_fadvise pread pwrite rename"
+    " sched_getaffinity sched_setaffinity set_blocking setpgid setsid statvfs sysconf uname",
+    "select": "epoll kqueue poll",
+    "signal": "SIGALRM SIGCHLD SIGHUP SIGKILL SIGQUIT SIGUSR1 SIGUSR2 alarm pause pthread_sigmask"
+    " setitimer sigwait",
+    "socket": "AF_UNIX SO_REUSEADDR SO_REUSEPORT",
+}
+"""Attributes of modules that Windows lacks or that mean something else there (``os.rename`` refuses
+a file that exists, ``SO_REUSEADDR`` lets a second server take a port)."""
+LINUX_ONLY = ("edgespec/verifier/",)
+"""Folders of the verifier, which runs on Linux."""
 SERVER_SIDE = (
     "edgespec.verifier",
     "edgespec.training",
-    "edgespec.local_verifier",
-    "edgespec.cli.credentials",
+    "edgespec.sampling.tensors",
+    "edgespec_uara.masac",
 )
+"""Modules that load torch, which on Linux needs what is taken away."""
 
 
-def test_the_device_side_can_be_imported_where_posix_is_not() -> None:
-    """Windows lacks some modules of the standard library, and SIGHUP. Libraries have their own
-    ways around that, so only our imports fail here. Oracle: a fresh interpreter."""
+def posix_imports(module: Module) -> Iterator[str]:
+    """Find imports of modules that Unix alone has, outside the one file for them. Imports inside
+    functions count, since the function would fail."""
+    for found in list_imports(module):
+        if found.name.partition(".")[0] in POSIX_ONLY:
+            yield f"{module.path}:{found.line}: {found.name} is not on every system"
+
+
+def posix_attributes(module: Module) -> Iterator[str]:
+    """Find uses of attributes that Unix alone has, outside the one file for them."""
+    names = {(one, name) for one, names in POSIX_ATTRIBUTES.items() for name in names.split()}
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if (owner, name) in names:
+                yield f"{module.path}:{node.lineno}: {owner}.{name} is not the same everywhere"
+            case ast.ImportFrom(module=str(owner), names=aliases):
+                for alias in aliases:
+                    if (owner, alias.name) in names:
+                        yield f"{module.path}:{node.lineno}: {owner}.{alias.name}"
+
+
+def unnamed_encodings(module: Module) -> Iterator[str]:
+    """Find text files that are read or written in the encoding of the system, which is cp1252 on
+    many a Windows."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        match node.func:
+            case ast.Attribute(attr="read_text") if not node.args and "encoding" not in given:
+                pass
+            case ast.Attribute(attr="write_text") if len(node.args) < 2 and "encoding" not in given:
+                pass
+            case ast.Name(id="open") if "encoding" not in given and not _is_binary(node.args[1:]):
+                pass
+            case _:
+                continue
+        yield f"{module.path}:{node.lineno}: name the encoding"
+
+
+def _is_binary(arguments: Sequence[ast.expr]) -> bool:
+    return any(isinstance(one, ast.Constant) and "b" in str(one.value) for one in arguments)
+
+
+@pytest.mark.parametrize("find", [posix_imports, posix_attributes, unnamed_encodings])
+def test_only_one_file_knows_what_systems_lack(find: Callable[[Module], Iterator[str]]) -> None:
+    """The folders of the verifier run on Linux alone."""
+    found = [
+        violation
+        for module in parse_modules()
+        if any(is_within(module.name, package) for package in PACKAGES)
+        and module.path != SYSTEMS
+        and not module.path.startswith(LINUX_ONLY)
+        for violation in find(module)
+    ]
+    assert not found, "use edgespec/operating_system.py:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "find", "count"),
+    [
+        pytest.param("def f():\n    import resource", posix_imports, 1, id="an import"),
+        pytest.param("from termios import ECHO", posix_imports, 2, id="a name of it"),
+        pytest.param("import signal\nsignal.SIGHUP", posix_attributes, 1, id="a signal"),
+        pytest.param("from os import fork", posix_attributes, 1, id="a function"),
+        pytest.param("import os\nos.O_RDONLY", posix_attributes, 0, id="on every system"),
+        pytest.param("path.read_text()", unnamed_encodings, 1, id="no encoding"),
+        pytest.param("open('x', 'rb')", unnamed_encodings, 0, id="bytes"),
+        pytest.param("open('x', encoding='utf-8')", unnamed_encodings, 0, id="named"),
+    ],
+)
+def test_the_rules_on_systems_find_what_they_name(
+    text: str, find: Callable[[Module], Iterator[str]], count: int
+) -> None:
+    assert len(list(find(parse("edgespec/x.py", text)))) == count
+
+
+@pytest.mark.parametrize("name", ["edgespec/__init__.py", "edgespec/__main__.py"])
+def test_an_old_python_can_read_how_the_command_begins(name: str) -> None:
+    """It has to come as far as the line that names the Python that is needed."""
+    ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 8))
+
+
+def test_a_device_and_the_simulator_can_be_imported_where_posix_is_not() -> None:
+    """Windows lacks modules and names of the standard library. Oracle: a fresh interpreter that
+    lacks them too."""
     names = [
         module.name
         for module in parse_modules()
-        if is_within(module.name, "edgespec")
+        if any(is_within(module.name, package) for package in PACKAGES)
         and not any(is_within(module.name, one) for one in (*SERVER_SIDE, "edgespec.__main__"))
     ]
-    assert len(names) > 150
-    code = f"""
-import builtins, importlib, signal
-usual = builtins.__import__
-def refuse(name, given=None, *more):
-    if name in {POSIX_ONLY} and given and str(given.get("__name__")).startswith("edgespec"):
-        raise ModuleNotFoundError(name)
-    return usual(name, given, *more)
-builtins.__import__ = refuse
-del signal.SIGHUP
-for name in {names}:
-    importlib.import_module(name)
-"""
-    _printed(code)
+    assert len(names) > 250
+    code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
+    path = (ROOT / "tests/kit/without_unix", ROOT, ROOT / "sim")
+    _printed(code, {"PYTHONPATH": os.pathsep.join(map(str, path))})
 
 
 def _loaded_by(*names: str) -> set[str]:
@@ -224,8 +317,8 @@ def _loaded_by(*names: str) -> set[str]:
     return set(json.loads(said[-1]))
 
 
-def _printed(code: str) -> list[str]:
-    """Return the lines that a fresh interpreter prints."""
-    done = run_python("-c", code)
+def _printed(code: str, env: Mapping[str, str] | None = None) -> list[str]:
+    """Return the lines that a fresh interpreter prints. ``env`` is added to its environment."""
+    done = run_python("-c", code, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

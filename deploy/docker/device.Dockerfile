@@ -16,7 +16,7 @@ RUN python -m venv /opt/edgespec
 ENV PATH=/opt/edgespec/bin:${PATH}
 WORKDIR /src
 RUN pip install "hatchling==${HATCHLING}"
-COPY LICENSE NOTICE README.md constraints.txt pyproject.toml ./
+COPY LICENSE NOTICE README.md constraints.txt hatch_build.py pyproject.toml ./
 COPY edgespec edgespec
 COPY sim sim
 RUN pip install --no-build-isolation --constraint constraints.txt ".[${EXTRAS}]" \

@@ -26,7 +26,7 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)" \
     && pip install "hatchling==${HATCHLING}"
-COPY LICENSE NOTICE README.md pyproject.toml ./
+COPY LICENSE NOTICE README.md hatch_build.py pyproject.toml ./
 COPY edgespec edgespec
 COPY sim sim
 RUN pip install --no-build-isolation --constraint constraints.txt '.[server]' \

@@ -28,7 +28,7 @@ from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, fr
 from edgespec.cli.running import say, signals_handled_by, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
-from edgespec.config.files import STOPPING_SIGNALS, read_text, replace_file, user_folder
+from edgespec.config.files import read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import is_unicode, make_one_line, make_printable
 from edgespec.device import build
@@ -37,6 +37,7 @@ from edgespec.device.borrowed_tokenizer import takes_target_texts
 from edgespec.device.connections import Connections
 from edgespec.device.status import StatusSource
 from edgespec.models.tokenizer import render_chat
+from edgespec.operating_system import STOPPING_SIGNALS
 
 MAX_KEPT: Final = 200
 MAX_BYTES: Final = 16 << 20

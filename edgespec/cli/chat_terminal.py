@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -23,6 +22,7 @@ from rich.markdown import Markdown
 from rich.segment import SegmentLines
 from rich.text import Text
 
+from edgespec import operating_system
 from edgespec.config.files import PRIVATE
 from edgespec.core.device.memory import in_mib
 from edgespec.core.protocol.checks import make_printable
@@ -44,8 +44,7 @@ _DRAWN_CHARS: Final = 8000
 
 def is_drawable() -> bool:
     """Return whether stdin and stdout are a terminal that can move its cursor."""
-    are_terminals = sys.stdin.isatty() and sys.stdout.isatty()
-    return are_terminals and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    return sys.stdin.isatty() and sys.stdout.isatty() and operating_system.can_move_cursor()
 
 
 class TypedHistory(FileHistory):
@@ -147,25 +146,9 @@ def _bindings() -> KeyBindings:
 @contextlib.contextmanager
 def silent_keyboard() -> Iterator[None]:
     """Turn off the terminal's echo in this block, because keys would appear in the middle of a
-    reply. Typed keys wait for the next message; Ctrl-C still works.
-
-    The console of Windows shows keys only where a program reads them, so nothing is done there."""
-    try:
-        import termios
-    except ModuleNotFoundError:
+    reply. Typed keys wait for the next message; Ctrl-C still works."""
+    with operating_system.silent_keyboard(sys.stdin.fileno()):
         yield
-        return
-    number = sys.stdin.fileno()
-    before = termios.tcgetattr(number)
-    silent = [*before]
-    silent[3] &= ~termios.ECHO
-    silent[0] &= ~termios.ICRNL  # the editor needs Enter as a carriage return
-    termios.tcsetattr(number, termios.TCSANOW, silent)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(termios.error):  # the terminal has gone
-            termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 class SignalRunner:

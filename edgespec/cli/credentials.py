@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from edgespec.cli.options import read_settings
 from edgespec.cli.running import reporting_errors, say
 from edgespec.config import ConfigError, load_config
 from edgespec.config.common import require_library
+from edgespec.operating_system import HAS_FILE_MODES, lock_folder
 from edgespec.wire.access import KeyEntry, KeyFile, make_key, save_keys
 
 File = Annotated[
@@ -60,6 +59,8 @@ def add(name: Name, file: File, limits: Annotated[list[str] | None, _LIMITS] = N
         except ValueError as error:
             raise ConfigError(str(error)) from error
         typer.echo(key)
+        if not HAS_FILE_MODES:
+            say(f"note: this system keeps no file modes; {file} has the rights of its folder")
         say(
             f"{name!r} was added to {file}. Put the key on the device, in EDGESPEC_API_KEY or a"
             " file for\n--api-key-file; it is not shown again. Send SIGHUP to a running verifier."
@@ -98,18 +99,10 @@ def revoke(name: Name, file: File) -> None:
 @contextlib.contextmanager
 def _lock_file(file: Path) -> Iterator[None]:
     """Let one command at a time change ``file``. Otherwise a key that another command adds
-    meanwhile would be lost, and could not be shown again. An error of the folder is ignored here;
-    it is reported when the file is written."""
-    try:
-        folder = os.open(file.resolve().parent, os.O_RDONLY)
-    except OSError:
+    meanwhile would be lost, and could not be shown again. An error of the folder is reported when
+    the file is written."""
+    with lock_folder(file.resolve().parent):
         yield
-        return
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
 
 
 def _show_value(value: object) -> str:

@@ -9,7 +9,6 @@ models. Every statement about speed names what is real and what is emulated.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -27,7 +26,7 @@ from edgespec.cli.device import TextView, choose_verifier, make_legend, should_u
 from edgespec.cli.models import fetch_pair, in_mb, list_missing
 from edgespec.cli.options import option
 from edgespec.cli.running import reporting_errors, run, say, set_up_logging
-from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
+from edgespec.cli.verifier import PLAIN_STREAMING, check_runs_verifiers, verifier_process
 from edgespec.config import AgentConfig, DraftSection, LinkSection
 from edgespec.config.common import SetupError
 from edgespec.core.protocol.sampling import SamplingParams
@@ -43,6 +42,7 @@ from edgespec.models.catalogue import find_pair
 from edgespec.models.folders import BUNDLED
 from edgespec.models.tokenizer import prompt_encoder
 from edgespec.models.toy import TOY
+from edgespec.operating_system import usable_cores
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
 # A small model under greedy decoding soon repeats itself.
@@ -132,9 +132,7 @@ class Setting:
 
 def _threads() -> int:
     """Return the threads of a target's pass: one for each core but that of the device."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, cores - 1)
+    return max(1, usable_cores() - 1)
 
 
 def demo(
@@ -157,6 +155,7 @@ def demo(
     """
     with reporting_errors():
         set_up_logging("error")
+        check_runs_verifiers()
         setting = _choose_setting(model, draft, is_agreed=yes)
         config = AgentConfig(
             draft=DraftSection(

@@ -37,6 +37,7 @@ from edgespec.models import folders
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.text_process import template_worker
 from edgespec.models.tokenizer import TextTokenizer, prompt_encoder
+from edgespec.operating_system import move_path
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.recording import PROMPT_TOKENS, Recording, read_recording
 from edgespec.training.settings import Budget, LossName, TrainingSettings
@@ -280,7 +281,7 @@ def _in_use(out: Path, draft: str) -> str:
     if (before := _find_former_draft(out)).exists():
         folders.check_checkpoint(before)  # it will be removed
         if not out.exists():  # a run was killed between two renames
-            before.rename(out)
+            move_path(before, out)
     return str(out) if out.is_dir() and any(out.iterdir()) else draft
 
 

@@ -28,10 +28,15 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent, probe_verifiers, with_port
 from edgespec.models.folders import BUNDLED_FOLDER
 from edgespec.models.model_source import Purpose
+from edgespec.models.onnx_packages import find_installed, mend
+from edgespec.operating_system import (
+    RUNS_VERIFIERS,
+    VERIFIER_SYSTEMS,
+    clock_step_s,
+    list_lacks,
+)
 from edgespec.wire.access import load_tls_access
 
-RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
-"""Distributions of onnxruntime. They write the same files, so only one may be installed."""
 LIBRARIES = ("grpcio", "numpy", "protobuf", "tokenizers")
 _MAX_PROBE_S = 600.0
 
@@ -59,17 +64,28 @@ def check_libraries() -> Check:
     return Check("python", State.GOOD, f"{where}; {', '.join(found)}")
 
 
+def check_system() -> Check:
+    """Check what this system lacks that edgespec uses elsewhere, and the step of its clock."""
+    system = f"{platform.system()} {platform.release()}"
+    if step_s := clock_step_s():
+        finding = f"{system}: the clock of this Python has steps of {step_s * 1e3:.1f} ms, too"
+        finding += " coarse for short round trips; use Python 3.13 or newer"
+        return Check("system", State.NOTE, finding)
+    lacks = list_lacks()
+    if lacks:
+        return Check("system", State.NOTE, f"{system}: without {'; '.join(lacks)}")
+    return Check("system", State.GOOD, system)
+
+
 def check_onnxruntime() -> Check:
     """Check that one distribution of onnxruntime is installed. Two overwrite each other's files."""
-    found = [name for name in RUNTIMES if installed_version(name) is not None]
+    found = find_installed()
     if len(found) == 1:
         return Check("onnxruntime", State.GOOD, f"{found[0]} {installed_version(found[0])}")
     finding = "not installed: this device cannot run a draft model"
-    advice = "pip install 'edgespec[cpu]'"
     if found:
         finding = f"{' and '.join(found)} are installed together and overwrite each other"
-        advice = f"pip uninstall -y {' '.join(found)} && {advice}"
-    return Check("onnxruntime", State.BAD, finding, advice)
+    return Check("onnxruntime", State.BAD, finding, mend(found, "onnxruntime"))
 
 
 def check_draft_step() -> Check:
@@ -95,6 +111,8 @@ def check_target() -> Check:
     """Check that this machine could run a verifier, and in which mode, which says how its outputs
     are kept independent of drafts."""
     name = "verifier here"
+    if not RUNS_VERIFIERS:
+        return Check(name, State.NOTE, VERIFIER_SYSTEMS)
     if installed_version("torch") is None or installed_version("transformers") is None:
         finding = (
             "torch or transformers is not installed: a verifier needs both, a device needs neither"
@@ -212,7 +230,8 @@ def doctor(settings: AgentConfig, probe_s: Annotated[float | None, _PROBE] = Non
         for address in settings.verifiers:
             _probe(address, settings, probe_s)
         return
-    found = [check_libraries(), check_onnxruntime(), check_draft_step(), check_target()]
+    found = [check_libraries(), check_system(), check_onnxruntime(), check_draft_step()]
+    found.append(check_target())
     answers = [run(check_verifier(address, settings)) for address in settings.verifiers]
     found += answers
     if any(one.state is State.GOOD for one in answers):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -25,6 +23,7 @@ from edgespec.device.drafters.manifest import MODEL_FILE
 from edgespec.device.export.export import COPIED_FILES, export_draft, work_folder
 from edgespec.models import folders
 from edgespec.models.model_source import Purpose, SourceKind, resolve_source
+from edgespec.operating_system import kill_session, move_path, own_session
 
 DEFAULT_BITS = 4
 
@@ -158,10 +157,10 @@ def output_folder(out: Path, before: Path | None = None) -> Iterator[Path]:
         if before is not None and out.is_dir() and any(out.iterdir()):
             if before.exists():
                 shutil.rmtree(before)
-            out.rename(before)
+            move_path(out, before)
         elif out.is_dir():
             out.rmdir()  # an empty folder
-        work.rename(out)
+        move_path(work, out)
 
 
 INSTALL: Final = (
@@ -213,15 +212,14 @@ async def _run_optimum(python: Path, source: Path, target: Path, *options: str) 
     arguments += [*options, "--model", str(source), str(target)]
     try:
         process = await asyncio.create_subprocess_exec(
-            python, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=2, start_new_session=True
+            python, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=2, **own_session()
         )
     except OSError as error:
         raise SetupError(f"{python}: {error.strerror}") from error
     try:
         code = await process.wait()
     finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_session(process.pid)
         await process.wait()
     if code or not (target / MODEL_FILE).is_file():
         raise SetupError(

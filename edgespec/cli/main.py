@@ -27,7 +27,7 @@ import typer.core
 import typer.main
 import typer.models
 
-from edgespec import __version__
+from edgespec.operating_system import prepare_console
 
 FAILED, USAGE = 1, 2
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
@@ -63,6 +63,7 @@ def start(app: Callable[[], object]) -> NoReturn:
     try:
         _handle_ctrl_c(signal.default_int_handler)
         _open_closed_streams()
+        prepare_console()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # Characters that the encoding lacks are escaped, as on stderr. An exception would end
             # an output in the middle.
@@ -250,7 +251,9 @@ app = lazy_app("edgespec", COMMANDS)
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"edgespec {__version__}")
+        from edgespec.cli.installation import describe_installation
+
+        typer.echo(describe_installation())
         raise typer.Exit
 
 
@@ -259,7 +262,7 @@ _VERSION = typer.Option(
     callback=_print_version,
     is_eager=True,
     metavar="",
-    help="Print the version and exit",
+    help="Print the version, its commit and the installed extras, and exit",
 )
 
 

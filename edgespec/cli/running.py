@@ -21,15 +21,15 @@ import typer
 from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError, host_names, join_host_port
-from edgespec.config.files import STOPPING_SIGNALS, remove_temporary_folders
+from edgespec.config.files import remove_temporary_folders
 from edgespec.core.protocol.checks import make_printable
 from edgespec.device.agent import GenerationError
 from edgespec.models.conversion_reports import ConversionReport, watch_conversions
+from edgespec.operating_system import HANGUP, STOPPING_SIGNALS, claim_port
 from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter, log_failure
 from edgespec.telemetry.trace import HiddenTokens, TraceFile, Tracer
 
 _SHOWN_EVERY_S: Final = 0.1
-_HANGUP: Final = "SIGHUP"
 _T = TypeVar("_T")
 
 
@@ -142,7 +142,7 @@ def listen(host: str, port: int) -> Iterator[tuple[socket.socket, ...]]:
 def _open_listener(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claim_port(listener)
         listener.bind((host, port))
         listener.listen()
     except OSError as error:
@@ -154,7 +154,9 @@ def _open_listener(host: str, port: int) -> socket.socket:
 def cannot_listen(address: str, error: OSError, option: str, do: str = "listen") -> SetupError:
     """Return an error that says why a port cannot be used, and which ``option`` chooses another.
     ``do`` is what the port was for."""
-    hint = f"; choose another with {option}" if error.errno == errno.EADDRINUSE else ""
+    # Windows answers EACCES for a port that another program has claimed for itself.
+    is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    hint = f"; choose another with {option}" if is_taken else ""
     return SetupError(f"cannot {do} on {address}: {error.strerror or error}{hint}")
 
 
@@ -257,7 +259,7 @@ class StopRequest:
     @property
     def terminal_closed(self) -> bool:
         """Whether the terminal has closed, so that no user waits for this process."""
-        return bool(self._number) and signal.Signals(self._number).name == _HANGUP
+        return HANGUP is not None and self._number == HANGUP
 
     def request(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal of this ``number``."""

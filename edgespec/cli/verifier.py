@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec import __version__
+from edgespec import __version__, operating_system
 from edgespec.cli import running
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import Flag, from_config
@@ -37,6 +36,7 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.catalogue import find_pair
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
+from edgespec.operating_system import HANGUP, has_controlling_terminal
 from edgespec.telemetry import verifier_counts
 from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.metric_table import Table, make_registry
@@ -92,7 +92,7 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
     Prints one line when it is ready. Ctrl-C begins a drain: new streams are refused, running
     generations continue for up to drain_s seconds (30), and devices resume the others elsewhere. A
     second Ctrl-C ends the verifier at once. SIGHUP makes it read keys and certificates again.
-    Without TLS only this machine can connect.
+    Without TLS only this machine can connect. It runs on Linux.
 
     [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
 
@@ -103,12 +103,19 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
 
     [dim]edgespec verifier --engine vllm --model Qwen/Qwen3-32B -- --tensor-parallel-size 4[/]
     """
+    check_runs_verifiers()
     with running.trace_to(settings.trace, settings.trace_tokens) as tracer:
         failure = asyncio.run(serve(settings, tracer, with_parent))
     if failure is not None:
         running.say(f"error: the verifier failed: {failure}")
         logging.shutdown()
         os._exit(FAILED)  # a thread may hang in the target, so none is waited for
+
+
+def check_runs_verifiers() -> None:
+    """Raise ``SetupError`` on a system where verifiers do not run."""
+    if not operating_system.RUNS_VERIFIERS:
+        raise SetupError(operating_system.VERIFIER_SYSTEMS)
 
 
 async def serve(config: VerifierConfig, tracer: Tracer | None, with_parent: bool) -> str | None:
@@ -231,24 +238,17 @@ def _on_hangup(end: running.StopRequest, reload: asyncio.Event) -> None:
     """Handle SIGHUP, which has two meanings: an operator's request to read files again and, for a
     process that was started on a terminal, the end of that terminal. A process under ``nohup``
     outlives its terminal."""
-    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    had_terminal = _has_terminal() and not outlives_terminal
+    assert HANGUP is not None  # ``check_runs_verifiers``
+    outlives_terminal = signal.getsignal(HANGUP) is signal.SIG_IGN
+    had_terminal = has_controlling_terminal() and not outlives_terminal
 
     def handle() -> None:
-        if had_terminal and not _has_terminal():
-            end.request(signal.SIGHUP)
+        if had_terminal and not has_controlling_terminal():
+            end.request(HANGUP)
         else:
             reload.set()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, handle)
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
+    asyncio.get_running_loop().add_signal_handler(HANGUP, handle)
 
 
 def _read_stdin(end: running.StopRequest) -> None:
@@ -256,7 +256,8 @@ def _read_stdin(end: running.StopRequest) -> None:
     has ended, even if that was killed."""
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        end.request(signal.SIGHUP)
+        assert HANGUP is not None  # ``check_runs_verifiers``
+        end.request(HANGUP)
 
 
 def next_command(config: VerifierConfig, port: int) -> str:
@@ -329,10 +330,8 @@ class ServiceManager:
         if not self._address:
             return
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as end:
-                end.setblocking(False)  # a manager that does not read must not block the loop
-                end.connect(self._address)
-                end.send("\n".join(lines).encode())
+            # A manager that does not read must not block the loop.
+            operating_system.send_datagram(self._address, "\n".join(lines).encode())
         except OSError as error:
             if not self._has_failed:
                 _LOG.warning("cannot notify the service manager at %r: %s", self._address, error)
@@ -418,6 +417,7 @@ async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, s
     The child ends with the block, whatever ends that, and with this process, even if it is killed:
     the child reads a pipe that only this process holds open. Raises ``SetupError`` with the child's
     messages if it does not start."""
+    check_runs_verifiers()
     command = [sys.executable, "-m", "edgespec", "verifier", WITH_PARENT, "--port", "0", *options]
     with tempfile.TemporaryFile() as messages:
         process = await asyncio.create_subprocess_exec(
@@ -426,7 +426,7 @@ async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, s
             stdout=asyncio.subprocess.PIPE,
             stderr=messages,
             # A Ctrl-C in the terminal must reach the child through this process only.
-            start_new_session=True,
+            **operating_system.own_session(),
         )
         try:
             assert process.stdout is not None

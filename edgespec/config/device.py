@@ -187,8 +187,9 @@ class DraftSection:
     ``.gitignore`` leaves out, hidden, binary and large ones are skipped. An index is built in the
     cache once, and files that change while the device runs are read again."""
     provider: str = advanced_field(choice_field("cpu", PROVIDERS))
-    """Part of onnxruntime that runs the draft: cpu, cuda, tensorrt, dml, coreml or openvino. An
-    accelerator may be slower than the CPU, because keys and values are copied at each step."""
+    """Part of onnxruntime that runs the draft: cpu, cuda and tensorrt (edgespec[gpu]), dml
+    (Windows, edgespec[directml]), coreml (macOS) or openvino (edgespec[openvino]). An accelerator
+    may be slower than the CPU, because keys and values are copied at each step."""
 
     def __post_init__(self) -> None:
         check_limits(self)

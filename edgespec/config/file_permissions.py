@@ -6,11 +6,11 @@ import logging
 import os
 import shlex
 import stat
-import sys
 from functools import cache, partial
 from pathlib import Path
 
 from edgespec.config.loading import ConfigError
+from edgespec.operating_system import HAS_FILE_MODES
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def check_file_permissions(path: Path, *, secret: bool) -> None:
     except OSError:
         return
     # The mode of a pipe or a device does not show who writes into it.
-    if sys.platform == "win32" or not stat.S_ISREG(found):
+    if not HAS_FILE_MODES or not stat.S_ISREG(found):
         return
     mode = stat.S_IMODE(found)
     name = shlex.quote(str(path))

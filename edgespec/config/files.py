@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import os
-import select
 import shutil
 import signal
 import stat
@@ -21,6 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Final, TextIO
+
+from edgespec import operating_system
+from edgespec.operating_system import STOPPING_SIGNALS
 
 PRIVATE = 0o600
 PATIENCE_S: Final = 30.0
@@ -56,10 +58,9 @@ def replace_file(
             file.flush()
             if keeps_owner:
                 mode = _give_to_owner_of(handle, path, mode)
-            # The descriptor is used because the folder's owner could exchange the file by its name.
-            os.chmod(handle if os.chmod in os.supports_fd else draft, mode)
+            operating_system.set_file_mode(handle, draft, mode)
             os.fsync(handle)
-        os.replace(draft, path)
+        operating_system.move_path(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(draft)
@@ -90,7 +91,7 @@ def write_output(path: Path, text: str) -> None:
 def open_to_write(path: Path) -> TextIO:
     """Open ``path`` for writing UTF-8 text, like ``open(path, "w")``, without waiting for the
     reader of a pipe. Raises ``OSError``."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | operating_system.OPEN_AT_ONCE
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
@@ -98,7 +99,7 @@ def open_to_write(path: Path) -> TextIO:
             why = "is a pipe without a reader, or a socket"
             raise OSError(errno.ENXIO, why, str(path)) from None
         raise
-    os.set_blocking(handle, True)
+    operating_system.set_blocking(handle)
     return open(handle, "w", encoding="utf-8")
 
 
@@ -113,16 +114,11 @@ def _give_to_owner_of(handle: int, path: Path, mode: int) -> int:
         return mode
     kept = stat.S_IMODE(before.st_mode) & _PERMISSIONS
     for owner in (before.st_uid, -1):
-        with contextlib.suppress(OSError):  # not permitted, or unknown to a container
-            os.chown(handle, owner, before.st_gid)
+        if operating_system.give_file(handle, owner, before.st_gid):
             return kept
     return kept & ~stat.S_IRWXG  # the file's group is another one, which was granted nothing
 
 
-STOPPING_SIGNALS: Final = tuple(
-    [one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-)
-"""Signals that end a command. SIGHUP, which closing a terminal sends, is not on every platform."""
 _TEMPORARY: set[Path] = set()
 
 
@@ -205,7 +201,7 @@ def open_to_read(path: Path) -> TextIO:
     handle = _open_at_once(path)
     try:
         _wait_for_data(handle, path)
-        os.set_blocking(handle, True)
+        operating_system.set_blocking(handle)
     except BaseException:
         os.close(handle)
         raise
@@ -214,7 +210,12 @@ def open_to_read(path: Path) -> TextIO:
 
 def _open_at_once(path: Path) -> int:
     """Open ``path`` without waiting for the other end of a pipe. Raises ``OSError``."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        handle = os.open(path, os.O_RDONLY | operating_system.OPEN_AT_ONCE)
+    except PermissionError:
+        if path.is_dir():  # Windows opens no folder
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path)) from None
+        raise
     if stat.S_ISDIR(os.fstat(handle).st_mode):
         os.close(handle)
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -226,9 +227,7 @@ def _wait_for_data(handle: int, path: Path) -> None:
     ``OSError``, after ``PATIENCE_S``."""
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return
-    waiting = select.poll()
-    waiting.register(handle, select.POLLIN)
-    if not waiting.poll(PATIENCE_S * 1e3):
+    if not operating_system.wait_for_data(handle, PATIENCE_S):
         why = f"is a pipe or a device that delivered nothing for {PATIENCE_S:g} s"
         raise TimeoutError(errno.ETIMEDOUT, why, str(path))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import shutil
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -41,6 +42,7 @@ from edgespec.models.lent_texts import lent_folders, make_process_folder
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.remote_tokenizer import RemoteTokenizer
 from edgespec.models.toy import TOY
+from edgespec.operating_system import move_path
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.tokenizer_lending import (
     TOKENIZER_JSON,
@@ -270,7 +272,7 @@ def _store_texts_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -
             _check_texts(work, info)
             if not (folder / TOKENIZER_JSON).is_file():
                 shutil.rmtree(folder, ignore_errors=True)
-                work.rename(folder)
+                move_path(work, folder)
     except LinkError:
         raise
     except OSError:
@@ -287,7 +289,7 @@ def _check_texts(folder: Path, info: ModelInfo) -> None:
         tokenizer.close()
         read_generation_sampling(folder)
     except ValueError as error:
-        why = str(error).replace(f"{folder}/", "")
+        why = str(error).replace(f"{folder}{os.sep}", "")
         raise LinkError(f"{subject} cannot be used: {why}", retryable=False) from error
     if (vocabulary := tokenizer.vocabulary) != info.vocabulary:
         raise LinkError(

@@ -36,6 +36,7 @@ from edgespec.endpoint import messages, ollama
 from edgespec.endpoint.recent_failures import RecentFailures
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import Endpoint
+from edgespec.operating_system import max_open_files
 from edgespec.telemetry.logs import request_id
 
 HEALTH: Final = "/health"
@@ -351,12 +352,8 @@ async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None
 def connection_limit() -> int:
     """Return the limit on connections: ``MAX_CONNECTIONS``, or fewer if the limit on open files
     (``ulimit -n``) is low. Windows has no such limit."""
-    try:
-        import resource
-    except ModuleNotFoundError:
-        return MAX_CONNECTIONS
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY:
+    allowed = max_open_files()
+    if allowed is None:
         return MAX_CONNECTIONS
     return max(1, min(MAX_CONNECTIONS, allowed - _OTHER_DESCRIPTORS))
 

@@ -40,6 +40,7 @@ from edgespec.models.gguf_file import (
     tensor_types,
     type_name,
 )
+from edgespec.operating_system import move_path
 
 MAX_FLOAT32_BYTES: Final = 12 << 30
 _HEADER_BYTES: Final = 1 << 20
@@ -80,7 +81,7 @@ def folder_of_gguf(path: Path, cache: Path, *, name: str = "") -> Path:
                 last = _convert(file, name, folders, work)
             folder.parent.mkdir(exist_ok=True)
             try:
-                work.rename(folder)
+                move_path(work, folder)
             except OSError:
                 if not (folder / "config.json").is_file():  # else another process was faster
                     raise

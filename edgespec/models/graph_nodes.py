@@ -26,6 +26,7 @@ from onnx import (
 
 from edgespec.models.onnx_runtime import ort
 from edgespec.models.weight_blocks import CONTRIB, RoundedMatrix, matmul_attributes
+from edgespec.operating_system import drop_memory
 
 OPSET: Final = 21
 IR_VERSION: Final = 10
@@ -72,8 +73,7 @@ class GraphNodes:
         """Give back the memory of the rounded matrices, which then read as zeros. A session goes on
         computing where it has made its own copies; the caller has tried that it does."""
         for memory in self._packed:
-            if hasattr(mmap, "MADV_DONTNEED"):  # not on every system
-                memory.madvise(mmap.MADV_DONTNEED)
+            drop_memory(memory)
 
     def node(
         self,

@@ -5,6 +5,10 @@ tokenizers of other parties stay in one (``text_worker.py``). The process runs t
 the limits and then runs the given script by calling its ``main(bounds, ...)``. Its environment is
 that of its parent without the variables that begin with ``EDGESPEC_``, such as keys. When its
 parent is killed, its standard input ends; a script that does not read it ends at its limits.
+
+Where the system keeps no such limits (Windows; that on memory on macOS), a thread of the process
+looks at its memory and its processor time and ends it. A library that neither yields to other
+threads nor returns can put that off; the deadlines of the parent end the process then.
 """
 
 from __future__ import annotations
@@ -17,10 +21,17 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 STOPPING: Final = "this side is stopping"
 _SECRET: Final = "EDGESPEC_"
+_OPERATING_SYSTEM: Final = Path(__file__).resolve().parent.parent / "operating_system.py"
+_LOOK_EVERY_S: Final = 0.05
+OVER_LIMIT: Final = 137
+"""Exit code of a process that has ended itself because it took too much, as after SIGKILL."""
 
 
 class LimitedProcesses:
@@ -40,6 +51,8 @@ class LimitedProcesses:
     ) -> subprocess.Popen[bytes]:
         """Start ``script`` with at most ``most_bytes`` of data. The caller passes the process to
         ``forget`` at its end. Raises ``OSError``, also after ``close``."""
+        from edgespec.operating_system import own_session
+
         with self._lock:
             if self._closed:
                 raise OSError(STOPPING)
@@ -51,8 +64,8 @@ class LimitedProcesses:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # the message of a panic may quote a client
-                start_new_session=True,  # a Ctrl-C must not reach it
                 env={n: text for n, text in os.environ.items() if not n.startswith(_SECRET)},
+                **own_session(),  # a Ctrl-C must not reach it
             )
             self._running.add(process)
         return process
@@ -85,32 +98,54 @@ class Bounds:
     """The limits of this process, for the script that runs in it."""
 
     def __init__(self, most_bytes: int, niceness: int) -> None:
-        import resource  # not on every platform
-
-        os.nice(niceness)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+        # The process imports nothing of edgespec, so it loads this file by its path.
+        self._system = _load_file("edgespec_operating_system", str(_OPERATING_SYSTEM))
+        self._system.lower_priority(niceness)
+        self._watch: _Watch | None = None
+        if not self._system.limit_data(most_bytes):
+            self._watch = _Watch(most_bytes)
 
     def allow_cpu(self, cpu_s: int) -> None:
         """Let this process use this much more processor time; it is killed after that."""
-        import resource
-
         # The limit counts from the start of a process.
-        limit = math.ceil(time.process_time()) + cpu_s
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
+        limit_s = math.ceil(time.process_time()) + cpu_s
+        if not self._system.limit_cpu(limit_s) and self._watch is not None:
+            self._watch.max_cpu_s = limit_s
 
 
-def _main(script: str, most_bytes: str, niceness: str, *arguments: str) -> None:
-    from importlib.util import module_from_spec, spec_from_file_location
+class _Watch:
+    """A thread that ends this process once it holds more than ``most_bytes`` of memory, or has used
+    more than ``max_cpu_s`` seconds of processor time."""
 
-    bounds = Bounds(int(most_bytes), int(niceness))
-    spec = spec_from_file_location("edgespec_limited", script)
+    def __init__(self, most_bytes: int) -> None:
+        self.max_cpu_s = math.inf
+        self._most_bytes = most_bytes
+        threading.Thread(target=self._look, name="limits", daemon=True).start()
+
+    def _look(self) -> None:
+        import psutil
+
+        process = psutil.Process()
+        while time.process_time() <= self.max_cpu_s:
+            if process.memory_info().rss > self._most_bytes:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        os._exit(OVER_LIMIT)
+
+
+def _load_file(name: str, path: str) -> ModuleType:
+    """Return the module in the file ``path``, which need not be importable."""
+    spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main(bounds, *arguments)
+    return module
+
+
+def _main(script: str, most_bytes: str, niceness: str, *arguments: str) -> None:
+    bounds = Bounds(int(most_bytes), int(niceness))
+    _load_file("edgespec_limited", script).main(bounds, *arguments)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from edgespec.config.common import SetupError
 from edgespec.config.files import temporary_folder
 from edgespec.models import catalogue, folders
 from edgespec.models.catalogue import Pair, Part, Side, Wheel
+from edgespec.operating_system import move_path, own_session
 
 HUB_TIMEOUT_S: Final = 8.0
 """Longest wait for the Hub's description of a repository."""
@@ -103,7 +104,7 @@ def pull_part(
             (work / catalogue.RECORD).write_text(record, encoding="utf-8")
             shutil.rmtree(target, ignore_errors=True)
             os.chmod(work, 0o755)  # the usual mode of a folder; a temporary one is private
-            work.rename(target)
+            move_path(work, target)
 
 
 def _explain(name: str, pair: Pair, part: Part, failures: list[str]) -> str:
@@ -240,7 +241,8 @@ def _download(wheel: Wheel, place: Path, report: Callable[[int], None], patience
     for folder in (fetched, temporary):
         folder.mkdir()
     wanted = place / "wanted.txt"
-    wanted.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
+    line = f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n"
+    wanted.write_text(line, encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--only-binary=:all:", "--require-hashes", "--disable-pip-version-check"]
     command += ["--progress-bar=off", "--retries=2", f"--dest={fetched}", f"--requirement={wanted}"]
@@ -253,7 +255,7 @@ def _download(wheel: Wheel, place: Path, report: Callable[[int], None], patience
             stderr=messages,
             env=environment,
             # A Ctrl-C in the terminal must reach pip through this process only.
-            start_new_session=True,
+            **own_session(),
         )
         try:
             is_late = not _watch(process, place, report, patience_s)

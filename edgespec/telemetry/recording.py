@@ -21,6 +21,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from edgespec import operating_system
+
 if TYPE_CHECKING:
     import sqlite3
 
@@ -109,14 +111,15 @@ def _make_private(path: Path) -> None:
     """Create the file at ``path`` if it does not exist, readable by its owner alone. The checks and
     the change of permissions use one descriptor, so no other file can be put in its place in
     between. Raises ``OSError``, and ``RecordingError`` if the file is not a recording."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | operating_system.OPEN_AT_ONCE
+    descriptor = os.open(path, flags, 0o600)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise RecordingError(f"{path}: is no regular file; name another")
-        if status.st_size and not _begins_as_recording(os.pread(descriptor, _HEAD_BYTES, 0)):
+        if status.st_size and not _begins_as_recording(os.read(descriptor, _HEAD_BYTES)):
             raise RecordingError(f"{path}: is there, but is no recording; name another file")
-        os.fchmod(descriptor, 0o600)
+        operating_system.set_file_mode(descriptor, path, 0o600)
     finally:
         os.close(descriptor)
 

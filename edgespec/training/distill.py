@@ -39,6 +39,7 @@ from edgespec.bench.measurement import Interval, mean_interval
 from edgespec.core.ports import ParallelDraft
 from edgespec.device.export.export import COPIED_FILES
 from edgespec.models.folders import MASK_TOKEN, PARALLEL_TOKENS, trained_length
+from edgespec.operating_system import move_path
 from edgespec.training.kept_rows import find_rows, id_count
 from edgespec.training.masked_texts import (
     add_masks,
@@ -621,7 +622,7 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        move_path(partial, path)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             partial.unlink()

@@ -16,7 +16,6 @@ verifier meanwhile has two connections of the device.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,10 +27,11 @@ import grpc.aio
 
 from edgespec.config.common import DEFAULT_PORT, host_of
 from edgespec.config.files import temporary_folder
+from edgespec.operating_system import HAS_UNIX_SOCKETS
 from edgespec.wire.access import ALPN, DeviceAccess
 from edgespec.wire.channel_options import Options
 
-IS_SUPPORTED: Final = hasattr(socket, "AF_UNIX") and os.name == "posix"
+IS_SUPPORTED: Final = HAS_UNIX_SOCKETS
 """Whether this system has sockets that only this user's processes can reach."""
 _READ_BYTES: Final = 1 << 16
 _FIRST_BYTES_TIMEOUT_S: Final = 2.0

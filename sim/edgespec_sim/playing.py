@@ -22,6 +22,7 @@ from typing import Final
 from edgespec import __version__
 from edgespec.bench.arms import Arm
 from edgespec.core.device.events import Fail, Finish
+from edgespec.operating_system import usable_cores
 from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.replication import MAX_SEEDS, TARGET_HALF_WIDTH, count_seeds_needed
 from edgespec_sim.report.page import first_generation_path, first_generation_paths
@@ -291,7 +292,7 @@ class Task:
 
 def default_processes() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()
 
 
 class Workers:

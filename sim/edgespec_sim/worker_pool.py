@@ -11,7 +11,6 @@ by itself when the main process is gone, because its pipe then breaks.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
@@ -25,6 +24,8 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
+
+from edgespec.operating_system import hold_signals, leave_process_group
 
 _Task = TypeVar("_Task")
 _Outcome = TypeVar("_Outcome")
@@ -91,7 +92,7 @@ class WorkerPool(Generic[_Task, _Outcome]):
         while len(self._workers) < self._processes:
             # A signal between the start of a process and its entry in the list would leave the
             # process behind, and one in its first milliseconds would end it with a traceback.
-            with _hold_signals(), _hide_main_module():
+            with hold_signals(), _hide_main_module():
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
                 process.start()
@@ -160,23 +161,9 @@ def _death_error(worker: _Worker) -> ChildProcessError:
     if code is not None and code < 0:
         with suppress(ValueError):
             why = signal.Signals(-code).name
-        if code == -signal.SIGKILL:
+        if why == "SIGKILL":
             why += ", perhaps for lack of memory"
     return ChildProcessError(f"a process that played worlds has died ({why})")
-
-
-@contextmanager
-def _hold_signals() -> Iterator[None]:
-    """Hold back the signals that stop a command until the end of the block. A process that is
-    started in the block inherits the blocked signals."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -193,21 +180,14 @@ def _hide_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM) + (
-    () if sys.platform == "win32" else (signal.SIGHUP,)
-)
-
-
 # --- what runs in a worker ----------------------------------------------------------------------
 
 
 def _serve(pipe: Connection, work: Callable[[Any, Report], Any]) -> None:
     """Work on the tasks that come through ``pipe`` until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles Ctrl-C.
-    if sys.platform != "win32":
-        # A signal to the process group, such as that of `timeout`, is handled by the main process.
-        os.setpgid(0, 0)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    # A signal to the process group, such as that of `timeout`, is handled by the main process.
+    leave_process_group()
     with suppress(EOFError, OSError):  # The main process is gone, or has closed the pipe.
         while True:
             ticket, task = pipe.recv()

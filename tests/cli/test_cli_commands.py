@@ -42,6 +42,7 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Chunk, Piece
 from edgespec.device.build import with_model_sampling
+from edgespec.models import onnx_packages
 from edgespec.models.folders import ModelFolderError
 from edgespec.models.toy import ToyTokenizer, toy_info
 from edgespec.telemetry.recording import read_recording
@@ -342,6 +343,7 @@ def test_the_doctor_sees_two_onnxruntimes(
     installed: dict[str, str], state: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "installed_version", installed.get)
+    monkeypatch.setattr(onnx_packages, "installed_version", installed.get)
     found = checks.check_onnxruntime()
     assert found.state is State[state]
     assert found.advice.startswith(advice)

@@ -12,7 +12,6 @@ Known signatures: Optimum ``text-generation-with-past`` and its merged decoders
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,9 @@ from typing import Final
 
 from edgespec.core.protocol.checks import check_range
 from edgespec.device.drafters.manifest import DraftModelError
+from edgespec.models.onnx_packages import advise_provider
 from edgespec.models.onnx_runtime import ort
+from edgespec.operating_system import usable_cores
 
 _PART = re.compile(r"key(?!_values)|value(?!s[._])")
 MAX_LAYERS = 1024
@@ -276,12 +277,14 @@ EXECUTION: Final = {
     "openvino": ("OpenVINOExecutionProvider", *CPU),
     "cpu": CPU,
 }
-"""Execution providers for the values of ``draft.provider``.
+"""Execution providers for the values of ``draft.provider``. Each but the CPU's comes with one
+distribution of onnxruntime (``models/onnx_packages.py``).
 
 The CPU runs what the first one does not support. Keys and values lie in the CPU's memory, so an
 accelerator may well be slower."""
 _NVIDIA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _OPENVINO = "OpenVINOExecutionProvider"
+_DIRECTML = "DmlExecutionProvider"
 _RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 _RUNTIME_TYPES = {"tensor(float)": "float32"}
 _RUNTIME_TYPES |= {f"tensor({one})": one for one in ("float16", "int8", "int32", "int64", "bool")}
@@ -295,9 +298,7 @@ def default_threads(weights_bytes: int, two_from_bytes: int = _TWO_THREADS_FROM_
 
     A small draft has one, since its step is shorter than waking a thread. Others have two, which
     nearly halve the time where there are two cores."""
-    affinity = getattr(os, "sched_getaffinity", None)  # This function exists on Linux only.
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return 1 if weights_bytes < two_from_bytes else min(2, cores)
+    return 1 if weights_bytes < two_from_bytes else min(2, usable_cores())
 
 
 def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
@@ -312,6 +313,7 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
         raise DraftModelError(
             f"execution providers {missing} are not in this onnxruntime {ort.__version__}, which"
             f" has {ort.get_available_providers()}"
+            + "".join(f"; {advice}" for name in missing if (advice := advise_provider(name)))
         )
     if not path.is_file():
         raise DraftModelError(f"{path}: no such file")
@@ -322,6 +324,8 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     # A spinning pool starves everything else on a small device and is slower when it is busy.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
+    if providers[0] == _DIRECTML:  # its memory cannot be addressed in bytes
+        options.enable_mem_pattern = False
     if providers[0] not in CPU:
         options.add_session_config_entry(_RECORD_PLACEMENT, "1")
     if providers[0] in _NVIDIA:

@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 
 from edgespec.device.drafters.decoder_graph import CacheTensor
 from edgespec.device.drafters.manifest import DraftModelError
+from edgespec.operating_system import CAN_DROP_MEMORY, drop_memory, map_memory
 
-_PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-_DROP: Final = getattr(mmap, "MADV_DONTNEED", None)
-_SMALL_PAGES: Final = getattr(mmap, "MADV_NOHUGEPAGE", None)
 _FIRST_CAPACITY: Final = 256
 
 Buffer = NDArray[np.generic]
@@ -65,7 +63,7 @@ class KvBuffers:
         """Length below which rows may be resident."""
         self._bound = False
         try:
-            self._maps = [_map_memory(one.row_bytes * self.capacity) for one in tensors]
+            self._maps = [map_memory(one.row_bytes * self.capacity) for one in tensors]
         except OSError as error:
             raise MemoryError(
                 f"no address space for {len(tensors)} key and value buffers of"
@@ -113,7 +111,7 @@ class KvBuffers:
         """Return the blocks behind row ``length`` to the system; they read as zeros afterwards.
 
         This costs one call for each head and buffer, and nothing if no such row was written."""
-        if length >= self.touched_length or _DROP is None:
+        if length >= self.touched_length or not CAN_DROP_MEMORY:
             return
         kept = -(-length // self._block) * self._block
         end = -(-self.touched_length // self._block) * self._block
@@ -121,23 +119,13 @@ class KvBuffers:
             for tensor, memory in zip(self._tensors, self._maps, strict=True):
                 row = tensor.row_bytes // tensor.heads
                 for start in range(0, len(memory), self.capacity * row):
-                    memory.madvise(_DROP, start + kept * row, (end - kept) * row)
+                    drop_memory(memory, start + kept * row, (end - kept) * row)
         self.touched_length = length
 
     def close(self) -> None:
         """Release everything. An array from ``arrays`` keeps its own buffer while it is in use."""
         self._maps, self._tensors = [], ()
         self.touched_length = 0
-
-
-def _map_memory(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=_PRIVATE) if _PRIVATE else mmap.mmap(-1, size)
-    if _SMALL_PAGES is not None:
-        try:
-            memory.madvise(_SMALL_PAGES)
-        except OSError:  # A kernel without large pages has only small ones.
-            pass
-    return memory
 
 
 class ReslicedCache:

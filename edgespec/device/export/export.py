@@ -29,6 +29,7 @@ from edgespec.device.drafters.manifest import (
 from edgespec.device.export.checkpoint import Checkpoint, read_shape
 from edgespec.models import folders
 from edgespec.models.file_digests import compute_file_digest
+from edgespec.operating_system import move_path
 
 if TYPE_CHECKING:
     import onnx
@@ -194,9 +195,9 @@ def export_to_cache(
         )
         if folder.exists() and _find_fault(folder):
             with work_folder(folder.parent) as aside:
-                folder.rename(aside / "damaged")
+                move_path(folder, aside / "damaged")
         try:
-            work.rename(folder)
+            move_path(work, folder)
         except OSError:
             if not folder.exists() or _find_fault(folder):
                 raise

@@ -8,8 +8,6 @@ afterwards gets a pool of as many tokens out of the same memory.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import torch
 from edgespec.core.device.memory import AUTO, AUTO_SHARE, MemoryBudget
 from edgespec.core.ports import PassRequest, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.operating_system import peak_resident_bytes
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
 
@@ -230,8 +229,7 @@ def _resident_peak(run: Callable[[], object], _: torch.device) -> int:
         status = Path("/proc/self/status").read_text()
         peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, IndexError):
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        peak = peak_resident_bytes() or resident_bytes()
     return max(0, peak - before)
 
 
