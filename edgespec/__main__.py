@@ -24,7 +24,7 @@ def simulator() -> None:
 
 
 def _run(module: str) -> None:
-    if problem := find_unsupported_python(tuple(sys.version_info)[:3]):
+    if problem := find_unsupported_python(sys.version_info[:3]):
         sys.exit(problem)
     # A Ctrl-C during the imports ends the process at once, because an exception inside an import
     # would be printed in one of many ways. ``start`` installs another handler. If a shell runs the

@@ -186,8 +186,9 @@ def test_only_training_loads_torch() -> None:
 
 SYSTEMS = "edgespec/operating_system.py"
 """The one file that may use what Unix alone has."""
-POSIX_ONLY = ("curses", "fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios")
-POSIX_ONLY += ("tty", "uvloop")
+POSIX_ONLY = frozenset(
+    "curses fcntl grp pty pwd readline resource syslog termios tty uvloop".split()
+)
 POSIX_ATTRIBUTES = {
     "mmap": "MADV_DONTNEED MADV_NOHUGEPAGE MAP_ANONYMOUS MAP_PRIVATE MAP_SHARED PROT_READ",
     "os": "O_CLOEXEC O_DIRECTORY O_NOCTTY O_NOFOLLOW O_NONBLOCK chown fchmod fchown fork getegid"

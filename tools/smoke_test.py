@@ -20,7 +20,9 @@ from pathlib import Path
 
 TIMEOUT_S = 300
 BIN = Path(sysconfig.get_path("scripts"))
-BUNDLED = "import edgespec, pathlib; print(pathlib.Path(edgespec.__file__).parent / 'models/bundled')"
+BUNDLED = (
+    "import edgespec, pathlib; print(pathlib.Path(edgespec.__file__).parent / 'models/bundled')"
+)
 SCHEMA = {
     "type": "object",
     "properties": {"age": {"type": "integer"}},

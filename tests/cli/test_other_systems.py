@@ -12,8 +12,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from edgespec import operating_system
+from edgespec.cli import doctor
 from edgespec.config.files import read_bytes, replace_file, write_output
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import MODEL_FILE, find_damage, read_manifest
@@ -49,9 +53,11 @@ async def serve():
 
 asyncio.run(serve())
 """
-STOP = signal.CTRL_BREAK_EVENT if sys.platform == "win32" else signal.SIGINT
-STOPPED = 128 + (signal.SIGBREAK if sys.platform == "win32" else signal.SIGINT)
-NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP if sys.platform == "win32" else 0
+if sys.platform == "win32":
+    STOP, STOPPED = signal.CTRL_BREAK_EVENT, 128 + signal.SIGBREAK
+    NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
+else:
+    STOP, STOPPED, NEW_GROUP = signal.SIGINT, 128 + signal.SIGINT, 0
 
 
 def run_verifier(pass_ms: float) -> Iterator[str]:
@@ -339,15 +345,11 @@ class BusyFile:
 def test_a_file_in_use_is_replaced_a_little_later(
     is_windows: bool, failures: int, tries: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgespec import operating_system
-
     clock, busy = [0.0], BusyFile(failures)
     monkeypatch.setattr(operating_system, "IS_WINDOWS", is_windows)
-    monkeypatch.setattr(operating_system.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(
-        operating_system.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s)
-    )
-    monkeypatch.setattr(operating_system.os, "replace", busy.replace)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    monkeypatch.setattr(os, "replace", busy.replace)
     if failures < 10:
         operating_system.move_path("a", "b")
     else:
@@ -361,11 +363,9 @@ def test_a_file_in_use_is_replaced_a_little_later(
 def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgespec import operating_system
-
     path = tmp_path / "kept"
     write_output(path, "before")
-    monkeypatch.setattr(operating_system.os, "replace", BusyFile(10**6).replace)
+    monkeypatch.setattr(os, "replace", BusyFile(10**6).replace)
     with pytest.raises(PermissionError):
         replace_file(path, "after")
     assert read_bytes(path, 100) == b"before"
@@ -383,16 +383,14 @@ class FakeSocket:
 def test_a_port_is_claimed_as_the_system_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows the option that lets a server start again on Unix would let a second program take
     its port."""
-    from edgespec import operating_system
-
     usual, windows, exclusive = FakeSocket(), FakeSocket(), -5
-    if hasattr(operating_system.socket, "SO_EXCLUSIVEADDRUSE"):
-        exclusive = operating_system.socket.SO_EXCLUSIVEADDRUSE
-        monkeypatch.delattr(operating_system.socket, "SO_EXCLUSIVEADDRUSE")
+    if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+        exclusive = socket.SO_EXCLUSIVEADDRUSE
+        monkeypatch.delattr(socket, "SO_EXCLUSIVEADDRUSE")
     operating_system.claim_port(usual)  # type: ignore[arg-type]
-    monkeypatch.setattr(operating_system.socket, "SO_EXCLUSIVEADDRUSE", exclusive, raising=False)
+    monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", exclusive, raising=False)
     operating_system.claim_port(windows)  # type: ignore[arg-type]
-    assert usual.options == [operating_system.socket.SO_REUSEADDR]
+    assert usual.options == [socket.SO_REUSEADDR]
     assert windows.options == [exclusive]
 
 
@@ -408,8 +406,6 @@ def test_a_port_is_claimed_as_the_system_needs(monkeypatch: pytest.MonkeyPatch) 
 def test_a_console_of_windows_can_move_its_cursor(
     is_windows: bool, terminal: str | None, can: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgespec import operating_system
-
     monkeypatch.setattr(operating_system, "IS_WINDOWS", is_windows)
     monkeypatch.delenv("TERM", raising=False)
     if terminal is not None:
@@ -418,8 +414,6 @@ def test_a_console_of_windows_can_move_its_cursor(
 
 
 def test_a_coarse_clock_is_said_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgespec.cli import doctor
-
     monkeypatch.setattr(doctor, "clock_step_s", lambda: 0.0156)
     found = doctor.check_system()
     assert found.state is doctor.State.NOTE

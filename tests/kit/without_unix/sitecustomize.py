@@ -66,17 +66,22 @@ def start(process: Any, command: Any, *more: Any, **given: Any) -> None:
     _usual_start(process, command, *more, **given)
 
 
+def kill(process: Any) -> None:
+    """End a process at once, without the name of a signal."""
+    process.send_signal(_KILL)
+
+
 def take_away() -> None:
     """Take everything away, once."""
     for module, names in ATTRIBUTES.items():
         for name in names.split():
             if hasattr(module, name):
                 delattr(module, name)
-    builtins.__import__ = refuse
+    builtins.__import__ = refuse  # type: ignore[assignment]
     asyncio.SelectorEventLoop.add_signal_handler = refuse_handlers  # type: ignore[assignment]
-    socket.socketpair = connect_pair
+    socket.socketpair = connect_pair  # type: ignore[assignment]
     subprocess.Popen.__init__ = start  # type: ignore[assignment, method-assign]
-    subprocess.Popen.kill = lambda process: process.send_signal(_KILL)  # type: ignore[method-assign]
+    subprocess.Popen.kill = kill  # type: ignore[assignment, method-assign]
 
 
 if hasattr(signal, "SIGHUP"):
