@@ -1,4 +1,4 @@
-"""Differences between operating systems: what one of them lacks, and what is done in its place.
+"""Differences between operating systems: what a system lacks, and what is done in its place.
 
 Modules and functions that Unix alone has are imported and called here and nowhere else
 (``tests/test_floors.py``). Each function of this file works on every system, and its docstring
@@ -356,7 +356,7 @@ def silent_keyboard(handle: int) -> Iterator[None]:
 
 
 def prepare_console() -> None:
-    """Let the console obey control sequences, such as those of colours. Only consoles of Windows
+    """Let the console obey control sequences, such as colours. Only consoles of Windows
     have to be asked; an old one that cannot is left as it is."""
     if sys.platform == "win32":
         import ctypes

@@ -180,7 +180,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def main(names: list[str]) -> None:
-    """Run the smoke tests of these extras. Exit with 1 at the first that fails."""
+    """Run the smoke tests of the extras ``names``. Exit with 1 at the first that fails."""
     for name in names:
         try:
             CHECKS[name]()

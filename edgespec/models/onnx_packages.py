@@ -1,7 +1,7 @@
 """Distributions of onnxruntime: the one for each execution provider, and advice for installations
 that do not work.
 
-All distributions write the same files, so only one of them may be installed in an environment.
+All distributions write the same files, so an environment may have one only.
 """
 
 from __future__ import annotations

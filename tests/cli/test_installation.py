@@ -1,4 +1,4 @@
-"""Tests of installations: what ``--version`` says of them, and the one line that a bad one gets.
+"""Tests of installations: the line of ``--version``, and the one line that a bad one gets.
 
 Oracles: the metadata that a test writes, git's own word for this checkout, and the command that
 each line has to name.

@@ -1,7 +1,7 @@
 """A Python that lacks what Unix alone has, as on Windows. Put this folder on ``PYTHONPATH``.
 
 Modules are refused to this project's own code only, since libraries have their own ways around
-them. Attributes of modules are gone for everybody, so the few places of the standard library that
+them. Attributes of modules are gone for all code, so the few places of the standard library that
 need one at a call are mended first, as they are on Windows. Child processes begin in the same way,
 isolated ones (``python -I``) too. The oracle of this file is ``test_the_block_holds``.
 """
