@@ -16,6 +16,7 @@ DOCS_VENV   ?= .venv-docs
 # `make clients`: which clients of tests/clients/clients.yaml (empty: all), and further options.
 CLIENTS      ?=
 CLIENTS_ARGS ?=
+RELEASE_ARGS ?=
 EXTRAS      := cpu,server,serve,export,dev,sim,uara
 
 VENV  := .venv
@@ -25,7 +26,8 @@ PIP   := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types unit unit-slow unit-vllm clients docs format proto bench bench-gpu clean
+.PHONY: help demo test test-all lint types unit unit-slow unit-vllm clients docs format proto bench bench-gpu \
+    release-check clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -85,6 +87,11 @@ bench: $(READY)  ## Measure decoding on this machine; BENCH_ARGS goes to `edgesp
 
 bench-gpu: $(READY)  ## Run the GPU tests and benches, for a machine with CUDA.
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/gpu.sh
+
+# Torch is pinned to the build that is here; RELEASE_ARGS chooses extras, versions and Pythons.
+release-check: $(READY)  ## Build the packages, and try the wheel in clean environments.
+	$(PIP) build twine uv
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.check_release $(RELEASE_ARGS)
 
 clean:  ## Remove the environment, caches and build results.
 	rm -rf $(VENV) $(DOCS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage

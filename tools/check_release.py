@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ SHOWN = (
 )
 """Libraries whose versions the table shows."""
 TIMEOUT_S = 900
+SHOW_VERSION = "import platform; print(platform.python_version())"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ def try_extra(extra: str, python: str, resolution: str, wheel: Path, torch: str)
         interpreter = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
         try:
             call("uv", "venv", "--quiet", "--no-python-downloads", "--python", python, environment)
+            python = call(interpreter, "-c", SHOW_VERSION).strip()
             pins = folder / "pins.txt"
             pins.write_text(f"torch=={torch}\n", encoding="utf-8")
             if resolution == LOWEST:
@@ -219,12 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.out:
         given.out.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return int(failed)
-
-
-def read_extras() -> list[str]:
-    """Return the extras that ``pyproject.toml`` names."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return list(project["optional-dependencies"])
 
 
 if __name__ == "__main__":

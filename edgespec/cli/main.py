@@ -158,7 +158,7 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
         name=name,
         cls=Commands,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
         context_settings=_HELP,
