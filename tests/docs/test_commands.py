@@ -48,6 +48,7 @@ NOT_RUN = {
     "measures for minutes": r"edgespec bench|edgespec_uara\.reproduce|^python benchmarks/",
     "is what runs this test": r"^make\b",
     "needs another program and a target for it (make clients)": (r"^lm_eval\b|^claude$|ANTHROPIC_"),
+    "needs a Jetson, or an environment for it": r"^sudo\b|^python3 -m venv edgespec\b",
     "changes the machine (tests/deploy judges the files)": (
         r"^(docker|kubectl|systemctl|loginctl|install|useradd)\b|/opt/edgespec|/etc/edgespec"
     ),
