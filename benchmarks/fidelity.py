@@ -3,12 +3,15 @@
     edgespec profile --pass-ms 25 --draft-ms 8 --out profile.json     # of this machine
     python benchmarks/fidelity.py --profile profile.json [--repeats 3] [--prompts 6] [--json FILE]
         [--texts sim/edgespec_sim/data/prompts/tapes.jsonl] [--temperature 0.7]
+    python benchmarks/fidelity.py --model SMOLLM2 --draft SMOLLM2-INT4 --kinds chat,code,maths
+        --pass-ms 100 --draft-ms 32 --only / --repeats 1 --prompts 6 --tokens 96
 
-Real: the bundled models, a verifier process, gRPC, the product's emulated link; passes take 25 ms
-and draft steps 8 ms. Simulated: the same texts as a match tape recorded here, the profile's times,
-the same links in virtual time. Four arms run at five round-trip times, then our arm on ten recorded
-networks (``EDGESPEC_DATA``; skipped without). The targets are TPOT within 5 % of the real median,
-and tokens per pass within 2 %.
+Real: the bundled models or a pair of your own, a verifier process, gRPC, the product's emulated
+link; passes take 25 ms and draft steps 8 ms, or the times that are given. Simulated: the same texts
+as a match tape recorded here, the profile's times or without one the given times, the same links in
+virtual time; and made-up texts of a process that is fitted to the tape. Four arms run at five
+round-trip times, then our arm on ten recorded networks (``EDGESPEC_DATA``; skipped without). The
+targets are TPOT within 5 % of the real median, and tokens per pass within 2 %.
 """
 
 from __future__ import annotations
@@ -19,15 +22,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import LentDrafter, Measurement, mean_interval, measure
-from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload, read_prompts
+from edgespec.bench.prompts import (
+    BUILT_IN,
+    DEFAULT_PROMPTS,
+    BenchPrompt,
+    Workload,
+    choose_workload,
+    read_prompts,
+)
 from edgespec.bench.report import describe_machine, list_versions, tape_about
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection
@@ -43,9 +53,11 @@ from edgespec.device.build import (
     load_tokenizer,
     tokenizer_reference,
 )
+from edgespec.models.folders import BUNDLED
+from edgespec.models.tokenizer import prompt_encoder
 from edgespec.wire.shaped import ShapedTransport
 from edgespec_sim.commands.record_tape import record_tape
-from edgespec_sim.cost_profile import CostProfile, read_profile
+from edgespec_sim.cost_profile import read_profile
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.path import TraceSchedules
 from edgespec_sim.scenario.sections import (
@@ -58,12 +70,13 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.token_sources.acceptance_process import fit
 from edgespec_sim.token_sources.match_tape import MatchTape
-from edgespec_sim.token_sources.source import TapeSource
+from edgespec_sim.token_sources.source import ProcessSource, TapeSource, TokenSource
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.site import WorldSetup
 
-PASS_MS, DRAFT_MS, GAMMA = 25.0, 8.0, 4
+GAMMA = 4
 RTTS_MS = (2.0, 20.0, 50.0, 100.0, 200.0)
 ARMS = (Arm.TARGET_ONLY, Arm.VANILLA, Arm.PEARL, Arm.EDGESPEC)
 TRACES = (
@@ -80,6 +93,10 @@ TRACES = (
 )
 TPOT_WITHIN, TOKENS_WITHIN = 0.05, 0.02
 SIMULATED_SEEDS = 8
+MADE_UP_TEXTS = 24
+"""Texts of a process for each seed. They scatter more than a tape's, which every seed repeats."""
+MESSAGE_MS = 0.3
+"""One-way time of a message besides the link, without a profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +117,27 @@ class Seen:
     tpots_s: list[float] = field(default_factory=list)
     tokens: int = 0
     passes: int = 0
+    seconds: float = 0.0
+    """Time behind the first tokens, and the number of tokens that arrived in it."""
+    timed: int = 0
 
     def add(self, tpot_s: float | None, counters: DraftCounters) -> None:
         if tpot_s is not None:
             self.tpots_s.append(tpot_s)
+            self.seconds += tpot_s * (counters.committed - 1)
+            self.timed += counters.committed - 1
         self.tokens += counters.committed
         self.passes += counters.passes
 
     @property
     def tpot_s(self) -> float:
+        """Median over requests of the time per token."""
         return median(self.tpots_s)
+
+    @property
+    def token_s(self) -> float:
+        """Time per token over all tokens behind a first one."""
+        return self.seconds / self.timed
 
     @property
     def tokens_per_pass(self) -> float:
@@ -164,7 +192,11 @@ def links_of(set_up: SetUp, data: Path | None) -> tuple[LinkModel, LinkModel]:
 # --- the simulated side ---------------------------------------------------------------------
 
 
-def scenario_of(set_up: SetUp, tape: MatchTape, profile: Path, message_s: float) -> Scenario:
+def scenario_of(
+    set_up: SetUp, tape: MatchTape, cost: tuple[CostSection, CostSection], message_s: float
+) -> Scenario:
+    """Return the world of a set-up with the tape's texts, one after another. ``cost`` holds the
+    times of a step and of a pass."""
     link = LinkSection(rtt_ms=set_up.rtt_ms, trace=set_up.trace, framing_bytes=0)
     workload = WorkloadSection(
         prompt_tokens=0,
@@ -173,7 +205,6 @@ def scenario_of(set_up: SetUp, tape: MatchTape, profile: Path, message_s: float)
         requests=len(tape.generations),
         start_within_s=0.0,
     )
-    cost = CostSection(profile=str(profile))
     return Scenario(
         name="fidelity",
         duration_s=600.0,
@@ -181,10 +212,39 @@ def scenario_of(set_up: SetUp, tape: MatchTape, profile: Path, message_s: float)
         arms=(set_up.arm,),
         gamma=GAMMA,
         links={"link": link},
-        devices={"device": DeviceSection(path=("link",), draft=cost, workload=workload)},
-        verifiers={"verifier": VerifierSection(pass_time=cost)},
+        devices={"device": DeviceSection(path=("link",), draft=cost[0], workload=workload)},
+        verifiers={"verifier": VerifierSection(pass_time=cost[1])},
         message_ms=1e3 * message_s,
     )
+
+
+def made_up(scenario: Scenario, tape: MatchTape) -> Scenario:
+    """Return the world with made-up texts, as long as the tape's in the mean."""
+    prompt = fmean(len(one.prompt) for one in tape.generations)
+    output = fmean(len(one.tokens) for one in tape.generations)
+    device = scenario.devices["device"]
+    workload = replace(
+        device.workload,
+        prompt_tokens=round(prompt),
+        output_tokens=round(output),
+        requests=MADE_UP_TEXTS,
+    )
+    return replace(
+        scenario,
+        duration_s=3600.0,
+        tokens=TokensSection(source=TokensFrom.PROCESS),
+        devices={"device": replace(device, workload=workload)},
+    )
+
+
+def simulate(scenario: Scenario, arm: Arm, sources: Sequence[TokenSource], folder: Path) -> Seen:
+    """Play a world on as many seeds as there are sources, and add up what was measured."""
+    simulated = Seen()
+    for seed, source in enumerate(sources):
+        world = World(scenario, arm, str(seed), WorldSetup(source, folder))
+        for record in world.run().meters.records:
+            simulated.add(record.tpot_s, record.counters)
+    return simulated
 
 
 # --- all of it ------------------------------------------------------------------------------
@@ -193,35 +253,49 @@ def scenario_of(set_up: SetUp, tape: MatchTape, profile: Path, message_s: float)
 async def real_side(
     args: argparse.Namespace, set_ups: Sequence[SetUp], data: Path | None
 ) -> tuple[MatchTape, dict[SetUp, Seen]]:
-    config = AgentConfig(draft=DraftSection(draft_ms=DRAFT_MS))
+    """Record the tape and run all set-ups for real."""
+    config = AgentConfig(draft=DraftSection(model=args.draft, draft_ms=args.draft_ms))
     drafter = load_drafter(config)
-    walker = load_drafter(AgentConfig())
+    walker = load_drafter(AgentConfig(draft=DraftSection(model=args.draft)))
     assert drafter is not None
     assert walker is not None
     tokenizer = load_tokenizer(tokenizer_reference(config))
-    async with verifier_process(["--pass-ms", f"{PASS_MS:g}", PLAIN_STREAMING]) as (address, _):
+    verifier = ["--model", args.model, "--pass-ms", f"{args.pass_ms:g}", PLAIN_STREAMING]
+    async with verifier_process(verifier) as (address, _):
         transport = connect(address)
         info = (await transport.info()).model
         await transport.close()
-        room = info.context_length - args.tokens
         workload = choose_workload(
-            read_prompts(args.texts) if args.texts else DEFAULT_PROMPTS,
-            tokenizer.encode,
+            choose_prompts(args),
+            prompt_encoder(tokenizer, chat=bool(args.kinds)),
             limit=args.prompts,
-            room=room,
+            room=min(info.context_length, MAX_PROMPT_TOKENS) - args.tokens,
             eos_token_ids=info.eos_token_ids,
         )
         tape = await taped(args, address, walker, tokenizer, workload)
         real = Real(address, drafter, tokenizer, tape, sampling_of(args))
-        for repeat in range(args.repeats + 1):  # the first one warms up and is not counted
-            for set_up in (*set_ups[repeat % len(set_ups) :], *set_ups[: repeat % len(set_ups)]):
-                if repeat == 0 and set_up not in set_ups[: len(ARMS)]:
-                    continue
+        # The first run of one set-up warms up and is not counted.
+        for repeat in range(args.repeats + 1):
+            turn = repeat % len(set_ups)
+            for set_up in (*set_ups[turn:], *set_ups[:turn]) if repeat else set_ups[:1]:
                 print(f"real, repeat {repeat}: {set_up.name}", file=sys.stderr, flush=True)
                 await real.run(set_up, data)
             if repeat == 0:
                 real.seen.clear()
     return tape, real.seen
+
+
+MAX_PROMPT_TOKENS = 4096
+
+
+def choose_prompts(args: argparse.Namespace) -> Iterable[BenchPrompt]:
+    """Return the prompts of a file, of the bench's sets in turn, or of the bench itself."""
+    if args.texts:
+        return read_prompts(args.texts)
+    if args.kinds:
+        sets = [BUILT_IN[kind] for kind in args.kinds.split(",")]
+        return [one for several in zip(*sets, strict=True) for one in several]
+    return DEFAULT_PROMPTS
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
@@ -244,28 +318,35 @@ async def taped(
             for prompt in workload.prompts
         ]
     about = tape_about(sampling, "built-in")
-    return await record_tape(walker, "bundled", workload, texts, sampling, print, about=about)
+    return await record_tape(walker, args.model, workload, texts, sampling, print, about=about)
 
 
 def compare(
+    args: argparse.Namespace,
     set_ups: Sequence[SetUp],
     tape: MatchTape,
     real: dict[SetUp, Seen],
-    profile_path: Path,
-    profile: CostProfile,
     data: Path | None,
 ) -> list[dict[str, Any]]:
+    """Play every set-up in virtual time, and print both sides."""
+    if args.profile:
+        path = str(args.profile.resolve())
+        cost = (CostSection(profile=path), CostSection(profile=path))
+        message_s = read_profile(args.profile).message.seconds(1)
+    else:
+        cost = (CostSection(ms=args.draft_ms), CostSection(ms=args.pass_ms))
+        message_s = MESSAGE_MS / 1e3
+    law = fit(tape)
     rows = []
     head = f"{'set-up':62s} {'real ms':>8s} {'sim ms':>8s} {'error':>7s}"
-    print(f"{head}   tokens/pass real sim error")
+    print(f"{head}   tokens/pass real sim error   made-up texts: time, tokens/pass")
     for set_up in set_ups:
         folder = data / "traces" if data else Path()
-        scenario = scenario_of(set_up, tape, profile_path.resolve(), profile.message.seconds(1))
-        simulated = Seen()
-        for seed in range(SIMULATED_SEEDS):
-            world = World(scenario, set_up.arm, str(seed), WorldSetup(TapeSource(tape), folder))
-            for record in world.run().meters.records:
-                simulated.add(record.tpot_s, record.counters)
+        scenario = scenario_of(set_up, tape, cost, message_s)
+        tapes = [TapeSource(tape) for _ in range(SIMULATED_SEEDS)]
+        simulated = simulate(scenario, set_up.arm, tapes, folder)
+        processes = [ProcessSource(law, seed) for seed in range(SIMULATED_SEEDS)]
+        other = simulate(made_up(scenario, tape), set_up.arm, processes, folder)
         seen = real[set_up]
         tpot = simulated.tpot_s / seen.tpot_s - 1.0
         tokens = simulated.tokens_per_pass / seen.tokens_per_pass - 1.0
@@ -273,6 +354,8 @@ def compare(
         print(
             f"{set_up.name:62s} {1e3 * seen.tpot_s:8.2f} {1e3 * simulated.tpot_s:8.2f} {tpot:+7.1%}"
             f"   {seen.tokens_per_pass:6.3f} {simulated.tokens_per_pass:6.3f} {tokens:+6.1%}"
+            f"   {other.token_s / seen.token_s - 1.0:+7.1%}"
+            f" {other.tokens_per_pass / seen.tokens_per_pass - 1.0:+7.1%}"
             f"{'' if good else '   OUT'}",
             flush=True,
         )
@@ -284,8 +367,12 @@ def compare(
                 "real_tpot_ms": 1e3 * seen.tpot_s,
                 "simulated_tpot_ms": 1e3 * simulated.tpot_s,
                 "tpot_error": tpot,
+                "real_token_ms": 1e3 * seen.token_s,
+                "simulated_token_ms": 1e3 * simulated.token_s,
+                "made_up_token_ms": 1e3 * other.token_s,
                 "real_tokens_per_pass": seen.tokens_per_pass,
                 "simulated_tokens_per_pass": simulated.tokens_per_pass,
+                "made_up_tokens_per_pass": other.tokens_per_pass,
                 "tokens_per_pass_error": tokens,
                 "within": good,
             }
@@ -293,18 +380,27 @@ def compare(
     return rows
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", type=Path, required=True, help="file of `edgespec profile`")
+    parser.add_argument("--profile", type=Path, help="file of `edgespec profile`; else given times")
+    parser.add_argument("--model", default=BUNDLED, help="target")
+    parser.add_argument("--draft", default=BUNDLED, help="draft, as for `edgespec bench`")
+    parser.add_argument("--pass-ms", type=float, default=25.0, help="emulated time of a pass")
+    parser.add_argument("--draft-ms", type=float, default=8.0, help="emulated time of a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--texts", type=Path, help="prompts; else the bench's own")
+    parser.add_argument("--kinds", default="", help="sets of chat prompts in turn, with commas")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--only", default="", help="set-ups whose name holds this")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    profile = read_profile(args.profile)
+    return parser
+
+
+def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run and play the set-ups that the options name. Raises ``ValueError`` if there is none."""
     data = Path(os.environ.get("EDGESPEC_DATA", "../shared/data"))
     have_data = (data / "traces").is_dir()
     set_ups = [SetUp(arm, rtt_ms) for rtt_ms in RTTS_MS for arm in ARMS]
@@ -314,10 +410,20 @@ def main() -> int:
         print(f"no recorded networks: {data} is not there", file=sys.stderr)
     set_ups = [set_up for set_up in set_ups if args.only in set_up.name]
     if not set_ups:
-        parser.error(f"--only is {args.only!r}, which no set-up's name holds")
+        raise ValueError(f"--only is {args.only!r}, which no set-up's name holds")
+    found = data if have_data else None
+    tape, real = asyncio.run(real_side(args, set_ups, found))
+    return compare(args, set_ups, tape, real, found)
+
+
+def main() -> int:
+    parser = make_parser()
+    args = parser.parse_args()
     started_s = time.monotonic()
-    tape, real = asyncio.run(real_side(args, set_ups, data if have_data else None))
-    rows = compare(set_ups, tape, real, args.profile, profile, data if have_data else None)
+    try:
+        rows = run_cases(args)
+    except ValueError as error:
+        parser.error(str(error))
     for name, what in (
         ("tpot_error", "time of the tape over the real one, less 1"),
         ("tokens_per_pass_error", "tokens a pass of the tape over the real ones, less 1"),

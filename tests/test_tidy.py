@@ -29,7 +29,7 @@ from tests.sources import (
     parse_modules,
     project_files,
 )
-from tools import draw_bench, draw_race, write_settings
+from tools import draw_bench, draw_policy, draw_race, write_settings, write_validity
 from tools.draw_states import PAGE, page
 from tools.svg import text
 
@@ -207,6 +207,13 @@ def test_settings_page_is_current() -> None:
     assert written == write_settings.page(), "run: python -m tools.write_settings"
 
 
+def test_page_of_validity_shows_its_records() -> None:
+    written = write_validity.PAGE.read_text(encoding="utf-8")
+    assert written == write_validity.fill(written), "run: python -m tools.write_validity"
+    names = re.findall(r"<!-- table: ([\w-]+) -->", written)
+    assert sorted(names) == sorted(write_validity.TABLES)
+
+
 def test_comments_name_files_that_there_are() -> None:
     """A comment names a file by its whole path or by the end of it: ``wire/codec.py`` is enough."""
     folders = ("edgespec", "sim", "tests", "tools", "benchmarks", "protos")
@@ -359,3 +366,13 @@ def test_the_readme_shows_what_the_records_say(
     assert texts_in_picture(svg)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"docs/pictures/{name}.svg" in readme
+
+
+def test_the_heat_map_shows_what_its_record_says() -> None:
+    svg = draw_policy.draw(write_validity.RECORDS / "policy.json")
+    drawn = write_validity.PICTURE.read_text(encoding="utf-8")
+    assert drawn == svg, "run: python -m tools.write_validity"
+    assert len(svg.encode()) < 400_000
+    assert texts_in_picture(svg)
+    page = write_validity.PAGE.read_text(encoding="utf-8")
+    assert f"pictures/{write_validity.PICTURE.name}" in page
