@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
+from edgespec.bench.measurement import mean_interval
 from edgespec.config.loading import NULL
 from edgespec_sim.replication import Interval, TpotTotal, measure_speedup
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
@@ -222,7 +223,7 @@ def compare_pearl(player: Player) -> list[Comparison]:
             found.append(
                 Comparison(
                     "PEARL",
-                    f"{pair}, {row.texts}: over plain decoding",
+                    f"{pair}, {row.texts}",
                     _NANO_PEARL,
                     row.speedup,
                     speed.value,
@@ -231,7 +232,7 @@ def compare_pearl(player: Player) -> list[Comparison]:
                     is_given=row is first,
                     why=f"determines the draft step: {step_ms:.1f} ms"
                     if row is first
-                    else "acceptance from the mean accepted tokens; runs cluster as on our tape",
+                    else "predicted; runs of right tokens cluster as on our tape",
                 )
             )
     found.append(
@@ -454,11 +455,9 @@ def compare_dsd(player: Player) -> list[Comparison]:
                 _DSD,
                 formula_ms,
                 fmean(saved),
-                min(saved),
-                max(saved),
+                *mean_interval(saved),
                 unit=" ms",
-                is_range=True,
-                why="k is that of other texts; the range is over the seeds",
+                why="k is that of other texts",
             )
         )
     return found

@@ -15,7 +15,7 @@ Then the tables of the page and the heat map are written from all records.
     bundles     ten bundles, played again by other processes and other versions of Python
     real        real runs over gRPC beside a tape and made-up texts (``fidelity.py``)
 
-The first four take some 25 minutes on two cores in virtual time, so other load of the machine
+The first four take under half an hour on two cores in virtual time, so other load of the machine
 changes no figure. Real runs take some ten minutes, and want a machine that does nothing else.
 """
 
