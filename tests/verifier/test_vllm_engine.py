@@ -166,7 +166,19 @@ def test_an_adapter_that_vllm_cannot_load_is_an_error(tmp_path: Path) -> None:
             ("--spec-method", "dspark", "--spec-model", "x", "--spec-tokens", "4"),
             "the method 'dspark' is not supported: vLLM's model runner",
         ),
+        (
+            ("--speculative-config", '{"method": "oracle", "num_speculative_tokens": 3}'),
+            "the method 'oracle' is not supported: vLLM does not have it; supported are ngram,",
+        ),
         (("--enforce-eager", "--gpu-memory-utilization", "0.9999"), "is less than desired"),
+        (
+            (
+                *("--enforce-eager", "--gpu-memory-utilization", "0.02"),
+                *("--spec-method", "draft_model", "--spec-tokens", "3", "--spec-model"),
+                str(resolve_source("bundled", Purpose.DRAFT).folder),
+            ),
+            "both models and the KV cache have to fit into what --gpu-memory-utilization",
+        ),
     ],
 )
 def test_what_vllm_cannot_do_is_an_error_with_the_reason(flags: tuple[str, ...], why: str) -> None:

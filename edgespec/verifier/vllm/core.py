@@ -293,9 +293,15 @@ def _make_engine_core(config: Any, *, speculates: bool) -> Any:
         except Exception as error:  # a model, a driver or a lack of memory may raise anything
             why = reason.read_text() if reason.is_file() else f"{type(error).__name__}: {error}"
             draft = config.speculative_config.model
-            beside = f" with the speculator {draft} beside it" if speculates and draft else ""
+            beside = hint = ""
+            if speculates and draft:
+                beside = f" with the speculator {draft} beside it"
+                hint = (
+                    "; both models and the KV cache have to fit into what"
+                    " --gpu-memory-utilization or --kv-cache-memory-bytes allows"
+                )
             raise SetupError(
-                f"vLLM cannot load {config.model_config.model}{beside}: {why}"
+                f"vLLM cannot load {config.model_config.model}{beside}: {why}{hint}"
             ) from error
         finally:
             WorkerProc.worker_main = staticmethod(worker_main)
