@@ -30,6 +30,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -479,6 +480,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
     print(f"machine: {describe_machine()}\nversions: {list_versions()}")
     print(f"command: {shlex.join(sys.argv)}", flush=True)
     prompts = read_prompts(args.model)
