@@ -31,6 +31,7 @@ from edgespec.config.common import SetupError
 from edgespec.config.files import read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import is_unicode, make_one_line, make_printable
+from edgespec.core.protocol.pictures import PlacedPicture, check_picture, place_pictures
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError, check_prediction_text
 from edgespec.device.borrowed_tokenizer import takes_target_texts
@@ -47,6 +48,7 @@ _QUOTED_CHARS: Final = 60
 _RESEND_HINT: Final = "an empty line sends your message again"
 COMMANDS: Final = {
     "/help": ("", "show this list"),
+    "/picture": ("FILE", "attach a picture to your next message"),
     "/system": ("[TEXT|-]", "set the system message; alone: show it; -: remove it"),
     "/save": ("FILE", "write the conversation to a file"),
     "/load": ("FILE", "continue a conversation from a file"),
@@ -77,11 +79,12 @@ class Record:
 
     model: str = ""
     system: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Each has ``role`` and ``content``, and a user's may have ``pictures``: paths of files."""
     begun: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
-    def prompt_messages(self) -> list[dict[str, str]]:
+    def prompt_messages(self) -> list[dict[str, Any]]:
         """Messages of the next prompt: the system message, if there is one, and all others."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages]
@@ -134,11 +137,20 @@ def _parse_record(data: Any) -> Record:
     for number, one in enumerate(messages):
         match one:
             case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
-                found.messages.append({"role": role, "content": content})
+                found.messages.append({"role": role, "content": content, **_read_paths(one)})
             case _:
                 roles = "a role of system, user, assistant, and text as content"
                 raise ValueError(f"messages[{number}] must have {roles}")
     return found
+
+
+def _read_paths(message: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the pictures of a message, if it has any. Raises ``ValueError``."""
+    if (paths := message.get("pictures")) is None:
+        return {}
+    if not isinstance(paths, list) or not all(isinstance(one, str) for one in paths):
+        raise ValueError("pictures must be a list of paths")
+    return {"pictures": paths}
 
 
 def state_folder() -> Path:
@@ -218,6 +230,8 @@ class Conversation:
     """File of the prediction."""
     unanswered: str = ""
     """Message that got no reply. An empty line sends it again."""
+    attached: list[str] = field(default_factory=list)
+    """Paths of the pictures that go with the next message."""
     _ctrl_c: terminal.CtrlC = field(default_factory=terminal.CtrlC)
     _warned: bool = False
     _prompt_length: int = 0
@@ -268,6 +282,8 @@ class Conversation:
         match name:
             case "/system":
                 return self._set_system(argument)
+            case "/picture":
+                return self._attach(_expand_path(argument))
             case "/save":
                 path = _expand_path(argument)
                 if path.exists():
@@ -291,9 +307,52 @@ class Conversation:
 
     def _switch_to(self, record: Record) -> None:
         """Continue with another conversation. The one before stays in its own file."""
-        self.record = record
+        self.record, self.attached = record, []
         if self.kept is not None:
             self.kept = KeptFile()
+
+    def _attach(self, path: Path) -> str:
+        """Attach a picture to the next message. Raises ``ConversationError`` if it cannot be used,
+        or if the target reads text only."""
+        self._read_picture(str(path))
+        self.attached.append(str(path.resolve()))
+        return f"{path.name} goes with your next message"
+
+    def _read_picture(self, path: str) -> bytes:
+        """Return the bytes of a picture. Raises ``ConversationError``."""
+        if (bounds := self.info.pictures) is None:
+            raise ConversationError(f"{self.info.name!r} reads text only here")
+        try:
+            data = Path(path).read_bytes()
+            check_picture(data, bounds)
+        except OSError as error:
+            raise ConversationError(f"{path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConversationError(f"{path} {error}") from error
+        return data
+
+    def _write_prompt(
+        self, messages: Sequence[dict[str, Any]]
+    ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """Return the prompt of a conversation, and its pictures. Raises ``ValueError``."""
+        shown: list[dict[str, Any]] = []
+        pictures: list[bytes] = []
+        for message in messages:
+            plain = {"role": message["role"], "content": message["content"]}
+            if paths := message.get("pictures"):
+                pictures += map(self._read_picture, paths)
+                text = {"type": "text", "text": message["content"]}
+                plain["content"] = [*[{"type": "image"}] * len(paths), text]
+            shown.append(plain)
+        rendered = render_chat(self.tokenizer, shown)
+        prompt = self.tokenizer.encode(rendered, add_special_tokens=False)
+        bounds = self.info.pictures
+        if not pictures or bounds is None:
+            return prompt, ()
+        if len(pictures) > bounds.max_count:
+            most = f"at most {bounds.max_count} are read"
+            raise ConversationError(f"the conversation has {len(pictures)} pictures, but {most}")
+        return prompt, place_pictures(prompt, pictures, bounds)
 
     def _set_system(self, text: str) -> str:
         if not text:
@@ -366,15 +425,16 @@ class Conversation:
 
         If that fails, the conversation stays as it was, and an empty line sends the message again.
         """
-        message = {"role": "user", "content": text}
+        message: dict[str, Any] = {"role": "user", "content": text}
+        if self.attached:
+            message["pictures"] = list(self.attached)
         self.unanswered, received = text, device.ReceivedTokens()
         try:
             with self._ctrl_c.armed():
-                rendered = render_chat(self.tokenizer, [*self.record.prompt_messages, message])
-                prompt = self.tokenizer.encode(rendered, add_special_tokens=False)
+                prompt, pictures = self._write_prompt([*self.record.prompt_messages, message])
                 device.check_prompt(prompt, self.info)
                 self.last = received
-                self.runner.run(self._receive_reply(prompt, received))
+                self.runner.run(self._receive_reply(prompt, pictures, received))
         except (KeyboardInterrupt, asyncio.CancelledError):
             say("(stopped)" if received.parts else f"(stopped; {_RESEND_HINT})")
             if not received.parts:
@@ -384,6 +444,7 @@ class Conversation:
             say(f"error: {error}\n({room}{_RESEND_HINT})")
             return
         self.unanswered = self.prediction = ""
+        self.attached = []
         if sys.stdout.isatty() and sys.stderr.isatty():
             device.report_drafting(
                 received, self.agent.stats, color=self.draws_markdown, explain=False
@@ -403,7 +464,12 @@ class Conversation:
             status = replace(status, drafting=drafting)
         return terminal.status_line(status, width, 1.0 / last_s if last_s else None)
 
-    async def _receive_reply(self, prompt: Sequence[int], received: device.ReceivedTokens) -> None:
+    async def _receive_reply(
+        self,
+        prompt: Sequence[int],
+        pictures: Sequence[PlacedPicture],
+        received: device.ReceivedTokens,
+    ) -> None:
         self._ctrl_c.task, self._prompt_length = asyncio.current_task(), len(prompt)
         view: device.View = device.TextView(color=False)
         if self.draws_markdown:
@@ -415,6 +481,7 @@ class Conversation:
             conversation=self.record.begun,
             model=self.name,
             prediction=self.prediction,
+            pictures=pictures,
         )
         try:
             await device.stream(generation, view, received)
@@ -466,8 +533,8 @@ def chat(
     """Hold a conversation with the target model.
 
     Enter sends a message, Alt-Enter begins another line, Ctrl-C stops a reply and keeps what has
-    arrived, Ctrl-D leaves. /help explains the commands /system, /save, /load, /predict, /model,
-    /stats, /reset and /quit.
+    arrived, Ctrl-D leaves. /help explains the commands /picture, /system, /save, /load, /predict,
+    /model, /stats, /reset and /quit.
 
     At a terminal, conversations are saved under $XDG_STATE_HOME/edgespec (~/.local/state/edgespec),
     readable by you alone.

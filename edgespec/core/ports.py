@@ -228,16 +228,19 @@ class TargetModel(Protocol):
         """Let a sequence that was opened just now use the adapter ``name``. Raises ``ValueError``
         if the target has no such adapter."""
 
-    def read_pictures(self, pictures: Sequence[bytes]) -> ReadPictures:
-        """Read the pictures of a prompt. Their headers are within the bounds of ``info.pictures``.
+    def read_pictures(
+        self, prompt: Sequence[int], pictures: Sequence[bytes], positions: Sequence[int]
+    ) -> ReadPictures:
+        """Read the pictures of a prompt, the tokens at ``positions`` being their placeholders.
+        Their headers are within the bounds of ``info.pictures``.
 
         This may be called in another thread, at the same time as a pass. Raises ``ValueError`` with
         the reason for pictures that cannot be used."""
 
-    def use_pictures(self, key: str, pictures: ReadPictures, positions: Sequence[int]) -> None:
-        """Let a sequence that was opened just now have these pictures, the tokens at ``positions``
-        of its prompt being their placeholders. All lengths and positions of its passes go on
-        counting a picture as one token."""
+    def use_pictures(self, key: str, pictures: ReadPictures) -> None:
+        """Let a sequence that was opened just now, with the prompt for which they were read, have
+        these pictures. All lengths and positions of its passes go on counting a picture as one
+        token."""
 
     def set_draft_steps(self, count: int) -> None:
         """Set how many tokens the target's own speculator proposes behind the passes that follow,
@@ -257,10 +260,12 @@ class TargetModel(Protocol):
 class TextTarget:
     """Base class of a target that reads text only."""
 
-    def read_pictures(self, pictures: Sequence[bytes]) -> ReadPictures:
+    def read_pictures(
+        self, prompt: Sequence[int], pictures: Sequence[bytes], positions: Sequence[int]
+    ) -> ReadPictures:
         raise ValueError("the model reads text only")
 
-    def use_pictures(self, key: str, pictures: ReadPictures, positions: Sequence[int]) -> None:
+    def use_pictures(self, key: str, pictures: ReadPictures) -> None:
         raise ValueError("the model reads text only")
 
 

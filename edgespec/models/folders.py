@@ -171,6 +171,8 @@ def model_info(folder: Path) -> ModelInfo:
     if (folder / DRAFT_MANIFEST).is_file():
         return _read_draft_manifest(folder / DRAFT_MANIFEST)
     config = read_config(folder)
+    if isinstance(inner := config.get("text_config"), dict):  # a model that reads pictures too
+        config = inner | {name: value for name, value in config.items() if value is not None}
     path = folder / "config.json"
     kept = read_kept_ids(path, config)
     size = read_whole_number(path, config, "vocab_size", maximum=MAX_TOKEN_ID + 1)

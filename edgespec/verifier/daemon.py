@@ -15,7 +15,7 @@ import contextvars
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -187,10 +187,10 @@ class TargetWorker:
 
         return self._submit(work)
 
-    def read_pictures(self, data: Sequence[bytes]) -> asyncio.Future[ports.ReadPictures]:
+    def read_pictures(self, action: ee.ReadPictureData) -> asyncio.Future[ports.ReadPictures]:
         """Let the target read pictures, in a thread of its own beside the passes."""
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._picture_thread, self._target.read_pictures, data)
+        read = partial(self._target.read_pictures, action.prompt, action.data, action.positions)
+        return asyncio.get_running_loop().run_in_executor(self._picture_thread, read)
 
     def _submit(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -204,7 +204,7 @@ class TargetWorker:
                     if adapter:
                         self._target.use_adapter(key, adapter)
                     if pictures is not None:
-                        self._target.use_pictures(key, pictures, item.picture_positions)
+                        self._target.use_pictures(key, pictures)
                 case ee.KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case ee.CloseSequence(key):
@@ -532,9 +532,9 @@ class Verifier:
                 self._when_done(self._worker.draft(action), self._on_drafts_done)
             case ee.RunProbe(request):
                 self._when_done(self._worker.probe(request), self._on_probe_done)
-            case ee.ReadPictureData(number, data):
-                on_read = partial(self._on_pictures_read, number)
-                self._when_done(self._worker.read_pictures(data), on_read)
+            case ee.ReadPictureData():
+                on_read = partial(self._on_pictures_read, action.stream)
+                self._when_done(self._worker.read_pictures(action), on_read)
             case ee.ReportFailure(_, details, stream):
                 whose = {"request_id": self._requests.get(stream or 0, "-")}
                 _LOG.error("a session failed and was ended:\n%s", details, extra=whose)

@@ -197,7 +197,7 @@ def seeing_verifier(limits: ee.EngineLimits = WITH_STORE) -> Verifier:
 
 def expected_tokens(prompt: Sequence[int], pictures: Sequence[PlacedPicture]) -> tuple[int, ...]:
     target = ToyTarget(MODEL, pictures=INPUT)
-    seed = target.read_pictures([one.data for one in pictures]).content
+    seed = target.read_pictures(prompt, [one.data for one in pictures], ()).content
     assert isinstance(seed, int)
     return target_stream(MODEL.perturbed(0.5, seed), prompt, SAMPLING, LIMITS.context_length).tokens
 
@@ -369,7 +369,7 @@ def send_all(engine: VerifyEngine, placed: Sequence[PlacedPicture]) -> tuple[ee.
             actions = engine.handle(event, 0.0)
     (read,) = actions
     assert isinstance(read, ee.ReadPictureData)
-    done = ToyTarget(MODEL, pictures=INPUT).read_pictures(read.data)
+    done = ToyTarget(MODEL, pictures=INPUT).read_pictures(read.prompt, read.data, read.positions)
     return engine.handle(ee.PicturesRead(1, done), 0.0)
 
 
@@ -525,7 +525,7 @@ def test_pictures_that_the_target_cannot_read_are_refused() -> None:
     engine = new_engine()
     engine.handle(opening([named(DOG)], SHORT), 0.0)
     (read,) = engine.handle(parts_of(0, DOG)[0], 0.0)
-    assert read == ee.ReadPictureData(1, (DOG,))
+    assert read == ee.ReadPictureData(1, SHORT, (DOG,), (2,))
     actions = engine.handle(ee.PicturesRead(1, None, "the decoder says no"), 0.0)
     fault = refusal_of(engine, *actions)
     assert (fault.code, fault.message) == (m.FaultCode.INVALID, "the decoder says no")

@@ -149,14 +149,13 @@ def play(
                 case ee.SendTo(number, message):
                     if number == stream:
                         events.append((session, message))
-                case ee.ReadPictureData(number, data):
-                    read = verifier.target.read_pictures(data)
+                case ee.ReadPictureData(number, text, data, places):
+                    read = verifier.target.read_pictures(text, data, places)
                     events.append((verifier.engine, ee.PicturesRead(number, read)))
                 case ee.OpenSequence(key, length, sampling, text):
                     verifier.target.open(key, length, sampling, text)
                     if action.pictures is not None:
-                        places = action.picture_positions
-                        verifier.target.use_pictures(key, action.pictures, places)
+                        verifier.target.use_pictures(key, action.pictures)
                 case ee.KeepNodes(key, nodes):
                     verifier.target.keep(key, nodes)
                 case ee.RunBatch(requests):

@@ -68,7 +68,7 @@ def expected_text(prompt: str, *pictures: bytes) -> str:
     model = TOY_MODEL
     if pictures:
         target = ToyTarget(TOY_MODEL, pictures=PictureInput(TOY_PICTURE))
-        seed = target.read_pictures(pictures).content
+        seed = target.read_pictures((), pictures, ()).content
         assert isinstance(seed, int)
         model = TOY_MODEL.perturbed(0.5, seed)
     tokenizer = ToyTokenizer()
@@ -299,7 +299,7 @@ async def test_without_a_verifier_pictures_wait_for_none() -> None:
 
 async def test_a_picture_that_the_target_cannot_read_is_a_400() -> None:
     class Picky(ToyTarget):
-        def read_pictures(self, pictures: Any) -> Any:
+        def read_pictures(self, *_: Any) -> Any:
             raise ValueError("picture 0 is broken\nin the middle")
 
     target = Picky(TOY_MODEL, pictures=PictureInput(TOY_PICTURE), vocabulary="toy-64")

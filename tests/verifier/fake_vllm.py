@@ -16,7 +16,7 @@ from edgespec.core.protocol.sampling import MinTokensMask, SamplingParams, choos
 from edgespec.core.protocol.work import ModelInfo, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
-from edgespec.verifier.vllm.target import StepRequest, StepResult, VllmTarget
+from edgespec.verifier.vllm.target import ExpandedPrompt, StepRequest, StepResult, VllmTarget
 
 CONTEXT_LENGTH = 4096
 
@@ -27,7 +27,15 @@ class FakeText:
     prompt_length: int
     sampling: SamplingParams
     computed: int = 0
+    """Rows in the cache; a picture has several."""
     adapter: str = ""
+    pictures: ExpandedPrompt | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole text."""
+        count = len(self.tokens)
+        return count if self.pictures is None else self.pictures.count_rows(count)
 
 
 class FakeVllm:
@@ -36,6 +44,9 @@ class FakeVllm:
     ``whims`` is how often (0 to 1) a step does less or more than requested. ``right`` is how often
     a proposed token is right. An adapter makes another toy model of it.
     """
+
+    pictures = None
+    """It has no processor of pictures; tests give it what one would make."""
 
     def __init__(
         self, whims: float = 0.0, seed: int = 0, model: ToyModel = TOY_MODEL, right: float = 0.7
@@ -56,9 +67,12 @@ class FakeVllm:
         prompt_length: int,
         sampling: SamplingParams,
         adapter: str = "",
+        pictures: ExpandedPrompt | None = None,
     ) -> None:
         assert key not in self.texts
-        self.texts[key] = FakeText(list(text), prompt_length, sampling, adapter=adapter)
+        self.texts[key] = FakeText(
+            list(text), prompt_length, sampling, adapter=adapter, pictures=pictures
+        )
 
     def drop(self, key: str) -> None:
         del self.texts[key]
@@ -92,7 +106,7 @@ class FakeVllm:
         if self._whim():
             text.computed = 0  # preempted, and not computed again in this step
             return StepResult(0)
-        missing = len(text.tokens) - text.computed
+        missing = text.rows - text.computed
         rows = missing if self._whim() else min(missing, max(1, wanted.rows))
         text.computed += rows
         if rows < missing:
@@ -125,6 +139,8 @@ class FakeVllm:
 
     def logits(self, text: FakeText, path: Sequence[int]) -> list[float]:
         model = self.adapters[text.adapter] if text.adapter else self.model
+        if text.pictures is not None:
+            model = model.perturbed(0.5, sum(text.pictures.features))
         return model.logits([*text.tokens, *path])
 
     def _whim(self) -> bool:

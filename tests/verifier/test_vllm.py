@@ -102,9 +102,16 @@ Guess = Callable[[list[int], int], Sequence[int]]
 class Session:
     """A stand-in for a ``VerifySession``: it commits, and requests the next pass."""
 
-    def __init__(self, target: VllmTarget, key: str, params: SamplingParams, guess: Guess) -> None:
+    def __init__(
+        self,
+        target: VllmTarget,
+        key: str,
+        params: SamplingParams,
+        guess: Guess,
+        model: ToyModel = TOY_MODEL,
+    ) -> None:
         self.target, self.key, self.params, self._guess = target, key, params, guess
-        self.answer = toy_text(PROMPT, params)
+        self.answer = toy_text(PROMPT, params, model)
         self.text, self.cached, self.passes = list(PROMPT), 0, 0
         target.open(key, len(PROMPT), params, tuple(PROMPT))
 

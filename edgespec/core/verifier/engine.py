@@ -682,7 +682,11 @@ class SessionRegistry:
                 self.refuse_stream(stream, Fault(FaultCode.INVALID, f"picture {number} {error}"))
                 return
         one.since = math.inf
-        self.actions.append(ee.ReadPictureData(stream, one.arriving.data))
+        request = one.event.request
+        positions = tuple([picture.position for picture in request.pictures])
+        self.actions.append(
+            ee.ReadPictureData(stream, request.prompt, one.arriving.data, positions)
+        )
 
     def open_with_pictures(self, event: ee.PicturesRead, now: float) -> None:
         """Open the session of a stream whose pictures the target has read, or refuse it."""
@@ -799,7 +803,6 @@ class SessionRegistry:
             text=text,
             adapter=adapter,
             pictures=pictures,
-            picture_positions=tuple([one.position for one in request.pictures]),
         )
         self.actions.append(opening)
         return None

@@ -223,8 +223,6 @@ class OpenSequence:
     """Name of the target's adapter to use; empty for none."""
     pictures: ReadPictures | None = field(default=None, repr=False)
     """The pictures of the prompt; None if it has none."""
-    picture_positions: tuple[int, ...] = field(default=(), repr=False)
-    """Indices of their placeholders in the prompt."""
 
 
 @statically_frozen
@@ -233,8 +231,11 @@ class ReadPictureData:
     its passes; answer with ``PicturesRead``."""
 
     stream: int
+    prompt: tuple[int, ...] = field(repr=False)
     data: tuple[bytes, ...] = field(repr=False)
     """The bytes of each picture."""
+    positions: tuple[int, ...]
+    """Indices of the placeholders in the prompt."""
 
 
 @statically_frozen

@@ -85,11 +85,13 @@ class PacedTarget:
     ) -> None:
         self.inner.open(key, prompt_length, sampling, text)
 
-    def read_pictures(self, pictures: Sequence[bytes]) -> ReadPictures:
-        return self.inner.read_pictures(pictures)
+    def read_pictures(
+        self, prompt: Sequence[int], pictures: Sequence[bytes], positions: Sequence[int]
+    ) -> ReadPictures:
+        return self.inner.read_pictures(prompt, pictures, positions)
 
-    def use_pictures(self, key: str, pictures: ReadPictures, positions: Sequence[int]) -> None:
-        self.inner.use_pictures(key, pictures, positions)
+    def use_pictures(self, key: str, pictures: ReadPictures) -> None:
+        self.inner.use_pictures(key, pictures)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         rows = sum(request.row_count for request in batch)

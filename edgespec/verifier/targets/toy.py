@@ -185,9 +185,11 @@ class ToyTarget(SimpleTarget):
         self._constrained.open(key, sampling)
         self._sequences[key] = SequenceText(prompt_length, sampling, text)
 
-    def read_pictures(self, pictures: Sequence[bytes]) -> ReadPictures:
+    def read_pictures(
+        self, prompt: Sequence[int], pictures: Sequence[bytes], positions: Sequence[int]
+    ) -> ReadPictures:
         if self.info.pictures is None:
-            return super().read_pictures(pictures)
+            return super().read_pictures(prompt, pictures, positions)
         rows = 0
         for data in pictures:
             header = read_header(data)
@@ -196,7 +198,7 @@ class ToyTarget(SimpleTarget):
         seed = int.from_bytes(sha256(names).digest()[:4], "big")
         return ReadPictures(extra_tokens=rows - len(pictures), content=seed)
 
-    def use_pictures(self, key: str, pictures: ReadPictures, positions: Sequence[int]) -> None:
+    def use_pictures(self, key: str, pictures: ReadPictures) -> None:
         seed = pictures.content
         if not isinstance(seed, int):
             raise ValueError(f"{key!r}: these pictures were not read by a toy")

@@ -22,6 +22,7 @@ from edgespec.config.files import temporary_folder
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_ledger import SharePrefixes
+from edgespec.verifier.vllm.pictures import PictureProcessor, has_processor
 from edgespec.verifier.vllm.speculation import (
     TOKENS,
     Speculator,
@@ -29,7 +30,7 @@ from edgespec.verifier.vllm.speculation import (
     draft_bound,
     read_speculation,
 )
-from edgespec.verifier.vllm.target import Adapter, StepRequest, StepResult
+from edgespec.verifier.vllm.target import Adapter, ExpandedPrompt, StepRequest, StepResult
 from edgespec.verifier.vllm.versions import check_install, removed_methods
 
 _LOG = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class VllmCore:
         max_drafts = min(MAX_DRAFTS, settings.limits.max_nodes_per_pass)
         config, self.speculator = _make_config(model, settings, flags, len(adapters), max_drafts)
         self.context_length = int(config.model_config.max_model_len)
+        self.pictures = None
+        """Processor of pictures; None for a model without one, and where pictures are refused."""
+        if config.model_config.is_multimodal_model and settings.limits.picture_mib:
+            self.pictures = PictureProcessor(config.model_config)
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
@@ -97,6 +102,7 @@ class VllmCore:
         prompt_length: int,
         sampling: SamplingParams,
         adapter: str = "",
+        pictures: ExpandedPrompt | None = None,
     ) -> None:
         from vllm import SamplingParams as VllmParams
         from vllm.v1.engine import EngineCoreRequest
@@ -105,15 +111,20 @@ class VllmCore:
 
         self._count += 1
         name = self._ids[key] = str(self._count)
+        arguments = arguments_of(prompt_length, sampling, self._eos_token_ids)
+        tokens, features = list(text), None
+        if pictures is not None:
+            tokens, features = [*pictures.tokens, *text[prompt_length:]], list(pictures.features)
+            arguments["extra_rows"] = pictures.extra_rows
         params = VllmParams(
             temperature=0.0,
             max_tokens=self.context_length,
             ignore_eos=True,
             detokenize=False,
-            extra_args={EXTRA: arguments_of(prompt_length, sampling, self._eos_token_ids)},
+            extra_args={EXTRA: arguments},
         )
         lora, now = self._adapters[adapter], time.time()
-        request = EngineCoreRequest(name, list(text), None, params, None, now, lora, None, None)
+        request = EngineCoreRequest(name, tokens, features, params, None, now, lora, None, None)
         self._core.add_request(*self._core.preprocess_add_request(request))
 
     def step(
@@ -215,6 +226,9 @@ def _make_config(
         "spec_model": None,
         "spec_tokens": None,
     }
+    if reads_pictures := settings.limits.picture_mib > 0 and has_processor(model):
+        # The processor needs a tokenizer. Its results are kept by session, so vLLM keeps none.
+        ours |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0}
     if adapters:
         # All adapters may be in one step. The last place stays empty, since vLLM's kernels for CPUs
         # use its adapter for rows without one (vllm-project/vllm pull 48421).
@@ -233,6 +247,8 @@ def _make_config(
         tokens=given.spec_tokens,
         removed=removed_methods(check_install()),
     )
+    if reads_pictures and not given.limit_mm_per_prompt:
+        ours["limit_mm_per_prompt"] = {"image": limits.max_pictures}
     for name, value in ours.items():  # the model comes first: vLLM looks for its default one
         setattr(given, name, value)
 

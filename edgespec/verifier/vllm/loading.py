@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
@@ -13,12 +14,15 @@ from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.messages import MAX_ADAPTERS
+from edgespec.core.protocol.pictures import PictureInput
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.models import folders
 from edgespec.models.model_source import Purpose, resolve_source
+from edgespec.verifier.vllm.pictures import PictureProcessor
 from edgespec.verifier.vllm.target import Adapter, VllmTarget, accepted_tokens
 from edgespec.verifier.vllm.versions import TESTED, check_install, release_of
 
+_LOG = logging.getLogger(__name__)
 # A flag of vLLM's server, not of its engine, so it is read here.
 FLAG: Final = "--lora-modules"
 
@@ -236,6 +240,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         context_length=core.context_length,
         eos_token_ids=info.eos_token_ids,
         fingerprint=f"{weights}-{core.number_format}",
+        pictures=_find_picture_input(config, core.pictures),
     )
     tested = "" if release_of(version) == TESTED else f", never run by this project as {TESTED} was"
     mode = (
@@ -245,6 +250,8 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     if (speculator := core.speculator).tokens:
         what = "blocks of" if speculator.blocks else "up to"
         mode += f", drafts of its own ({speculator.method}, {what} {speculator.tokens} tokens)"
+    if served.pictures is not None:
+        mode += ", reads pictures"
     target = VllmTarget(
         core,
         served,
@@ -255,6 +262,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         adapters=served_adapters(served, adapters),
         speculator_tokens=speculator.tokens,
         speculator_blocks=speculator.blocks,
+        read_pictures=None if core.pictures is None else core.pictures.read,
     )
     try:
         failures = self_test(target)
@@ -271,6 +279,18 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
             f" wrong texts: {'; '.join(failures)}"
         )
     return target
+
+
+def _find_picture_input(
+    config: VerifierConfig, processor: PictureProcessor | None
+) -> PictureInput | None:
+    """Return the placeholder and the bounds of pictures; None if the model reads none."""
+    if processor is None:
+        return None
+    if processor.placeholder is None:
+        _LOG.warning("pictures are refused: %s", processor.why)
+        return None
+    return config.limits.picture_input(processor.placeholder)
 
 
 def _set_vllm_environment(log_level: str) -> None:

@@ -7,10 +7,10 @@ again with its text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from edgespec.core import ports
 from edgespec.core.protocol.sampling import SamplingParams
@@ -47,6 +47,35 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpandedPrompt:
+    """A prompt with pictures as vLLM has it: each placeholder replaced by the picture's rows."""
+
+    tokens: tuple[int, ...]
+    features: tuple[Any, ...]
+    """vLLM's inputs of the pictures."""
+    positions: tuple[int, ...]
+    """Indices of the placeholders in the prompt as it was sent."""
+    ends: tuple[int, ...]
+    """For each picture, the index in ``tokens`` behind its rows."""
+    length: int
+    """Length of the prompt as it was sent."""
+
+    @property
+    def extra_rows(self) -> int:
+        """Rows more than tokens of the prompt."""
+        return len(self.tokens) - self.length
+
+    def count_rows(self, length: int) -> int:
+        """Return the rows of the first ``length`` tokens of the text."""
+        if length >= self.length:
+            return length + self.extra_rows
+        before = [
+            end - at - 1 for at, end in zip(self.positions, self.ends, strict=True) if at < length
+        ]
+        return length + (before[-1] if before else 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
     name: str
     folder: Path
@@ -64,8 +93,10 @@ class StepEngine(Protocol):
         prompt_length: int,
         sampling: SamplingParams,
         adapter: str = "",
+        pictures: ExpandedPrompt | None = None,
     ) -> None:
-        """Add a text, with ``adapter`` if one is named. Nothing is computed before a step."""
+        """Add a text, with ``adapter`` if one is named, and with ``pictures`` in its prompt.
+        Nothing is computed before a step."""
 
     def step(
         self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
@@ -88,6 +119,8 @@ class StepEngine(Protocol):
         """
 
 
+ReadPictureData = Callable[[Sequence[int], Sequence[bytes], Sequence[int]], ports.ReadPictures]
+"""Reads the pictures of a prompt, as ``TargetModel.read_pictures``."""
 NO_SCORE = TokenScore(0.0, 0.0, ())
 """Score of a row that is never read, because its path is not the text."""
 
@@ -121,10 +154,12 @@ class KnownText:
     comparison is repeated.
     """
 
-    def __init__(self, text: Sequence[int]) -> None:
+    def __init__(self, text: Sequence[int], pictures: ExpandedPrompt | None = None) -> None:
         self.tokens = list(text)
+        self._pictures = pictures
         self.computed = 0
-        """Leading tokens in vLLM's cache. vLLM drops them when it needs the room."""
+        """Leading rows in vLLM's cache; a picture has several. vLLM drops them when it needs the
+        room."""
         self._given = len(self.tokens)
         self._scores: dict[int, TokenScore] = {}
         """Scores by position, of tokens that no pass has requested yet."""
@@ -153,17 +188,21 @@ class KnownText:
         """
         end = request.cache_length + len(request.feed)
         self._check(request, end)
+        rows = self._count_rows(end) - self._count_rows(request.cache_length)
         if not request.sample:
-            if self.computed >= end or len(self.tokens) > self._given:
+            if self.computed >= self._count_rows(end) or len(self.tokens) > self._given:
                 return ports.PassResult(request.key, ())
-            return StepRequest(len(request.feed))
+            return StepRequest(rows)
         chain, accepted, known = request.tokens, 0, self.tokens
         while end + accepted < len(known):
             if accepted == len(chain) or chain[accepted] != known[end + accepted]:
                 return self._result(request, end, accepted)
             accepted += 1
         drafts = chain[accepted:]
-        return StepRequest(max(len(request.feed), 1) + len(drafts), drafts, request.logprobs)
+        return StepRequest(max(rows, 1) + len(drafts), drafts, request.logprobs)
+
+    def _count_rows(self, length: int) -> int:
+        return length if self._pictures is None else self._pictures.count_rows(length)
 
     def _check(self, request: ports.PassRequest, end: int) -> None:
         key = request.key
@@ -217,10 +256,11 @@ class _Sequence:
     """Leading tokens of ``text`` that were certainly committed."""
     known: KnownText | None = None
     adapter: str = ""
+    pictures: ExpandedPrompt | None = None
     failure: str = ""
 
 
-class VllmTarget(ports.TextTarget):
+class VllmTarget:
     """A target model that runs on vLLM.
 
     vLLM verifies only one path of a tree, so a pass of a session holds a chain of at most
@@ -244,8 +284,10 @@ class VllmTarget(ports.TextTarget):
         adapters: Sequence[ports.ModelInfo] = (),
         speculator_tokens: int = 0,
         speculator_blocks: bool = False,
+        read_pictures: ReadPictureData | None = None,
     ) -> None:
         self.mode, self.adapters = mode, tuple(adapters)
+        self._read_pictures = read_pictures
         self.pass_shape = ports.PassShape(
             trees=False,
             max_nodes=max_nodes,
@@ -268,6 +310,18 @@ class VllmTarget(ports.TextTarget):
         if name not in (known := [one.name for one in self.adapters]):
             raise ValueError(f"{key!r}: unknown adapter {name!r}; known: {', '.join(known)}")
         self._sequences[key].adapter = name
+
+    def read_pictures(
+        self, prompt: Sequence[int], pictures: Sequence[bytes], positions: Sequence[int]
+    ) -> ports.ReadPictures:
+        if self._read_pictures is None:
+            raise ValueError("the model reads text only")
+        return self._read_pictures(prompt, pictures, positions)
+
+    def use_pictures(self, key: str, pictures: ports.ReadPictures) -> None:
+        if not isinstance(pictures.content, ExpandedPrompt):
+            raise ValueError(f"{key!r}: these pictures were not read by this engine")
+        self._sequences[key].pictures = pictures.content
 
     def set_draft_steps(self, count: int) -> None:
         """Set the number of tokens to propose, as in the port; ``pass_shape.speculator_tokens`` at
@@ -325,9 +379,9 @@ class VllmTarget(ports.TextTarget):
         return len(sequence.text if sequence.known is None else sequence.known.tokens)
 
     def _add(self, key: str, sequence: _Sequence, text: Sequence[int]) -> KnownText:
-        length, sampling = sequence.prompt_length, sequence.sampling
-        self._engine.add(key, text, length, sampling, sequence.adapter)
-        sequence.known, sequence.given = KnownText(text), len(text)
+        length, sampling, pictures = sequence.prompt_length, sequence.sampling, sequence.pictures
+        self._engine.add(key, text, length, sampling, sequence.adapter, pictures)
+        sequence.known, sequence.given = KnownText(text, pictures), len(text)
         return sequence.known
 
     def _answer(self, request: ports.PassRequest) -> ports.PassResult | StepRequest:

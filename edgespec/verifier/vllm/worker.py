@@ -99,7 +99,10 @@ class _Text:
         self.params = sampling_of(arguments)
         self._eos_token_ids = tuple(arguments["eos_token_ids"])
         self._held: MinTokensMask | None = None
-        self._prompt_length = int(arguments["prompt_length"])
+        self._extra_rows = int(arguments.get("extra_rows", 0))
+        """Rows that pictures take more than their placeholders. The noise of a token belongs to its
+        position, which counts a picture as one token."""
+        self._prompt_length = int(arguments["prompt_length"]) + self._extra_rows
         self._tokens: list[int] = []
         self._counts: TextOccurrences | None = None
 
@@ -110,8 +113,9 @@ class _Text:
 
         ``tokens`` is the runner's row of token ids; ``vocabulary_size`` is that of the logits.
         """
-        positions = range(end, end + 1 + len(drafts))
+        positions: Sequence[int] = range(end, end + 1 + len(drafts))
         masks = self._masks(positions, vocabulary_size)
+        positions = self._shift(positions)
         if not self.params.is_penalised:
             return SampleBlock(name, self.params, positions, masks=masks)
         known = len(self._tokens)
@@ -129,8 +133,9 @@ class _Text:
     ) -> SampleBlock:
         """Return the ``places`` sampling rows behind ``chain``, which continues the tokens of the
         last ``block``."""
-        positions = range(end + len(chain), end + len(chain) + places)
+        positions: Sequence[int] = range(end + len(chain), end + len(chain) + places)
         masks = self._masks(positions, vocabulary_size)
+        positions = self._shift(positions)
         if self._counts is None:
             return SampleBlock(name, self.params, positions, masks=masks)
         found = self._counts.occurrences_before(chain, range(-1, len(chain) - 1))
@@ -138,6 +143,10 @@ class _Text:
         return SampleBlock(
             key=name, params=self.params, positions=positions, occurrences=last, masks=masks
         )
+
+    def _shift(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return the positions of rows of vLLM's text, which count a picture as one token."""
+        return [row - self._extra_rows for row in rows] if self._extra_rows else rows
 
     def _masks(self, positions: Sequence[int], vocabulary_size: int) -> Sequence[bytes | None]:
         """Return the masks by which ``min_tokens`` excludes end tokens at these positions."""
