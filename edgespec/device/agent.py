@@ -607,7 +607,9 @@ class Agent:
         models: dict[str, ModelInfo] = {}
         for info in infos:
             for model in info.models:
-                models.setdefault(model.name, model)
+                known = models.setdefault(model.name, model)
+                if known.pictures is None:  # a generation with pictures goes where they are read
+                    models[model.name] = replace(known, pictures=model.pictures)
         return tuple(models.values())
 
     async def with_matcher(self, sampling: SamplingParams, client: str = "") -> SamplingParams:

@@ -185,8 +185,8 @@ def fetch_pictures(
             fetched.append(one)
             continue
         if not is_allowed:
-            why = "is an address on the web, but this endpoint fetches none: send a data URL"
-            setting = "or start it with --set endpoint.picture_urls=true"
+            why = "is an address on the web, which is not fetched here: send a data URL"
+            setting = "or start the endpoint with --set endpoint.picture_urls=true"
             raise invalid_request(one.name, f"{one.name} {why}, {setting}")
         try:
             data = fetch(one.url, max_bytes)

@@ -489,7 +489,11 @@ class ServedModels:
                     continue
                 parent = None if model is info.model else info.model.name
                 context_length = info.limits.context_length or model.context_length
-                models.setdefault(model.name, ServedModel(model, context_length, parent))
+                served = ServedModel(model, context_length, parent)
+                known = models.setdefault(model.name, served)
+                if known.info.pictures is None:  # requests with pictures go where they are read
+                    info_with_pictures = replace(known.info, pictures=model.pictures)
+                    models[model.name] = replace(known, info=info_with_pictures)
         return tuple(models.values())
 
     def without_tag(self, name: str) -> str:

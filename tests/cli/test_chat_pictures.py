@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def converse(
     runner: SignalRunner, *lines: str, info: ModelInfo = SEEING, record: Record | None = None
 ) -> tuple[NotingAgent, Record]:
-    """Hold a conversation of these lines; return the agent and what was saved."""
+    """Hold a conversation line by line; return the agent and what was saved."""
     remaining = iter(lines)
     agent: Any = NotingAgent()
     anything: Any = None

@@ -246,7 +246,7 @@ async def test_the_choices_of_a_request_send_their_picture_once() -> None:
         pytest.param(
             [image("https://pictures.example/cat.png")],
             "messages[0].content[0].image_url.url",
-            "but this endpoint fetches none: send a data URL, or start it with --set endpoint.pict",
+            "is not fetched here: send a data URL, or start the endpoint with --set endpoint.p",
             id="address",
         ),
         pytest.param(

@@ -21,8 +21,8 @@ from edgespec.config.verifier import LimitsSection
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.build import load_target
-from edgespec.verifier.vllm.loading import check_install
 from edgespec.verifier.vllm.target import VllmTarget, accepted_tokens
+from edgespec.verifier.vllm.versions import check_install
 from tests.kit.live_verifier import serve_toy
 from tests.kit.pictures import gif, png, solid_png
 
@@ -35,7 +35,11 @@ def _find_missing() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(_find_missing()), reason=_find_missing())]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(bool(_find_missing()), reason=_find_missing()),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own warnings: it is loaded in this process
+]
 SMALL = ("--enforce-eager", "--kv-cache-memory-bytes", "200000000")
 COLORS = ((200, 30, 60), (20, 220, 90), (255, 255, 255), (10, 10, 240), (120, 120, 0))
 LENGTH = 24

@@ -67,9 +67,8 @@ def write_idefics(folder: Path) -> Path:
     config = Idefics3Config(
         vision_config=vision,
         text_config=text.to_dict(),
-        image_token_id=tokenizer.convert_tokens_to_ids(MARK),
+        image_token_id=tokenizer.get_vocab()[MARK],
         scale_factor=_SCALE,
-        pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
     Idefics3ForConditionalGeneration(config).eval().save_pretrained(folder)
