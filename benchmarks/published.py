@@ -657,7 +657,7 @@ class PooledPlayer:
 
 
 def compare_all(jobs: int, only: Sequence[str] = ()) -> list[Comparison]:
-    """Play all comparisons, or those that are named."""
+    """Play all comparisons, or the named ones."""
     found = []
     with PooledPlayer(jobs) as pooled:
         for name, (compare, seeds) in COMPARISONS.items():

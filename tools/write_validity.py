@@ -90,12 +90,12 @@ def _published_row(row: Row) -> tuple[str, ...]:
         row["figure"],
         f"{row['published']:.{digits}f}{unit}",
         ours,
-        "given" if row["is_given"] else _over(row),
+        "given" if row["is_given"] else _show_ratio(row),
         row["why"],
     )
 
 
-def _over(row: Row) -> str:
+def _show_ratio(row: Row) -> str:
     """Return our figure over the published one: a value, or the ends of a range."""
     ends = [row[name] / row["published"] for name in ("low", "high")]
     if row["is_range"] and f"{ends[0]:.2f}" != f"{ends[1]:.2f}":

@@ -50,7 +50,7 @@ def lead_row(played: float, expected: float, **changes: Any) -> dict[str, Any]:
 
 
 def filled(tmp_path: Path, name: str, rows: list[Any]) -> str:
-    """Return a page with one table, filled from a record of these rows."""
+    """Return a page with one table, filled from a record with ``rows``."""
     section, _ = write_validity.TABLES[name]
     head = {
         "command": "python x",
