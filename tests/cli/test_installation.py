@@ -10,6 +10,7 @@ import os
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from edgespec.cli import installation
 from edgespec.models.onnx_packages import EXTRAS, advise_provider
 from tests.kit.live_verifier import child_environment
 from tests.sources import ROOT
+from tools.check_release import find_faults
 
 WITHIN_S = 200
 MAIN = "from edgespec.__main__ import main; main()"
@@ -115,6 +117,50 @@ def test_without_metadata_no_extra_is_claimed(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert installation.find_extras() is None
     assert installation.describe_installation().endswith(", no package metadata")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completions"),
+    [
+        ("edgespec gen", {"generate"}),
+        ("edgespec generate --draft-c", {"--draft-corpus"}),
+        ("edgespec nothing", set()),
+    ],
+)
+def test_a_shell_completes_commands_and_options(
+    typed: str, completions: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables are those by which typer's script for bash asks. Commands are imported late."""
+    monkeypatch.setenv("_EDGESPEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    code = f"import sys; sys.argv[0] = 'edgespec'; {MAIN}"
+    assert set(run(code)[1].split()) == completions
+
+
+# --- the wheel ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("added", "fault"),
+    [
+        pytest.param("", "", id="good"),
+        pytest.param("edgespec/tests/test_x.py", "is no part of a wheel", id="a test"),
+        pytest.param("edgespec/records/bench.json", "is no part of a wheel", id="a record"),
+        pytest.param("tools/check_release.py", "belongs to no package", id="a tool"),
+    ],
+)
+def test_a_wheel_holds_the_packages_and_nothing_else(
+    added: str, fault: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "edgespec-9-py3-none-any.whl"
+    names = ["edgespec/py.typed", "edgespec/commit.txt", "edgespec_sim/scenarios/city.yaml"]
+    names += ["edgespec-9.dist-info/METADATA", *([added] if added else [])]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    found = list(find_faults(path))
+    assert [fault in one for one in found] == ([True] if fault else [])
 
 
 # --- installations that cannot work ---------------------------------------------------------------

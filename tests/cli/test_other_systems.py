@@ -236,7 +236,7 @@ def test_export_of_the_bundled_model(home: Path) -> None:
     assert find_damage(out, manifest) == ""
     assert (out / MODEL_FILE).is_file()
     output, _ = run(home, "plan", "memory", out, "--memory-budget", "400MiB")
-    assert out.name in output
+    assert "4 bits, float32 keys and values" in output
 
 
 def test_plan_and_models(home: Path) -> None:
