@@ -446,6 +446,7 @@ def compare_dsd(player: Player) -> list[Comparison]:
             1e3 * (a.tpot.seconds / a.tpot.requests - b.tpot.seconds / b.tpot.requests) - computing
             for a, b in zip(plain, drafts, strict=True)
         ]
+        low, high = mean_interval(saved)
         found.append(
             Comparison(
                 "DSD",
@@ -455,7 +456,8 @@ def compare_dsd(player: Player) -> list[Comparison]:
                 _DSD,
                 formula_ms,
                 fmean(saved),
-                *mean_interval(saved),
+                low,
+                high,
                 unit=" ms",
                 why="k is that of other texts",
             )

@@ -21,13 +21,19 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig, DraftSection, load_config
 from edgespec.config.common import DeviceTlsSection
 from edgespec.config.device import LinkSection, PolicySection
+from edgespec.config.files import read_bytes
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol import errors
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import EXACT_RULE, FaultCode, FinishReason
-from edgespec.core.protocol.pictures import PictureInput, PlacedPicture, read_header
+from edgespec.core.protocol.pictures import (
+    MAX_PICTURE_BYTES,
+    PictureInput,
+    PlacedPicture,
+    read_header,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Agent as DeviceAgent
@@ -595,10 +601,13 @@ def _place_pictures(prompt: _ChatPrompt, bounds: PictureInput) -> tuple[PlacedPi
 def picture_part(source: str | Path | bytes) -> dict[str, Any]:
     """Return a picture as a part of a user's message, for ``Agent.chat``.
 
-    ``source`` is the path of a file, or the bytes of one: PNG, JPEG, WebP or GIF. Raises
-    ``OSError`` if the file cannot be read, and ``ValueError`` if it is no picture."""
-    data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    ``source`` is the path of a file, or the bytes of one: PNG, JPEG, WebP or GIF, at most 64 MiB.
+    Raises ``OSError`` if the file cannot be read, and ``ValueError`` if it is no picture."""
     try:
+        if not isinstance(source, bytes):
+            data = read_bytes(Path(source), MAX_PICTURE_BYTES)
+        else:
+            data = source
         kind = read_header(data).format.lower()
     except ValueError as error:
         what = "the picture" if isinstance(source, bytes) else str(source)

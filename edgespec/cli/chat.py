@@ -28,10 +28,15 @@ from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, fr
 from edgespec.cli.running import say, signals_handled_by, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
-from edgespec.config.files import read_text, replace_file, user_folder
+from edgespec.config.files import read_bytes, read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import is_unicode, make_one_line, make_printable
-from edgespec.core.protocol.pictures import PlacedPicture, check_picture, place_pictures
+from edgespec.core.protocol.pictures import (
+    MAX_PICTURE_BYTES,
+    PlacedPicture,
+    check_picture,
+    place_pictures,
+)
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError, check_prediction_text
 from edgespec.device.borrowed_tokenizer import takes_target_texts
@@ -323,7 +328,7 @@ class Conversation:
         if (bounds := self.info.pictures) is None:
             raise ConversationError(f"{self.info.name!r} reads text only here")
         try:
-            data = Path(path).read_bytes()
+            data = read_bytes(Path(path), MAX_PICTURE_BYTES)
             check_picture(data, bounds)
         except OSError as error:
             raise ConversationError(f"{path}: cannot be read: {error.strerror}") from error

@@ -36,7 +36,7 @@ from edgespec.models.lent_texts import is_lent
 from edgespec.models.shared_ids import SharedIds, find_differing_ids
 from edgespec.models.tokenizer import TextTokenizer, render_chat
 from edgespec.models.toy import TOY_EOS, TOY_MODEL, toy_info
-from edgespec.wire.tokenizer_lending import Announcement, TokenizerFetch
+from edgespec.wire.tokenizer_lending import Announcement, EarlyParts, TokenizerFetch
 from tests.endpoint.live_endpoint import start_endpoint
 from tests.kit.live_verifier import own_port, serve_toy, start, wait_until_ready
 from tests.kit.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
@@ -212,7 +212,7 @@ async def test_an_older_verifier_is_met_with_the_drafts_texts_and_told_once(
 ) -> None:
     real = TokenizerFetch.fetch_announcement
 
-    async def older(self: TokenizerFetch) -> Announcement:
+    async def older(self: TokenizerFetch, wanted: EarlyParts = EarlyParts.NONE) -> Announcement:
         found = await real(self)
         return Announcement(found.sha256, found.size)
 
