@@ -277,8 +277,9 @@ class DraftCounters:
 
     @property
     def wasted(self) -> int:
-        """Sent nodes that did not become tokens by being verified."""
-        return self.sent - self.accepted
+        """Sent nodes that did not become tokens by being verified. A verifier may accept one sent
+        token at several places (``core/verifier/kept_drafts.py``), but never wastes less than 0."""
+        return max(0, self.sent - self.accepted)
 
     @property
     def predicted_wrong(self) -> int:
