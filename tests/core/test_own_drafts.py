@@ -648,7 +648,7 @@ def test_a_session_begins_with_what_the_session_before_has_measured() -> None:
     wanted = rate * (1 - rate**places) / (1 - rate)
     assert later.tokens_per_pass(0.04, now) == pytest.approx(wanted)
     assert later.tokens_per_pass(0.02, now) == 0.0, "the first draft comes after the pass"
-    later.no_draft_coming = True
+    later.receive(Draft(first_node_id=1, parents=(), tokens=()), now)
     assert later.tokens_per_pass(0.04, now) == 0.0
     assert make_inbox(CommittedPrefix((1, 2)), DraftHistory()).tokens_per_pass(0.04, now) == 0.0
 

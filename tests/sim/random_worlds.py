@@ -72,14 +72,10 @@ def draw_with_prediction(seed: int) -> worlds.WorldOptions:
     sampling = options.sampling
     if sampling.max_tokens > 2:
         sampling = replace(sampling, max_tokens=dice.choice((20, 30, 60)), min_tokens=0)
-    kinds = [*worlds.PredictionKind]
-    if options.run_ahead is RunAhead.NEVER:
-        # A verifier that drops ids beyond its vocabulary waits for drafts in vain at each token.
-        kinds.remove(worlds.PredictionKind.OTHER)
     options = replace(
         options,
         policies=options.policies[: dice.choice((1, 1, 1, 2))],
-        prediction=dice.choice(kinds),
+        prediction=dice.choice((*worlds.PredictionKind,)),
         draft_context_length=dice.choice((0, 0, 0, options.draft_context_length)),
         device_text=dice.random() < 0.3,
         drafting=True,

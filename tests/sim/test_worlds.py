@@ -97,6 +97,17 @@ def test_a_device_with_a_prediction_gets_the_targets_text(first: int) -> None:
             raise AssertionError(f"world {seed}: {error}; {again}") from error
 
 
+@pytest.mark.parametrize("seed", [5012507, 5014668, 5015358, 5015810, 5020329, 5021985])
+def test_a_verifier_does_not_wait_for_ids_that_it_has_dropped(seed: int) -> None:
+    """A device drafts ids beyond the target's vocabulary, and the verifier runs passes only for
+    drafts. It waited two seconds for each of these tokens, and the device for a verdict."""
+    play_with_prediction(seed)
+
+
+def test_tokens_of_a_kept_run_may_be_accepted_more_often_than_they_were_sent() -> None:
+    play_with_prediction(5012603)
+
+
 def test_shares_of_the_cache_follow_a_session_that_fails_while_a_pass_is_formed() -> None:
     """Oracle: ``EntryCheck``. In this world a session kept its share for the rest of that pass, and
     another was refused a block that was free."""

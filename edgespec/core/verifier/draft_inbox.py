@@ -42,7 +42,7 @@ class DraftInbox:
         self.kind = SourceKind.DEVICE
         self.tree = SpeculationTree(prefix)
         self.arrivals = ArrivalEstimator(history)
-        self.no_draft_coming = False
+        self._announced_none = False
         """True if the device announced that no draft is coming, so there is nothing to wait for."""
         self._prefix, self._vocabulary_size, self._limits = prefix, vocabulary_size, limits
         self._hit_rate = MovingAverage(0.05)
@@ -51,6 +51,8 @@ class DraftInbox:
         self.kept = KeptDrafts(prefix, vocabulary_size, history.kept_chances)
         self._stale = 0
         self._waiting_since: float | None = None
+        self._dropped_position = 0
+        """Position of the latest node that could be no token. 0 means none."""
         self._missed_length = 0
         """Committed tokens when the tree lost its last node; 0 while it has nodes."""
 
@@ -58,12 +60,12 @@ class DraftInbox:
         """Drop the tree when a device opens a stream; ``drafting`` is whether it will draft."""
         self.tree.clear()
         self.kept.begin_stream()
-        self.no_draft_coming, self._waiting_since = not drafting, None
+        self._announced_none, self._waiting_since = not drafting, None
 
     def receive(self, draft: Draft, now: float) -> Fault | None:
         """Grow the tree by ``draft``; return a fault if it was not made for this prefix."""
         if not draft.tokens:
-            self.no_draft_coming = True
+            self._announced_none = True
             return None
         if ROOT in draft.parents:
             base, length = draft.base_position, self._prefix.length
@@ -73,7 +75,7 @@ class DraftInbox:
             if self._prefix.hash_at(base) != draft.base_hash:
                 why = f"the first {base} tokens of the verifier and of the draft differ"
                 return Fault(FaultCode.RESYNC, why)
-        self.no_draft_coming = False
+        self._announced_none = False
         self.kept.note(draft)
         places = self._grow(draft)
         if places is not None:
@@ -84,6 +86,13 @@ class DraftInbox:
             self._missed_length = 0
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
         return None
+
+    @property
+    def no_draft_coming(self) -> bool:
+        """Whether the device drafts nothing, or has drafted nothing that could be a token behind
+        what is committed now. It waits for a verdict on that."""
+        is_dropped = self._dropped_position == self._prefix.length and not self.tree.nodes
+        return self._announced_none or is_dropped
 
     def _grow(self, draft: Draft) -> int | None:
         """Add the nodes of a draft to the tree. Return the number of places for which it has the
@@ -98,6 +107,10 @@ class DraftInbox:
             growth = STALE
             if 0 <= token < size:  # A padded draft may contain ids that are no tokens.
                 growth = grow(first + index, parent, token, base)
+            elif parent == ROOT:
+                self._dropped_position = base
+            elif parent in nodes:
+                self._dropped_position = nodes[parent].position + 1
             if growth is ALIVE:
                 useful = True
                 places += nodes[first + index].rank == 0
