@@ -41,7 +41,7 @@ _LOSSY_SETTINGS: Final = ("synthetic_acceptance_rates", "synthetic_acceptance_le
 _WITHOUT_EFFECT: Final = {
     "num_speculative_tokens_per_batch_size": "the verifier sets the number in each step",
     "enable_adaptive_verification": "the verifier's price of a row cuts proposals",
-    "rejection_sample_method": "the verifier's sampling law accepts drafts, whoever proposed them",
+    "rejection_sample_method": "the verifier's own sampling law judges all drafts alike",
     "draft_sample_method": "proposals are drawn with the noise that the target will use",
 }
 
