@@ -51,14 +51,15 @@ class DraftInbox:
         self.kept = KeptDrafts(prefix, vocabulary_size, history.kept_chances)
         self._stale = 0
         self._waiting_since: float | None = None
-        self._dropped_position = 0
-        """Position of the latest node that could be no token. 0 means none."""
+        self._dropped_positions: set[int] = set()
+        """Positions, none before the end of the text, of nodes that could be no token."""
         self._missed_length = 0
         """Committed tokens when the tree lost its last node; 0 while it has nodes."""
 
     def reset(self, drafting: bool) -> None:
         """Drop the tree when a device opens a stream; ``drafting`` is whether it will draft."""
         self.tree.clear()
+        self._dropped_positions.clear()
         self.kept.begin_stream()
         self._announced_none, self._waiting_since = not drafting, None
 
@@ -91,7 +92,7 @@ class DraftInbox:
     def no_draft_coming(self) -> bool:
         """Whether the device drafts nothing, or has drafted nothing that could be a token behind
         what is committed now. It waits for a verdict on that."""
-        is_dropped = self._dropped_position == self._prefix.length and not self.tree.nodes
+        is_dropped = self._prefix.length in self._dropped_positions and not self.tree.nodes
         return self._announced_none or is_dropped
 
     def _grow(self, draft: Draft) -> int | None:
@@ -107,10 +108,10 @@ class DraftInbox:
             growth = STALE
             if 0 <= token < size:  # A padded draft may contain ids that are no tokens.
                 growth = grow(first + index, parent, token, base)
-            elif parent == ROOT:
-                self._dropped_position = base
+            elif parent == ROOT and base == self._prefix.length:
+                self._dropped_positions.add(base)
             elif parent in nodes:
-                self._dropped_position = nodes[parent].position + 1
+                self._dropped_positions.add(nodes[parent].position + 1)
             if growth is ALIVE:
                 useful = True
                 places += nodes[first + index].rank == 0
@@ -245,6 +246,9 @@ class DraftInbox:
                 self._count_place(None, len(siblings))
                 break
         self.tree.commit(tokens)
+        if self._dropped_positions:
+            length = self._prefix.length
+            self._dropped_positions = {one for one in self._dropped_positions if one >= length}
         if not self.tree.nodes:
             self._waiting_since = None
             self.arrivals.on_miss(verdict.now)
