@@ -29,6 +29,9 @@ ANY_ORIGIN = "*"
 _ORIGIN = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:]+\]|[^\s/:@\[\]?#]+)(:([0-9]+|\*))?"
 )
+_BODY_BYTES, _BODY_BYTES_IN_BUDGET = 16 << 20, 4 << 20
+"""Largest size of one request's body, without and with a memory budget. Reading a body takes a few
+times its size for a moment: its text, and the bytes of its pictures."""
 _BODIES = 16
 """Request bodies of the largest size that fit in memory together, within the limits below."""
 _BODIES_BYTES, _BODIES_BYTES_IN_BUDGET = 64 << 20, 16 << 20
@@ -74,8 +77,9 @@ class EndpointSection:
     answered with 429."""
     queue_within_s: float = advanced_field(range_field(600.0, 0.1, 86_400.0))
     """Seconds that a request may wait before it runs. After that it is answered with 429."""
-    max_body_bytes: int = advanced_field(range_field(4 << 20, 1024, 1 << 30))
-    """Largest body of a request, in bytes. A larger one is answered with 413."""
+    max_body_bytes: int | None = advanced_field(range_field(None, 1024, 1 << 30))
+    """Largest body of a request, in bytes. A larger one is answered with 413. null means 16 MiB,
+    which fits pictures of 12 MB, or 4 MiB with a memory budget."""
     max_bodies_bytes: int | None = advanced_field(range_field(None, 2048, 1 << 34))
     """Bytes that the bodies of all requests may hold together until they are read. A request beyond
     this limit is answered with 503. null means 16 times ``max_body_bytes``, at most 64 MiB, or 16
@@ -110,12 +114,17 @@ class EndpointSection:
             return self.max_concurrent
         return max(1, self.max_concurrent - max(1, self.max_concurrent // 4))
 
+    def most_body_bytes(self, *, has_budget: bool) -> int:
+        """Return the largest size of a request's body, in bytes. ``has_budget`` says whether the
+        process has a memory budget."""
+        return self.max_body_bytes or (_BODY_BYTES_IN_BUDGET if has_budget else _BODY_BYTES)
+
     def most_bodies_bytes(self, *, has_budget: bool) -> int:
         """Return the bytes that all request bodies may hold together. ``has_budget`` says whether
         the process has a memory budget."""
         most = _BODIES_BYTES_IN_BUDGET if has_budget else _BODIES_BYTES
-        usual = min(_BODIES * self.max_body_bytes, most)
-        return max(self.max_bodies_bytes or usual, 2 * self.max_body_bytes)
+        of_one = self.most_body_bytes(has_budget=has_budget)
+        return max(self.max_bodies_bytes or min(_BODIES * of_one, most), 2 * of_one)
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -153,7 +153,7 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
     kinds: tuple[type[Exception], ...] = (ApiError, HTTPException, Exception)
     app: ASGIApp = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _handle_error))
     settings = endpoint.settings
-    app = Guard(app, endpoint.key, settings)
+    app = Guard(app, endpoint.key, settings, endpoint.max_body_bytes)
     return _WithRequestId(_with_cors(_WithFailures(app, endpoint.failures), settings))
 
 
@@ -205,7 +205,9 @@ def waiting_app(key: str, settings: EndpointSection) -> ASGIApp:
     app: ASGIApp = Starlette(
         routes=[Route(HEALTH, health), chat_route()], exception_handlers={HTTPException: wait}
     )
-    return _WithRequestId(_with_cors(Guard(app, key, settings), settings))
+    # No body is read, so the bound without a memory budget is never above what is there.
+    guard = Guard(app, key, settings, settings.most_body_bytes(has_budget=False))
+    return _WithRequestId(_with_cors(guard, settings))
 
 
 def _with_cors(app: ASGIApp, settings: EndpointSection) -> ASGIApp:
@@ -529,7 +531,7 @@ async def _received_body(
         raise service.stopping_error()
     endpoint.admission.check_queue()
     settings = endpoint.settings
-    limit_s, limit_bytes, has_more = settings.body_within_s, settings.max_body_bytes, True
+    limit_s, limit_bytes, has_more = settings.body_within_s, endpoint.max_body_bytes, True
     limit = asyncio.timeout(limit_s)
     announced = int(Headers(scope=scope).get("content-length", "0"))  # checked by the guard
 
@@ -551,7 +553,7 @@ async def _received_body(
                     body.add(data)
                 body.is_receiving = scope[_UNREAD] = False
         except TimeoutError:
-            why = f"the request did not arrive within {limit_s:g} s"
+            why = f"the request did not arrive within {limit_s:g} s (endpoint.body_within_s)"
             if body.was_dropped:
                 why = "the request stopped arriving, and another one needed its room"
             raise ApiError(408, why) from None

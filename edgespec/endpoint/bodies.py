@@ -132,14 +132,15 @@ class BodyRoom:
         if self.held_bytes + size_bytes > limit:
             why = (
                 f"the requests that are being read hold {self.held_bytes} bytes of the {limit}"
-                f" that {'large ' if is_large else ''}bodies may hold: try again"
+                f" that {'large ' if is_large else ''}bodies may hold"
+                " (endpoint.max_bodies_bytes): try again"
             )
             return _Refusal(why, None)
         of_client = sum(one.held_bytes for one in self._bodies_of(body.client))
         if self._is_shared and of_client + size_bytes > share:
             why = (
                 f"the requests of this client that are being read hold {of_client} bytes of the"
-                f" {share} that one client may hold: try again"
+                f" {share} that one client may hold (of endpoint.max_bodies_bytes): try again"
             )
             return _Refusal(why, body.client)
         return None

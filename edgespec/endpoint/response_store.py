@@ -76,7 +76,8 @@ class ResponseStore:
 def _not_found(identity: str, param: str | None) -> ApiError:
     why = (
         f"the response {identity[:80]!r} is not stored here: it was sent with store false, it made"
-        " room for newer ones, or this endpoint was restarted; send the whole input instead"
+        f" room for newer ones, its conversation has more than {MAX_BYTES} bytes, or this endpoint"
+        " was restarted; send the whole input instead"
     )
     code = "previous_response_not_found" if param else "response_not_found"
     return ApiError(404 if param is None else 400, why, param=param, code=code)

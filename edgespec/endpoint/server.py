@@ -118,10 +118,13 @@ def has_key(headers: Headers, key: str) -> bool:
 
 class Guard:
     """ASGI middleware that checks the head of every request. An empty ``key`` requires no API
-    key."""
+    key. ``max_body_bytes`` is the largest body that a request may announce."""
 
-    def __init__(self, app: ASGIApp, key: str, settings: EndpointSection) -> None:
+    def __init__(
+        self, app: ASGIApp, key: str, settings: EndpointSection, max_body_bytes: int
+    ) -> None:
         self._app, self._key, self._settings = app, key, settings
+        self._max_body_bytes = max_body_bytes
         self._origins = re.compile(origin_pattern(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,8 +165,8 @@ class Guard:
             why = f"the request has Content-Encoding {encoding[:40]!r}: send it without compression"
             raise ApiError(415, why, code="unsupported_encoding")
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > settings.max_body_bytes:
-            raise too_large(settings.max_body_bytes, length)
+        if not length.isdecimal() or int(length) > self._max_body_bytes:
+            raise too_large(self._max_body_bytes, length)
 
 
 def origin_pattern(settings: EndpointSection) -> str:
@@ -201,8 +204,9 @@ def foreign_origin(origin: str) -> ApiError:
 
 
 def too_large(limit: int, size: object) -> ApiError:
-    why = f"the request has {size} bytes, but at most {limit} are read"
-    return ApiError(413, why, code="too_large")
+    """Return the error for a body of ``size`` bytes, where ``limit`` are allowed."""
+    why = f"the request has {size} bytes, but at most {limit} are read (endpoint.max_body_bytes)"
+    return ApiError(413, f"{why}: send less, such as smaller pictures", code="too_large")
 
 
 def _digest(text: str) -> bytes:

@@ -606,7 +606,8 @@ class Endpoint:
         settings: Limits and defaults.
         sampling: Defaults for parameters that requests leave open.
         key: API key that clients must send; empty if none is required.
-        has_budget: Whether the process has a memory budget, which gives bodies less memory.
+        has_budget: Whether the process has a memory budget, for which request bodies have
+            smaller bounds.
 
     Its threads end with ``close``.
     """
@@ -650,6 +651,7 @@ class Endpoint:
             settings.most_bodies_bytes(has_budget=has_budget), shared_by_clients=is_shared
         )
         self._requests = _make_pool("reading a request", threads=2)
+        self.max_body_bytes = settings.most_body_bytes(has_budget=has_budget)
         self._texts = _make_pool("tokenizing a text", threads=4)
         # One thread, since the process that renders templates handles one call at a time.
         self._templates = _make_pool("rendering a chat template", threads=1)

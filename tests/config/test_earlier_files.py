@@ -42,7 +42,7 @@ def list_values(section: Mapping[str, Any], place: str = "") -> Iterator[tuple[s
         (
             AgentConfig,
             "device-2026-11-28.yaml",
-            {"draft.bits": 4, "draft.window": 0},
+            {"draft.bits": 4, "draft.window": 0, "endpoint.max_body_bytes": 4 << 20},
             PROBES,
         ),
         (

@@ -68,6 +68,8 @@ async def test_a_body_beyond_the_limit_is_not_read() -> None:
         request = request_bytes(PATH, b"{}", headers={"Content-Length": "1025"})
         reply = await exchange(live.port, request)
         assert (reply.status, reply.error["code"]) == (413, "too_large")
+        bound = "1025 bytes, but at most 1024 are read (endpoint.max_body_bytes)"
+        assert bound in reply.error["message"]
         parts = b"400\r\n" + b" " * 1024 + b"\r\n1\r\n \r\n0\r\n\r\n"
         reply = await exchange(
             live.port, request_bytes(PATH, parts, headers={"Transfer-Encoding": "chunked"})
@@ -349,7 +351,7 @@ async def test_texts_are_tokenized_and_back() -> None:
             ("/tokenize", [3]),
         ):
             assert (await ask(live, path, data)).status == 400, (path, data)
-        long = await ask(live, "/tokenize", {"prompt": "a" * (5 << 20)})
+        long = await ask(live, "/tokenize", {"prompt": "a" * (16 << 20)})
         assert long.status == 413
 
 
@@ -441,7 +443,8 @@ def test_who_sends_too_much_can_read_the_answer(key: str, status: int, chunked: 
 
     async def sent() -> Reply:
         more = {"Transfer-Encoding": "chunked"} if chunked else {}
-        async with over_script(ScriptedAgent(["a"]), key=key) as live:
+        settings = EndpointSection(max_body_bytes=4 << 20)
+        async with over_script(ScriptedAgent(["a"]), settings=settings, key=key) as live:
             request = request_bytes(PATH, body, headers={"Authorization": "Bearer no", **more})
             return await asyncio.to_thread(send_then_read, live.port, request)
 

@@ -130,6 +130,16 @@ async def test_pictures_stand_where_the_client_put_them(
 
 
 @pytest.mark.parametrize("path", [OLLAMA_CHAT, OLLAMA_GENERATE])
+async def test_several_photos_fit_in_a_request_by_default() -> None:
+    """Oracle: the toy's law for these pictures, of 3.5 MB each."""
+    photos = [png(64, 64, size=3_500_000, seed=number) for number in range(3)]
+    async with over_toy() as live:
+        reply = await ask(live, CHAT, chat(text("a"), *map(image, photos)))
+        assert reply.status == 200, reply.body
+        found = reply.json["choices"][0]["message"]["content"]
+        assert found == expected_text("a999 ", *photos)
+
+
 async def test_ollamas_images_stand_in_front_of_the_text(path: str) -> None:
     images = [base64_of(CAT), data_url(DOG)]
     body: dict[str, Any] = {"prompt": "ab", "images": images}

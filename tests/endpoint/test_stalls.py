@@ -277,9 +277,28 @@ def test_a_memory_budget_leaves_bodies_less_room() -> None:
     usual = EndpointSection()
     assert usual.most_bodies_bytes(has_budget=False) == 64 << 20
     assert usual.most_bodies_bytes(has_budget=True) == 16 << 20
+    assert usual.most_body_bytes(has_budget=False) == 16 << 20
+    assert usual.most_body_bytes(has_budget=True) == 4 << 20
     large = EndpointSection(max_body_bytes=1 << 30)
     assert large.most_bodies_bytes(has_budget=True) == 2 << 30
     assert EndpointSection(max_bodies_bytes=2048).most_bodies_bytes(has_budget=True) == 8 << 20
+    assert EndpointSection(max_bodies_bytes=2048).most_bodies_bytes(has_budget=False) == 32 << 20
+
+
+def test_three_bodies_of_the_largest_size_are_read_at_a_time() -> None:
+    """Oracle: three quarters of 64 MiB are 48 MiB, which are three bodies of 16 MiB."""
+    settings, bodies = EndpointSection(), list[Body]()
+    largest = settings.most_body_bytes(has_budget=False)
+    room = BodyRoom(settings.most_bodies_bytes(has_budget=False), shared_by_clients=False)
+    for _ in range(3):
+        bodies.append(room.open("", largest, lambda: None))
+        bodies[-1].add(bytes(largest))
+    with pytest.raises(
+        ApiError, match=r"50331648 bytes of the 50331648 .*endpoint\.max_bodies_byt"
+    ):
+        room.open("", largest, lambda: None)
+    bodies[0].close()
+    room.open("", largest, lambda: None)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "Deflate", "gzip, identity"])
