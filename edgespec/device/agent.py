@@ -286,13 +286,20 @@ class GenerationStats:
     route: VerifierRoute
     policy: DraftPolicy
     session: DraftSession
-    prompt_tokens: int
+    prompt_length: int
+    """Tokens of the prompt. A picture is one of them, its placeholder."""
     rule: str
     """Acceptance rule with all its parameters. Every rule but the exact one is LOSSY:
     ``counters.replaced`` tokens are not the target's own, and later tokens depend on them."""
 
     is_translated: bool = False
     """Whether the draft has another tokenizer than the target."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the prompt takes in the target's context, pictures included. A
+        picture counts as one until the verifier has read it, and always with an older verifier."""
+        return self.prompt_length + self.counters.picture_tokens
 
     @property
     def is_connected(self) -> bool:
@@ -512,7 +519,7 @@ class Agent:
             route=route,
             policy=self.options.policy,
             session=session,
-            prompt_tokens=len(tokens),
+            prompt_length=len(tokens),
             rule=rule,
             is_translated=is_translated,
         )

@@ -341,6 +341,8 @@ class _Attempt:
             async with self._endpoint.run_generations(prepared) as run:
                 while not run.is_finished:
                     chunks = await self._next_chunks(run, streams)
+                    if streams:
+                        writer.open()
                     events = (
                         self._add_chunks(prepared, chunks)
                         if chunks
@@ -351,6 +353,7 @@ class _Attempt:
             # The last event is written after everything else: as soon as a response is complete,
             # the server reports the client as disconnected, and this task is cancelled.
             if streams:
+                writer.open()
                 ending = prepared.envelope.ending(prepared.choices, prepared.usage())
                 await writer.write(ending, more=False)
             else:
@@ -435,9 +438,7 @@ class _ResponseWriter:
     ) -> None:
         self._send, self._endpoint, self.prepared = send, endpoint, prepared
         self.has_begun = False
-        self._opening = (
-            prepared.envelope.opening(prepared.choices) if prepared.request.stream else b""
-        )
+        self._opening: bytes | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -452,6 +453,12 @@ class _ResponseWriter:
             _log.info("ignored %d fields of a request", len(self.prepared.ignored_fields))
             headers[IGNORED] = ", ".join(safe)
         return headers
+
+    def open(self) -> None:
+        """Make the opening events, once. They have to be made before all others, and state how many
+        tokens the prompt has, which is known when the first chunk is there."""
+        if self._opening is None:
+            self._opening = self.prepared.envelope.opening(self.prepared.choices)
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Write events; the opening events come before the first ones. ``more`` false ends the
@@ -473,6 +480,7 @@ class _ResponseWriter:
                         ]
                         start = {"type": "http.response.start", "status": 200, "headers": headers}
                         await self._send(start)
+                        assert self._opening is not None
                         data = self._opening + data
                     await self._send(
                         {"type": "http.response.body", "body": data, "more_body": more}

@@ -124,6 +124,12 @@ class Choice:
         return len(self.prompt) + picture_bytes // _BYTES_PER_TOKEN
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the prompt takes in the target's context. A picture counts as one, its
+        placeholder, until the verifier has read it."""
+        return len(self.prompt) if self.stats is None else self.stats.prompt_tokens
+
+    @property
     def logprobs(self) -> int:
         """Number of alternatives to request from the agent. It returns scores from 1 on, so
         logprobs 0 requests 1."""

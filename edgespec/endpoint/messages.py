@@ -351,7 +351,7 @@ class MessageEnvelope(Envelope):
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         (choice,) = choices
-        usage = _usage(len(choice.prompt), 0)
+        usage = _usage(choice.prompt_tokens, 0)
         return _event("message_start", message=self._message([], None, None, usage))
 
     def keep_alive(self) -> bytes:

@@ -563,7 +563,6 @@ Convert = Callable[[Mapping[str, Any]], ChatConversion]
 class PreparedRequest:
     envelope: Envelope
     choices: list[Choice]
-    prompt_tokens: int
     request: GenerationRequest
     metric_name: str
     """Name of the model in metrics, or ``OTHER_MODEL``."""
@@ -576,6 +575,11 @@ class PreparedRequest:
         header."""
         lost = dict.fromkeys(one for choice in self.choices for one in choice.left_out)
         return (*self.request.ignored_fields, *lost)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once for all of its choices."""
+        return sum(one.prompt_tokens for one in self.choices[:: self.request.n])
 
     def usage(self) -> dict[str, Any]:
         usage = usage_of(self.choices, self.prompt_tokens, self.request.sampling.seed)
@@ -647,11 +651,11 @@ class Endpoint:
             most_of_client=settings.most_of_client if is_shared else None,
             unread_within_s=settings.unread_within_s,
         )
+        self.max_body_bytes = settings.most_body_bytes(has_budget=has_budget)
         self.bodies = BodyRoom(
             settings.most_bodies_bytes(has_budget=has_budget), shared_by_clients=is_shared
         )
         self._requests = _make_pool("reading a request", threads=2)
-        self.max_body_bytes = settings.most_body_bytes(has_budget=has_budget)
         self._texts = _make_pool("tokenizing a text", threads=4)
         # One thread, since the process that renders templates handles one call at a time.
         self._templates = _make_pool("rendering a chat template", threads=1)
@@ -1403,11 +1407,9 @@ class Endpoint:
         response_envelope = envelope(
             name, f"fp_{fingerprint}" if fingerprint else None, request.include_usage
         )
-        prompt_tokens = sum(map(len, prompts))
         return PreparedRequest(
             envelope=response_envelope,
             choices=choices,
-            prompt_tokens=prompt_tokens,
             request=kept_request,
             metric_name=name if is_known else OTHER_MODEL,
             answered_by=self.answered_by,

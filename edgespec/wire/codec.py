@@ -38,7 +38,12 @@ from edgespec.core.protocol.pictures import (
     PictureInput,
 )
 from edgespec.core.protocol.prefix_names import MAX_BLOCK_TOKENS, NAME_BYTES
-from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS, SamplingParams
+from edgespec.core.protocol.sampling import (
+    MAX_BIASES,
+    MAX_STOP_IDS,
+    MAX_TOKENS,
+    SamplingParams,
+)
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.wire.pb import speculation_pb2 as pb
 
@@ -242,6 +247,7 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Do
             return _decode_commit(wire.commit)
         case "opened":
             check_number("Opened.prefix_block", wire.opened.prefix_block, 0, MAX_BLOCK_TOKENS)
+            check_number("Opened.picture_tokens", wire.opened.picture_tokens, 0, MAX_TOKENS)
             return _from_wire(m.Opened, wire.opened)
         case "fault":
             size = len(wire.fault.message.encode())

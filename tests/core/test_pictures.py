@@ -323,6 +323,7 @@ def test_rows_of_pictures_count_in_the_context() -> None:
     played = play(verifier, PROMPT, new_agent(), pictures=PLACED)
     (opened,) = [one for one in played.received if isinstance(one, m.Opened)]
     assert opened.limits.context_length == LIMITS.context_length - 8
+    assert (opened.picture_tokens, played.counters.picture_tokens) == (8, 8)
     target = ToyTarget(MODEL, pictures=INPUT)
     small = VerifyEngine(target.info, m.Limits(context_length=14), WITH_STORE)
     fault = refusal_of(small, *send_all(small, PLACED))

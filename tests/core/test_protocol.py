@@ -303,6 +303,7 @@ def test_what_travels_all_the_time_is_exact(seed: int) -> None:
         m.Open("s", "", "", (1,), sampling=SamplingParams(temperature=0.7, top_p=0.9)),
         m.Opened(m.Limits(), "toy", 12),
         m.Opened(m.Limits(), "toy", 12, prefix_block=64),
+        m.Opened(m.Limits(), "toy", 12, picture_tokens=2_000),
         m.Open("s", "", "", (7, 8), (), prefix_key=b"x" * 16, prefix=m.Prefix(640, b"n" * 32, 642)),
         m.PrefixTokens(tuple(range(1, 3000))),
         m.PrefixMissing(),

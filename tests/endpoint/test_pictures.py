@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -129,7 +130,6 @@ async def test_pictures_stand_where_the_client_put_them(
         assert read(reply.json) == expected_text("a9b9 ", CAT, DOG)
 
 
-@pytest.mark.parametrize("path", [OLLAMA_CHAT, OLLAMA_GENERATE])
 async def test_several_photos_fit_in_a_request_by_default() -> None:
     """Oracle: the toy's law for these pictures, of 3.5 MB each."""
     photos = [png(64, 64, size=3_500_000, seed=number) for number in range(3)]
@@ -140,6 +140,7 @@ async def test_several_photos_fit_in_a_request_by_default() -> None:
         assert found == expected_text("a999 ", *photos)
 
 
+@pytest.mark.parametrize("path", [OLLAMA_CHAT, OLLAMA_GENERATE])
 async def test_ollamas_images_stand_in_front_of_the_text(path: str) -> None:
     images = [base64_of(CAT), data_url(DOG)]
     body: dict[str, Any] = {"prompt": "ab", "images": images}
@@ -152,6 +153,81 @@ async def test_ollamas_images_stand_in_front_of_the_text(path: str) -> None:
         assert reply.status == 200, reply.body
         found = reply.json["message"]["content"] if path == OLLAMA_CHAT else reply.json["response"]
         assert found == expected_text("99ab ", CAT, DOG)
+
+
+PICTURED = user(text("a"), image(CAT), text("b"), image(DOG))
+USAGES: dict[str, tuple[dict[str, Any], Callable[[bytes], list[int]]]] = {
+    CHAT: (
+        {"messages": PICTURED, "stream_options": {"include_usage": True}},
+        lambda body: [events_of(body)[-2]["usage"]["prompt_tokens"]],
+    ),
+    RESPONSES: (
+        {
+            "input": user(
+                {"type": "input_text", "text": "a"},
+                {"type": "input_image", "image_url": data_url(CAT)},
+                {"type": "input_text", "text": "b"},
+                {"type": "input_image", "image_url": data_url(DOG)},
+            )
+        },
+        lambda body: [
+            named_events(body)["response.incomplete"]["response"]["usage"]["input_tokens"]
+        ],
+    ),
+    MESSAGES: (
+        {"messages": user(text("a"), anthropic_image(CAT), text("b"), anthropic_image(DOG))},
+        lambda body: [
+            named_events(body)["message_start"]["message"]["usage"]["input_tokens"],
+            named_events(body)["message_delta"]["usage"]["input_tokens"],
+        ],
+    ),
+    OLLAMA_CHAT: (
+        {
+            "messages": [
+                {"role": "user", "content": "ab", "images": [base64_of(CAT), base64_of(DOG)]}
+            ]
+        },
+        lambda body: [json.loads(body.splitlines()[-1])["prompt_eval_count"]],
+    ),
+}
+
+
+def named_events(body: bytes) -> dict[str, Any]:
+    """Return the data of a stream's last event of each name."""
+    blocks = [one.split("\ndata: ", 1) for one in body.decode().split("\n\n") if one]
+    return {
+        name.removeprefix("event: "): json.loads(data[0])
+        for name, *data in blocks
+        if data and data[0] != "[DONE]"
+    }
+
+
+@pytest.mark.parametrize("path", USAGES)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_usage_counts_the_rows_of_pictures(path: str, stream: bool) -> None:
+    """Ninety-six by 64 pixels are six rows of the toy, and 64 by 64 are four. The template writes
+    two letters, two placeholders and the end of the message."""
+    body, read_stream = USAGES[path]
+    sent = {"model": "toy", "max_tokens": LENGTH, "stream": stream, **body}
+    if not stream:
+        sent.pop("stream_options", None)
+    async with over_toy() as live:
+        reply = await ask(live, path, sent)
+        assert reply.status == 200, reply.body
+        if stream:
+            found = read_stream(reply.body)
+        else:
+            usage = reply.json.get("usage", reply.json)
+            names = ("prompt_tokens", "input_tokens", "prompt_eval_count")
+            found = [usage[name] for name in names if name in usage]
+        assert found == [5 + 8] * len(found)
+        assert live.endpoint.counts.prompt_tokens.total() == 5 + 8
+
+
+async def test_several_choices_count_their_prompt_once() -> None:
+    async with over_toy() as live:
+        reply = await ask(live, CHAT, chat(image(CAT), n=3))
+        assert reply.json["usage"]["prompt_tokens"] == len(ToyTokenizer().encode("9 ")) + 5
 
 
 async def test_a_request_of_ollama_with_pictures_alone_loads_no_model() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import text_format
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -196,7 +196,12 @@ def infos(draw: st.DrawFn) -> m.VerifierInfo:
 DOWNLINK: st.SearchStrategy[m.Downlink] = st.one_of(
     commits(),
     st.builds(
-        m.Opened, limits=BOUNDS, model=NAME, position=UINT32, prefix_block=st.integers(0, 1 << 16)
+        m.Opened,
+        limits=BOUNDS,
+        model=NAME,
+        position=UINT32,
+        prefix_block=st.integers(0, 1 << 16),
+        picture_tokens=st.integers(0, 1 << 20),
     ),
     st.just(m.PrefixMissing()),
     st.builds(
@@ -310,6 +315,26 @@ def test_what_a_later_version_adds_is_ignored() -> None:
     assert codec.decode_uplink(codec.encode_uplink(m.Received(9, 1)) + unknown_field) == m.Received(
         9, 1
     )
+
+
+def test_a_version_that_does_not_count_pictures_reads_the_same_opened() -> None:
+    """Oracle: the messages of such a version, made of today's description without the field. An
+    ``Opened`` without pictures has the same bytes as before."""
+    description = descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    (fields,) = [one.field for one in description.message_type if one.name == "Opened"]
+    (new,) = [one for one in fields if one.name == "picture_tokens"]
+    fields.remove(new)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(description)
+    earlier = message_factory.GetMessageClass(
+        pool.FindMessageTypeByName("edgespec.v1.VerifierMessage")
+    )
+    plain = m.Opened(m.Limits(), "toy", 12, prefix_block=64)
+    payload = codec.encode_downlink(replace(plain, picture_tokens=8), LIMITS)
+    read: Any = earlier.FromString(payload)
+    read.DiscardUnknownFields()
+    assert read.SerializeToString() == codec.encode_downlink(plain, LIMITS)
+    assert codec.decode_downlink(read.SerializeToString(), LIMITS) == plain
 
 
 def _open(**fields: Any) -> bytes:

@@ -256,6 +256,9 @@ class DraftCounters:
     named_tokens: int = 0
     """Ids of prompts and outputs that were not sent, because the verifier had them
     (``kept_prefixes.py``)."""
+    picture_tokens: int = 0
+    """Tokens that the pictures of the prompt take in the target's context, less their placeholders.
+    0 until the verifier has read them, and always with one that does not report it."""
     picture_misses: int = 0
     """Pictures that a verifier did not have, so that they were sent."""
     picture_bytes: int = 0

@@ -313,6 +313,7 @@ class DraftSession:
         if refused := self.link.on_opened(self.request, opened, now):
             return refused
         self.limits = opened.limits
+        self.counters.picture_tokens = opened.picture_tokens
         self.estimates.price.max_nodes_outstanding = opened.limits.max_nodes_outstanding
         if self._sent is not None:
             self._sent.on_opened(opened)

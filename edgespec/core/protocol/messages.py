@@ -202,6 +202,9 @@ class Opened:
     """Tokens of a block of prefix names: the verifier keeps the ids of this generation while it has
     room, and a later ``Open`` may name the beginning in full blocks. 0: it keeps none, or does not
     know prefix names."""
+    picture_tokens: int = 0
+    """Tokens that the pictures of the prompt take in the model's context, less their placeholders.
+    0: there are no pictures, or the verifier is of a version that does not report it."""
 
 
 @statically_frozen

@@ -787,6 +787,7 @@ class SessionRegistry:
             trees=self._trees,
             history=history,
             prefix_block=self.prefixes.block_tokens if keeps else 0,
+            picture_tokens=0 if pictures is None else pictures.extra_tokens,
         )
         self._slots.occupy(key, event.peer, credential, now)
         if keeps:

@@ -188,7 +188,7 @@ class VerifySession:
     Call ``handle`` for every event and carry out the actions that it returns, in order.
     ``server_drafts`` are the session's server-side draft sources, if it has any. With ``trees``
     False its part of a pass is cut to a chain, for a target that verifies no trees.
-    ``prefix_block`` is that of ``Opened``.
+    ``prefix_block`` and ``picture_tokens`` go into ``Opened``.
     """
 
     def __init__(
@@ -204,6 +204,7 @@ class VerifySession:
         trees: bool = True,
         history: DraftHistory | None = None,
         prefix_block: int = 0,
+        picture_tokens: int = 0,
     ) -> None:
         self.request = request
         self.state = ev.READY
@@ -219,7 +220,7 @@ class VerifySession:
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
         self._price_share, self._trees = PricedShare(request), trees
-        self._prefix_block = prefix_block
+        self._prefix_block, self._picture_tokens = prefix_block, picture_tokens
         self._server_drafts = server_drafts
         self.device = Attachment(self.prefix.length, now, detached_at=now)
         self._idle_since, self._scores = now, KeptScores()
@@ -335,6 +336,7 @@ class VerifySession:
             constrained=constrained,
             min_tokens=least,
             prefix_block=self._prefix_block,
+            picture_tokens=self._picture_tokens,
         )
         opening = self._send(opened, now)
         commits = catch_up_commits(

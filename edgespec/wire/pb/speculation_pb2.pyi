@@ -276,7 +276,7 @@ class PicturesMissing(_message.Message):
     def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("limits", "model", "position", "fingerprint", "constrained", "min_tokens", "prefix_block")
+    __slots__ = ("limits", "model", "position", "fingerprint", "constrained", "min_tokens", "prefix_block", "picture_tokens")
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +284,7 @@ class Opened(_message.Message):
     CONSTRAINED_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PICTURE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     limits: Limits
     model: str
     position: int
@@ -291,7 +292,8 @@ class Opened(_message.Message):
     constrained: bool
     min_tokens: int
     prefix_block: int
-    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., fingerprint: _Optional[str] = ..., constrained: bool = ..., min_tokens: _Optional[int] = ..., prefix_block: _Optional[int] = ...) -> None: ...
+    picture_tokens: int
+    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., fingerprint: _Optional[str] = ..., constrained: bool = ..., min_tokens: _Optional[int] = ..., prefix_block: _Optional[int] = ..., picture_tokens: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("context_length", "max_nodes_outstanding", "max_nodes_per_pass", "max_unreceived", "lease_s")
