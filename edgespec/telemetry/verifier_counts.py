@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, get_args
 
 from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import engine_events as ee
@@ -167,8 +167,9 @@ class StreamMeter:
                     number == stream and finish is not None
                 ):
                     self._end(stream, finish.value, now)
-                case ee.OpenSequence():
+                case ee.OpenSequence(pictures=pictures):
                     self.prompt_tokens += record.request.prompt_length
+                    self.prompt_tokens += 0 if pictures is None else pictures.extra_tokens
                 case _:
                     pass
 
@@ -283,17 +284,26 @@ def log_stream(record: StreamRecord) -> None:
     _LOG.info("stream of %s %s", client, outcome, extra=extra)
 
 
+def _kind_of(message_class: type[m.Message]) -> str:
+    """Return the name of a message's class in metrics, such as ``prefixtokens``."""
+    return message_class.__name__.lower()
+
+
+_UPLINK_KINDS: Final = tuple(map(_kind_of, get_args(m.Uplink)))
+_DOWNLINK_KINDS: Final = tuple(map(_kind_of, get_args(m.Downlink)))
+
+
 class TrafficCounts:
-    """Messages and their payload bytes by kind."""
+    """Messages and their payload bytes by kind. Every kind of message begins with 0."""
 
     def __init__(self) -> None:
-        up = ("open", "draft", "received", "cancel", "prefixtokens", "picturepart")
-        down = ("opened", "commit", "fault", "prefixmissing", "picturesmissing")
-        self.received_messages, self.received_bytes = dict.fromkeys(up, 0), dict.fromkeys(up, 0)
-        self.sent_messages, self.sent_bytes = dict.fromkeys(down, 0), dict.fromkeys(down, 0)
+        self.received_messages = dict.fromkeys(_UPLINK_KINDS, 0)
+        self.received_bytes = dict.fromkeys(_UPLINK_KINDS, 0)
+        self.sent_messages = dict.fromkeys(_DOWNLINK_KINDS, 0)
+        self.sent_bytes = dict.fromkeys(_DOWNLINK_KINDS, 0)
 
     def count(self, message: m.Message, payload_bytes: int) -> None:
-        kind = type(message).__name__.lower()
+        kind = _kind_of(type(message))
         messages, sizes = self.sent_messages, self.sent_bytes
         if kind in self.received_messages:
             messages, sizes = self.received_messages, self.received_bytes

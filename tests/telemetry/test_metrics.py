@@ -25,7 +25,7 @@ from edgespec.cli.verifier import MetricsServer, ready_line
 from edgespec.config import PacingSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.ports import PassRequest, PassResult, TargetModel
+from edgespec.core.ports import PassRequest, PassResult, ReadPictures, TargetModel
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.messages import Commit, Open
 from edgespec.core.protocol.sampling import SamplingParams
@@ -36,10 +36,17 @@ from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.agent_status import VerifierStatus
 from edgespec.telemetry.logs import JsonFormatter, TextFormatter
 from edgespec.telemetry.trace import TraceFile
-from edgespec.telemetry.verifier_counts import METRICS, PREFIX, StreamMeter, StreamRecord
+from edgespec.telemetry.verifier_counts import (
+    METRICS,
+    PREFIX,
+    StreamMeter,
+    StreamRecord,
+    TrafficCounts,
+)
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.pb import speculation_pb2 as pb
 from tests.api.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, make_config, tokens_of
 from tests.api.test_end_to_end import IDS as PROMPT_IDS
 from tests.endpoint.live_endpoint import ask, over_toy
@@ -279,6 +286,28 @@ class Scene:
         batch = ee.RunBatch((PassRequest("s", 0, OPENED, (4,), (-1,)),))
         self.meter.observe(ee.Poll(), (batch,), at - pass_s)
         self.meter.observe(ee.BatchDone(()), (ee.SendTo(7, commit),), at)
+
+
+def test_every_kind_of_message_is_counted_and_named_on_the_page() -> None:
+    """Oracle: the kinds that the wire has."""
+    counts, page = TrafficCounts(), (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for wire, messages, sizes, name in (
+        (pb.DeviceMessage, counts.received_messages, counts.received_bytes, "received_bytes"),
+        (pb.VerifierMessage, counts.sent_messages, counts.sent_bytes, "sent_bytes"),
+    ):
+        kinds = {one.replace("_", "") for one in wire.DESCRIPTOR.fields_by_name}
+        assert set(messages) == set(sizes) == kinds
+        (row,) = [one for one in page.splitlines() if one.startswith(f"| `edgespec_{name}_total")]
+        assert set(re.findall(r"`([a-z]+)`", row)) - {"kind"} == kinds
+
+
+def test_prompt_tokens_include_those_of_pictures() -> None:
+    meter = StreamMeter()
+    opening = ee.OpenSequence(
+        "s", len(OPENED), SamplingParams(), pictures=ReadPictures(extra_tokens=8)
+    )
+    meter.observe(ee.StreamOpened(7, m.Open("s", "", "", OPENED), "peer"), (opening,), 10.0)
+    assert meter.prompt_tokens == len(OPENED) + 8
 
 
 def test_times_and_tokens_of_a_stream() -> None:
