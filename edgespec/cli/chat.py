@@ -37,6 +37,7 @@ from edgespec.core.protocol.pictures import (
     check_picture,
     place_pictures,
 )
+from edgespec.core.protocol.predicted_text import check_prediction_length
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError, check_prediction_text
 from edgespec.device.borrowed_tokenizer import takes_target_texts
@@ -375,6 +376,10 @@ class Conversation:
             try:
                 text = read_text(path, MAX_BYTES)
                 check_prediction_text(text)
+                tokens = self.tokenizer.encode(text, add_special_tokens=False)
+                check_prediction_length(len(tokens))
+            except UnicodeDecodeError as error:
+                raise ConversationError(f"{path}: no prediction: is no UTF-8 text") from error
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else None
                 raise ConversationError(f"{path}: no prediction: {why or error}") from error

@@ -277,7 +277,40 @@ def test_chat_expects_a_file_for_one_reply(address: str, tmp_path: Path) -> None
     found = f"the next reply is expected to be like {path} ({len(first)} characters)"
     assert [line.removeprefix("> ") for line in shown] == [none, found, found, none, none]
     assert f"error: {tmp_path / 'gone'}: no prediction: No such file" in result.stderr
-    assert f"error: {binary}: no prediction: " in result.stderr
+    assert f"error: {binary}: no prediction: is no UTF-8 text" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        pytest.param(
+            (1 << 16) + 1,
+            "the prediction has 65,537 tokens, but may have at most 65,536",
+            id="tokens",
+        ),
+        pytest.param(
+            (1 << 20) + 1,
+            "the prediction has 1,048,577 characters, but may have at most 1,048,576",
+            id="characters",
+        ),
+        pytest.param((16 << 20) + 1, "16777217 bytes, but at most 16777216 are read", id="bytes"),
+    ],
+)
+def test_chat_refuses_a_prediction_beyond_its_bounds_and_keeps_the_one_before(
+    address: str, tmp_path: Path, size: int, why: str
+) -> None:
+    large, small = tmp_path / "large.txt", tmp_path / "small.txt"
+    large.write_text("a" * size)
+    small.write_text("abc")
+    result = chat(address, f"/predict {small}", f"/predict {large}", "/predict", "hello")
+    assert f"error: {large}: no prediction: {why}" in result.stderr
+    kept = f"the next reply is expected to be like {small} (3 characters)"
+    assert result.stderr.count(kept) == 2
+    assert expected_reply("hello ") in result.stdout
+
+
+def test_a_folder_is_no_prediction(address: str, tmp_path: Path) -> None:
+    assert "no prediction: Is a directory" in chat(address, f"/predict {tmp_path}").stderr
 
 
 def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:

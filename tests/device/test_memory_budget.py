@@ -9,8 +9,10 @@ number of generations that were drafted for; the order of calls; processes that 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import re
 import threading
 from collections import Counter
@@ -100,6 +102,70 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
     smallest = float(needed[1])
     for budget, code in ((smallest + 0.1, 0), (smallest - 0.1, 1)):
         assert call("plan", "memory", "--memory-budget", f"{budget:.1f}MiB").exit_code == code
+
+
+def plan_corpus(budget: str, *paths: Path) -> Any:
+    """Return the plan with these files and folders as the corpus."""
+    options = [word for path in paths for word in ("--draft-corpus", str(path))]
+    result = call("plan", "memory", "--memory-budget", budget, "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_corpus_is_planned_by_its_text(tmp_path: Path) -> None:
+    """Oracle: 3.2 bytes of the store for a byte of text and 10 MiB, and 4.8 bytes while it is made
+    anew. Binary files count, since only reading them shows that they are left out; large files and
+    links do not."""
+    folder, alone = tmp_path / "project", tmp_path / "notes.txt"
+    folder.mkdir()
+    (folder / "a.py").write_text("a" * 700_000)
+    (folder / "b.bin").write_bytes(bytes(100_000))
+    (folder / "large.txt").write_text("a" * ((1 << 20) + 1))
+    (folder / "link.txt").symlink_to(alone)
+    alone.write_text("a" * 200_000)
+    terms = plan_corpus("4GiB", folder, alone)["terms"]
+    assert terms["corpus"] == int(3.2 * 1_000_000) + 10 * MIB
+    assert terms["corpus, changing"] == int(4.8 * 1_000_000)
+    without = json.loads(call("plan", "memory", "--memory-budget", "4GiB", "--json").stdout)
+    assert "corpus" not in without["terms"]
+
+
+def test_a_corpus_beyond_its_share_of_the_budget_is_planned_as_far_as_it_fits(
+    tmp_path: Path,
+) -> None:
+    """Oracle: a quarter of the budget less 10 MiB, over 8 bytes for each byte of text. The latest
+    files are taken that fit."""
+    for number in range(24):
+        (tmp_path / f"{number}.txt").write_text("a" * (1 << 20))
+    terms = plan_corpus("600MiB", tmp_path)["terms"]
+    fits = int((0.25 * 600 - 10) / 8)
+    assert fits == 17
+    assert terms["corpus"] == int(3.2 * fits * MIB) + 10 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        pytest.param("gone", "No such file or directory", id="missing"),
+        pytest.param("closed/inner", "Permission denied", id="unreadable"),
+    ],
+)
+def test_a_corpus_that_cannot_be_looked_at_is_an_error_with_its_name(
+    tmp_path: Path, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, stat = tmp_path / "closed", Path.stat
+
+    def refuse(path: Path, **options: Any) -> Any:
+        if path.parent == closed:  # root may look everywhere, so a closed folder is played
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    result = call(
+        "plan", "memory", "--memory-budget", "4GiB", "--draft-corpus", str(tmp_path / name)
+    )
+    assert result.exit_code == 2
+    assert result.stderr == f"error: draft.corpus: {tmp_path / name}: {why}\n"
 
 
 def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:

@@ -221,6 +221,104 @@ def test_drafting_is_worth_what_it_saves() -> None:
     )
 
 
+def time_device(token_ms: float, step_ms: float, rtt_ms: float, rate: float) -> DraftEstimates:
+    """Return estimates of a device that has timed this much, with this acceptance rate."""
+    estimates = DraftEstimates()
+    for _ in range(9):
+        estimates.pass_s.add(token_ms / 1e3)
+        estimates.step_s.add(step_ms / 1e3)
+        estimates.rtt_s.add(rtt_ms / 1e3)
+        estimates.own_speed.add(token_ms / 1e3, 1)
+    estimates.acceptance.rates[0] = rate
+    return estimates
+
+
+@pytest.mark.parametrize(
+    ("device", "worth", "why", "lead"),
+    [
+        pytest.param(
+            (25, 8, 20, 0.87),
+            True,
+            "80% of the draft's first choices were right; a pass brings 2.0 tokens",
+            "Yes: the draft model has to be 1.2 tokens ahead (a round trip of 20 ms / (25 ms a"
+            " token of the verifier - 8 ms a drafted token)). The chance of that is 0.85,",
+            id="yes",
+        ),
+        pytest.param(
+            (11, 8, 20, 0.87),
+            True,
+            "80% of the draft's first choices were right; a pass brings 2.0 tokens",
+            "A little: the draft model has to be 6.7 tokens ahead",
+            id="a-little",
+        ),
+        pytest.param(
+            (3, 2.5, 20, 0.87),
+            False,
+            "the draft model would have to be 40.0 tokens ahead of the verifier, and the chance of"
+            " that is 0.00",
+            "Hardly: the draft model has to be 40.0 tokens ahead",
+            id="hardly",
+        ),
+        pytest.param(
+            (6.8, 8, 20, 0.87),
+            False,
+            "a drafted token takes 8 ms here, and the verifier makes one in 6.8 ms by itself, so"
+            " the draft model cannot get ahead of it",
+            "No: the device drafts a token in 8 ms and the verifier makes one in 6.8 ms by itself,"
+            " so the draft model is never ahead.",
+            id="never",
+        ),
+    ],
+)
+@pytest.mark.parametrize("policy", [WindowedPolicy(), FixedPolicy()], ids=["windowed", "fixed"])
+def test_without_a_measured_speed_the_lead_decides(
+    device: tuple[float, float, float, float],
+    worth: bool,
+    why: str,
+    lead: str,
+    policy: WindowedPolicy | FixedPolicy,
+) -> None:
+    """Oracle: the sentences of the lead (``tests/core/test_lead.py``), of which the status shows
+    the verdict and the reason."""
+    counters = DraftCounters(tried=10, hits=8, committed=20, passes=10)
+    found = assess_drafting(policy, RowPrice(), time_device(*device), counters)
+    assert (found.worth, found.why) == (worth, why)
+    assert found.lead.startswith(lead)
+
+
+def test_a_measured_speed_is_compared_with_the_verifiers_own_drafts() -> None:
+    """Four tokens every 20 ms are four times plain streaming, but a verifier that makes a token in
+    4 ms by its own drafts is faster."""
+    speed = StreamingSpeed()
+    for number in range(9):
+        speed.add(number * 0.02, 4, 0.02, 3)
+    counters = DraftCounters(tried=10, hits=8, committed=36, passes=9)
+    estimates = time_device(4, 1, 20, 0.8)
+    found = assess_drafting(FixedPolicy(), RowPrice(), estimates, counters, speed)
+    assert (found.worth, found.why) == (
+        False,
+        "the last answer took 25% longer than without drafts: 200.0 tokens a second against an"
+        " estimated 250.0 without this device",
+    )
+    slower = time_device(6.25, 1, 20, 0.8)
+    found = assess_drafting(FixedPolicy(), RowPrice(), slower, counters, speed)
+    assert found.worth is True
+    assert "200.0 tokens a second against an estimated 160.0 without" in found.why
+
+
+def test_a_failed_draft_and_one_that_was_not_judged_keep_their_lead() -> None:
+    """The lead is shown as soon as it is known; the verdict waits for a judged draft."""
+    fresh = assess_drafting(
+        FixedPolicy(), RowPrice(), time_device(25, 8, 20, 0.87), DraftCounters()
+    )
+    assert (fresh.worth, fresh.why) == (None, "nothing was drafted yet")
+    assert fresh.lead.startswith("Yes: ")
+    broken = DraftCounters(tried=10, hits=8, draft_failure="OSError: gone\nby now")
+    failed = assess_drafting(FixedPolicy(), RowPrice(), time_device(25, 8, 20, 0.87), broken)
+    assert (failed.worth, failed.why) == (False, "the draft model failed: OSError: gone by now")
+    assert failed.lead.startswith("Yes: ")
+
+
 @pytest.mark.parametrize("lookup", [True, False])
 def test_a_text_beyond_the_drafts_context_is_named_with_both_lengths(lookup: bool) -> None:
     session = new_session(request=replace(REQUEST, prompt=(1,) * 900, drafting=lookup))
