@@ -282,6 +282,17 @@ def test_a_pass_of_few_rows_is_bound_by_memory_and_one_of_many_by_arithmetic() -
     assert law.seconds(1, 100_000) > 1.2 * few
 
 
+def test_a_computed_pass_has_host_time_for_each_session() -> None:
+    """Oracle: the periods of a real verifier with passes of 25 ms, which were 25.6 ms with one
+    session, 28.0 with 64 and 30.6 with 128 (``docs/measurements/server.md``)."""
+    law, half = roofline_law("llama-3.1-8b-bf16@a100-80g"), roofline_law("qwen3-32b-fp8@h200", 0.5)
+    for sessions, measured_ms in ((64, 28.0 - 25.6), (128, 30.6 - 25.6)):
+        more_s = law.seconds(sessions, sessions=sessions) - law.seconds(sessions)
+        assert 1e3 * more_s == pytest.approx(measured_ms, rel=0.05)
+        of_half_s = half.seconds(sessions, sessions=sessions) - half.seconds(sessions)
+        assert of_half_s == pytest.approx(more_s / 2)
+
+
 def test_a_round_is_link_pass_and_messages() -> None:
     """A full verifier refuses, with the reason."""
     gpu = sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=2.5), max_sessions=1)

@@ -254,6 +254,11 @@ class VerifierSection(Section):
 
 
 _EFFICIENCY: Final = 0.7
+_SESSION_S: Final = 38e-6
+"""Seconds of the host that each further session adds to a pass: its messages, scheduling and
+commits, as far as they do not run beside the pass. With passes of 25 ms a verifier's period was
+25.6 ms with one session, 28.0 with 64 and 30.6 with 128 (docs/measurements/server.md). vLLM of
+early 2024 took 0.106 ms (Vidur's files: 2.13 ms with 8 sessions and 8.05 with 64)."""
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -320,7 +325,8 @@ def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
         (float(rows), machine.overhead_s + max(read_s, rows * row_s) / _EFFICIENCY)
         for rows in _ROWS
     )
-    return TimeLaw(table, share * model.context_bytes / machine.bytes_per_s / _EFFICIENCY)
+    context_s = share * model.context_bytes / machine.bytes_per_s / _EFFICIENCY
+    return TimeLaw(table, context_s, session_s=share * _SESSION_S)
 
 
 # --- how many sessions a machine's memory holds -------------------------------------------------
