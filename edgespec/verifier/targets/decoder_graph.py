@@ -7,10 +7,12 @@ rows of a pass out for it. torch keeps the embedding table and computes the tabl
 positions once.
 
 Attention reads keys and values where the pool has them. A *group* is some rows of one session whose
-ancestors all lie on one line of keys, on which the key with index i has position i. For each group
+ancestors all lie on one line of keys, which follow each other by position. For each group
 ``places`` names the line's rows in the pool; rows of the run itself are not in the pool yet, so
-``fresh_rows`` are put at ``fresh_goals`` among what was gathered. With G groups of R rows and lines
-of L keys, A key-value heads, S query heads for each key-value head, and head dimension d:
+``fresh_rows`` are put at ``fresh_goals`` among what was gathered. All of this is given once for
+each attention window among the layers, because lines are short where windows are. With G groups of
+R rows and lines of L keys, A key-value heads, S query heads for each key-value head, and head
+dimension d:
 
     scores [G, A, S R, L] = scale * queries [G, A, S R, d] keys [G, A, L, d]' + hidden
     out = softmax(scores) * seen @ values
@@ -188,11 +190,12 @@ class _GraphBuilder:
         graph.node("Split", [joint, f"{name}.widths"], query, outputs=[query, key, value], axis=-1)
         query = self._positioned(index, query, getattr(module, "q_norm", None), shape.heads)
         key = self._positioned(index, key, getattr(module, "k_norm", None), shape.kv_heads)
-        places = graph.node("Add", ["places", f"shift.{index}"], f"{name}.places")
+        window = _find_window(self._config, index)
+        places = graph.node("Add", [f"places.{window}", f"shift.{index}"], f"{name}.places")
         by_head = graph.node("Reshape", [query, "by_head"], f"{name}.by_head")
         grouped = graph.node("Gather", [by_head, "queries"], f"{name}.queries", axis=0)
-        keys = self._line(f"{name}.keys", "keys", places, key)
-        values = self._line(f"{name}.values", "values", places, value)
+        keys = self._line(f"{name}.keys", "keys", places, key, window)
+        values = self._line(f"{name}.values", "values", places, value, window)
         scores = graph.node(
             "FusedMatMul",
             [grouped, keys],
@@ -202,7 +205,6 @@ class _GraphBuilder:
         )
         if cap := getattr(module, "attn_logit_softcapping", None):
             scores = self._capped(f"{name}.capped", scores, float(cap))
-        window = _find_window(self._config, index)
         scores = graph.node("Add", [scores, f"hidden.{window}"], f"{name}.masked")
         weights = graph.node("Softmax", [scores], f"{name}.softmax", axis=-1)
         weights = graph.node("Mul", [weights, f"seen.{window}"], f"{name}.weights")
@@ -213,14 +215,14 @@ class _GraphBuilder:
         attended = self._product(f"{name}.out", module, ("o_proj",), out)
         return attended, (key, value)
 
-    def _line(self, name: str, pool: str, places: str, new: str) -> str:
-        """Append the nodes that gather the keys (or values) of all lines. ``new`` names the keys of
-        the run's own rows."""
+    def _line(self, name: str, pool: str, places: str, new: str, window: int) -> str:
+        """Append the nodes that gather the keys (or values) of all lines of layers with ``window``.
+        ``new`` names the keys of the run's own rows."""
         graph = self._graph
         cached = graph.node("Gather", [pool, places], f"{name}.cached", axis=0)
         own = graph.node("Reshape", [new, "by_head"], f"{name}.own")
-        fresh = graph.node("Gather", [own, "fresh_rows"], f"{name}.fresh", axis=0)
-        return graph.node("ScatterND", [cached, "fresh_goals", fresh], name)
+        fresh = graph.node("Gather", [own, f"fresh_rows.{window}"], f"{name}.fresh", axis=0)
+        return graph.node("ScatterND", [cached, f"fresh_goals.{window}", fresh], name)
 
     def _positioned(self, index: int, value: str, norm: Any, heads: int) -> str:
         """Append the norm over heads, where the family has one, and the rotation by position."""
@@ -360,18 +362,19 @@ class _GraphBuilder:
             "rows": (real, [1, "rows", hidden]),
             "positions": (whole, [1, "rows"]),
             "queries": (whole, ["groups", shape.kv_heads, row_heads]),
-            "places": (whole, ["groups", shape.kv_heads, "line"]),
             "shifts": (whole, ["layers"]),
             "keys": (real, ["slots", shape.head_dim]),
             "values": (real, ["slots", shape.head_dim]),
-            "fresh_rows": (whole, ["fresh"]),
-            "fresh_goals": (whole, ["fresh", 3]),
             "back": (whole, ["rows", shape.heads]),
             "sampled": (whole, ["sampled"]),
         }
         for window in shape.windows:
+            line, fresh = f"line.{window}", f"fresh.{window}"
+            found[f"places.{window}"] = whole, ["groups", shape.kv_heads, line]
+            found[f"fresh_rows.{window}"] = whole, [fresh]
+            found[f"fresh_goals.{window}"] = whole, [fresh, 3]
             for name in ("hidden", "seen"):
-                found[f"{name}.{window}"] = real, ["groups", 1, row_heads, "line"]
+                found[f"{name}.{window}"] = real, ["groups", 1, row_heads, line]
         return [helper.make_tensor_value_info(name, *form) for name, form in found.items()]
 
     def _outputs(self) -> list[ValueInfoProto]:

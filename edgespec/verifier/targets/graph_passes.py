@@ -10,12 +10,17 @@ takes every row count as it comes.
 A row is in a group whose line holds its ancestors and itself. The fed rows of a session and a chain
 of nodes are one line. A tree has a line for each leaf, and a row stands in the first line that has
 it.
+
+Layers with a window have shorter lines: without the keys that no row of the group sees. The first
+key's position is rounded down to a multiple of ``Counts.window_step``. Sums over the keys of a line
+are made in blocks, so that a row has the same bits wherever its line begins: blocks that are left
+out would add zeros, and the others hold the same keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final
@@ -48,13 +53,23 @@ GROUP_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 BASES: Final = (1, 2, 4, 8)
 """The least row counts that canonical mode tries, cheapest first."""
 LINE_KEYS: Final = 64
-"""The least length of a line of keys; all lengths are multiples of it."""
+"""All lengths of lines are multiples of it, and it is the least one in plain mode."""
+_MOST_LEAST_LINE: Final = 256
+"""Canonical mode's lines may be this long where a short one gives other bits. A line of 64 does
+with heads of 256 numbers: onnxruntime adds up a score's products in one block there, and in two
+blocks where there are more keys."""
 _RUN_ROWS: Final = 4
 """Rows that take as long as reading the weights in one more run."""
 _LINE_ROWS: Final = 4
 """Rows of attention that take as long as bringing the keys of one more group into place."""
+WINDOW_STEPS: Final = (128, 256, 512, 1024)
+"""Distances between the positions at which lines may begin. Canonical mode takes the shortest that
+holds, plain mode the first. onnxruntime's product (MLAS, sgemm.cpp) adds up 128 keys at a time for
+values of 128 numbers and more, and twice as many for values half as wide, up to 1,024."""
 _LONGEST_TRIED_LINE: Final = 16_384
 """Longer lines are not tried when the model is loaded: they take a second each."""
+_TRIED_WINDOW: Final = 2048
+"""Keys that a row sees when steps are tried: more than any block of a sum holds."""
 _TRIED_SLOTS: Final = 1024
 _TRIED_POSITION: Final = 70
 Array = np.ndarray[Any, Any]
@@ -85,6 +100,11 @@ class Counts:
     """Row counts of a run, ascending."""
     group_rows: tuple[int, ...]
     """Row counts of an attention group, ascending."""
+    least_line: int
+    """The least length of a line of keys."""
+    window_step: int
+    """In layers with a window, lines begin at multiples of this position; 0: always with the first
+    token."""
 
 
 @dataclass(slots=True)
@@ -113,6 +133,11 @@ class GraphModel:
     """The constants that the sessions read where they lie."""
     counts: Counts | None = None
     """The counts of canonical mode; None in plain mode."""
+
+    @property
+    def least_line(self) -> int:
+        """The least length of a line of keys."""
+        return LINE_KEYS if self.counts is None else self.counts.least_line
 
     def run_pass(self, rows: BatchRows) -> torch.Tensor:
         """Compute a pass whose blocks are reserved, and write its keys and values to the pool.
@@ -149,12 +174,12 @@ class GraphModel:
         tokens, positions = np.zeros((2, 1, padded), dtype=np.int64)
         tokens[0, :count] = rows.requests.tokens[start:stop]
         positions[0, :count] = rows.positions[start:stop]
-        line = self._lay_out(rows, start, stop)
+        groups = self._lay_out(rows, start, stop)
         wanted = len(sampled)
         if self.counts is not None and wanted:
             sampled = _filled_up(sampled, self.counts.rows)
         pool = rows.pool
-        given = line.inputs(self.shape, padded)
+        given = groups.inputs(self.shape, padded)
         given |= pool_inputs(self.shape, pool)
         given["rows"] = self.embed(torch.from_numpy(tokens)).numpy()
         given["positions"], given["sampled"] = positions, sampled
@@ -166,7 +191,7 @@ class GraphModel:
         out: Array = logits[0, :wanted]
         return out
 
-    def _lay_out(self, rows: BatchRows, start: int, stop: int) -> Lines:
+    def _lay_out(self, rows: BatchRows, start: int, stop: int) -> RunGroups:
         """Lay out the attention of the rows from ``start`` up to ``stop``."""
         sizes = GROUP_ROWS if self.counts is None else self.counts.group_rows
         if rows.single:
@@ -174,22 +199,29 @@ class GraphModel:
             picked = np.repeat(sessions[:, None], sizes[0], axis=1)
             positions = rows.positions[picked]
             last = positions[:, 0]
-            slots = _line_slots(rows, sessions, last)
+            slots = _line_slots(rows, sessions, last, self.least_line)
             order = np.arange(stop - start)
             real, fresh, goals = np.ones_like(order), order, np.stack([order, last], axis=1)
         else:
             groups, picked, real = _equal_groups(_groups_of(rows, start, stop), sizes)
             positions = rows.positions[picked]
             last = positions.max(axis=1)
-            slots = _line_slots(rows, np.array([group.session for group in groups]), last)
+            sessions = np.array([group.session for group in groups])
+            slots = _line_slots(rows, sessions, last, self.least_line)
             goals, fresh = _fresh_keys(rows, groups, last, (start, stop), slots)
         slots *= np.arange(slots.shape[1]) <= last[:, None]
-        return Lines(slots, picked - start, real, positions, fresh, goals)
+        whole = Lines(np.zeros_like(last), slots, fresh, goals)
+        step = WINDOW_STEPS[0] if self.counts is None else self.counts.window_step
+        lines = {
+            one: whole.windowed(one, step, positions, self.least_line) for one in self.shape.windows
+        }
+        return RunGroups(picked - start, real, positions, lines)
 
 
-def _line_slots(rows: BatchRows, sessions: Indices, last: Indices) -> Indices:
-    """Return int64 [groups, L]: the slots of the keys of each group's session in their order."""
-    length = line_length(int(last.max()) + 1)
+def _line_slots(rows: BatchRows, sessions: Indices, last: Indices, least: int) -> Indices:
+    """Return int64 [groups, L]: the slots of the keys of each group's session in their order. L is
+    at least ``least``."""
+    length = line_length(int(last.max()) + 1, least)
     slots = np.full((len(sessions), length), NULL_SLOT, dtype=np.int64)
     found = rows.key_slots(sessions, length)
     slots[:, : found.shape[1]] = found
@@ -198,30 +230,79 @@ def _line_slots(rows: BatchRows, sessions: Indices, last: Indices) -> Indices:
 
 @dataclass(slots=True)
 class Lines:
-    """The attention of a run: G groups of R rows, each with a line of L keys."""
+    """The keys to which the G groups of a run attend in layers with one window: lines of L keys."""
 
+    firsts: Indices
+    """[G]: the position of the first key on each line."""
     slots: Indices
     """[G, L]: where the keys of each line lie in the pool; ``NULL_SLOT`` behind the last."""
+    fresh: Indices
+    """[n]: rows of the run whose keys are on a line, so that they are not read from the pool."""
+    goals: Indices
+    """[n, 2]: the group of each fresh key, and its place on the group's line."""
+    window: int = 0
+    """How many keys a row sees, its own included; 0: all up to its own."""
+
+    def windowed(self, window: int, step: int, positions: Indices, least: int) -> Lines:
+        """Return lines for layers with ``window`` of these lines, which begin with the first token.
+
+        Left out are keys that no row of the group sees, up to the last multiple of ``step``
+        (0: none). ``positions`` are those of the rows of each group, [G, R]. Lines that have become
+        shorter have ``least`` keys or more."""
+        least_seen = np.maximum(positions.min(axis=1) - window + 1, 0)
+        firsts = least_seen // step * step if window and step else np.zeros_like(least_seen)
+        if not firsts.any():
+            return replace(self, window=window)
+        longest = int((positions.max(axis=1) - firsts).max()) + 1
+        keys = firsts[:, None] + np.arange(line_length(longest, least))
+        end = self.slots.shape[1]
+        slots = np.take_along_axis(self.slots, np.minimum(keys, end - 1), axis=1)
+        slots[keys >= end] = NULL_SLOT
+        places = self.goals[:, 1] - firsts[self.goals[:, 0]]
+        is_left = places >= 0
+        goals = np.stack([self.goals[is_left, 0], places[is_left]], axis=1)
+        return Lines(firsts, slots, self.fresh[is_left], goals, window)
+
+    def inputs(self, shape: GraphShape, positions: Indices) -> dict[str, Array]:
+        """Return what the graph reads of these lines. ``positions``: as in ``windowed``."""
+        length, kv_heads = self.slots.shape[1], shape.kv_heads
+        key_head = np.arange(kv_heads)
+        fresh_goals = np.empty((len(self.fresh), kv_heads, 3), dtype=np.int64)
+        fresh_goals[..., 0] = self.goals[:, :1]
+        fresh_goals[..., 1] = key_head
+        fresh_goals[..., 2] = self.goals[:, 1:]
+        keys = (self.firsts[:, None] + np.arange(length))[:, None]
+        own = positions[..., None]
+        is_seen = keys <= own
+        if self.window:
+            is_seen &= keys > own - self.window
+        seen = np.tile(is_seen.astype(np.float32)[:, None], (1, 1, shape.share, 1))
+        return {
+            "places": self.slots[:, None] * kv_heads + key_head[:, None],
+            "fresh_rows": (self.fresh[:, None] * kv_heads + key_head).reshape(-1),
+            "fresh_goals": fresh_goals.reshape(-1, 3),
+            "seen": seen,
+            "hidden": np.where(seen, np.float32(0), np.float32(-np.inf)),
+        }
+
+
+@dataclass(slots=True)
+class RunGroups:
+    """The attention of a run: G groups of R rows."""
+
     picked: Indices
     """[G, R]: the run's rows in each group; the last one fills a group up."""
     real: Indices
     """[G]: how many rows of each group do not fill it up."""
     positions: Indices
-    """[G, R]: the position of each row, which is the last key on the line that it sees."""
-    fresh: Indices
-    """[n]: rows of the run whose keys are on a line, so that they are not read from the pool."""
-    goals: Indices
-    """[n, 2]: the group of each fresh key, and its place on the group's line."""
+    """[G, R]: the position of each row, which is the last key that it sees."""
+    lines: dict[int, Lines]
+    """The groups' lines, by the window of the layers that read them."""
 
     def inputs(self, shape: GraphShape, padded: int) -> dict[str, Array]:
         """Return the inputs of the graph for a run of ``padded`` rows."""
-        groups, length = self.slots.shape
-        size, heads, kv_heads, share = (
-            self.picked.shape[1],
-            shape.heads,
-            shape.kv_heads,
-            shape.share,
-        )
+        groups, size = self.picked.shape
+        heads, kv_heads, share = shape.heads, shape.kv_heads, shape.share
         head = np.arange(heads).reshape(kv_heads, share, 1)
         by_head = (groups, kv_heads, share * size)
         queries = (self.picked[:, None, None] * heads + head).reshape(by_head)
@@ -230,26 +311,10 @@ class Lines:
         places = np.arange(queries.size).reshape(groups, heads, size).transpose(0, 2, 1)
         is_real = np.arange(size) < self.real[:, None]
         back[self.picked[is_real]] = places[is_real]
-        key_head = np.arange(kv_heads)
-        fresh_goals = np.empty((len(self.fresh), kv_heads, 3), dtype=np.int64)
-        fresh_goals[..., 0] = self.goals[:, :1]
-        fresh_goals[..., 1] = key_head
-        fresh_goals[..., 2] = self.goals[:, 1:]
-        found: dict[str, Array] = {
-            "queries": queries,
-            "back": back,
-            "places": self.slots[:, None] * kv_heads + key_head[:, None],
-            "fresh_rows": (self.fresh[:, None] * kv_heads + key_head).reshape(-1),
-            "fresh_goals": fresh_goals.reshape(-1, 3),
-        }
-        keys, own = np.arange(length), self.positions[..., None]
-        for window in shape.windows:
-            is_seen = keys <= own
-            if window:
-                is_seen &= keys > own - window
-            seen = np.tile(is_seen.astype(np.float32)[:, None], (1, 1, share, 1))
-            found[f"seen.{window}"] = seen
-            found[f"hidden.{window}"] = np.where(seen, np.float32(0), np.float32(-np.inf))
+        found: dict[str, Array] = {"queries": queries, "back": back}
+        for window, line in self.lines.items():
+            for name, given in line.inputs(shape, self.positions).items():
+                found[f"{name}.{window}"] = given
         return found
 
 
@@ -261,10 +326,10 @@ def pool_inputs(shape: GraphShape, pool: KvPool) -> dict[str, Array]:
 
 
 @lru_cache(maxsize=4096)
-def line_length(keys: int) -> int:
+def line_length(keys: int, least: int = LINE_KEYS) -> int:
     """Return how long a line for ``keys`` keys is: a power of two times ``LINE_KEYS``, or one and a
-    half of it, so that there are few lengths to try."""
-    length = LINE_KEYS
+    half of it, so that there are few lengths to try. It is at least ``least``, such a length."""
+    keys, length = max(keys, least), LINE_KEYS
     while length < keys:
         half = length + length // 2
         if half >= keys and half % LINE_KEYS == 0:
@@ -390,9 +455,11 @@ def find_counts(model: GraphModel) -> Counts | str:
     group_rows = _choose_widest(lambda base: agreeing_sizes(probe.group, probe.tokens, base, sizes))
     if not group_rows:
         return "attention gives equal rows different bits"
-    if why_not := probe.lines(group_rows):
-        return why_not
-    return Counts(rows, group_rows)
+    least = probe.least_line(group_rows)
+    if least > _MOST_LEAST_LINE:
+        return f"a line of {least} keys gives other bits than a shorter one"
+    step = probe.window_step(group_rows) if any(model.shape.windows) else 0
+    return Counts(rows, group_rows, least, step)
 
 
 def probe_logits(model: GraphModel) -> Array:
@@ -427,50 +494,98 @@ class _Probe:
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Compute each row in a group of its own."""
-        return self._run(tokens, 1, _TRIED_POSITION, 2 * LINE_KEYS)
+        return self._run(tokens, size=1, position=_TRIED_POSITION, length=2 * LINE_KEYS)
 
     def group(self, tokens: torch.Tensor) -> torch.Tensor:
         """Compute all rows as one group."""
-        return self._run(tokens, len(tokens), _TRIED_POSITION, 2 * LINE_KEYS)
+        size = len(tokens)
+        return self._run(tokens, size=size, position=_TRIED_POSITION, length=2 * LINE_KEYS)
 
-    def lines(self, group_rows: Sequence[int]) -> str:
-        """Return a description of where the length of a line changes the bits of a row that sees
-        less of it, which is empty if it changes none."""
+    def least_line(self, group_rows: Sequence[int]) -> int:
+        """Return the least length of a line from which on a longer one does not change the bits of
+        a row that sees less of it."""
         longest = line_length(min(self._model.context_length, _LONGEST_TRIED_LINE))
         lengths = sorted({line_length(keys) for keys in range(LINE_KEYS, longest + 1, LINE_KEYS)})
+        least = lengths[0]
         for size in {group_rows[0], group_rows[-1]}:
             tokens = self.tokens[:1].expand(size, -1)
             for length, longer in pairwise(lengths):
-                found = [self._run(tokens, size, length - 3, one) for one in (length, longer)]
+                found = [
+                    self._run(tokens, size=size, position=length - 3, length=one)
+                    for one in (length, longer)
+                ]
                 if not torch.equal(*found):
-                    return f"a line of {longer} keys gives other bits than one of {length}"
-        return ""
+                    least = max(least, longer)
+        return least
 
-    def _run(self, tokens: torch.Tensor, size: int, position: int, length: int) -> torch.Tensor:
-        """Compute all rows at one position, in groups of ``size`` rows.
+    def window_step(self, group_rows: Sequence[int]) -> int:
+        """Return the shortest of ``WINDOW_STEPS`` at whose multiples a line may begin without
+        changing the bits of a row that sees none of the keys before; 0 if there is none."""
+        for step in WINDOW_STEPS:
+            begins = [(size, first) for size in group_rows for first in (step, 3 * step)]
+            if all(self._is_same_from(first, size) for size, first in begins):
+                return step
+        return 0
+
+    def _is_same_from(self, first: int, size: int) -> bool:
+        """Return whether a line that begins at ``first`` gives a group of ``size`` rows the bits
+        that a line from the first token on gives them."""
+        tokens = self.tokens.repeat(-(-size // len(self.tokens)), 1)[:size]
+        position = first + _TRIED_WINDOW + 37
+        found = [
+            self._run(
+                tokens,
+                size=size,
+                position=position,
+                length=line_length(position + 1 - begin),
+                first=begin,
+                window=_TRIED_WINDOW,
+            )
+            for begin in (0, first)
+        ]
+        return torch.equal(*found)
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        *,
+        size: int,
+        position: int,
+        length: int,
+        first: int = 0,
+        window: int = 0,
+    ) -> torch.Tensor:
+        """Compute all rows at one position, in groups of ``size`` rows. Their lines have ``length``
+        keys from ``first`` on, and a row sees ``window`` of them (0: all up to its own).
 
         Returns [rows, any]: logits, keys and values."""
         count = len(tokens)
         groups = count // size
-        slots = np.arange(length) % (_TRIED_SLOTS - 1) + 1
+        slots = (first + np.arange(length)) % (_TRIED_SLOTS - 1) + 1
         line = Lines(
+            firsts=np.full(groups, first),
             slots=np.repeat(slots[None], groups, axis=0),
-            picked=np.arange(count).reshape(groups, size),
-            real=np.full(groups, size),
-            positions=np.full((groups, size), position),
             # A key that no row sees: what a group's rows have in common lies in the pool.
             fresh=np.zeros(groups, dtype=np.int64),
             goals=np.stack([np.arange(groups), np.full(groups, length - 1)], axis=1),
+            window=window,
         )
-        given = line.inputs(self._shape, count)
+        attention = RunGroups(
+            picked=np.arange(count).reshape(groups, size),
+            real=np.full(groups, size),
+            positions=np.full((groups, size), position),
+            lines=dict.fromkeys(self._shape.windows, line),
+        )
+        given = attention.inputs(self._shape, count)
         with torch.inference_mode():
             embedded = self._model.embed(tokens.reshape(1, -1).contiguous())
+        rotated = min(position, self._model.context_length - 1)
         out = self._model.probe.run(
             None,
             given
             | {
                 "rows": embedded.numpy(),
-                "positions": np.full((1, count), position),
+                "positions": np.full((1, count), rotated),
                 "sampled": np.arange(count),
                 "keys": self._keys,
                 "values": self._values,
