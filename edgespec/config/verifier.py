@@ -88,7 +88,8 @@ class LimitsSection:
     prefill_share: float = advanced_field(range_field(0.22, 0.01, 100.0))
     """Share by which prompts may make a pass longer while other sessions decode. With 0.25 the
     others' tokens come at most a quarter later. With more, long prompts are read sooner, and the
-    others' tokens come later. It has no effect on vLLM, which has its own scheduler."""
+    others' tokens come later. Prompts that came before all such sessions began get a fair part,
+    as long as one client alone is served."""
     lease_s: float = advanced_field(range_field(30.0, 0.0, 86_400.0))
     """Seconds that a disconnected session is kept, so that its device can resume it."""
     stall_s: float = advanced_field(range_field(20.0, 1.0, 3600.0))

@@ -172,8 +172,8 @@ ROW_S, PASS_S = 0.002, 0.020
 
 def run_passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
     """Return a scheduler after passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each
-    committing one token. ``prompts`` sessions with a long prompt run beside them; none of the first
-    eight has a guess beside other sessions."""
+    committing one token. ``prompts`` sessions with a long prompt come behind the first pass;
+    until a row beside them has its price, no pass has a guess."""
     now = 0.0
     sessions: dict[str, VerifySession] = {}
 
@@ -183,11 +183,11 @@ def run_passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         return run.request
 
     scheduler = PassScheduler(ee.EngineLimits(), CacheScheduler(None, sessions), ask)
-    for number in range(prompts):
-        long = replace(scenes.REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
-        sessions[long.session_id] = scenes.new_session(long)
-        scheduler.enqueue(long.session_id)
     for number in range(count):
+        for place in range(prompts if number == 1 else 0):
+            long = replace(scenes.REQUEST, session_id=f"long {place}", prompt=(1,) * 4_000)
+            sessions[long.session_id] = scenes.new_session(long)
+            scheduler.enqueue(long.session_id)
         sessions["s"] = session = scenes.new_session()
         scenes.run_pass(session)
         nodes = number % 3
@@ -195,7 +195,7 @@ def run_passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
             session.handle(make_guesses(session, nodes), now)
         scheduler.enqueue("s")
         (request, *others), _ = scheduler.form_pass(sessions, now)
-        assert len(request.tokens) == (0 if prompts and number < 8 else nodes)
+        assert len(request.tokens) == (0 if prompts and 3 <= number < 8 else nodes)
         now += PASS_S + row_s * sum(one.row_count for one in (request, *others))
         scheduler.finish_pass(now)
         session.handle(se.PassDone((scenes.TEXT[3], *(0 for _ in request.tokens))), now)
@@ -291,6 +291,42 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
     # passes, in turn).
     for place, at_s in enumerate(fed_at_s, 1):
         assert at_s - 50 * scenes.DECODE_S <= 7.5 * alone_s * place + 0.3
+
+
+def open_burst(world: scenes.PacedEngine, length: int) -> list[float]:
+    """Open eight sessions at once; return the seconds until the first token of each."""
+    began_at, names = world.now, [f"of a burst {number}" for number in range(8)]
+    for name in names:
+        world.open(name, length)
+    first_s: dict[str, float] = {}
+    while len(first_s) < len(names):
+        world.run_pass()
+        for name in names:
+            if world.engine.sessions[name].prefix.length > length:
+                first_s.setdefault(name, world.now - began_at)
+    for name in names:
+        world.close(name)
+    return [*first_s.values()]
+
+
+@pytest.mark.parametrize("is_established", [False, True])
+def test_prompts_of_one_burst_do_not_wait_for_its_first_session(is_established: bool) -> None:
+    """A row takes a twentieth of a pass, as on a CPU. Oracle: the prompts alone, one behind
+    another, take 8 x 60 rows. Beside sessions that decode before the burst they have a share of
+    0.22."""
+    row_s = scenes.DECODE_S / 20
+    world = scenes.PacedEngine(row_s)
+    open_decoders(world)
+    for _ in range(3):  # so that rows are timed
+        open_burst(world, 60)
+    if not is_established:
+        for number in range(7):
+            world.close(f"decoder {number}")
+    last_s, alone_s = open_burst(world, 60)[-1], 8 * 60 * row_s
+    if is_established:
+        assert last_s > 3 * alone_s  # 8 rows, the least chunk, in each pass
+    else:
+        assert last_s < 1.6 * alone_s
 
 
 def feed_long_prompt(

@@ -9,15 +9,16 @@ room keeps its place. After a failed pass, its sessions are tried one at a time.
 Decode first: sessions that decode come before sessions that feed a prompt, and a row is kept for
 each of them before any session's drafts get it. Prompts follow in the order of ``PromptQueue``.
 While sessions decode, prompts share the rows that ``PrefillBudget`` allows, and an eighth of the
-pass is kept for them however many sessions decode. While none decodes, prompts have the whole pass,
-but a short one if several credentials are active. ``fairness.py`` decides which sessions must wait
-for the sake of others.
+pass is kept for them however many sessions decode. Prompts that came in one burst with all these
+sessions get a fair part. While none decodes, prompts have the whole pass, but a short one if
+several credentials are active. ``fairness.py`` decides which sessions must wait for the sake of
+others.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -110,6 +111,13 @@ def is_decoding(session: VerifySession) -> bool:
 # ``PromptLoad`` measures if that is more, up to three fifths of the verifier's time. There,
 # ``tokens_per_pass`` counts, the mean number of tokens that a session commits per pass: where
 # drafts raise it, fewer passes are made, and each has to feed more.
+#
+# The share protects sessions that were there first. Prompts that came no later than every session
+# that decodes began are the rest of one burst: eight requests at once are one prompt that is fed
+# and seven that wait for it. They get a fair part, one share of the time for each of the seven and
+# one for each session that decodes. With the usual share the first session would decode alone for
+# tens of passes, which would cost all eight a third more of the processor's time. While several
+# credentials are active there is only the usual share, so that no client's burst delays another's.
 #
 # One pass in four carries an eighth less, so that the slope can be measured, and one in
 # ``BASE_EVERY`` carries no prompt row, so that ``base_s`` is measured while prompts wait.
@@ -209,6 +217,20 @@ class PrefillBudget:
         prompts; if no session decodes in that pass, ``usual_rows`` are meant."""
         return 0 if self._passes % BASE_EVERY == BASE_EVERY - 1 else self.usual_rows
 
+    def rows_within(self, share: float) -> int:
+        """Return ``rows`` for a pass that may become longer by ``share`` if that is more than the
+        usual share."""
+        rows = self.rows
+        if not rows or share <= self._share:
+            return rows
+        base_s, row_s = self._usual_s, self._took_s.get()
+        if base_s is None or row_s is None:
+            return max(rows, min(INITIAL_PROMPT_ROWS, int(rows * share / self._share)))
+        row_s = max(row_s, self._near_s.get() or 0.0)
+        if row_s <= 0.0:
+            return MAX_PREFILL_ROWS
+        return min(MAX_PREFILL_ROWS, rows + int(base_s * (share - self._share) / row_s))
+
     @property
     def usual_rows(self) -> int:
         less = 0 if self._passes % 4 else self._budget // 8
@@ -226,6 +248,11 @@ class PrefillBudget:
         rows = (max(PROMPT_PASS_S, PROMPT_PASS_FACTOR * base_s) - base_s) / row_s
         return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(rows)))
 
+    @property
+    def _usual_s(self) -> float | None:
+        """Duration of a pass without prompts, in seconds; None if it is not known."""
+        return self._base_s.get(0.0) if self._base_s.count else self._took_s.value(0.0)
+
     def _affordable_rows(self, arriving: float, tokens_per_pass: float) -> int:
         """Return how many prompt rows a pass may carry in the long run. The arguments are those of
         ``note_pass``.
@@ -233,7 +260,7 @@ class PrefillBudget:
         Two limits are computed, and the larger one counts: what a burst of prompts may add to a
         pass, and what must be fed to keep up with the prompts that arrive. The budget stays as it
         is until enough passes were timed."""
-        base_s = self._base_s.get(0.0) if self._base_s.count else self._took_s.value(0.0)
+        base_s = self._usual_s
         if base_s is None or self._near_s.count < NEAR_SAMPLES:
             return self._budget
         longest = tokens_per_pass * max(self._share, MAX_PREFILL_SHARE)
@@ -311,12 +338,19 @@ class PromptQueue:
         self._load = PromptLoad()
 
     @property
+    def usual_rows(self) -> int:
+        return self._budget.usual_rows
+
+    @property
     def rows(self) -> int:
         return self._budget.rows
 
-    @property
-    def usual_rows(self) -> int:
-        return self._budget.usual_rows
+    def rows_in_burst(self, decoding: Mapping[str, float], keys: Iterable[str]) -> int:
+        """Return ``rows`` where no session of another client waits; ``decoding`` states since when
+        each session decodes, ``keys`` are the prompts."""
+        first = min(decoding.values())
+        same_burst = sum(self._since[key] <= first for key in keys)
+        return self._budget.rows_within(same_burst / len(decoding))
 
     @property
     def rows_without_decoding(self) -> int:
@@ -383,6 +417,8 @@ class PassScheduler:
         self.fairness = Fairness({} if credential_of is None else credential_of)
         self._waiting: dict[str, int] = {}
         """The queue: the number of the pass at which each session joined it, by session id."""
+        self._decoding_since: dict[str, float] = {}
+        """When each session was first offered a row to decode, by session id."""
         self.isolated_keys: set[str] = set()
         """Sessions whose last pass failed together with others. Each gets its next pass alone, so
         that a failure can be attributed to it."""
@@ -409,6 +445,7 @@ class PassScheduler:
     def forget(self, key: str) -> None:
         self._waiting.pop(key, None)
         self._awaiting_draft.pop(key, None)
+        self._decoding_since.pop(key, None)
         self.isolated_keys.discard(key)
         self._prompts.forget(key)
 
@@ -657,6 +694,8 @@ class PassScheduler:
         most = self._limits.max_rows_per_pass
         prompts = {key: rows for key, rows in missing.items() if rows > 1}
         decoding = [key for key, rows in missing.items() if rows == 1]
+        for key in decoding:
+            self._decoding_since.setdefault(key, now)
         self.fairness.plan_pass([*decoding, *self._awaiting_draft], prompts, now)
         if decoding:
             self.price.note_queue(len(decoding) + len(self._awaiting_draft), len(prompts))
@@ -667,9 +706,17 @@ class PassScheduler:
         if prompts:
             in_order = self._prompts.order(prompts, now)
             line = line + self.fairness.sort_prompts(in_order, left_out)
-            if any(map(is_decoding, sessions.values())):
+            began_at = {
+                key: at
+                for key, at in self._decoding_since.items()
+                if key in sessions and is_decoding(sessions[key])
+            }
+            is_contended = self.fairness.is_contended(now)
+            if began_at and is_contended:
                 most = self._prompts.rows
-            elif self.fairness.is_contended(now):
+            elif began_at:
+                most = self._prompts.rows_in_burst(began_at, prompts)
+            elif is_contended:
                 most = min(most, self._prompts.rows_without_decoding)
         return line, len(decoding), most
 

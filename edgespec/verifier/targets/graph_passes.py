@@ -244,10 +244,10 @@ class Lines:
     """How many keys a row sees, its own included; 0: all up to its own."""
 
     def windowed(self, window: int, step: int, positions: Indices, least: int) -> Lines:
-        """Return lines for layers with ``window`` of these lines, which begin with the first token.
+        """Return the lines for layers with ``window``; these ones begin with the first token.
 
         Left out are keys that no row of the group sees, up to the last multiple of ``step``
-        (0: none). ``positions`` are those of the rows of each group, [G, R]. Lines that have become
+        (0: none). ``positions`` [G, R] are the positions of each group's rows. Lines that have become
         shorter have ``least`` keys or more."""
         least_seen = np.maximum(positions.min(axis=1) - window + 1, 0)
         firsts = least_seen // step * step if window and step else np.zeros_like(least_seen)
@@ -264,7 +264,7 @@ class Lines:
         return Lines(firsts, slots, self.fresh[is_left], goals, window)
 
     def inputs(self, shape: GraphShape, positions: Indices) -> dict[str, Array]:
-        """Return what the graph reads of these lines. ``positions``: as in ``windowed``."""
+        """Return the inputs of the graph for the lines. ``positions``: as in ``windowed``."""
         length, kv_heads = self.slots.shape[1], shape.kv_heads
         key_head = np.arange(kv_heads)
         fresh_goals = np.empty((len(self.fresh), kv_heads, 3), dtype=np.int64)
