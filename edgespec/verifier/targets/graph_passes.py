@@ -247,8 +247,8 @@ class Lines:
         """Return the lines for layers with ``window``; these ones begin with the first token.
 
         Left out are keys that no row of the group sees, up to the last multiple of ``step``
-        (0: none). ``positions`` [G, R] are the positions of each group's rows. Lines that have become
-        shorter have ``least`` keys or more."""
+        (0: none). ``positions`` [G, R] are the positions of each group's rows. Lines that have
+        become shorter have ``least`` keys or more."""
         least_seen = np.maximum(positions.min(axis=1) - window + 1, 0)
         firsts = least_seen // step * step if window and step else np.zeros_like(least_seen)
         if not firsts.any():
