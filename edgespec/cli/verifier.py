@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -378,7 +377,12 @@ class MetricsServer:
         if self._metrics is None or (watch := self.watch) is None:
             return
         watch.lag.start(asyncio.get_running_loop())
-        sample = partial(verifier_counts.EngineSample, watch, verifier.engine, __version__)
+
+        def sample() -> verifier_counts.EngineSample:
+            return verifier_counts.EngineSample(
+                watch, verifier.engine, __version__, verifier.cache_share
+            )
+
         table = Table(
             verifier_counts.PREFIX,
             verifier_counts.METRICS,

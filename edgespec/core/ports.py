@@ -207,6 +207,11 @@ class TargetModel(Protocol):
         """Models that the target serves beside its own: each is that model with a LoRA adapter,
         under a name and with a fingerprint of its own."""
 
+    @property
+    def cache_share(self) -> float:
+        """Share of the KV cache in use, 0 to 1, of a target that assigns its blocks itself; 0 for
+        any other. It may be read in another thread, during a pass."""
+
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
@@ -271,10 +276,12 @@ class TextTarget:
 
 class SimpleTarget(TextTarget):
     """Base class of a target that has no adapters, no speculator and no bounds on a pass, and reads
-    text only. It implements these members of ``TargetModel``."""
+    text only, and whose blocks the engine assigns. It implements these members of
+    ``TargetModel``."""
 
     pass_shape = PassShape()
     adapters: tuple[ModelInfo, ...] = ()
+    cache_share = 0.0
 
     def use_adapter(self, key: str, name: str) -> None:
         raise ValueError(f"the target has no adapter {name!r}")

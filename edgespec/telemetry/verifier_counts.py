@@ -362,8 +362,12 @@ class EngineSample:
     It is read in another thread than the engine's, without a lock. Tables are copied in one step
     and numbers are read one by one, so two numbers may be one event apart."""
 
-    def __init__(self, watch: VerifierTelemetry, engine: VerifyEngine, version: str) -> None:
+    def __init__(
+        self, watch: VerifierTelemetry, engine: VerifyEngine, version: str, target_share: float
+    ) -> None:
+        """``target_share`` is ``TargetModel.cache_share``."""
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
+        self._target_share = target_share
         self.cache, self.waits, self.lag = engine.cache_scheduler, watch.waits, watch.lag.lag_s
         self.prefixes, self.pictures = engine.prefixes, engine.pictures
         self.drafts = drafts = engine.draft_counts
@@ -385,9 +389,12 @@ class EngineSample:
 
     @property
     def cache_share(self) -> float:
-        """Share of the key-value blocks that is in use; 0 for a target without a ledger."""
+        """Share of the key-value blocks that is in use, of the engine's ledger or of the target's
+        own cache."""
         ledger = self.cache.ledger
-        return 0.0 if ledger is None else 1.0 - ledger.free_count / ledger.block_count
+        if ledger is None:
+            return self._target_share
+        return 1.0 - ledger.free_count / ledger.block_count
 
 
 PREFIX: Final = "edgespec_"

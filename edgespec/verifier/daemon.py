@@ -331,6 +331,11 @@ class Verifier:
         self._stopping = False
 
     @property
+    def cache_share(self) -> float:
+        """Share of the KV cache in use, if the target assigns its blocks itself, else 0."""
+        return self._target.cache_share
+
+    @property
     def info(self) -> m.VerifierInfo:
         engine = self.engine
         bound = engine.engine_limits.max_sessions

@@ -53,6 +53,7 @@ from tests.endpoint.live_endpoint import ask, over_toy
 from tests.kit.live_verifier import start, start_daemon, wait_until
 from tests.present import require
 from tests.sources import ROOT
+from tests.verifier.fake_vllm import CACHE_ROWS, fake_target
 
 QUIET = VerifierConfig(model="toy", server_drafts=False)
 
@@ -128,6 +129,21 @@ PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 async def generate(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:
     count = len(tokens_of(await collect(agent, params)))
     return count, require(agent.stats).counters
+
+
+async def test_the_cache_of_a_target_that_assigns_its_own_blocks_is_shown() -> None:
+    """Oracle: the rows of the stand-in for vLLM."""
+    target = fake_target()
+    async with start_watched(target=target) as found:
+        for share, text in ((3, (1, 2, 3)), (8, (1, 2, 3, 4, 5))):
+            key = f"session {share}"
+            target.open(key, len(text), GREEDY, text)
+            target.forward([PassRequest(key, 0, text)])
+            used = (await found.scrape()).value("kv_cache_usage_perc")
+            assert used == share / CACHE_ROWS
+        for key in ("session 3", "session 8"):
+            target.close(key)
+        assert (await found.scrape()).value("kv_cache_usage_perc") == 0.0
 
 
 async def test_the_counts_are_those_of_the_devices() -> None:

@@ -19,6 +19,8 @@ from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.vllm.target import ExpandedPrompt, StepRequest, StepResult, VllmTarget
 
 CONTEXT_LENGTH = 4096
+CACHE_ROWS = 1024
+"""Rows that count as a full cache; the stand-in does not enforce it."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,10 @@ class FakeVllm:
         self.failing: set[str] = set()
         """Sessions whose logits are not numbers."""
         self._whims, self._random = whims, random.Random(seed)
+
+    @property
+    def cache_share(self) -> float:
+        return sum(text.computed for text in self.texts.values()) / CACHE_ROWS
 
     def add(
         self,

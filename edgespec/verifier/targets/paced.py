@@ -80,6 +80,10 @@ class PacedTarget:
     def adapters(self) -> tuple[ModelInfo, ...]:
         return self.inner.adapters
 
+    @property
+    def cache_share(self) -> float:
+        return self.inner.cache_share
+
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:

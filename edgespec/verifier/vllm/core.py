@@ -95,6 +95,10 @@ class VllmCore:
                 raise SetupError(f"vLLM cannot load the adapter {one.folder}: {error}") from error
         return requests
 
+    @property
+    def cache_share(self) -> float:
+        return float(self._scheduler.kv_cache_manager.usage)
+
     def add(
         self,
         key: str,

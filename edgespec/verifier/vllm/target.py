@@ -86,6 +86,10 @@ class Adapter:
 class StepEngine(Protocol):
     """The calls that ``VllmTarget`` makes of vLLM, or of a fake in tests; one call at a time."""
 
+    @property
+    def cache_share(self) -> float:
+        """Share of the KV blocks that texts hold, 0 to 1. It may be read in another thread."""
+
     def add(
         self,
         key: str,
@@ -298,6 +302,10 @@ class VllmTarget:
         self.steps = self.proposed = self._draft_steps = 0
         self._engine, self.info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
+
+    @property
+    def cache_share(self) -> float:
+        return self._engine.cache_share
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
