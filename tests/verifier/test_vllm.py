@@ -68,7 +68,7 @@ from edgespec.verifier.vllm.worker import (
 from edgespec.wire.codec import ProtocolViolation, decode_info, encode_info
 from edgespec.wire.pb import speculation_pb2 as pb
 from tests.api.test_end_to_end import collect, make_config, tokens_of
-from tests.kit.live_verifier import serve_toy, toy_text
+from tests.kit.live_verifier import run_command, serve_toy, toy_text
 from tests.verifier.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
 
 ROOT = Path(__file__).parents[2]
@@ -745,6 +745,35 @@ def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     found["vllm"] = "0.1.0"
     with pytest.raises(SetupError, match=r"vllm 0\.1\.0 is installed, but the engine is known"):
         check_install()
+
+
+@pytest.mark.parametrize(
+    ("installed", "why"),
+    [
+        pytest.param(
+            {}, "error: --engine vllm needs vLLM 0.32.0 or 0.33.0, which is not", id="none"
+        ),
+        pytest.param(
+            {"vllm": "0.34.0"},
+            "error: vllm 0.34.0 is installed, but the engine is known to work with 0.32.0 and"
+            " 0.33.0 alone: pip install 'edgespec[vllm]'",
+            id="too new",
+        ),
+    ],
+)
+def test_a_version_that_is_not_known_is_an_error_before_anything_is_served(
+    installed: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(versions, "version", version)
+    found = run_command("verifier", "--engine", "vllm", "--model", "bundled", "--port", "0")
+    assert found.exit_code == 1
+    assert why in " ".join(found.stderr.split())
+    assert "ready on" not in found.stdout
 
 
 def test_the_extra_installs_a_version_that_is_known_to_work() -> None:

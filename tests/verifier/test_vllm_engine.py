@@ -189,9 +189,12 @@ def test_what_vllm_cannot_do_is_an_error_with_the_reason(flags: tuple[str, ...],
     assert why in said
 
 
-async def test_a_verifier_whose_vllm_has_a_draft_model(address: str) -> None:
+async def test_a_verifier_whose_vllm_has_a_draft_model(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's worker is a process of its own; the generations equal those without the draft
     model."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     draft = {"method": "draft_model", "model": str(resolve_source("bundled", Purpose.DRAFT).folder)}
     settings = json.dumps(draft | {"num_speculative_tokens": 3})
     options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")

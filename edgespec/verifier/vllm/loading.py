@@ -341,9 +341,11 @@ def _set_vllm_environment(log_level: str) -> None:
 
     Standard output is reserved for the ready line, and vLLM's usage statistics are off. The first
     of vLLM's two model runners is selected: its drafts are lists in this process, and its choice of
-    tokens can be replaced.
+    tokens can be replaced. A single worker runs in this process. On GPUs that is vLLM's own choice;
+    on CPUs it would start a process for it, and the two would wait for each other by a busy loop.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level.upper())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
