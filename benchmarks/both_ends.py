@@ -1,16 +1,16 @@
 """Check that a text is the target's own whatever both ends draft.
 
     PYTHONPATH=. python benchmarks/both_ends.py [--texts 1000]
-    PYTHONPATH=. vllm-env/bin/python benchmarks/both_ends.py --vllm draft_model [--texts 200]
+    PYTHONPATH=. vllm-env/bin/python benchmarks/both_ends.py --vllm draft_model pard [--texts 200]
 
 The models are the bundled pair, behind the real daemon. Oracle: the target by itself, one token per
 pass, without engine, daemon and drafts. Each *world* is a verifier with a draft model, small caches
 and many sessions at once; devices and draft model are right, wrong, late, failing or all of it by
 turns. ``--texts`` is the number of texts for each of the ten rows (five kinds of drafters, greedy
 and sampled). A text that differs, and a row in which one end drafts nothing, are findings: the exit
-status is 1. With ``--vllm NAME`` the target is vLLM with a speculator of its own
-(``tests/verifier/speculators.py``), whose proposals get lost where a draft model would fail; the
-oracle is the native target, and texts have no grammars.
+status is 1. With ``--vllm NAME ...`` the target is vLLM with a speculator of its own, one after the
+other (``tests/verifier/speculators.py``). Its proposals get lost where a draft model would fail,
+texts have no grammars, and the oracle is the native target.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
@@ -63,13 +66,15 @@ from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.packed_drafter import DraftModel, PackedDrafter
+from edgespec.verifier.vllm.core import VllmCore
+from edgespec.verifier.vllm.target import VllmTarget
 from tests.adversarial import WrappedDrafter
 from tests.api.test_end_to_end import PROMPTS
 from tests.kit.live_verifier import wait_until
 from tests.present import require
 from tests.verifier.speculators import SPECULATORS, write_speculator
 
-AT_ONCE = 40
+AT_ONCE = 50
 SERVED = VerifierConfig(
     draft="bundled", device="cpu", limits=LimitsSection(max_cached_tokens=2048, max_sessions=64)
 )
@@ -283,12 +288,17 @@ async def play(
     return texts, verifier.engine
 
 
+@cache
+def load_bundled() -> Drafter:
+    """Return the bundled draft, of which each device gets a twin."""
+    return require(load_drafter(AgentConfig(draft=DraftSection("bundled", threads=1))))
+
+
 def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agent:
     """Make a device's agent; without a ``kind`` it only streams."""
     drafter = None
     if kind:
-        inner = require(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
-        drafter = MoodyDrafter(inner, Mood(kind, dice))
+        drafter = MoodyDrafter(make_twin(load_bundled()), Mood(kind, dice))
     name = dice.choice((PolicyName.FIXED, PolicyName.WINDOWED))
     options = AgentOptions(
         policy=make_policy(name, 3) if name is PolicyName.FIXED else make_policy(name, width=2),
@@ -317,13 +327,26 @@ def cases_of(greedy: bool, texts: int) -> Iterator[list[Case]]:
         ]
 
 
-async def findings(models: Models, greedy: bool, texts: int) -> list[str]:
-    dice, counts, found = random.Random(7), dict[str, Counter[str]](), list[str]()
-    for cases in cases_of(greedy, texts):
+def cases_with_texts(
+    models: Models, greedy: bool, texts: int, known: dict[bool, list[list[list[int]]]]
+) -> Iterator[tuple[list[Case], list[list[int]]]]:
+    """Yield the cases of each world with the oracle's texts, which are kept in ``known``."""
+    worlds = known.setdefault(greedy, [])
+    for number, cases in enumerate(cases_of(greedy, texts)):
         if models.draft is None:
             cases = [(prompt, replace(params, constraint=None)) for prompt, params in cases]
-        half = AT_ONCE // 2
-        expected = alone(models.oracle, cases[:half]) + alone(models.oracle, cases[half:])
+        if number == len(worlds):
+            half = AT_ONCE // 2
+            found = alone(models.oracle, cases[:half]) + alone(models.oracle, cases[half:])
+            worlds.append(found)
+        yield cases, worlds[number]
+
+
+async def findings(
+    models: Models, greedy: bool, texts: int, known: dict[bool, list[list[list[int]]]]
+) -> list[str]:
+    dice, counts, found = random.Random(7), dict[str, Counter[str]](), list[str]()
+    for cases, expected in cases_with_texts(models, greedy, texts, known):
         for kind in KINDS:
             said, engine = await play(models, kind, dice, cases)
             for mine, theirs, case in zip(said, expected, cases, strict=True):
@@ -342,24 +365,39 @@ async def findings(models: Models, greedy: bool, texts: int) -> list[str]:
     return found
 
 
+def start_models(target: TargetModel, speculators: Sequence[str]) -> Iterator[tuple[str, Models]]:
+    """Yield the models of each campaign, with its name."""
+    if not speculators:
+        drafter = load_server_drafter(SERVED, target)
+        assert isinstance(drafter, PackedDrafter)
+        yield "bundled draft", Models(target, target, drafter._model)
+    for name in speculators:
+        with TemporaryDirectory() as folder:
+            served = load_target(serve_on_vllm(name, Path(folder)))
+            assert isinstance(served, VllmTarget)
+            core = served._engine
+            assert isinstance(core, VllmCore)
+            yield name, Models(target, served, None)
+            core.shut_down()
+
+
 def main() -> int:
     """Run all rows. Steps and rows are made to seem cheap, so that everything is drafted on any
     machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=1000, help="of each row")
     parser.add_argument(
-        "--vllm", choices=SPECULATORS, help="the target is vLLM with this speculator"
+        "--vllm",
+        nargs="+",
+        choices=SPECULATORS,
+        default=[],
+        help="the target is vLLM with these speculators; ngram has to be the last",
     )
     args = parser.parse_args()
-    target = load_target(SERVED)
-    if args.vllm:
-        with TemporaryDirectory() as folder:
-            models = Models(target, load_target(serve_on_vllm(args.vllm, Path(folder))), None)
-    else:
-        drafter = load_server_drafter(SERVED, target)
-        assert isinstance(drafter, PackedDrafter)
-        models = Models(target, target, drafter._model)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    target, known = load_target(SERVED), dict[bool, list[list[list[int]]]]()
     cheap = RoundTimes(1.0, 0.05, 0.0, 0.0, 512)
+    total = 0
     with (
         mock.patch.object(DraftTimes, "round_times", return_value=cheap),
         mock.patch.object(RowPriceEstimator, "bare_pass_s", 1.0),
@@ -367,13 +405,18 @@ def main() -> int:
         mock.patch.object(RowPriceEstimator, "least_chance", 0.02),
         mock.patch.object(RowPriceEstimator, "least_lookup_chance", 0.02),
     ):
-        found = [
-            line
-            for greedy in (True, False)
-            for line in asyncio.run(findings(models, greedy, args.texts))
-        ]
-    print(f"{len(found)} findings" if found else f"{10 * args.texts} texts, none differs")
-    return 1 if found else 0
+        for name, models in start_models(target, args.vllm):
+            began_s = time.process_time()
+            found = [
+                line
+                for greedy in (True, False)
+                for line in asyncio.run(findings(models, greedy, args.texts, known))
+            ]
+            total += len(found)
+            result = f"{len(found)} findings" if found else f"{10 * args.texts} texts, none differs"
+            used_s = time.process_time() - began_s
+            print(f"{name}: {result}, {used_s:.0f} s of processor time", flush=True)
+    return 1 if total else 0
 
 
 if __name__ == "__main__":
