@@ -100,8 +100,8 @@ _SERVER_DRAFT = _option(
 _PROMPTS = _option(
     _TEXT,
     "Built-in texts to continue, of about 30 tokens (short) or 400 to 500 (long), requests of a"
-    " user (chat, code, maths; with --chat), or a file of your own",
-    metavar="short|long|chat|code|maths|FILE.jsonl",
+    " user (chat, code, maths; with --chat), or a file of your own, of JSON Lines (FILE.jsonl)",
+    metavar="NAME|FILE",
 )
 _LIMIT = _option(_TEXT, "Number of prompts to use, from the first", default=DEFAULTS.prompt_limit)
 _CHAT = _option(_TEXT, "Wrap each prompt in the model's chat template", "--chat")

@@ -308,7 +308,7 @@ class Conversation:
             case "/reset":
                 self._switch_to(Record(self.info.name))
                 return "this is a new conversation"
-        lines = [f"  {name + ' ' + more:16}  {about}" for name, (more, about) in COMMANDS.items()]
+        lines = [f"  {name + ' ' + more:17}  {about}" for name, (more, about) in COMMANDS.items()]
         return "\n".join(lines) + _KEYS
 
     def _switch_to(self, record: Record) -> None:
@@ -379,7 +379,7 @@ class Conversation:
                 tokens = self.tokenizer.encode(text, add_special_tokens=False)
                 check_prediction_length(len(tokens))
             except UnicodeDecodeError as error:
-                raise ConversationError(f"{path}: no prediction: is no UTF-8 text") from error
+                raise ConversationError(f"{path}: no prediction: is not UTF-8 text") from error
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else None
                 raise ConversationError(f"{path}: no prediction: {why or error}") from error

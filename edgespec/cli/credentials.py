@@ -22,7 +22,9 @@ File = Annotated[
     Path,
     typer.Option("--file", "-f", metavar="FILE", help="File of API keys, for `verifier --keys`"),
 ]
-Name = Annotated[str, typer.Argument(help="Name of the key's owner, which logs and metrics show")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the key's owner, which logs and metrics show")
+]
 _LIMITS = typer.Option(
     "--set",
     metavar="LIMIT=VALUE",
@@ -114,12 +116,17 @@ Folder = Annotated[
     typer.Option("--dir", "-d", metavar="FOLDER", help="Folder of the CA and the certificates"),
 ]
 Hosts = Annotated[
-    list[str], typer.Argument(help="Host names and addresses by which devices reach the verifier")
+    list[str],
+    typer.Argument(
+        metavar="NAME", help="Host names and addresses by which devices reach the verifier"
+    ),
 ]
 Out = Annotated[
     str, typer.Option("--out", metavar="NAME", help="Name of the two files, NAME.pem and NAME.key")
 ]
-Device = Annotated[str, typer.Argument(help="Name of the device, or of a group of devices")]
+Device = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the device, or of a group of devices")
+]
 
 certs = typer.Typer(
     help="Make a CA, and certificates for verifiers and devices."

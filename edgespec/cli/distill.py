@@ -105,8 +105,9 @@ _HEAT = _text(
 )
 _LENGTH = _text("Longest text in tokens, of which the prompt is half")
 _LOSS = _how(
-    "Loss that training minimises; docs/papers.md compares them",
-    metavar="|".join(loss.value for loss in LossName),
+    f"Loss that training minimises: {', '.join(loss.value for loss in LossName)};"
+    " docs/papers.md compares them",
+    metavar="NAME",
 )
 _MINUTES = _how(
     "Time limit of the whole command: loading, writing texts, training and judging"

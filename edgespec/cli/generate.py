@@ -148,7 +148,7 @@ def _read_file(option: str, path: Path, most: int) -> str:
     try:
         return read_text(path, most)
     except UnicodeDecodeError as error:
-        why = f"is not UTF-8: {error}"
+        why = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
     except OSError as error:
         why = error.strerror or str(error)
     except ValueError as error:

@@ -154,6 +154,12 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
             self.commands = names
             return None
 
+        def get_params(self, ctx: Any) -> list[Any]:
+            params = super().get_params(ctx)
+            for one in params:
+                _hide_python_type(one)
+            return params
+
     return typer.Typer(
         name=name,
         cls=Commands,
@@ -219,6 +225,15 @@ def _add_metavars(command: Any) -> None:
                 mark.metavar = _METAVARS.get(kinds[0])
 
 
+def _hide_python_type(parameter: Any) -> None:
+    """Let the help of an argument, or of a flag without a metavar, not show the name of a Python
+    type, which typer 0.29 prints."""
+    if parameter.param_type_name == "argument":
+        parameter.display_type_rich = lambda ctx: None
+    elif parameter.metavar is None and parameter.is_flag:
+        parameter.metavar = ""
+
+
 def _complete_help(command: Any) -> None:
     """Join the lines of each paragraph of a command's help, so that the terminal's width decides
     where they break, but begin each example on a line of its own. Add the exit codes at the end."""
@@ -227,6 +242,8 @@ def _complete_help(command: Any) -> None:
         typer.Context(command, help_option_names=["-h", "--help"])
     )
     help_option.metavar = ""
+    for parameter in command.params:
+        _hide_python_type(parameter)
     if command.help:
         command.help = re.sub(r"(?<!\n)\n(?!\n|\[dim\])", " ", command.help)
     for below in getattr(command, "commands", {}).values():

@@ -30,7 +30,7 @@ from edgespec.cli.device import (
     with_bundled_sampling,
 )
 from edgespec.cli.doctor import Check, State
-from edgespec.cli.main import app
+from edgespec.cli.main import COMMANDS, app
 from edgespec.cli.options import documented_keys
 from edgespec.cli.verifier import next_command
 from edgespec.config import AgentConfig, VerifierConfig, load_config
@@ -232,6 +232,14 @@ def test_help_shows_advanced_and_emulation_apart() -> None:
         assert re.findall(r"─ (\w+) ─", above)[-1] == title
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS, "plan memory", "certs server", "keys add"])
+def test_help_names_no_type_of_python(command: str) -> None:
+    """A metavar is a word such as N or FILE."""
+    result = run_command(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert not re.search(r"<(bool|str|int|float|list\[\w+\])>", result.stdout)
+
+
 def test_a_policy_for_comparison_says_so() -> None:
     text = documented_keys(AgentConfig)["policy.name"].text
     assert "exist for comparison only: windowed" in text
@@ -277,7 +285,7 @@ def test_chat_expects_a_file_for_one_reply(address: str, tmp_path: Path) -> None
     found = f"the next reply is expected to be like {path} ({len(first)} characters)"
     assert [line.removeprefix("> ") for line in shown] == [none, found, found, none, none]
     assert f"error: {tmp_path / 'gone'}: no prediction: No such file" in result.stderr
-    assert f"error: {binary}: no prediction: is no UTF-8 text" in result.stderr
+    assert f"error: {binary}: no prediction: is not UTF-8 text" in result.stderr
 
 
 @pytest.mark.parametrize(

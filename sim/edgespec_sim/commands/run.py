@@ -37,7 +37,10 @@ from edgespec_sim.world.run import check
 
 def run(
     scenario: Annotated[
-        str, typer.Argument(help="A YAML file, or the name of a bundled scenario (see `list`)")
+        str,
+        typer.Argument(
+            metavar="SCENARIO", help="A YAML file, or the name of a bundled scenario (see `list`)"
+        ),
     ],
     seed: play.SeedOption = None,
     seeds: play.SeedsOption = None,
@@ -148,7 +151,10 @@ def list_scenarios() -> None:
 
 
 def scenario(
-    name: Annotated[str, typer.Argument(help="A YAML file, or the name of a bundled scenario")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="SCENARIO", help="A YAML file, or the name of a bundled scenario"),
+    ],
     settings: play.SettingsOption = None,
 ) -> None:
     """Check a scenario and print every key of it, defaults too, as YAML.
@@ -223,7 +229,9 @@ class GridPoint:
 
 
 def sweep(
-    scenario: Annotated[str, typer.Argument(help="A YAML file, or a bundled scenario's name")],
+    scenario: Annotated[
+        str, typer.Argument(metavar="SCENARIO", help="A YAML file, or a bundled scenario's name")
+    ],
     vary: Annotated[
         list[str], option("A key and its values; repeat for a grid", metavar="KEY=V1,V2,...")
     ],
