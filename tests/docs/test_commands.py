@@ -45,7 +45,9 @@ NOT_RUN = {
     "talks to a person at a terminal (tests/cli/test_chat.py)": r"^edgespec chat\b",
     "needs vLLM (make unit-vllm)": r"vllm-env/|--model sql",
     "trains for minutes, on texts of the user (tests/training)": r"edgespec distill|\./mine\b",
-    "measures for minutes": r"edgespec bench|edgespec_uara\.reproduce|^python benchmarks/",
+    "measures for minutes": (
+        r"edgespec bench|edgespec_uara\.(reproduce|sweep (?!.*--vary))|^python benchmarks/"
+    ),
     "is what runs this test": r"^make\b",
     "needs another program and a target for it (make clients)": (r"^lm_eval\b|^claude$|ANTHROPIC_"),
     "needs a Jetson, or an environment for it": r"^sudo\b|^python3 -m venv edgespec\b",
