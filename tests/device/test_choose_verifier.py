@@ -174,7 +174,11 @@ def text() -> str:
     return tokenizer.decode(ids) + "\n"
 
 
-def test_a_dead_verifier_is_named_and_the_other_one_used(address: str, dead: str) -> None:
+def test_a_dead_verifier_is_named_and_the_other_one_used(
+    address: str, dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier that an earlier test left in the cache would be used without looking further."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     result = generate("--verifier", dead, "--verifier", address, "--stats")
     assert (result.exit_code, result.stdout) == (0, text())
     lines = result.stderr.splitlines()
