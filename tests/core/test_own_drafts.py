@@ -258,6 +258,21 @@ def test_a_step_that_is_longer_than_a_pass_is_tried_as_much_more_seldom() -> Non
     assert 1 <= tries <= 2 * (1 + passes // (4 * od.PROBE_EVERY))  # a prompt is a step of its own
 
 
+def test_long_prompts_are_not_read_for_texts_that_end_before() -> None:
+    """Eight sessions, whose prompts of 3,900 tokens take eight rounds of 10 ms each; the texts end
+    after 120 passes of 25 ms. All steps have 512 rows, so that the time of a row stays unknown.
+    Probes take one part in ``PROBE_EVERY`` of the time, and a little is read while few decode; to
+    read all prompts would take a quarter of it."""
+    world = World(ListDrafter(lambda at: True))
+    world.step_s = 0.01
+    for turn in range(4):
+        for stream in range(8):
+            length = 3_900 + 8 * turn + stream
+            world.open(length, length)
+        world.check()
+    assert 0 < world.drafter.steps * world.step_s < 0.05 * world.now
+
+
 def test_many_sessions_share_the_steps_and_a_long_prompt_is_fed_apart() -> None:
     world = World(ListDrafter(lambda at: at % 9 != 0), replace(DRAFTS, max_rows_per_session=64))
     world.open(700, 700)

@@ -427,8 +427,11 @@ class PassScheduler:
         self.price = RowPriceEstimator()
         self._prompts = PromptQueue(credential_of, limits.prefill_share)
         self.draft_times = DraftTimes() if draft_times is None else draft_times
-        self._passes_without_proposal = 0
-        """Passes since the server model last proposed a token."""
+        self._passes_without_proposal = 0.0
+        """Passes since the server model last proposed a token, less those for which the probes
+        since then have used up the time."""
+        self._is_probing = False
+        """Whether the round that runs is a probe."""
         self._empty_rounds = self._drafts_at_pass = 0
         """Rounds in a row that proposed no token, and the first pass at which a round may run
         again."""
@@ -555,9 +558,11 @@ class PassScheduler:
         is_probe_due = self._passes_without_proposal >= PROBE_EVERY * max(
             1.0, times.step_s / max(pass_s, MIN_PASS_S)
         )
+        self._is_probing = False
         if is_probe_due and starts and not DraftRound(action).next_step():
-            shortest = min(starts, key=lambda start: len(start.step.feed))
+            shortest = min(starts, key=lambda start: start.missing_tokens)
             action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
+            self._is_probing = True
             if not self._has_reported_unpaid:
                 self._has_reported_unpaid = True
                 self.draft_report = (
@@ -574,10 +579,13 @@ class PassScheduler:
         for rows, took_s in done.steps:
             self.draft_times.note_step(rows, took_s)
             self.price.note_round(took_s)
+            if self._is_probing and (pass_s := self.price.pass_s):
+                # A probe that reads a long text proposes nothing for many rounds.
+                self._passes_without_proposal -= PROBE_EVERY * took_s / pass_s
         if any(chain.guesses for chain in done.chains):
             if self._empty_rounds >= EMPTY_ROUNDS:
                 self.draft_report = "the draft model proposes tokens again"
-            self._passes_without_proposal = self._empty_rounds = 0
+            self._passes_without_proposal, self._empty_rounds = 0.0, 0
         elif any(chain.fed is None for chain in done.chains):
             self._empty_rounds += 1
             beyond = self._empty_rounds - EMPTY_ROUNDS
