@@ -263,7 +263,7 @@ def test_the_files_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--json-schema and --grammar are both given"):
         constraint_of(file, file)
     file.write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"it: .*can't decode"):
+    with pytest.raises(ConfigError, match="it: is not UTF-8 text: byte 0xff at position 0"):
         constraint_of(file, None)
     file.write_text("a" * 32_769)
     with pytest.raises(ConfigError, match="it: 32769 bytes, but at most 32768 are read"):
