@@ -453,6 +453,15 @@ def report(found: Found) -> list[str]:
     return lines
 
 
+def split_flags(default: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the program's own arguments, and those behind ``--``, or ``default`` without it."""
+    own = sys.argv[1:]
+    if "--" not in own:
+        return own, list(default)
+    at = own.index("--")
+    return own[:at], own[at + 1 :]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -467,10 +476,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48, help="of a text")
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--json", type=Path)
-    own, flags = sys.argv[1:], list(FLAGS)
-    if "--" in own:
-        at = own.index("--")
-        own, flags = own[:at], own[at + 1 :]
+    own, flags = split_flags(FLAGS)
     args = parser.parse_args(own)
     args.flags = flags
     spec = args.speculative_config

@@ -49,7 +49,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import psutil
-from beside_vllm import free_port, read_counters, started
+from beside_vllm import free_port, read_counters, split_flags, started
 
 from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import AgentConfig, DraftSection, LimitsSection, PolicySection, VerifierConfig
@@ -498,10 +498,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.2, help="of one core, all processes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    own, flags = sys.argv[1:], list(FLAGS)
-    if "--" in own:
-        at = own.index("--")
-        own, flags = own[:at], own[at + 1 :]
+    own, flags = split_flags(FLAGS)
     args = parser.parse_args(own)
     args.flags = flags
     return args

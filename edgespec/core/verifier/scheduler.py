@@ -346,8 +346,8 @@ class PromptQueue:
         return self._budget.rows
 
     def rows_in_burst(self, decoding: Mapping[str, float], keys: Iterable[str]) -> int:
-        """Return ``rows`` where no session of another client waits; ``decoding`` states since when
-        each session decodes, ``keys`` are the prompts."""
+        """Return the most rows of the prompts ``keys`` in a pass beside sessions of one client.
+        ``decoding`` states since when each session decodes."""
         first = min(decoding.values())
         same_burst = sum(self._since[key] <= first for key in keys)
         return self._budget.rows_within(same_burst / len(decoding))
