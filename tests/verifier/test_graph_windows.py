@@ -20,6 +20,7 @@ import transformers
 from edgespec.core.ports import PassRequest
 from edgespec.verifier.targets import graph_passes
 from edgespec.verifier.targets.graph_passes import (
+    LINE_KEYS,
     WINDOW_STEPS,
     GraphModel,
     Lines,
@@ -95,6 +96,15 @@ def random_text(rng: random.Random, recorder: Recorder, length: int) -> tuple[in
 
 
 # --- how long lines are -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [1, 64, 65, 511, 513, 1025, 4095, 4097, 16_384, 16_385, 40_001])
+@pytest.mark.parametrize("least", [64, 256])
+def test_a_line_has_room_and_wastes_little(keys: int, least: int) -> None:
+    length = line_length(keys, least)
+    assert length % LINE_KEYS == 0
+    assert max(keys, least) <= length < max(keys, least) + max(LINE_KEYS, keys / 8)
+    assert line_length(length, least) == length
 
 
 def test_a_layer_gathers_no_more_keys_behind_a_long_text_than_behind_a_short_one(

@@ -89,7 +89,8 @@ def load_graph(
     threads = cpu_threads.count()
     embed = model.get_input_embeddings()
     factor = getattr(model.config, "embedding_multiplier", None)
-    first, whole = (builder.session(layers, threads) for layers in (1, builder.shape.layers))
+    first = builder.session(1, threads, is_probe=True)
+    whole = builder.session(builder.shape.layers, threads)
     model.model.layers = torch.nn.ModuleList()
     model.set_output_embeddings(torch.nn.Identity())
     graph = GraphModel(
@@ -128,8 +129,9 @@ class _GraphBuilder:
         self.shape = _graph_shape(model)
         self._graph = GraphNodes()
 
-    def session(self, layers: int, threads: int) -> BuiltGraph:
-        """Return a session of the first ``layers`` layers, the last norm and the head."""
+    def session(self, layers: int, threads: int, *, is_probe: bool = False) -> BuiltGraph:
+        """Return a session of the first ``layers`` layers, the last norm and the head. A probe also
+        has the rows behind that norm as an output, ``normed_rows``."""
         graph = self._graph = GraphNodes()
         shape, config = self.shape, self._config
         hidden = int(config.hidden_size)
@@ -150,7 +152,10 @@ class _GraphBuilder:
         normed, _ = self._norm("norm", self._model.model.norm, residual, branch)
         picked = graph.node("Gather", [normed, "sampled"], "picked", axis=1)
         self._head(picked)
-        return BuiltGraph(graph.session(self._inputs(hidden), self._outputs(), threads), graph)
+        if is_probe:
+            graph.node("Identity", [normed], "normed_rows")
+        outputs = self._outputs(hidden, is_probe=is_probe)
+        return BuiltGraph(graph.session(self._inputs(hidden), outputs, threads), graph)
 
     # --- the parts of a decoder -----------------------------------------------------------
 
@@ -377,11 +382,13 @@ class _GraphBuilder:
                 found[f"{name}.{window}"] = real, ["groups", 1, row_heads, line]
         return [helper.make_tensor_value_info(name, *form) for name, form in found.items()]
 
-    def _outputs(self) -> list[ValueInfoProto]:
+    def _outputs(self, hidden: int, *, is_probe: bool) -> list[ValueInfoProto]:
         real, width = TensorProto.FLOAT, self.shape.kv_heads * self.shape.head_dim
         found: dict[str, list[int | str]] = {
             "logits": [1, "sampled", int(self._config.vocab_size)],
             "new_keys": [1, "new", width],
             "new_values": [1, "new", width],
         }
+        if is_probe:
+            found["normed_rows"] = [1, "rows", hidden]
         return [helper.make_tensor_value_info(name, real, dims) for name, dims in found.items()]

@@ -325,17 +325,13 @@ def pool_inputs(shape: GraphShape, pool: KvPool) -> dict[str, Array]:
     return {"keys": keys, "values": values, "shifts": np.arange(shape.layers) * rows_of_layer}
 
 
-@lru_cache(maxsize=4096)
 def line_length(keys: int, least: int = LINE_KEYS) -> int:
-    """Return how long a line for ``keys`` keys is: a power of two times ``LINE_KEYS``, or one and a
-    half of it, so that there are few lengths to try. It is at least ``least``, such a length."""
-    keys, length = max(keys, least), LINE_KEYS
-    while length < keys:
-        half = length + length // 2
-        if half >= keys and half % LINE_KEYS == 0:
-            return half
-        length *= 2
-    return length
+    """Return how long a line for ``keys`` keys is: a multiple of ``LINE_KEYS`` that is at most an
+    eighth longer where there are many keys, so that there are few lengths to try. It is at least
+    ``least``, such a length."""
+    keys = max(keys, least)
+    step = max(LINE_KEYS, 1 << (keys - 1).bit_length() >> 4)
+    return -(-keys // step) * step
 
 
 def _filled_up(sampled: Indices, sizes: Sequence[int]) -> Indices:
@@ -493,8 +489,10 @@ class _Probe:
         """Rows to try: token ids [4, 1]."""
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute each row in a group of its own."""
-        return self._run(tokens, size=1, position=_TRIED_POSITION, length=2 * LINE_KEYS)
+        """Compute each row in a group of its own, with its logits."""
+        return self._run(
+            tokens, size=1, position=_TRIED_POSITION, length=2 * LINE_KEYS, output="logits"
+        )
 
     def group(self, tokens: torch.Tensor) -> torch.Tensor:
         """Compute all rows as one group."""
@@ -554,11 +552,13 @@ class _Probe:
         length: int,
         first: int = 0,
         window: int = 0,
+        output: str = "normed_rows",
     ) -> torch.Tensor:
         """Compute all rows at one position, in groups of ``size`` rows. Their lines have ``length``
         keys from ``first`` on, and a row sees ``window`` of them (0: all up to its own).
 
-        Returns [rows, any]: logits, keys and values."""
+        Returns [rows, any]: ``output``, keys and values. Without ``logits`` the head is computed
+        for one row: its product takes longer than the layer and does not depend on attention."""
         count = len(tokens)
         groups = count // size
         slots = (first + np.arange(length)) % (_TRIED_SLOTS - 1) + 1
@@ -581,12 +581,12 @@ class _Probe:
             embedded = self._model.embed(tokens.reshape(1, -1).contiguous())
         rotated = min(position, self._model.context_length - 1)
         out = self._model.probe.run(
-            None,
+            [output, "new_keys", "new_values"],
             given
             | {
                 "rows": embedded.numpy(),
                 "positions": np.full((1, count), rotated),
-                "sampled": np.arange(count),
+                "sampled": np.arange(count if output == "logits" else 1),
                 "keys": self._keys,
                 "values": self._values,
                 "shifts": np.zeros(1, dtype=np.int64),
