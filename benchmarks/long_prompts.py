@@ -9,14 +9,16 @@
 ``record`` lets the target continue real texts, greedily, and keeps its tokens in the store. Prompts
 are the first tokens of public-domain books and of Python's library ($EDGESPEC_DATA/corpus).
 ``windows`` runs the draft behind the same texts, with several lengths of ``draft.window`` (0: the
-whole text), and prints its acceptance rate with a 95 % interval over the texts, its prefill, its
-steps, its keys and values, and what the next turn of the conversation feeds. ``times`` compares a
-draft with each of ``--windows``, the verifier and transformers by length: the prompt, a step or
-pass behind it, the next turn, keys and values, and the memory of a process that does nothing else.
-``loop`` reads a prompt for the draft as a device does, and compares how late timers of the event
-loop are with how late they are otherwise. ``beside`` runs the verifier's engine and a real target:
-one long prompt beside seven sessions that decode. Without a model ``times`` and ``beside`` make a
-small checkpoint with random weights and a context of 65,536 tokens.
+whole text), and prints its acceptance rate with a 95 % interval over the texts, how much it differs
+from that of the first window text by text, its prefill, its steps, its keys and values, and what
+the next turn of the conversation feeds. ``times`` compares a
+draft with each of ``--windows``, the verifier, transformers and, with ``--vllm-python``, vLLM by
+length: the prompt, a step or pass behind it, the next turn, keys and values, and the memory of a
+process that does nothing else. ``loop`` reads a prompt for the draft as a device does, and compares
+how late timers of the event loop are with how late they are otherwise. ``beside`` runs the
+verifier's engine and a real target: one long prompt beside seven sessions that decode. Without a
+model ``times`` and ``beside`` make a small checkpoint with random weights and a context of 65,536
+tokens.
 
 Times are processor time, with one thread for each model, so that other programs disturb them less,
 except in ``loop``, which takes wall time.
@@ -29,6 +31,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +64,7 @@ TEXTS = {"prose": "books_public_domain.txt.xz", "code": "cpython311_lib.txt.xz"}
 CHUNK = 512
 TURN_TOKENS = 200
 """Tokens that the next turn of a conversation adds to prompt and answer."""
-PARTS = ("draft", "verifier", "transformers")
+PARTS = ("draft", "verifier", "transformers", "vllm")
 STEPS = 12
 """Steps or passes of which ``times`` takes the median."""
 RANDOM_CONTEXT = 1 << 16
@@ -90,6 +93,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--quantize", default="", help="number format of the target's weights")
     parser.add_argument("--draft", default="")
+    parser.add_argument("--vllm-python", default="", help="the Python that has vLLM")
     parser.add_argument("--parts", type=_names, default=list(PARTS), help="what is timed")
     parser.add_argument("--store", type=Path, default=Path("long-prompts"))
     parser.add_argument("--lengths", type=_numbers, default=[1024, 4096, 8000])
@@ -242,6 +246,8 @@ class Judged:
 
 
 def windows(asked: argparse.Namespace) -> Iterator[Row]:
+    first = dict[tuple[str, int], list[Judged]]()
+    """The texts of each kind and length behind the first window, with which others are compared."""
     for window in asked.windows:
         drafter = CountingDrafter(Path(asked.draft), threads=1, window=window)
         for length in asked.lengths:
@@ -252,12 +258,20 @@ def windows(asked: argparse.Namespace) -> Iterator[Row]:
                 for kind in TEXTS
                 if _path(asked.store, kind, length).exists()
             }
-            for kind, judged in found.items():
-                yield {"window": window, "kind": kind, "length": length, **summarise(judged)}
             if len(found) > 1:
-                every = [one for judged in found.values() for one in judged]
-                yield {"window": window, "kind": "all", "length": length, **summarise(every)}
+                found["all"] = [one for judged in found.values() for one in judged]
+            for kind, judged in found.items():
+                row = {"window": window, "kind": kind, "length": length, **summarise(judged)}
+                yield row | compare(first.setdefault((kind, length), judged), judged)
         drafter.close()
+
+
+def compare(first: Sequence[Judged], others: Sequence[Judged]) -> Row:
+    """Return how many more places the draft guesses behind the same texts than with the first
+    window, as a share of all, and the interval."""
+    more = [other.acceptance - one.acceptance for one, other in zip(first, others, strict=True)]
+    least, most = mean_interval(more)
+    return {"more_than_first": fmean(more), "more_interval": f"{least:.3f} to {most:.3f}"}
 
 
 def judge(drafter: CountingDrafter, text: LongText) -> Judged:
@@ -333,6 +347,8 @@ def times(asked: argparse.Namespace) -> Iterator[Row]:
         ]
         if model:
             parts += [("verifier", verifier), ("transformers", partial(transformers_times, model))]
+            if asked.vllm_python:
+                parts.append(("vllm", partial(vllm_times, asked.vllm_python, model)))
         parts = [one for one in parts if one[0].split(",")[0] in asked.parts]
         for length in asked.lengths:
             for name, part in parts:
@@ -349,7 +365,7 @@ def _run_apart(part: Callable[[int], Row], length: int) -> Row:
 
 def _measure_memory(part: Callable[[int], Row], length: int) -> Row:
     found = part(length)
-    if found:
+    if found and "resident_mib" not in found:
         found["resident_mib"] = psutil.Process().memory_info().rss / 2**20
     return found
 
@@ -449,6 +465,70 @@ def transformers_times(model: str, length: int) -> Row:
             found = loaded(ids, past_key_values=cache)
             steps_s.append(time.process_time() - at)
     return {"prefill_s": prefill_s, "step_ms": 1e3 * median(steps_s)}
+
+
+VLLM_SCRIPT = """
+import json, sys, time
+
+import psutil
+from vllm import LLM, SamplingParams
+
+model, prompt, steps, chunk, room = json.loads(sys.stdin.read())
+engine = LLM(
+    model,
+    dtype="float32",
+    max_model_len=len(prompt) + steps + 1,
+    max_num_batched_tokens=chunk,
+    max_num_seqs=1,
+    enable_prefix_caching=False,
+    enforce_eager=True,
+    async_scheduling=False,
+    kv_cache_memory_bytes=room,
+    distributed_executor_backend="uni",
+    skip_tokenizer_init=True,
+).llm_engine
+sampling = SamplingParams(
+    temperature=0.0, max_tokens=steps + 1, ignore_eos=True, detokenize=False
+)
+engine.add_request("text", {"prompt_token_ids": prompt}, sampling)
+took_s = []
+while engine.has_unfinished_requests():
+    at = time.process_time()
+    engine.step()
+    took_s.append(time.process_time() - at)
+assert not psutil.Process().children(recursive=True), "vLLM computes in other processes"
+print(json.dumps([took_s, psutil.Process().memory_info().rss]))
+"""
+"""Reads the model, the prompt, the passes behind it, the rows of a pass and the bytes for keys and
+values. Writes the seconds of each pass and the memory at the end."""
+
+
+def vllm_times(python: str, model: str, length: int) -> Row:
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    prompt = some_prompt(int(config["vocab_size"]), length)
+    room = 2 * (length + 1024) * token_bytes(model)
+    done = subprocess.run(
+        [python, "-c", VLLM_SCRIPT],
+        input=json.dumps([model, prompt, STEPS, CHUNK, room]),
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    took_s, resident_bytes = json.loads(done.stdout.splitlines()[-1])
+    passes_s = took_s[-STEPS:]
+    return {
+        "prefill_s": sum(took_s[:-STEPS]),
+        "step_ms": 1e3 * median(passes_s),
+        "resident_mib": resident_bytes / 2**20,
+    }
 
 
 # --- the device's event loop while its draft reads a prompt ---------------------------------------
