@@ -23,6 +23,13 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.prompt_queue import (
+    BASE_EVERY,
+    INITIAL_PREFILL_ROWS,
+    MIN_PREFILL_ROWS,
+    SLOTS,
+    PromptLoad,
+)
 from edgespec.core.verifier.row_price import UNPRICED_LOOKUP_CHANCE, RowPriceEstimator
 from edgespec.core.verifier.run_ahead import (
     ArrivalEstimator,
@@ -31,14 +38,7 @@ from edgespec.core.verifier.run_ahead import (
     auto_run_ahead,
     never_run_ahead,
 )
-from edgespec.core.verifier.scheduler import (
-    BASE_EVERY,
-    INITIAL_PREFILL_ROWS,
-    MIN_PREFILL_ROWS,
-    SLOTS,
-    PassScheduler,
-    PromptLoad,
-)
+from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
 from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, finish_step

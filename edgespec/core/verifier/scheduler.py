@@ -3,33 +3,30 @@
 Theory of operation. Sessions that might use a pass wait in a queue, longest waiting first. When no
 pass runs, each is offered the remaining room: at most ``max_rows_per_session`` rows, and no more
 than fit in the cache (``cache_scheduler.py``). A session that declines leaves the queue until an
-event changes it, or until others run a pass that it can share. A session for which there is no
-room keeps its place. After a failed pass, its sessions are tried one at a time.
+event changes it, or until others run a pass that it can share. A session for which there is no room
+keeps its place. After a failed pass, its sessions are tried one at a time.
 
-Decode first: sessions that decode come before sessions that feed a prompt, and a row is kept for
-each of them before any session's drafts get it. Prompts follow in the order of ``PromptQueue``.
-While sessions decode, prompts share the rows that ``PrefillBudget`` allows, and an eighth of the
-pass is kept for them however many sessions decode. Prompts that came in one burst with all these
-sessions get a fair part. While none decodes, prompts have the whole pass, but a short one if
-several credentials are active. ``fairness.py`` decides which sessions must wait for the sake of
-others.
+Decode first: sessions that decode come before sessions that feed a prompt, and each has a row of
+its own before any session's drafts get one. Prompts follow in the order of ``PromptQueue``, which
+also decides how many rows they may have together (``prompt_queue.py``); an eighth of the pass is
+kept for them however many sessions decode. ``fairness.py`` decides which sessions must wait for the
+sake of others.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
-from edgespec.core.protocol.credential import ANYBODY, Credential
-from edgespec.core.protocol.estimators import ASSUMED_PASS_S, MovingAverage, SlopeEstimator
+from edgespec.core.protocol.credential import Credential
+from edgespec.core.protocol.estimators import ASSUMED_PASS_S
 from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
+from edgespec.core.verifier.prompt_queue import PromptQueue
 from edgespec.core.verifier.row_price import RowPriceEstimator
 from edgespec.core.verifier.server_model import (
     EMPTY_ROUNDS,
@@ -42,6 +39,7 @@ from edgespec.core.verifier.server_model import (
     DraftRound,
     DraftsDone,
     DraftTimes,
+    RoundTimes,
     RunDrafts,
     block_pays,
     chain_length,
@@ -81,310 +79,23 @@ class FormingPass:
     offered_keys: list[str] = field(default_factory=list)
 
 
+@statically_frozen
+class PassOrder:
+    """The sessions that wait for a pass, in the order in which they are offered rows: first
+    ``decoding``, then ``prompts``."""
+
+    decoding: list[str]
+    """Ids of sessions with one token to feed."""
+    prompts: list[str]
+    """Ids of sessions that feed a prompt. After a failed pass all sessions stand here, the oldest
+    first, since each one gets its next pass alone."""
+    prompt_rows: int
+    """Most rows that ``prompts`` may have together."""
+
+
 def is_decoding(session: VerifySession) -> bool:
     """Return whether the session has one token to feed, so that its next pass commits tokens."""
     return session.rows_to_feed == 1
-
-
-# Prefill budget: how many prompt rows a pass may carry while others decode in it, so that the pass
-# becomes longer by a share of its usual duration (chunked prefill under a time budget, as in
-# Sarathi-Serve, arXiv 2403.02310). When no session decodes, prompts have the whole pass.
-#
-#     rows = mean_rows + (base_s * share - (mean_s - base_s)) / row_s
-#
-# ``base_s`` is the mean of passes without prompts. ``mean_rows`` and ``mean_s`` are the means of
-# recent passes with prompts, and ``row_s`` is the slope between those passes, but no less than that
-# from ``base_s`` to them: passes never get cheaper by the row. Where each row takes equally long
-# this is base_s * share / row_s. On a GPU the first rows are free, since a pass that reads all
-# weights has time to compute them; only the slope near the budget finds how many rows fit.
-#
-# Worked examples, with a share of 0.25. Passes of 24 ms and rows of 0.5 ms: 0.25 * 24 / 0.5 = 12
-# rows. Passes of 23 ms in which 103 rows are free and others take 0.2 ms: 103 + 0.25 * 23 / 0.2 =
-# 132 rows.
-#
-# The cost for a prompt: with equal rows it is fed in the part share / (1 + share) of the time,
-# so a share of 0.25 makes its first token 5 times as late as alone, and a share of 3.3 1.3 times as
-# late. With free rows it is hardly late at all: in the second example 132 rows in 28.8 ms are as
-# many a second as a pass of 1,024 prompt rows computes (docs/measurements/long-prompts.md).
-#
-# Prompts that arrive steadily have to be fed as fast as they arrive: the budget is three times what
-# ``PromptLoad`` measures if that is more, up to three fifths of the verifier's time. There,
-# ``tokens_per_pass`` counts, the mean number of tokens that a session commits per pass: where
-# drafts raise it, fewer passes are made, and each has to feed more.
-#
-# The share protects sessions that were there first. Prompts that came no later than every session
-# that decodes began are the rest of one burst: eight requests at once are one prompt that is fed
-# and seven that wait for it. They get a fair part, one share of the time for each of the seven and
-# one for each session that decodes. With the usual share the first session would decode alone for
-# tens of passes, which would cost all eight a third more of the processor's time. While several
-# credentials are active there is only the usual share, so that no client's burst delays another's.
-#
-# One pass in four carries an eighth less, so that the slope can be measured, and one in
-# ``BASE_EVERY`` carries no prompt row, so that ``base_s`` is measured while prompts wait.
-
-PREFILL_SHARE: Final = 0.22
-"""Default of ``EngineLimits.prefill_share``. With 0.5 ten long prompts stretched the gaps of a
-running stream to 1.5."""
-MAX_PREFILL_SHARE: Final = 1.5
-ARRIVAL_MARGIN: Final = 3.0
-"""Margin for prompts that come in clusters: with a factor of 2 they waited half as long again."""
-MIN_PREFILL_ROWS: Final = 8
-"""Least budget. Fewer rows are not cheaper: CPUs compute tiles of 8 rows and more
-(``targets/row_tiles.py``).
-"""
-INITIAL_PREFILL_ROWS: Final = 32
-"""Budget before the first prompts were timed beside decoding sessions."""
-MAX_PREFILL_ROWS: Final = 1 << 20
-MAX_GROWTH: Final = 1.25
-"""Largest factor by which the budget grows from one pass to the next. A pass that was late for
-another reason must not admit a whole prompt at once."""
-BASE_EVERY: Final = 32
-NEAR_WEIGHT: Final = 0.15
-"""Weight of the last pass among those near the budget, as in ``MovingAverage``: some seven passes
-count, so that the budget follows a prompt whose rows get dearer as it gets longer."""
-NEAR_SAMPLES: Final = 8
-PROMPT_PASS_S: Final = 0.1
-"""Longest pass of prompts alone, in seconds, while several credentials are active. A newcomer waits
-for the end of such a pass, and the goal for the first token is 0.3 s: this pass, one pass with the
-newcomer's prompt, and the network.
-"""
-PROMPT_PASS_FACTOR: Final = 4.0
-"""Such a pass may in any case take this many times as long as one without prompt rows, so that
-prompts lose at most a quarter of their speed by ``PROMPT_PASS_S``.
-"""
-INITIAL_PROMPT_ROWS: Final = 256
-"""Rows of such a pass before the first prompt was timed."""
-SLOT_S: Final = 1.0
-"""Seconds of a slot; ``SLOTS`` slots remember eight seconds. A slot holds tens of passes, and a
-burst of prompts has ended within four slots.
-"""
-SLOTS: Final = 8
-
-
-class PrefillBudget:
-    """Learns from finished passes how many prompt rows the next one may carry (``rows``).
-
-    Passes may become longer by ``share`` of a pass without prompts."""
-
-    def __init__(self, share: float = PREFILL_SHARE) -> None:
-        self._share = share
-        self._took_s = SlopeEstimator()
-        """Durations of all passes by their prompt rows, few and many."""
-        self._base_s = MovingAverage()
-        """Durations of passes without prompts."""
-        self._near_s = SlopeEstimator(NEAR_WEIGHT)
-        """Durations of passes with prompts beside sessions that decode."""
-        self._budget = INITIAL_PREFILL_ROWS
-        self._passes = 0
-        self._follows_prompt = False
-        """Whether the last pass carried prompt rows."""
-
-    def note_pass(
-        self,
-        prompt_rows: int,
-        took_s: float,
-        arriving: float = 0.0,
-        tokens_per_pass: float = 1.0,
-        *,
-        decodes: bool = True,
-    ) -> None:
-        """Record a finished pass that sampled.
-
-        ``prompt_rows`` of its rows were prompts. ``took_s`` is its duration without the rows of
-        drafts. ``arriving`` is how many prompt rows arrive in the duration of a pass,
-        ``tokens_per_pass`` the mean tokens per session and pass. ``decodes`` states whether a
-        session decoded in it.
-        """
-        self._took_s.add(prompt_rows, took_s)
-        if not decodes:
-            return
-        self._passes += 1
-        if not prompt_rows:
-            if self._follows_prompt:  # It is rare, so it has to count.
-                self._base_s.limit_weight(1)
-            self._base_s.add(took_s)
-            self._follows_prompt = False
-            return
-        self._follows_prompt = True
-        self._near_s.add(prompt_rows, took_s)
-        most = int(MAX_GROWTH * self._budget)
-        affordable = self._affordable_rows(arriving, tokens_per_pass)
-        self._budget = max(MIN_PREFILL_ROWS, min(affordable, most))
-
-    @property
-    def rows(self) -> int:
-        """Most prompt rows of the next pass. It is 0 now and then, to measure a pass without
-        prompts; if no session decodes in that pass, ``usual_rows`` are meant."""
-        return 0 if self._passes % BASE_EVERY == BASE_EVERY - 1 else self.usual_rows
-
-    def rows_within(self, share: float) -> int:
-        """Return ``rows`` for a pass that may become longer by ``share`` if that is more than the
-        usual share."""
-        rows = self.rows
-        if not rows or share <= self._share:
-            return rows
-        base_s, row_s = self._usual_s, self._took_s.get()
-        if base_s is None or row_s is None:
-            return max(rows, min(INITIAL_PROMPT_ROWS, int(rows * share / self._share)))
-        row_s = max(row_s, self._near_s.get() or 0.0)
-        if row_s <= 0.0:
-            return MAX_PREFILL_ROWS
-        return min(MAX_PREFILL_ROWS, rows + int(base_s * (share - self._share) / row_s))
-
-    @property
-    def usual_rows(self) -> int:
-        less = 0 if self._passes % 4 else self._budget // 8
-        return max(MIN_PREFILL_ROWS, self._budget - less)
-
-    @property
-    def rows_without_decoding(self) -> int:
-        """Most prompt rows of a pass in which no session decodes, such that the pass ends soon."""
-        row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
-        if row_s is None or base_s is None:
-            return INITIAL_PROMPT_ROWS
-        if row_s <= 0.0:
-            return MAX_PREFILL_ROWS
-        base_s = max(0.0, base_s)
-        rows = (max(PROMPT_PASS_S, PROMPT_PASS_FACTOR * base_s) - base_s) / row_s
-        return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(rows)))
-
-    @property
-    def _usual_s(self) -> float | None:
-        """Duration of a pass without prompts, in seconds; None if it is not known."""
-        return self._base_s.get(0.0) if self._base_s.count else self._took_s.value(0.0)
-
-    def _affordable_rows(self, arriving: float, tokens_per_pass: float) -> int:
-        """Return how many prompt rows a pass may carry in the long run. The arguments are those of
-        ``note_pass``.
-
-        Two limits are computed, and the larger one counts: what a burst of prompts may add to a
-        pass, and what must be fed to keep up with the prompts that arrive. The budget stays as it
-        is until enough passes were timed."""
-        base_s = self._usual_s
-        if base_s is None or self._near_s.count < NEAR_SAMPLES:
-            return self._budget
-        longest = tokens_per_pass * max(self._share, MAX_PREFILL_SHARE)
-        lasting = min(
-            tokens_per_pass * ARRIVAL_MARGIN * arriving, self._rows_within(base_s, longest)
-        )
-        burst = self._rows_within(base_s, self._share)
-        return min(MAX_PREFILL_ROWS, int(max(burst, lasting)))
-
-    def _rows_within(self, base_s: float, share: float) -> float:
-        """Return how many prompt rows make a pass longer by ``share`` of ``base_s``."""
-        mean_rows, mean_s = self._near_s.mean
-        base_s = min(base_s, mean_s)
-        added_s = mean_s - base_s
-        row_s = max(self._near_s.get() or 0.0, added_s / mean_rows)
-        if row_s <= 0.0:
-            return MAX_PREFILL_ROWS
-        return mean_rows + (base_s * share - added_s) / row_s
-
-
-class PromptLoad:
-    """Measures how many prompt rows arrive per second in steady load.
-
-    The measure is the lower median of the rows that arrived in the last ``SLOTS`` slots of
-    ``SLOT_S``. Rows that arrive in fewer than half of the slots are a burst and do not count.
-    Within a slot, no credential counts for more than all others together; otherwise a client that
-    sends long prompts in a loop would make all passes longer.
-    """
-
-    def __init__(self) -> None:
-        self._slots: deque[int] = deque([0] * SLOTS, SLOTS)
-        self._counts: Counter[str] = Counter()
-        self._slot_ends_at: float | None = None
-        self._median = 0
-
-    def add(self, rows: int, now: float, credential: str = "") -> None:
-        """Record a new prompt with ``rows`` rows to compute, of the credential with that name."""
-        self._advance_slots(now)
-        self._counts[credential] += rows
-
-    def rows_per_s(self, now: float) -> float:
-        self._advance_slots(now)
-        return self._median / SLOT_S
-
-    def _advance_slots(self, now: float) -> None:
-        if self._slot_ends_at is None or now >= self._slot_ends_at + SLOTS * SLOT_S:
-            self._slots.extend([0] * SLOTS)
-            self._counts.clear()
-            self._slot_ends_at, self._median = now + SLOT_S, 0
-        while now >= self._slot_ends_at:
-            most = max(self._counts.values(), default=0)
-            others = sum(self._counts.values()) - most
-            self._slots.append(others + min(most, others) if others else most)
-            self._counts.clear()
-            self._slot_ends_at += SLOT_S
-            self._median = sorted(self._slots)[(SLOTS - 1) // 2]
-
-
-class PromptQueue:
-    """Orders the waiting prompts: the highest rank = waiting time / missing rows comes first
-    (highest response ratio, Hansen 1971). Short prompts go first, and none starves.
-
-    Prompts are known by session id, from ``order`` until ``forget``. ``credential_of`` is the
-    engine's own table of the sessions' credentials.
-    """
-
-    def __init__(
-        self,
-        credential_of: Mapping[str, Credential] | None = None,
-        prefill_share: float = PREFILL_SHARE,
-    ) -> None:
-        self._credential_of = {} if credential_of is None else credential_of
-        self._since: dict[str, float] = {}
-        self._budget = PrefillBudget(prefill_share)
-        self._load = PromptLoad()
-
-    @property
-    def usual_rows(self) -> int:
-        return self._budget.usual_rows
-
-    @property
-    def rows(self) -> int:
-        return self._budget.rows
-
-    def rows_in_burst(self, decoding: Mapping[str, float], keys: Iterable[str]) -> int:
-        """Return the most rows of the prompts ``keys`` in a pass beside sessions of one client.
-        ``decoding`` states since when each session decodes."""
-        first = min(decoding.values())
-        same_burst = sum(self._since[key] <= first for key in keys)
-        return self._budget.rows_within(same_burst / len(decoding))
-
-    @property
-    def rows_without_decoding(self) -> int:
-        return self._budget.rows_without_decoding
-
-    def order(self, missing: Mapping[str, int], now: float) -> list[str]:
-        """Return the session ids of ``missing`` in feeding order; its values are the rows that each
-        still has to feed."""
-        since = self._since
-        for key, rows in missing.items():
-            if key not in since:
-                since[key] = now
-                self._load.add(rows, now, self._credential_of.get(key, ANYBODY).name)
-        return sorted(missing, key=lambda key: ((since[key] - now) / missing[key], missing[key]))
-
-    def forget(self, key: str) -> None:
-        self._since.pop(key, None)
-
-    def note_pass(
-        self,
-        prompt_rows: int,
-        took_s: float,
-        drafts_s: float,
-        tokens_per_pass: float,
-        now: float,
-        *,
-        decodes: bool,
-    ) -> None:
-        """Record a finished pass that sampled: its prompt rows, its duration, the seconds that its
-        draft nodes took, the recent mean of tokens per session and pass, and whether a session
-        decoded in it."""
-        arriving = self._load.rows_per_s(now) * took_s
-        own_s = max(0.0, took_s - drafts_s)
-        self._budget.note_pass(prompt_rows, own_s, arriving, tokens_per_pass, decodes=decodes)
 
 
 # Divisor of the rows that are kept for prompts if more sessions decode than a pass has rows.
@@ -463,13 +174,12 @@ class PassScheduler:
         assert self.running is None
         forming = self._begin_forming(began_at)
         self._cache_scheduler.begin_pass(now)
-        line, first_prompt, prompt_room = self._order_queue(sessions, now)
-        self._offer_in_order(sessions, line, first_prompt, prompt_room, forming, now)
-        if not forming.parts and not prompt_room:
-            # No session decodes in the pass that was to be measured without prompts.
-            line, first_prompt = line[first_prompt:], 0
-            prompt_room = self._prompts.usual_rows
-            self._offer_in_order(sessions, line, first_prompt, prompt_room, forming, now)
+        order = self._order_queue(sessions, now)
+        self._offer_in_order(sessions, order, forming, now)
+        if not forming.parts and not order.prompt_rows:
+            # This pass was to be measured without prompts, but no session decodes in it.
+            order = replace(order, decoding=[], prompt_rows=self._prompts.usual_rows)
+            self._offer_in_order(sessions, order, forming, now)
         if forming.parts and self.isolated_keys.isdisjoint(forming.parts):
             self._offer_again(sessions, forming, now)
         for key in self._cache_scheduler.evicted:
@@ -483,96 +193,115 @@ class PassScheduler:
     def _offer_in_order(
         self,
         sessions: Mapping[str, VerifySession],
-        line: list[str],
-        first_prompt: int,
-        prompt_room: int,
+        order: PassOrder,
         forming: FormingPass,
         now: float,
     ) -> None:
-        """Offer rows to the sessions of ``line`` until the pass is full. Those from index
-        ``first_prompt`` on feed prompts, at most ``prompt_room`` rows together."""
-        room = forming.rows_left
-        prompt_rows_kept = (
-            min(prompt_room, max(1, room // _PROMPT_DIVISOR)) if first_prompt < len(line) else 0
-        )
-        for place, key in enumerate(line):
-            is_isolated, is_prompt = key in self.isolated_keys, place >= first_prompt
-            room = forming.rows_left
-            if is_prompt:
-                free = min(room, prompt_room)
-            elif (free := room - prompt_rows_kept - (first_prompt - place - 1)) < 1:
-                free = min(1, room - prompt_rows_kept)
-            if room <= 0 or (is_isolated and forming.parts):
+        """Offer rows to the sessions of ``order`` until the pass is full."""
+        prompt_rows_left, kept_for_prompts = order.prompt_rows, 0
+        if order.prompts:
+            kept_for_prompts = min(prompt_rows_left, max(1, forming.rows_left // _PROMPT_DIVISOR))
+        keys = [*order.decoding, *order.prompts]
+        for place, key in enumerate(keys):
+            is_isolated, is_prompt = key in self.isolated_keys, place >= len(order.decoding)
+            if forming.rows_left <= 0 or (is_isolated and forming.parts):
                 break
+            if is_prompt:
+                free = min(forming.rows_left, prompt_rows_left)
+            else:
+                # Each session behind this one keeps a row. Drafts of this one get the others.
+                room = forming.rows_left - kept_for_prompts
+                free = max(room - (len(order.decoding) - place - 1), min(1, room))
             if free <= 0 or not self.fairness.admits(key, now, prompt=is_prompt):
                 continue
-            others = len(line) - place - 1
+            others = len(keys) - place - 1
             request = self._offer_session(sessions[key], key, free, others, forming, now)
             if request is not None:
                 self.fairness.charge(key, request.row_count, prompt=is_prompt)
                 if is_prompt:
-                    prompt_room -= len(request.feed)
+                    prompt_rows_left -= len(request.feed)
             if is_isolated and forming.parts:
                 break
+
+    # --- the verifier's own drafts ---------------------------------------------------------
 
     def plan_round(
         self, sessions: Mapping[str, VerifySession], offer_chain: OfferChain, now: float
     ) -> RunDrafts | None:
         """Return the round of the server model to run before the next pass, or None if none
         pays."""
-        if (pass_s := self.price.pass_s) is None or self.passes < self._drafts_at_pass:
+        pass_s = self.price.pass_s
+        if pass_s is None or self.passes < self._drafts_at_pass:
             return None
-        most = self._limits.max_rows_per_pass
-        decoding = [key for key in self._waiting if is_decoding(sessions[key])][: most // 2]
+        # With at most half as many sessions as rows, each one has room for a token and a node.
+        most_sessions = self._limits.max_rows_per_pass // 2
+        decoding = [key for key in self._waiting if is_decoding(sessions[key])][:most_sessions]
         if not decoding:
             return None
-        forming = self._begin_forming()
-        rows = min(forming.offer.max_rows, most // len(decoding))
-        offer = replace(forming.offer, max_rows=rows)
+        times = self._measured_times(pass_s, prompts_wait=len(decoding) < len(self._waiting))
+        starts = self._offer_chains(decoding, times.prompt_rows, offer_chain, now)
+        if self._empty_rounds >= EMPTY_ROUNDS:
+            # The model proposed nothing for long. It is tried on the shortest text.
+            starts = sorted(starts, key=lambda start: len(start.step.feed))[:1]
+        action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
+        pays = bool(DraftRound(action).next_step())
+        self._is_probing = not pays and bool(starts) and self._is_probe_due(times, pass_s)
+        if self._is_probing:
+            shortest = min(starts, key=lambda start: start.missing_tokens)
+            action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
+            self._report_unpaid(shortest.rate, times.step_s, pass_s)
+        self._passes_without_proposal += 1
+        return action if pays or self._is_probing else None
+
+    def _measured_times(self, pass_s: float, *, prompts_wait: bool) -> RoundTimes:
+        """Return the times by which a round before the next pass is planned."""
         price = self.price
-        times = replace(
+        return replace(
             self.draft_times.round_times(pass_s, price.row_s),
             pass_s=price.bare_pass_s,
             waiting_per_decoding=price.waiting_per_decoding,
             least_chance=price.least_chance,
-            max_steps=MAX_STEPS_BEFORE_PROMPTS
-            if len(decoding) < len(self._waiting)
-            else LONGEST_CHAIN,
+            max_steps=MAX_STEPS_BEFORE_PROMPTS if prompts_wait else LONGEST_CHAIN,
         )
+
+    def _offer_chains(
+        self, decoding: Sequence[str], prompt_rows: int, offer_chain: OfferChain, now: float
+    ) -> list[ChainStart]:
+        """Return where the chains of the sessions ``decoding`` would begin. Texts that the draft
+        model has still to read have ``prompt_rows`` rows together; the last one may exceed them."""
+        offer = self._begin_forming().offer
+        rows_each = self._limits.max_rows_per_pass // len(decoding)
+        offer = replace(offer, max_rows=min(offer.max_rows, rows_each))
         is_alone = len(self._waiting) == 1 and not self._awaiting_draft
-        draft_offer = DraftOffer(offer, is_alone)
         starts: list[ChainStart] = []
-        prompt_rows = times.prompt_rows
         for key in decoding:
-            start = offer_chain(key, draft_offer, now)
+            start = offer_chain(key, DraftOffer(offer, is_alone), now)
             if start is None:
                 continue
-            if not start.step.guess:  # The last one may exceed the rest.
+            if not start.step.guess:
                 if prompt_rows <= 0:
                     continue
                 prompt_rows -= len(start.step.feed)
             starts.append(start)
-        if self._empty_rounds >= EMPTY_ROUNDS:
-            starts = sorted(starts, key=lambda start: len(start.step.feed))[:1]
-        action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
-        is_probe_due = self._passes_without_proposal >= PROBE_EVERY * max(
-            1.0, times.step_s / max(pass_s, MIN_PASS_S)
+        return starts
+
+    def _is_probe_due(self, times: RoundTimes, pass_s: float) -> bool:
+        """Return whether a step should be run although it does not pay, to notice when it does
+        again. A step that is longer than a pass is run proportionally less often."""
+        passes_per_step = max(1.0, times.step_s / max(pass_s, MIN_PASS_S))
+        return self._passes_without_proposal >= PROBE_EVERY * passes_per_step
+
+    def _report_unpaid(self, rate: float, step_s: float, pass_s: float) -> None:
+        """Log once that the server model does not pay, with the figures that decide it."""
+        if self._has_reported_unpaid:
+            return
+        self._has_reported_unpaid = True
+        self.draft_report = (
+            "the draft model does not pay now: its tokens are estimated to be accepted"
+            f" with a probability of {rate:.2f}, a step takes"
+            f" {1e3 * step_s:.1f} ms and a pass {1e3 * pass_s:.1f} ms; it runs one"
+            f" step in {PROBE_EVERY} passes until it pays"
         )
-        self._is_probing = False
-        if is_probe_due and starts and not DraftRound(action).next_step():
-            shortest = min(starts, key=lambda start: start.missing_tokens)
-            action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
-            self._is_probing = True
-            if not self._has_reported_unpaid:
-                self._has_reported_unpaid = True
-                self.draft_report = (
-                    "the draft model does not pay now: its tokens are estimated to be accepted"
-                    f" with a probability of {shortest.rate:.2f}, a step takes"
-                    f" {1e3 * times.step_s:.1f} ms and a pass {1e3 * pass_s:.1f} ms; it runs one"
-                    f" step in {PROBE_EVERY} passes until it pays"
-                )
-        self._passes_without_proposal += 1
-        return action if DraftRound(action).next_step() else None
 
     def finish_round(self, done: DraftsDone) -> None:
         """Record a finished round."""
@@ -609,9 +338,11 @@ class PassScheduler:
         pass_s, step_s = self.price.pass_s, self.draft_times.speculator_step_s
         blocks = self._limits.speculator_blocks
         if pass_s is None or step_s is None:
-            # The steps must vary to be timed. Two passes each, so that a pass with steps carries
-            # the nodes of a pass with steps as often as not.
-            return most if self.passes & 2 else 0 if blocks else most // 2
+            # Steps are timed by comparing passes with many steps and passes with few. Each number
+            # is kept for two passes, because a pass carries the nodes that the steps of the pass
+            # before it proposed. So half of the passes with many steps carry many nodes.
+            few = 0 if blocks else most // 2
+            return most if self.passes & 2 else few
         reaches = [
             found
             for session, request in batch.parts
@@ -691,15 +422,12 @@ class PassScheduler:
                 if request is not None:
                     self.fairness.charge(key, request.row_count, prompt=False)
 
-    def _order_queue(
-        self, sessions: Mapping[str, VerifySession], now: float
-    ) -> tuple[list[str], int, int]:
-        """Return the order in which sessions are offered rows, the index at which prompts begin in
-        it, and the rows that prompts may have together."""
+    def _order_queue(self, sessions: Mapping[str, VerifySession], now: float) -> PassOrder:
+        """Return the order in which the waiting sessions are offered rows. Sessions that want no
+        pass any more leave the queue."""
         missing = {key: sessions[key].rows_to_feed for key in self._waiting}
         for key in [key for key, rows in missing.items() if not rows]:
             del self._waiting[key], missing[key]
-        most = self._limits.max_rows_per_pass
         prompts = {key: rows for key, rows in missing.items() if rows > 1}
         decoding = [key for key, rows in missing.items() if rows == 1]
         for key in decoding:
@@ -708,25 +436,36 @@ class PassScheduler:
         if decoding:
             self.price.note_queue(len(decoding) + len(self._awaiting_draft), len(prompts))
         if not self.isolated_keys.isdisjoint(missing):
-            return list(missing), 0, most
+            return PassOrder([], list(missing), self._limits.max_rows_per_pass)
         left_out = {key: self.passes - self._waiting[key] for key in missing}
-        line = self.fairness.sort_by_priority(decoding, left_out)
-        if prompts:
-            in_order = self._prompts.order(prompts, now)
-            line = line + self.fairness.sort_prompts(in_order, left_out)
-            began_at = {
-                key: at
-                for key, at in self._decoding_since.items()
-                if key in sessions and is_decoding(sessions[key])
-            }
-            is_contended = self.fairness.is_contended(now)
-            if began_at and is_contended:
-                most = self._prompts.rows
-            elif began_at:
-                most = self._prompts.rows_in_burst(began_at, prompts)
-            elif is_contended:
-                most = min(most, self._prompts.rows_without_decoding)
-        return line, len(decoding), most
+        decoding = self.fairness.sort_by_priority(decoding, left_out)
+        if not prompts:
+            return PassOrder(decoding, [], self._limits.max_rows_per_pass)
+        by_rank = self._prompts.order(prompts, now)
+        return PassOrder(
+            decoding,
+            self.fairness.sort_prompts(by_rank, left_out),
+            self._limit_prompt_rows(sessions, prompts, now),
+        )
+
+    def _limit_prompt_rows(
+        self, sessions: Mapping[str, VerifySession], prompts: Mapping[str, int], now: float
+    ) -> int:
+        """Return the most rows that the waiting prompts may have together in the next pass."""
+        # Sessions that decode may have declined this pass to wait for a draft; they count as well.
+        decoding_since = {
+            key: at
+            for key, at in self._decoding_since.items()
+            if key in sessions and is_decoding(sessions[key])
+        }
+        is_contended = self.fairness.is_contended(now)
+        if decoding_since and is_contended:
+            return self._prompts.rows
+        if decoding_since:
+            return self._prompts.rows_in_burst(decoding_since, prompts)
+        if is_contended:
+            return min(self._limits.max_rows_per_pass, self._prompts.rows_without_decoding)
+        return self._limits.max_rows_per_pass
 
     def finish_pass(self, now: float, target_s: float | None = None, draft_steps: int = 0) -> Batch:
         """End the running pass. ``target_s`` is the target's part of its duration, ``draft_steps``
