@@ -18,7 +18,12 @@ of it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
 from typing import Final
+
+from edgespec.core.protocol.messages import PicturePart
+from edgespec.core.protocol.pictures import PART_BYTES, Picture
 
 _OVERHEAD_BYTES: Final = 256
 """Bytes that a picture takes beside its own: its name, the entry in the table, Python's objects."""
@@ -119,3 +124,58 @@ class PictureStore:
             self.evicted += 1
             if not self._tables[owner]:
                 self.forget(owner)
+
+
+class ArrivingPictures:
+    """The pictures of one prompt, some of which are still on their way.
+
+    ``pictures`` are the names that the prompt has for them. ``known`` has the bytes of each picture
+    that the verifier holds already, and None for each other one. The device sends the missing
+    pictures in their order, each in parts of ``PART_BYTES``."""
+
+    def __init__(self, pictures: Sequence[Picture], known: Sequence[bytes | None]) -> None:
+        self._pictures, self._known = pictures, list(known)
+        self._received = bytearray()
+        """The first bytes of the first missing picture."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Indices of the pictures that are not complete."""
+        return tuple([number for number, data in enumerate(self._known) if data is None])
+
+    @property
+    def data(self) -> tuple[bytes, ...]:
+        """The bytes of all pictures, once none is missing."""
+        return tuple([data for data in self._known if data is not None])
+
+    def add(self, part: PicturePart) -> bytes | None:
+        """Add a part. Return the bytes of its picture if it is the last part, else None.
+
+        Raises ``ValueError`` for a part that does not continue the first missing picture, and for
+        bytes whose SHA-256 is not the picture's name.
+        """
+        number = self.missing[0]
+        picture = self._pictures[number]
+        start = len(self._received)
+        if (part.number, part.offset) != (number, start):
+            raise ValueError(
+                f"byte {part.offset} of picture {part.number} was sent, but byte {start} of picture"
+                f" {number} comes next"
+            )
+        end, size = start + len(part.data), picture.size_bytes
+        if end > size or (end < size and len(part.data) < PART_BYTES):
+            raise ValueError(
+                f"a part of {len(part.data)} bytes from byte {start} of picture {number} was sent,"
+                f" but the picture has {size} bytes, in parts of {PART_BYTES}"
+            )
+        self._received += part.data
+        if end < size:
+            return None
+        data, self._received = bytes(self._received), bytearray()
+        if sha256(data).digest() != picture.sha256:
+            raise ValueError(f"the bytes of picture {number} do not have the SHA-256 of its name")
+        # The same picture may stand in the prompt several times.
+        for other, one in enumerate(self._pictures):
+            if one.sha256 == picture.sha256 and one.size_bytes == size:
+                self._known[other] = data
+        return data
