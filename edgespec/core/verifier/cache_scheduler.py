@@ -196,8 +196,8 @@ class CacheScheduler:
         self.evictions = 0
         self.preemptions = 0
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
-        """Committed tokens of sessions that entered a shared cache, and how many of them were
-        cached."""
+        """Committed tokens of sessions that entered a shared cache, and how many were cached
+        already."""
         self.evicted: list[str] = []
         """Sessions that lost their blocks since the scheduler last looked; the scheduler clears the
         list."""

@@ -156,14 +156,16 @@ class DraftInbox:
         return self._acceptance.rate(0)
 
     def tokens_per_pass(self, pass_s: float, now: float) -> float:
-        """Return how many tokens the device's drafts are expected to add to a pass of ``pass_s``
-        seconds that begins when one is over that begins now; 0 if nothing is known of the device.
+        """Return how many tokens the device's drafts are expected to add to the pass after next: a
+        pass of ``pass_s`` seconds begins now, and the one in question follows it. 0 if nothing is
+        known of the device.
 
         Formula: a + a**2 + .. + a**n, with a the acceptance rate of first candidates and n the
-        places that the device drafts while a pass runs. After a miss these are the places of its
-        first draft and those of the rest of the pass behind it. A device adds nothing if it usually
-        needs more than a pass to answer a miss, or if its answer is overdue. A device that needs
-        3 ms for a place, right with 0.9, has 13 places in a pass of 40 ms, and 6.8 tokens of them.
+        number of places that the device drafts while a pass runs. After a miss, n is the length of
+        its first draft, and the places that it drafts in the rest of the pass. A device adds
+        nothing if it usually needs more than a pass to answer a miss, or if its answer is overdue.
+        Example: a device that needs 3 ms for a place drafts 13 places in a pass of 40 ms. If 0.9
+        are accepted, that adds 6.8 tokens.
         """
         place_s = self.arrivals.place_s
         response_s = self.arrivals.usual_response_s
@@ -255,6 +257,7 @@ class DraftInbox:
             self._missed_length = self._missed_length or self._prefix.length
 
     def _count_place(self, rank: int | None, offered: int) -> None:
-        """Count a place that was decided: by the sibling of this rank, or by none of them."""
+        """Count a place at which ``offered`` siblings were judged. ``rank`` is that of the accepted
+        one; None means that all were rejected."""
         self._acceptance.add(rank, offered)
         self._history.acceptance.add(rank, offered)

@@ -22,14 +22,14 @@ over as its *deficit* (Shreedhar and Varghese 1995). The sessions of a credentia
 session that was left out stays ahead.
 
 Priorities. A credential's share is computed among the credentials of its own and of higher
-priority, and its sessions precede those of lower priority. A session that was left out of
+priority, and its sessions precede sessions of lower priority. A session that was left out of
 ``AGE_PASSES`` passes in a row moves to the front whatever its priority, so that none starves.
 Prompts: the credential that was fed the fewest prompt rows comes first (virtual token counters,
-Sheng et al. 2401.00588); a new credential starts at the least count of those present.
+Sheng et al. 2401.00588); a new credential starts at the least count of the credentials present.
 
 ``Credential.tokens_per_s`` fills a bucket that holds the tokens of one second (``LEAST_BURST`` at
 least). Sessions of a credential whose bucket is overdrawn wait; ``wake_at`` is the time at which
-the first of them may go on.
+the first one may go on.
 
 Invariants: with one credential without a rate every session is admitted; of every credential that
 wants the pass and is within its rate at least one session is admitted.

@@ -3,8 +3,8 @@
 Theory of operation. When a session opens, loses its stream or ends, the full blocks of its text are
 stored under their names (``prefix_names.py``). A later ``Open`` of the same credential with the
 same key names the longest beginning that it shares with such a text; the store follows the names
-back to the first block and returns the ids. A store is only a cache: a name that is not found
-costs the device a round trip, in which it sends the ids themselves.
+back to the first block and returns the ids. A store is only a cache: a name that is not found costs
+the device a round trip, in which it sends the ids themselves.
 
 Each credential has a table of its own, and no other table is looked at. So the answer, and the time
 that it takes, say nothing about the texts of others. Names are made under a key that each device
@@ -12,9 +12,9 @@ draws at random. So even devices of one credential, or all devices of a verifier
 cannot name each other's texts.
 
 Bounds. The blocks of all tables together take at most ``most_bytes``. If there are more, the table
-with the most blocks gives up its least recently used ones. A use refreshes a text's blocks from
-the last to the first, so a block is never older than the blocks behind it: texts lose their ends
-first, and every block that is held can be reached.
+with the most blocks gives up its least recently used ones. A use refreshes a text's blocks from the
+last to the first, so a block is never older than the blocks behind it: texts lose their ends first,
+and every block that is held can be reached.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The price of a row: the least acceptance probability at which a draft node is worth its row.
 
 Theory of operation. A row that is added to a pass lengthens the pass for every session that waits
-for its end. Let a pass with the verifier's own draft steps before it take T seconds, ``decode_s``
-of them without prompt rows, and a row take r seconds. Let N sessions decode, W sessions wait with
-their prompts, and the pass commit ``tokens`` tokens. One more token in a pass saves its session a
-share of T. A row costs each of the N + W sessions r seconds, in which they would commit tokens or
-feed prompts. So a node pays if its acceptance probability is at least
+for its end. Let a pass with the verifier's own draft steps before it take T seconds, and
+``decode_s`` seconds if the time of its prompt rows is left out. Let a row take r seconds. Let N
+sessions decode, W sessions wait with their prompts, and the pass commit ``tokens`` tokens. One more
+token in a pass saves its session a share of T. A row costs each of the N + W sessions r seconds, in
+which they would commit tokens or feed prompts. So a node pays if its acceptance probability is at
+least
 
     cost = r * tokens * (1 + W / N) / decode_s
 
@@ -16,9 +17,9 @@ drafts, the price is
 
     least chance = cost * (1 + cost)
 
-Worked example: rows of 0.15 ms in passes of 34 ms, 9 ms of them for prompts, that commit 48 tokens:
-cost = 0.15 * 48 / 25 = 0.29, least chance 0.37. A first candidate that is accepted with probability
-0.8 is worth its row, and so are the second and the third behind it (0.64, 0.51).
+Worked example: rows take 0.15 ms, and passes of 34 ms spend 9 ms on prompts and commit 48 tokens.
+Then cost = 0.15 * 48 / 25 = 0.29, and the least chance is 0.37. A first candidate that is accepted
+with probability 0.8 is worth its row, and so are the second and the third behind it (0.64, 0.51).
 
 Until ``_LEAST_PASSES`` passes were timed, no node is worth its row while prompts wait. When the
 number of rows no longer varies, the last measured time of a row decays by ``_FADES`` per pass, so

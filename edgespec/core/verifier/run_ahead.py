@@ -19,7 +19,7 @@ from edgespec.core.verifier.kept_drafts import make_chances
 MAX_HISTORIES: Final = 64
 """Most histories that a verifier keeps; the one whose last session is oldest is dropped first."""
 
-# Weights of the newest sample: of a session's own averages, and of those over many sessions.
+# Weight of the newest sample in the averages of one session, and in the averages over many.
 _SESSION_WEIGHT, _HISTORY_WEIGHT = 0.25, 0.1
 # Memory of the share of expected drafts that arrived, and the trials for which its prior counts.
 _SESSION_MEMORY, _HISTORY_MEMORY, _PRIOR_TRIALS = 0.9, 0.98, 4.0
@@ -54,7 +54,7 @@ class DraftHistories:
         self._histories: OrderedDict[tuple[str, bool, RunAhead], DraftHistory] = OrderedDict()
 
     def get(self, credential_name: str, *, samples: bool, run_ahead: RunAhead) -> DraftHistory:
-        """Return the history of such sessions, an empty one for the first of them."""
+        """Return the history that such sessions share; it is empty for the first session."""
         key = credential_name, samples, run_ahead
         history = self._histories.setdefault(key, DraftHistory())
         self._histories.move_to_end(key)
@@ -75,7 +75,7 @@ class ArrivalEstimator:
     """Estimates when the next useful draft of a session arrives.
 
     After a miss the device must first receive the commit and draft anew; the delay is the
-    *response*. Otherwise drafts come at the device's own rhythm; the delay between two of them is
+    *response*. Otherwise drafts come at the device's own rhythm; the delay between two drafts is
     the *gap*. The estimate is the time of the last event plus the moving average of the response or
     the gap.
 
@@ -215,7 +215,7 @@ class RunAheadView:
     expected_at: float | None
     no_draft_coming: bool
     hit_rate: float = 0.0
-    """Share of the passes with device nodes in which one of these nodes was accepted."""
+    """Share of the passes with device nodes in which a device node was accepted."""
     runs_anyway: bool = False
     """True if a pass of other sessions starts now; a session that declines waits until it ends."""
     response_depth: float = 1.0

@@ -209,7 +209,7 @@ class DraftCounts:
     """Counts by draft source.
 
     ``model`` is the server model or the engine speculator, ``text`` server lookup. ``steps`` counts
-    steps of either model; ``seconds`` and ``failures`` those of the server model alone.
+    the steps of either model. ``seconds`` and ``failures`` count for the server model alone.
     """
 
     device: SourceCounts = field(default_factory=SourceCounts)
@@ -347,9 +347,8 @@ class ServerDraftsFactory:
     def __call__(
         self, request: Open, credential: Credential, end_tokens: Collection[int] = ()
     ) -> ServerDrafts | None:
-        """Return the sources of a session, or None if there are none, if the session waits for
-        the device's drafts, or if it is plain streaming. ``end_tokens`` end an output of its
-        model."""
+        """Return the sources of a session, or None if there are none, if the session waits for the
+        device's drafts, or if it is plain streaming. ``end_tokens`` end an output of its model."""
         if request.plain or request.run_ahead is RunAhead.NEVER:
             return None
         if not (self._text or self._chain_class):

@@ -339,8 +339,7 @@ class EngineSpeculator(ChainSource):
         return found
 
     def set_proposal(self, tokens: tuple[int, ...]) -> None:
-        """Set the tokens that the speculator proposes behind the text, without their
-        confidence."""
+        """Set the tokens that the speculator proposes behind the text, without their confidence."""
         self._set_chain(tokens, [self.chance_at(place) for place in range(len(tokens))])
 
     def note_no_proposal(self) -> None:
@@ -663,9 +662,9 @@ def block_pays(
     """Return whether an engine speculator that proposes a whole block in one run of ``run_s``
     should run behind a pass.
 
-    ``reaches`` is as in ``chain_length``. The part of the block that is worth its rows has to
-    repay the run. Example: one session at 0.7 a token, passes of 25 ms and rows that cost nothing
-    let a block of 8 pay up to a run of 54 ms.
+    ``reaches`` is as in ``chain_length``. The part of the block that is worth its rows has to repay
+    the run. Example: one session at 0.7 a token, passes of 25 ms and rows that cost nothing let a
+    block of 8 pay up to a run of 54 ms.
     """
     sessions = float(len(reaches))
     tokens, time_s = sessions, pass_s + run_s

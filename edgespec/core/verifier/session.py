@@ -517,8 +517,8 @@ class VerifySession:
     def _build_request(self, offer: ev.Offer) -> PassRequest:
         """Return the request for a pass in which ``offer`` leaves room.
 
-        It feeds the committed tokens that the cache lacks. If all of them are fed, the device's
-        nodes that are worth their row follow, and the server-side nodes. For a target that verifies
+        It feeds the committed tokens that the cache lacks. If it can feed all, the device's nodes
+        that are worth their row follow, and then the server-side nodes. For a target that verifies
         no trees only the likeliest path is kept.
         """
         key, first, last = self.request.session_id, self.cache_length, self.prefix.length
