@@ -330,8 +330,7 @@ async def _choose(config: AgentConfig, connections: Connections) -> tuple[AgentC
         if why is not None:
             left_out[address] = why
     order = [address for address in order if address not in left_out]
-    if left_out:
-        say("not used: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
+    _say_left_out(left_out)
     unanswered = [address for address in left_out if answers[address].info is None]
     found = replace(found, verifier=(*order, *unanswered))
     if policy is Association.RENDEZVOUS:
@@ -344,6 +343,28 @@ async def _choose(config: AgentConfig, connections: Connections) -> tuple[AgentC
         f" {info.sessions} of {info.max_sessions} sessions"
     )
     return replace(found, association=Association.LISTED), model
+
+
+def report_left_out(config: AgentConfig, connections: Connections) -> None:
+    """Print which of several verifiers were not used, and why, after an output of ``config`` that
+    waited for none of their answers."""
+    if len(config.verifiers) < 2:
+        return
+    left_out = dict[str, str]()
+    for address, answer in connections.answers_so_far().items():
+        why: str | None = answer.why
+        if answer.info is not None:
+            with stopping_at_once():
+                why = explain_misfit(config, answer.info, "it")
+        if why is not None:
+            left_out[address] = why
+    _say_left_out(left_out)
+
+
+def _say_left_out(left_out: Mapping[str, str]) -> None:
+    """Print the verifiers that are not used, each with the reason."""
+    if left_out:
+        say("not used: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
 
 
 async def _timed_answers(connections: Connections) -> dict[str, ProbeResult]:

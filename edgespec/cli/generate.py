@@ -182,6 +182,7 @@ async def _generate(config: AgentConfig, request: _Request) -> None:
                 await _stream_target(
                     recalled.config, recalled.info, request, connections, confirming
                 )
+                device.report_left_out(recalled.config, connections)
                 return
             except OutdatedError:
                 pass

@@ -604,4 +604,6 @@ def _make_drafter(
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer
     writes = config.fallback == FALLBACK_DRAFT
-    return load_model_drafter(draft, tokenizer, config.policy, say, reserved, writes=writes)
+    return load_model_drafter(
+        draft, tokenizer, config.policy, say, reserved, endpoint=config.endpoint, writes=writes
+    )

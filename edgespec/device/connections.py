@@ -136,6 +136,19 @@ class Connections:
                 found[address] = ProbeResult(error=error)
         return found
 
+    def answers_so_far(self) -> dict[str, ProbeResult]:
+        """Return the answers of all verifiers by address, without waiting for the missing ones."""
+        found = dict[str, ProbeResult]()
+        for address in self.addresses:
+            task = self._greetings.get(address)
+            if task is None or not task.done() or task.cancelled():
+                found[address] = ProbeResult(error=LinkError("no answer so far"))
+            elif isinstance(error := task.exception(), LinkError):
+                found[address] = ProbeResult(error=error)
+            else:
+                found[address] = ProbeResult(task.result().info)
+        return found
+
     async def first_answer(self) -> tuple[str, Greeting] | None:
         """Return the first verifier that answers, with its greeting, or None if none does."""
         waiting = {self._greeting(one): one for one in self.addresses}

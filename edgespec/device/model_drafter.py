@@ -53,6 +53,7 @@ def load_model_drafter(
     say: Say,
     reserved: Sequence[memory.MemoryTerm] = (),
     *,
+    endpoint: EndpointSection | None = None,
     writes: bool = False,
 ) -> Drafter:
     """Return a loaded drafter on the model of ``draft.model``.
@@ -63,6 +64,7 @@ def load_model_drafter(
         policy: Its width is the number of candidates per step, which a memory budget may reduce.
         say: Called with a line about slow work, and about the nodes that an accelerator runs.
         reserved: Memory that a budget keeps free for another model.
+        endpoint: Settings of the endpoint, whose requests a budget counts. None: the defaults.
         writes: Whether the model also answers by itself, so that it reads whole prompts unless the
             user or a memory budget sets a window.
 
@@ -88,7 +90,7 @@ def load_model_drafter(
             raise SetupError(
                 f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
             )
-        return load_planned_drafter(draft, source, policy.width, say, reserved)
+        return load_planned_drafter(draft, source, policy.width, say, reserved, endpoint)
     else:
         folder = _prepare_draft_folder(source, draft, say)
         with require_library("onnxruntime", "edgespec[cpu]"):
@@ -198,8 +200,6 @@ _BYTES_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
 _SIZES = ("vocabulary_size", "layers", "heads", "kv_heads", "head_dim", "hidden", "feed_forward")
 _ENDPOINT_BYTES: Final = 10 << 20
 """Bytes that ``edgespec serve`` loads beyond the other commands, measured as 6 to 12 MiB."""
-_REQUESTS_BYTES: Final = EndpointSection().most_bodies_bytes(has_budget=True)
-"""Bytes that the bodies of requests may hold."""
 
 
 def list_variants(draft: DraftSection, source: ModelSource) -> tuple[memory.DraftVariant, ...]:
@@ -282,10 +282,13 @@ def _shape_sizes(shape: DecoderShape) -> dict[str, int]:
     return {name: getattr(shape, name) for name in _SIZES}
 
 
-def measure_memory_question(draft: DraftSection, max_width: int) -> memory.MemoryPlanInputs:
+def measure_memory_question(
+    draft: DraftSection, max_width: int, endpoint: EndpointSection | None = None
+) -> memory.MemoryPlanInputs:
     """Return the input of a memory plan, measured now. Load the tokenizer before.
 
-    Raises ``ValueError`` for a budget that cannot be read."""
+    ``endpoint`` are the settings of ``edgespec serve``; None: the defaults. Raises ``ValueError``
+    for a budget that cannot be read."""
     with require_library("onnxruntime", "edgespec[cpu]"):
         # The memory of the libraries that these imports load has to be counted.
         import edgespec.device.drafters.onnx_drafter
@@ -302,7 +305,7 @@ def measure_memory_question(draft: DraftSection, max_width: int) -> memory.Memor
         threads=draft.threads,
         max_caches=draft.caches,
         cores=os.cpu_count() or 1,
-        additions=_list_additions(draft),
+        additions=_list_additions(draft, endpoint or EndpointSection()),
     )
 
 
@@ -330,12 +333,14 @@ def max_corpus_bytes(draft: DraftSection) -> int:
     return min(MAX_CORPUS_BYTES, memory.corpus_text_bytes(budget))
 
 
-def _list_additions(draft: DraftSection) -> tuple[memory.MemoryTerm, ...]:
+def _list_additions(
+    draft: DraftSection, endpoint: EndpointSection
+) -> tuple[memory.MemoryTerm, ...]:
     """Return what ``edgespec serve`` holds beyond other commands."""
     additions = [
         memory.MemoryTerm(
             "requests",
-            _REQUESTS_BYTES,
+            endpoint.most_bodies_bytes(has_budget=True),
             "bodies of large requests in serve, at most",
             memory.Held.RESERVED,
         )
@@ -359,15 +364,17 @@ def load_planned_drafter(
     max_width: int,
     say: Say,
     reserved: Sequence[memory.MemoryTerm] = (),
+    endpoint: EndpointSection | None = None,
 ) -> Drafter:
-    """Return a guarded drafter that fits in ``draft.memory_budget`` beside what is ``reserved``.
+    """Return a guarded drafter that fits in ``draft.memory_budget`` beside what is ``reserved`` and
+    the requests that ``endpoint`` admits (None: the defaults).
 
     Raises ``SetupError`` naming the smallest budget, and ``ValueError`` naming the file."""
     with require_library("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
     variants = list_variants(draft, source)
     folder = source.folder
-    question = measure_memory_question(draft, max_width)
+    question = measure_memory_question(draft, max_width, endpoint)
     question = replace(question, additions=(*question.additions, *reserved))
     plan = memory.plan_memory(variants, question)
     if source.kind is not SourceKind.EXPORT:

@@ -23,7 +23,7 @@ from edgespec.models.toy import ToyTokenizer
 from edgespec.testing import LoopbackTransport
 from edgespec.verifier.build import load_target
 from tests.kit.echo_verifier import echo
-from tests.kit.live_verifier import GatedTarget, run_command, serve_toy, toy_text
+from tests.kit.live_verifier import GatedTarget, run_command, serve_toy, start_daemon, toy_text
 from tests.present import require
 
 MODEL = ModelInfo("toy", "v1", 64, 4096)
@@ -187,6 +187,23 @@ def test_a_dead_verifier_is_named_and_the_other_one_used(
     assert lines[1].endswith("of 64 sessions")
     assert f"served by {address}; 0 failovers" in result.stderr
     assert "served by" not in generate("--verifier", address, "--stats").stderr
+
+
+@pytest.mark.parametrize("spare", ["dead", "misfit"])
+def test_a_remembered_verifier_hides_no_other_that_is_not_used(
+    spare: str, address: str, dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second command knows the verifier from the first one and does not choose any more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert generate("--verifier", address).exit_code == 0
+    with start_daemon("--model", "bundled") as (bundled, _):
+        other = dead if spare == "dead" else bundled
+        result = generate("--verifier", address, "--verifier", other)
+    assert (result.exit_code, result.stdout) == (0, text())
+    lines = [line for line in result.stderr.splitlines() if line.startswith("not used: ")]
+    (line,) = lines
+    assert line.startswith(f"not used: {other} (")
+    assert address not in line
 
 
 def test_several_come_from_the_environment_and_from_a_file(

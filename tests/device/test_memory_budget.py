@@ -26,7 +26,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
-from edgespec.config import AgentConfig, DraftSection, PacingSection, PolicySection, VerifierConfig
+from edgespec.config import (
+    AgentConfig,
+    DraftSection,
+    EndpointSection,
+    PacingSection,
+    PolicySection,
+    VerifierConfig,
+)
 from edgespec.core.device.events import StepDone, StepFailed
 from edgespec.core.device.memory import (
     MIB,
@@ -48,6 +55,7 @@ from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.model_drafter import (
     list_variants,
     log_measure_failure,
+    measure_memory_question,
     predict_variant,
     read_exported_variant,
 )
@@ -181,6 +189,35 @@ def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
     assert real.inline
     (only,) = list_variants(DraftSection(), resolve_source(BUNDLED, Purpose.DRAFT))
     assert only == real
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "size_mib"),
+    [
+        (EndpointSection(), 16),
+        (EndpointSection(max_body_bytes=1 << 20), 16),
+        (EndpointSection(max_body_bytes=1 << 10), 1 / 64),
+        (EndpointSection(max_body_bytes=64 << 20), 128),
+        (EndpointSection(max_bodies_bytes=256 << 20), 256),
+    ],
+    ids=["default", "small", "tiny", "large", "many"],
+)
+def test_a_budget_counts_the_requests_that_the_user_admits(
+    endpoint: EndpointSection, size_mib: float
+) -> None:
+    """Oracle: the limit that the endpoint enforces."""
+    question = measure_memory_question(DraftSection(), 2, endpoint)
+    (term,) = [one for one in question.additions if one.name == "requests"]
+    assert term.bytes == size_mib * (1 << 20) == endpoint.most_bodies_bytes(has_budget=True)
+
+
+def test_a_budget_without_room_for_large_requests_is_refused() -> None:
+    """The sizes of requests in the configuration of an agent reach its plan."""
+    draft = DraftSection(memory_budget="1GiB")
+    require(load_drafter(AgentConfig(draft=draft))).close()
+    large = EndpointSection(max_bodies_bytes=1 << 30)
+    with pytest.raises(MemoryPlanError, match="needs at least"):
+        load_drafter(AgentConfig(draft=draft, endpoint=large))
 
 
 def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() -> None:
