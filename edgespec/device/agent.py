@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import operator
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -62,6 +63,7 @@ from edgespec.device.generation_timeline import GenerationTimeline
 from edgespec.device.prober import probe_all
 from edgespec.device.same_prompts import SamePrompts
 from edgespec.device.session_driver import SessionDriver
+from edgespec.device.sleeping import Clocks, SleepDetector
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
 from edgespec.models.grammar import GrammarReader, ReadConstraint
 from edgespec.models.shared_ids import SharedIds
@@ -77,6 +79,10 @@ _GRAMMAR_THREADS: Final = 4
 _MAX_WAITING_GRAMMARS: Final = 64
 _MAX_REASON_CHARS: Final = 400
 _GRAMMAR_TIMEOUT_S: Final = 40.0
+# Seconds after a sleep in which generations get more time for their first stream, and that time. A
+# laptop is on its wireless network again two to ten seconds after it woke.
+_WAKING_S: Final = 30.0
+_NETWORK_WITHIN_S: Final = 20.0
 # Seconds that a disk without an answer may delay the end of a generation.
 _DISK_TIMEOUT_S: Final = 10.0
 _MAX_WAITING_RECORDINGS: Final = 64
@@ -379,6 +385,7 @@ class Agent:
             drafts ignore constraints; the verifier enforces them all the same.
         encode_continuation: Turns text that continues a prompt into token ids, without the tokens
             that begin a text. None: ``encode``.
+        clocks: Clocks of this device. None: the system's.
     """
 
     def __init__(
@@ -392,7 +399,10 @@ class Agent:
         tracer: Tracer | None = None,
         read_constraint: ReadConstraint | None = None,
         encode_continuation: Callable[[str], Sequence[int]] | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
+        self._clocks = clocks or Clocks()
+        self._sleep, self._woke_at = SleepDetector(self._clocks), -math.inf
         self.options = options or AgentOptions()
         self.stats: GenerationStats | None = None
         """Statistics of the generation that was started last."""
@@ -743,7 +753,7 @@ class Agent:
         return DraftSession(
             request,
             self.options.policy,
-            self.options.reconnect,
+            self._reconnect_policy(),
             context_length,
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self.options.vocabulary_size,
@@ -755,6 +765,17 @@ class Agent:
             draft_places=1 if drafter is None else count_places(drafter),
             pictures=[one.data for one in pictures],
         )
+
+    def _reconnect_policy(self) -> ReconnectPolicy:
+        """Return the policy for a generation that begins now. The network of a machine that has
+        just woken may need some seconds, so its first stream gets more time."""
+        policy, now = self.options.reconnect, self._clocks.monotonic()
+        if self._sleep.look():
+            self._woke_at = now
+        if now - self._woke_at > _WAKING_S:
+            return policy
+        first_s = max(policy.give_up_first_s, min(policy.give_up_s, _NETWORK_WITHIN_S))
+        return replace(policy, give_up_first_s=first_s)
 
     def _read_prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         """Return the token ids of a prediction. Raises ``TypeError`` or ``ValueError``."""

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -33,14 +31,12 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.device import build
 from edgespec.device.prober import ProbeResult, probe_all
 from edgespec.device.remembered_verifiers import Greeting, recall_greeting, store_greeting
+from edgespec.device.sleeping import Clocks, SleepDetector
 from edgespec.models.lent_texts import has_lent_texts
 from edgespec.wire.access import load_device_access
 from edgespec.wire.tokenizer_lending import Announcement, EarlyParts, TokenizerFetch
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
-SLEPT_S: Final = 10.0
-"""Seconds by which the wall clock must have run ahead of the monotonic one, which stands still
-while a machine sleeps, for the machine to count as woken. Corrections of the clock are smaller."""
 # One thread stores the answers of verifiers. An answer that does not get onto the disk in time is
 # asked for again by the next process.
 _MAX_WAITING_ANSWERS: Final = 16
@@ -51,15 +47,6 @@ _log = logging.getLogger(__name__)
 def borrows_tokenizer(config: AgentConfig) -> bool:
     """Return whether ``config`` names no tokenizer, so that the verifier's has to be used."""
     return not config.tokenizer and config.draft.model in (build.NONE, build.LOOKUP)
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """The clocks of a device, and how it waits."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class Connections:
@@ -289,7 +276,7 @@ class _Link:
         self.transport, self._clocks = transport, clocks
         self.leases = 0
         self.used_at = clocks.monotonic()
-        self._clocks_apart_s = clocks.wall() - self.used_at
+        self._sleep = SleepDetector(clocks)
 
     @property
     def is_idle(self) -> bool:
@@ -316,9 +303,7 @@ class _Link:
     def _note_use(self) -> None:
         """Note a use. Replace the connection first if the machine has slept since the last one."""
         self.used_at = self._clocks.monotonic()
-        apart_s = self._clocks.wall() - self.used_at
-        slept_s, self._clocks_apart_s = apart_s - self._clocks_apart_s, apart_s
-        if slept_s > SLEPT_S:
+        if slept_s := self._sleep.look():
             _log.info("this machine slept for %.0f s, so the connection is replaced", slept_s)
             self.transport.renew()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final, assert_never
 
@@ -21,6 +20,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Cancel, FinishReason, Opened, Uplink
 from edgespec.device.drafter_pool import DrafterLease
+from edgespec.device.sleeping import LOOK_EVERY_S, AwakeClock
 from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.trace import Tracer
 
@@ -125,10 +125,16 @@ Outcome = ev.Deliver | ev.Finish | ev.Fail
 class SessionDriver:
     """Runs ``session`` until it finishes or fails; iterate over ``outcomes`` to follow it.
 
-    ``drafter`` may be None only if the session was opened without drafting."""
+    ``drafter`` may be None only if the session was opened without drafting. A time in which the
+    process does not run is none for the session: it reaches no deadline and measures nothing."""
 
     def __init__(
-        self, session: DraftSession, connect: Dial, drafter: DrafterLease | None, tracer: Tracer
+        self,
+        session: DraftSession,
+        connect: Dial,
+        drafter: DrafterLease | None,
+        tracer: Tracer,
+        clock: AwakeClock | None = None,
     ) -> None:
         self.session, self._connect = session, connect
         self._drafter, self._tracer = drafter, tracer
@@ -137,6 +143,7 @@ class SessionDriver:
         self._link: Link | None = None
         self._links: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()
+        self._clock = clock or AwakeClock()
         self._timer: asyncio.TimerHandle | None = None
         self._has_ended = False
         """Whether the last outcome was queued. A running draft step is not needed any more then."""
@@ -181,7 +188,7 @@ class SessionDriver:
         if self._has_ended:
             return
         try:
-            now, key = time.monotonic(), self.session.request.session_id
+            now, key = self._clock.now(), self.session.request.session_id
             self._tracer.record(now, "device", key, "event", event)
             for action in self.session.handle(event, now):
                 self._tracer.record(now, "device", key, "action", action)
@@ -223,7 +230,7 @@ class SessionDriver:
             self._drafter.end()
         # The trace ends with the counters, so that its readers need not count again.
         key, counters = self.session.request.session_id, self.session.counters
-        self._tracer.record(time.monotonic(), "device", key, "event", counters)
+        self._tracer.record(self._clock.now(), "device", key, "event", counters)
         self._outcomes.put_nowait(last)
 
     def _fail(self, error: BaseException) -> None:
@@ -257,14 +264,14 @@ class SessionDriver:
         task.add_done_callback(check_task)
 
     def _set_timer(self) -> None:
-        """Set a timer that calls ``_on_timer`` at the deadline.
+        """Set a timer that calls ``_on_timer`` at the deadline, or when the clock has to be read.
 
         Deadlines mostly move later, so a timer that is set for an earlier time stays."""
         deadline = self.session.deadline
         if deadline is None or self._has_ended:
             return
         loop = asyncio.get_running_loop()
-        due = loop.time() + max(0.0, deadline - time.monotonic())
+        due = loop.time() + min(LOOK_EVERY_S, max(0.0, deadline - self._clock.now()))
         if self._timer is not None:
             if self._timer.when() <= due:
                 return
@@ -274,7 +281,7 @@ class SessionDriver:
     def _on_timer(self) -> None:
         self._timer = None
         deadline = self.session.deadline
-        if deadline is not None and deadline <= time.monotonic():
+        if deadline is not None and deadline <= self._clock.now():
             self._handle(ev.Tick())
         else:
             self._set_timer()

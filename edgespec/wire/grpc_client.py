@@ -8,8 +8,9 @@ malformed message ends this stream with an error that names the fault.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import grpc
@@ -24,6 +25,7 @@ from edgespec.wire import call_end, channel_options, codec, early_connection
 from edgespec.wire.access import KEY_HEADER, KEY_SCHEME, DeviceAccess
 from edgespec.wire.early_connection import EarlyConnection
 from edgespec.wire.shielded_call import ShieldedCall
+from edgespec.wire.watched_connection import WatchedConnection
 
 # Statuses that a second attempt would meet again.
 _FINAL_STATUSES: Final = {
@@ -32,12 +34,14 @@ _FINAL_STATUSES: Final = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.PERMISSION_DENIED,
 }
+_REPLACED_TEXT: Final = "the connection was dead and is replaced"
 _TOO_LARGE_TEXT: Final = "message larger than max"
 CONVERSATION_HEADER: Final = "edgespec-conversation"
 """Header (gRPC metadata) with the conversation's hash, sixteen hexadecimal digits, by which a proxy
 may choose a replica (``core/association/policies.py``)."""
 CALL_TIMEOUT_S = 5.0
 """Limit in seconds for connecting and for each unary call."""
+_log = logging.getLogger(__name__)
 # Seconds that a closed stream may wait for the verifier to end it too.
 _LINGER_TIMEOUT_S: Final = 1.0
 
@@ -74,6 +78,11 @@ class GrpcTransport:
         """Closings of connections that ``renew`` has replaced."""
         self._calls = 0
         """Number of calls that are under way, to open a stream or for a unary request."""
+        self._call_limits: set[asyncio.Timeout] = set()
+        """Time limits of the calls that are under way."""
+        self._replacements = 0
+        """Number of times that the channel was replaced."""
+        self._watched = WatchedConnection(self._probe, self._connect_fresh, self._use_fresh)
         self._closed = False
 
     @property
@@ -87,18 +96,18 @@ class GrpcTransport:
             metadata = (*metadata, (CONVERSATION_HEADER, conversation))
         call: Any = None
         early: EarlyConnection | None = None
+        self._watched.begin_use()
         try:
-            with self._counted_call("connect"):
-                # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    channel, early = await self._choose_channel()
-                    method: Any = channel.stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
-                    call = method(metadata=metadata)
-                    await call.wait_for_connection()
+            async with self._timed_call("connect"):
+                channel, early = await self._choose_channel()
+                method: Any = channel.stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
+                call = method(metadata=metadata)
+                await call.wait_for_connection()
         except BaseException:
             if call is not None:
                 call.cancel()
             self._leave_early(early)
+            self._watched.end_use()
             raise
         stream = GrpcDeviceStream(self, call, early)
         self._streams.add(stream)
@@ -112,35 +121,44 @@ class GrpcTransport:
             raise LinkError(f"verifier at {self.address}: {violation}", retryable=False) from None
 
     async def call_unary(self, name: str, request: bytes) -> bytes:
-        """Make one unary call of the service, such as ``Tokenizer``. Raises ``LinkError``."""
+        """Make one unary call of the service, such as ``Tokenizer``. It is repeated once if its
+        connection was found to be dead. Raises ``LinkError``."""
+        try:
+            with self._watched.used_by_call():
+                return await self._call_once(name, request)
+        except LinkError as error:
+            if error.again_s is None:
+                raise
+        with self._watched.used_by_call():
+            return await self._call_once(name, request)
+
+    async def _call_once(self, name: str, request: bytes) -> bytes:
         early: EarlyConnection | None = None
         try:
-            with self._counted_call(name.lower()):
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    channel, early = await self._choose_channel()
-                    method: Any = channel.unary_unary(f"/{codec.SERVICE}/{name}", None, None)
-                    call = method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
-                    return bytes(await call)
+            async with self._timed_call(name.lower()):
+                channel, early = await self._choose_channel()
+                method: Any = channel.unary_unary(f"/{codec.SERVICE}/{name}", None, None)
+                call = method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+                return bytes(await call)
         except LinkError:
             if early is None or not early.was_refused:
                 raise
         finally:
             self._leave_early(early)
-        return await self.call_unary(name, request)  # whose failure has a reason
+        return await self._call_once(name, request)  # whose failure has a reason
 
     def renew(self) -> None:
         """Use a new connection from now on. The old one is closed, and what runs on it breaks.
 
         Call this where the old connection is probably dead, such as after the machine has slept. A
         dead connection would otherwise hold the next call until its pings are lost."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            self._close_later(channel.close(None))
-        self._drop_early()
+        self._watched.note_replaced()
+        self._replace_channel(None)
 
     async def close(self) -> None:
         """End all streams, after a moment in which sent messages may arrive."""
         self._closed = True
+        await self._watched.close()
         for stream in tuple(self._streams):
             await stream.close()
         await asyncio.gather(*self._lingering)
@@ -150,20 +168,81 @@ class GrpcTransport:
         if channel is not None:
             await channel.close(None)
 
-    @contextmanager
-    def _counted_call(self, what: str) -> Iterator[None]:
-        """Count a call that is under way, and turn the library's errors into a ``LinkError``."""
+    @asynccontextmanager
+    async def _timed_call(self, what: str) -> AsyncIterator[None]:
+        """Count a call that is under way, limit its time, and turn the library's errors into a
+        ``LinkError``. ``again_s`` is 0 if the connection was replaced meanwhile."""
         self._calls += 1
+        replacements = self._replacements
         try:
-            yield
+            # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
+            async with asyncio.timeout(CALL_TIMEOUT_S) as limit:
+                self._call_limits.add(limit)
+                yield
         except (TimeoutError, grpc.aio.AioRpcError) as error:
+            if replacements != self._replacements:
+                raise self._replaced_error() from None
             raise self._call_error(error, what) from None
+        except asyncio.CancelledError:
+            # The library cancels the calls of a channel that is closed, as if their caller had.
+            task = asyncio.current_task()
+            if replacements == self._replacements or (task is not None and task.cancelling()):
+                raise
+            raise self._replaced_error() from None
         finally:
             self._calls -= 1
+            self._call_limits.discard(limit)
+
+    def _replaced_error(self) -> LinkError:
+        return LinkError(f"verifier at {self.address}: {_REPLACED_TEXT}", again_s=0.0)
+
+    # --- a connection that may be dead -----------------------------------------------------
+
+    async def _probe(self) -> None:
+        await self._call_once("Info", b"")
+
+    async def _connect_fresh(self) -> grpc.aio.Channel:
+        """Return a new channel over which the verifier has answered. Raises ``LinkError``."""
+        options = channel_options.client_options(self.limits, CALL_TIMEOUT_S)
+        channel = _make_channel(self.address, self._access, options)
+        try:
+            method: Any = channel.unary_unary(f"/{codec.SERVICE}/Info", None, None)
+            await method(b"", timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        except BaseException as error:
+            self._close_later(channel.close(None))
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise self._call_error(error, "info") from None
+            raise
+        return channel
+
+    def _use_fresh(self, channel: grpc.aio.Channel) -> None:
+        """Use ``channel`` from now on. What runs on the dead connection breaks, and may be repeated
+        at once."""
+        _log.info("the connection to %s was dead and is replaced", self.address)
+        for stream in self._streams:
+            stream.was_replaced = True
+        self._replace_channel(channel)
+
+    def _replace_channel(self, channel: grpc.aio.Channel | None) -> None:
+        """Close the present channel and use ``channel``; None: one that the next call makes."""
+        dead, self._channel = self._channel, channel
+        self._replacements += 1
+        for limit in self._call_limits:  # A call that waits to be connected would wait on.
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+        if dead is not None:
+            self._close_later(dead.close(None))
+        self._drop_early()
+
+    def note_message(self) -> None:
+        """Note that a stream has received something, so that the connection is alive."""
+        self._watched.note_message()
 
     def linger(self, stream: GrpcDeviceStream) -> None:
         """Close ``stream`` in the background, since its messages may still arrive."""
-        self._streams.discard(stream)
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self._watched.end_use()
         task = asyncio.create_task(stream.linger())
         self._lingering.add(task)
 
@@ -274,6 +353,8 @@ class GrpcDeviceStream:
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fault: Fault | None = None
         self._violation: str | None = None
+        self.was_replaced = False
+        """Whether the connection of this stream was found to be dead and was replaced."""
 
     async def send(self, message: Uplink) -> None:
         """Send ``message``; wait while the verifier does not read.
@@ -304,6 +385,7 @@ class GrpcDeviceStream:
             raise await self._end_error() from None
         if payload is EOF:
             raise await self._end_error()
+        self._transport.note_message()
         try:
             message = codec.decode_downlink(payload, self._limits)
         except codec.ProtocolViolation as violation:
@@ -353,6 +435,8 @@ class GrpcDeviceStream:
             return LinkError(f"verifier at {self._address}: {self._violation}", retryable=False)
         if self._closed.done():
             return LinkError(f"the stream to {self._address} was closed here", retryable=False)
+        if self.was_replaced:
+            return LinkError(f"verifier at {self._address}: {_REPLACED_TEXT}", again_s=0.0)
         code, details = await self._call.code(), await self._call.details()
         error = _link_error(self._address, code, details)
         if self._fault is not None:

@@ -30,9 +30,10 @@ from edgespec.device import remembered_verifiers
 from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, recall_target
 from edgespec.device.build import build_agent, vocabulary_of
-from edgespec.device.connections import SLEPT_S, Clocks, Connections
+from edgespec.device.connections import Connections
 from edgespec.device.prober import VerifierMonitor
 from edgespec.device.remembered_verifiers import Greeting, recall_greeting, store_greeting
+from edgespec.device.sleeping import SLEPT_S, Clocks
 from edgespec.testing import play_output
 from edgespec.verifier.build import packed_texts
 from edgespec.wire.grpc_client import GrpcTransport

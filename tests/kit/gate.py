@@ -31,6 +31,8 @@ class Gate:
 
     def __init__(self, port: int | None, source: str = "127.0.0.1") -> None:
         self.address, self.port, self.source = "", port, source
+        self.accepted = 0
+        """Number of connections so far."""
         self._flows = asyncio.Event()
         self._flows.set()
         self._listener: socket.socket | None = None
@@ -65,6 +67,13 @@ class Gate:
         """Accept connections from now on, but carry nothing in either direction."""
         self._flows.clear()
 
+    def swallow_open(self) -> None:
+        """Carry nothing any more on the connections that are open now, but carry new ones: the
+        device has changed its network."""
+        self._flows.clear()
+        self._flows = asyncio.Event()
+        self._flows.set()
+
     def _accept(self) -> None:
         with suppress(OSError):  # the client has left again
             near, _ = require(self._listener).accept()
@@ -92,6 +101,7 @@ class Gate:
     async def _connection(self, near: socket.socket, far: socket.socket, port: int) -> None:
         """Carry bytes until both sides have ended, and reset the connection if anything fails or is
         cancelled."""
+        self.accepted += 1
         far.bind((self.source, 0))
         await asyncio.get_running_loop().sock_connect(far, ("127.0.0.1", port))
         async with asyncio.TaskGroup() as both:
@@ -103,8 +113,8 @@ class Gate:
     async def _carry(self, source: socket.socket, sink: socket.socket, *, upwards: bool) -> None:
         """Carry one direction until ``source`` has ended; ``upwards`` means towards the
         verifier."""
-        loop = asyncio.get_running_loop()
+        loop, flows = asyncio.get_running_loop(), self._flows
         while data := await loop.sock_recv(source, 1 << 16):
-            await self._flows.wait()
+            await flows.wait()
             await loop.sock_sendall(sink, data)
         sink.shutdown(socket.SHUT_WR)

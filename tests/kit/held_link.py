@@ -22,7 +22,6 @@ class HeldLink(Gate):
 
     def __init__(self, port: int | None) -> None:
         super().__init__(port)
-        self.accepted = 0
         self.up_bytes = self.down_bytes = 0
         self.hold_at_flight = 0
         """0: no connection is held by itself."""
@@ -49,7 +48,6 @@ class HeldLink(Gate):
                 one.may_come_down.set()
 
     async def _connection(self, near: socket.socket, far: socket.socket, port: int) -> None:
-        self.accepted += 1
         self._flights[near] = self._flights[far] = _Flights()
         try:
             await super()._connection(near, far, port)

@@ -44,6 +44,10 @@ ASSUMED_ROW_SHARE: Final = 0.2
 parameters in 4 bits, with two threads and with one."""
 ASSUMED_FURTHER_SHARE: Final = 0.8
 """Acceptance rate of a further place, as a share of the one before it, until it was tried."""
+MOST_TIMES: Final = 8.0
+"""Draft steps, round trips and tokens count as at most this many times as long as those before.
+After a second of sleep or swapping a device would otherwise seem too slow to draft: the policy
+would rest, and no step would be left to correct it."""
 USEFUL_RATE: Final = 0.03
 """Acceptance rate below which a draft model is useless: each of its steps saves at most this share
 of a pass. ``plan link`` also calls a gain of 3 % the smallest that is worth the effort."""
@@ -205,6 +209,10 @@ class DraftChances(PlaceChances):
             self._contradicted[guess.lookup_cell].add(hit)
 
 
+def _make_steady_average() -> MovingAverage:
+    return MovingAverage(most_times=MOST_TIMES)
+
+
 TRIAL_EVERY: Final = 32
 """Generations after which a draft model that cannot get ahead is tried again at the latest."""
 
@@ -239,10 +247,10 @@ class KeptEstimates:
 
     greedy: DraftChances = field(default_factory=DraftChances)
     sampled: DraftChances = field(default_factory=DraftChances)
-    step_s: MovingAverage = field(default_factory=MovingAverage)
+    step_s: MovingAverage = field(default_factory=_make_steady_average)
     """Seconds that a usual draft step takes. They depend on the device alone, so drafts for all
     models share them."""
-    feed_s: MovingAverage = field(default_factory=MovingAverage)
+    feed_s: MovingAverage = field(default_factory=_make_steady_average)
     """Seconds per token of prefill on the device."""
     step_row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """Seconds that a further row adds to a step of a parallel draft."""
@@ -313,6 +321,8 @@ class OwnSpeed:
 
     def add(self, seconds: float, tokens: int) -> None:
         """Add a commit of ``tokens`` that came ``seconds`` after the one before."""
+        if (token_s := self.token_s) is not None:
+            seconds = min(seconds, MOST_TIMES * token_s * max(1, tokens))
         self.seconds = self.memory * self.seconds + seconds
         self.tokens = self.memory * self.tokens + tokens
 
@@ -333,7 +343,7 @@ class VerifierEstimates:
     All times are in seconds and unknown until first measured."""
 
     price: RowPrice = field(default_factory=RowPrice)
-    rtt_s: MovingAverage = field(default_factory=MovingAverage)
+    rtt_s: MovingAverage = field(default_factory=_make_steady_average)
     pass_s: MovingAverage = field(default_factory=MovingAverage)
     commit_s: MovingAverage = field(default_factory=MovingAverage)
     """Time between two commits, as they arrive."""
@@ -348,9 +358,9 @@ class VerifierEstimates:
 class DraftEstimates(VerifierEstimates):
     """All estimates of one generation: those of its verifier and those of its draft."""
 
-    step_s: MovingAverage = field(default_factory=MovingAverage)
+    step_s: MovingAverage = field(default_factory=_make_steady_average)
     """Seconds that a draft step takes that feeds one or two tokens."""
-    feed_s: MovingAverage = field(default_factory=MovingAverage)
+    feed_s: MovingAverage = field(default_factory=_make_steady_average)
     """Seconds per token of prefill on the device."""
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """Seconds that one more draft node adds to a pass."""
@@ -405,6 +415,9 @@ class DraftEstimates(VerifierEstimates):
         ``step_s`` is then what a step with one row would take."""
         rows = fed + places - 1
         if self.max_places > 1 and rows <= MAX_TIMED_ROWS:
+            usual_s = self.step_row_s.value(rows) or rows * self.step_s.get(0.0)
+            if usual_s > 0.0:
+                took_s = min(took_s, MOST_TIMES * usual_s)
             self.step_row_s.add(rows, took_s)
             row_s = self.step_row_s.get()
             single_s = took_s / (1.0 + ASSUMED_ROW_SHARE * (rows - 1))

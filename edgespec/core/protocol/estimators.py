@@ -40,9 +40,14 @@ class MovingAverage:
 
     Formula: mean += share * (sample - mean), with share = max(weight, 1 / count), so the first
     samples count equally and there is no start-up bias. With weight 0.15, ten samples of 20 ms and
-    then one of 40 ms give 20 + 0.15 * 20 = 23 ms."""
+    then one of 40 ms give 20 + 0.15 * 20 = 23 ms.
+
+    A sample counts as at most ``most_times`` the mean before it. A machine that stands still for a
+    minute makes one sample that is thousands of times too large. With 8 it makes the mean twice as
+    large, and a change by a factor of 100 that lasts is found in about ten samples."""
 
     weight: float = 0.15
+    most_times: float = math.inf
     count: int = field(default=0, init=False)
     _mean: float = field(default=0.0, init=False)
 
@@ -51,6 +56,8 @@ class MovingAverage:
         share = 1.0 / self.count
         if share < self.weight:
             share = self.weight
+        if sample > (most := self.most_times * self._mean) > 0.0:
+            sample = most
         self._mean += share * (sample - self._mean)
 
     def limit_weight(self, samples: int) -> None:
