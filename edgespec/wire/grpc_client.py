@@ -174,9 +174,10 @@ class GrpcTransport:
         ``LinkError``. ``again_s`` is 0 if the connection was replaced meanwhile."""
         self._calls += 1
         replacements = self._replacements
+        # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
+        limit = asyncio.timeout(CALL_TIMEOUT_S)
         try:
-            # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
-            async with asyncio.timeout(CALL_TIMEOUT_S) as limit:
+            async with limit:
                 self._call_limits.add(limit)
                 yield
         except (TimeoutError, grpc.aio.AioRpcError) as error:

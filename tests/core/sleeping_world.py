@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.estimates import KeptEstimates, VerifierEstimates
@@ -82,13 +83,17 @@ class World:
         )
         waiting = sorted(stops, key=lambda one: one.at_token)
         self._tell(ev.Start())
-        while self.ended is None:
+        while not self._has_ended:
             while waiting and len(self.output) >= waiting[0].at_token:
                 one = waiting.pop(0)
                 part: Part = getattr(self, one.part)
                 part.still_until_s = self.now + one.seconds
             self._run_next()
         return self._session
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.ended is not None
 
     # --- time ------------------------------------------------------------------------------
 
@@ -138,10 +143,10 @@ class World:
                 self._send_up(ee.StreamLost(stream))
             case ev.Transmit(message):
                 stream = self._stream
-                event: ee.EngineEvent = ee.StreamMessage(stream, message)
                 if isinstance(message, m.Open):
-                    event = ee.StreamOpened(stream, message)
-                self._send_up(event)
+                    self._send_up(ee.StreamOpened(stream, message))
+                else:
+                    self._send_up(ee.StreamMessage(stream, message))
             case ev.StartStep() as step:
                 session = self._session
                 self._at(self.device, self.step_s, lambda: self._finish_step(session, step))
@@ -184,7 +189,7 @@ class World:
         for action in actions:
             match action:
                 case ee.RunBatch(requests):
-                    self._at(self.server, self.pass_s, lambda r=requests: self._finish(r))
+                    self._at(self.server, self.pass_s, partial(self._finish, requests))
                 case ee.SendTo(stream, message):
                     self._send_down(stream, message)
         deadline = self.engine.deadline

@@ -47,6 +47,11 @@ class SetTime:
         self.reads += 1
         return self.now
 
+    async def wait_read(self) -> None:
+        """Wait until the clock is read once more."""
+        before = self.reads
+        await wait_until(lambda: self.reads > before)
+
 
 def test_an_awake_clock_stands_still_while_nothing_reads_it() -> None:
     time = SetTime()
@@ -115,8 +120,7 @@ async def test_a_night_in_which_a_process_does_not_run_ends_no_generation() -> N
             tokens += outcome.tokens
             if len(tokens) == 1:
                 time.now += 8 * 3600.0
-                reads = time.reads
-                await wait_until(lambda before=reads: time.reads > before)
+                await time.wait_read()
                 verifier.gate.set()
     assert (tokens, len(verifier.opened)) == ([5, 6, 7], 1)
     await transport.close()
