@@ -55,10 +55,11 @@ from edgespec.core.protocol.work import (
     PassRequest,
     PassResult,
 )
+from edgespec.core.verifier.draft_round import RoundTimes
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.row_price import RowPriceEstimator
-from edgespec.core.verifier.server_model import DraftTimes, RoundTimes
+from edgespec.core.verifier.server_model import DraftTimes
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter, load_tokenizer
 from edgespec.models.grammar import device_grammar_reader, target_grammar_reader

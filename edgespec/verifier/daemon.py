@@ -27,8 +27,8 @@ from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier.draft_round import DraftRound
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.server_model import DraftRound
 from edgespec.models.grammar import ReadConstraint
 from edgespec.telemetry.logs import log_failure, new_request_id, request_id
 from edgespec.telemetry.trace import Tracer

@@ -17,8 +17,8 @@ from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest, TokenScore
 from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier.draft_round import CHOICES, DraftRound
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.server_model import CHOICES, DraftRound
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path

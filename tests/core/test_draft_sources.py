@@ -26,10 +26,10 @@ from edgespec.core.protocol.messages import Draft, Limits
 from edgespec.core.protocol.text_lookup import TextTables
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, SpeculationTree
 from edgespec.core.verifier.draft_inbox import DraftInbox
+from edgespec.core.verifier.draft_round import Chain
 from edgespec.core.verifier.pass_tree import PassSource, PassTree, PassVerdict, PassView
 from edgespec.core.verifier.server_drafts import ServerLookup
 from edgespec.core.verifier.server_model import (
-    Chain,
     ChainChances,
     DraftTimes,
     EngineSpeculator,

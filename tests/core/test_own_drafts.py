@@ -20,6 +20,7 @@ from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, Receive
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
+from edgespec.core.verifier import draft_round as rounds
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import server_model as od
 from edgespec.core.verifier.draft_inbox import DraftInbox
@@ -137,10 +138,10 @@ class World:
                     case _:
                         pass
 
-    def _draft(self, action: od.RunDrafts) -> ee.EngineEvent:
+    def _draft(self, action: rounds.RunDrafts) -> ee.EngineEvent:
         if self.fails:
             return ee.DraftsFailed("out of memory")
-        drafting = od.DraftRound(action)
+        drafting = rounds.DraftRound(action)
         self.max_steps.add(action.times.max_steps)
         while batch := drafting.next_step():
             drafting.record_step(self.drafter.step(batch), self.step_s)
@@ -232,7 +233,7 @@ def test_a_record_offers_what_is_likely_enough() -> None:
         (Candidate(5, -0.1), Candidate(6, -1.0)),
         (Candidate(7, -0.1), Candidate(8, -3.0), Candidate(9, -1.0)),
     )
-    record.record_round(od.Chain("s", 0, (1, 2), guesses))
+    record.record_round(rounds.Chain("s", 0, (1, 2), guesses))
     tokens, parents, reaches = record.select_nodes(0.0, 8)
     assert (tokens[:2], parents[:2]) == ([5, 7], [-1, 0])
     assert dict(zip(tokens[2:], parents[2:], strict=True)) == {6: -1, 9: 0}
@@ -282,8 +283,8 @@ def test_many_sessions_share_the_steps_and_a_long_prompt_is_fed_apart() -> None:
     fed = [len(step) for step in world.drafter.caches.values()]
     assert max(fed) >= 700
     assert world.max_steps == {
-        od.LONGEST_CHAIN,
-        od.MAX_STEPS_BEFORE_PROMPTS,
+        rounds.LONGEST_CHAIN,
+        rounds.MAX_STEPS_BEFORE_PROMPTS,
     }  # prompts wait for some rounds
 
 
@@ -427,7 +428,7 @@ def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
     assert now >= 30.0
     assert find_actions(actions, ee.GiveUp)
     assert find_actions(actions, ee.SendTo)  # the device receives the fault
-    assert engine.handle(od.DraftRound(drafts).result(), now) == ()
+    assert engine.handle(rounds.DraftRound(drafts).result(), now) == ()
 
 
 def test_where_the_device_decides_nothing_is_drafted() -> None:
@@ -451,7 +452,7 @@ def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
     draft = chain_draft(session, token_at(3), token_at(4))
     engine.handle(ee.StreamMessage(1, draft), 0.026)
     guesses = (Candidate(token_at(3), -0.1),), (Candidate(40, -0.1),)
-    guess = od.Chain("s", 0, drafts.starts[0].step.feed, guesses)
+    guess = rounds.Chain("s", 0, drafts.starts[0].step.feed, guesses)
     (run,) = find_actions(engine.handle(ee.DraftsDone((guess,), ((3, 0.002),)), 0.03), ee.RunBatch)
     (request,) = run.requests
     assert request.tokens == (token_at(3), token_at(4), 40)
@@ -495,8 +496,8 @@ def _reaches(rates: Sequence[float], most: int) -> list[list[float]]:
 
 
 def test_the_length_of_a_chain_is_the_best_one() -> None:
-    assert od.chain_length(_reaches([0.7] * 4, 16), 0.025, 0.0025, 0.0) == 4
-    assert od.chain_length([], 0.025, 0.0025, 0.0) == 0
+    assert rounds.chain_length(_reaches([0.7] * 4, 16), 0.025, 0.0025, 0.0) == 4
+    assert rounds.chain_length([], 0.025, 0.0025, 0.0) == 0
     dice = random.Random(5)
     for _ in range(300):
         rates = [dice.random() for _ in range(dice.randrange(1, 6))]
@@ -507,15 +508,15 @@ def test_the_length_of_a_chain_is_the_best_one() -> None:
             / (0.025 + length * (step_s + row_s * len(rates)))
             for length in range(17)
         ]
-        found = od.chain_length(_reaches(rates, 16), 0.025, step_s, row_s)
+        found = rounds.chain_length(_reaches(rates, 16), 0.025, step_s, row_s)
         assert goodput[found] == pytest.approx(max(goodput))
 
 
 def test_a_block_pays_if_its_best_part_repays_the_run() -> None:
     """Oracle: the goodput of every part of the block."""
-    assert od.block_pays(_reaches([0.7], 8), 0.025, 0.054, 0.0)
-    assert not od.block_pays(_reaches([0.7], 8), 0.025, 0.055, 0.0)
-    assert not od.block_pays([], 0.025, 0.0, 0.0)
+    assert rounds.block_pays(_reaches([0.7], 8), 0.025, 0.054, 0.0)
+    assert not rounds.block_pays(_reaches([0.7], 8), 0.025, 0.055, 0.0)
+    assert not rounds.block_pays([], 0.025, 0.0, 0.0)
     dice = random.Random(6)
     answers = set()
     for _ in range(300):
@@ -526,7 +527,7 @@ def test_a_block_pays_if_its_best_part_repays_the_run() -> None:
             / (0.025 + run_s + length * row_s * len(rates))
             for length in range(9)
         ]
-        found = od.block_pays(_reaches(rates, 8), 0.025, run_s, row_s)
+        found = rounds.block_pays(_reaches(rates, 8), 0.025, run_s, row_s)
         assert found is (max(goodput) > len(rates) / 0.025)
         answers.add(found)
     assert answers == {True, False}
@@ -569,11 +570,11 @@ def test_a_round_stops_near_the_best_length(
     misses."""
     chances = CalibratedChances()
     starts = tuple(
-        od.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, 1, chances, 1.0)
+        rounds.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, 1, chances, 1.0)
         for n in range(sessions)
     )
-    times = od.RoundTimes(0.025, step_s, 0.0, row_s, 512)
-    drafting, steps = od.DraftRound(od.RunDrafts(starts, times)), 0
+    times = rounds.RoundTimes(0.025, step_s, 0.0, row_s, 512)
+    drafting, steps = rounds.DraftRound(rounds.RunDrafts(starts, times)), 0
     while batch := drafting.next_step():
         steps += 1
         drafting.record_step([(Candidate(1, -0.1),)] * len(batch), step_s)
@@ -596,9 +597,9 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
 ) -> None:
     """A step of 8 ms costs 0.32 of a token. The first step has to bring 0.35 and brings 0.9. The
     fifth has to bring 0.66 and would bring 0.59."""
-    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
-    times = od.RoundTimes(pass_s, 0.008, 0.0, 0.0, 512, waiting_per_decoding)
-    drafting, ran = od.DraftRound(od.RunDrafts((start,), times)), 0
+    start = rounds.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
+    times = rounds.RoundTimes(pass_s, 0.008, 0.0, 0.0, 512, waiting_per_decoding)
+    drafting, ran = rounds.DraftRound(rounds.RunDrafts((start,), times)), 0
     while batch := drafting.next_step():
         ran += 1
         drafting.record_step([(Candidate(1, -0.1),)] * len(batch), 0.008)
@@ -610,11 +611,14 @@ def test_a_quick_device_makes_a_step_dear(device_tokens: float, steps: int) -> N
     """A step of 4 ms beside passes of 40 ms costs 0.10 of a token. Beside a device that adds 6
     tokens to a pass it costs 0.60 (0.69 with the margin, and 0.95**7 is 0.70), beside one that adds
     9.4 it costs 0.94."""
-    start = od.ChainStart(
+    start = rounds.ChainStart(
         *(DraftStep("s", 0, (1,)), 1.0, 0.95, 16, 1, CalibratedChances(), 1.0),
         device_tokens=device_tokens,
     )
-    drafting, ran = od.DraftRound(od.RunDrafts((start,), od.RoundTimes(0.04, 0.004, 0, 0, 512))), 0
+    drafting, ran = (
+        rounds.DraftRound(rounds.RunDrafts((start,), rounds.RoundTimes(0.04, 0.004, 0, 0, 512))),
+        0,
+    )
     while batch := drafting.next_step():
         ran += 1
         drafting.record_step([(Candidate(1, -0.01),)] * len(batch), 0.004)
@@ -622,12 +626,14 @@ def test_a_quick_device_makes_a_step_dear(device_tokens: float, steps: int) -> N
 
 
 def test_one_sessions_quick_device_leaves_the_others_their_steps() -> None:
-    def start(key: str, device_tokens: float) -> od.ChainStart:
+    def start(key: str, device_tokens: float) -> rounds.ChainStart:
         step, chances = DraftStep(key, 0, (1,)), CalibratedChances()
-        return od.ChainStart(step, 1.0, 0.9, 16, 1, chances, 1.0, device_tokens)
+        return rounds.ChainStart(step, 1.0, 0.9, 16, 1, chances, 1.0, device_tokens)
 
     starts = (start("quick", 40.0), *[start(str(number), 0.0) for number in range(7)])
-    drafting = od.DraftRound(od.RunDrafts(starts, od.RoundTimes(0.025, 0.0025, 1e-3, 0.0, 512)))
+    drafting = rounds.DraftRound(
+        rounds.RunDrafts(starts, rounds.RoundTimes(0.025, 0.0025, 1e-3, 0.0, 512))
+    )
     assert [step.key for step in drafting.next_step()] == [str(number) for number in range(7)]
 
 
@@ -692,9 +698,9 @@ def test_histories_are_kept_by_kind_of_session_and_bounded() -> None:
 
 
 def test_a_round_that_prompts_wait_for_is_short() -> None:
-    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
-    times = od.RoundTimes(0.025, 1e-4, 0.0, 0.0, 512, max_steps=2)
-    drafting = od.DraftRound(od.RunDrafts((start,), times))
+    start = rounds.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, CalibratedChances(), 1.0)
+    times = rounds.RoundTimes(0.025, 1e-4, 0.0, 0.0, 512, max_steps=2)
+    drafting = rounds.DraftRound(rounds.RunDrafts((start,), times))
     for _ in range(2):
         drafting.record_step([(Candidate(1, -0.1),)] * len(drafting.next_step()), 1e-4)
     assert not drafting.next_step()
@@ -705,9 +711,9 @@ def test_prompts_are_fed_for_the_steps_that_all_will_share(others: int, fed: int
     """A step of 2.5 ms beside passes of 25 ms costs a tenth of what the pass brings: 0.2 for each
     of two sessions alone, and 0.1 with 30 more that bring one token each."""
     step = DraftStep("s", 0, tuple(range(40)), guess=False)
-    start = od.ChainStart(step, 0.25, 0.7, 16, 40, CalibratedChances(), 2.0)
-    times = od.RoundTimes(0.025, 0.0025, 0.0, 0.0, 512)
-    drafting = od.DraftRound(od.RunDrafts((start, start), times, others))
+    start = rounds.ChainStart(step, 0.25, 0.7, 16, 40, CalibratedChances(), 2.0)
+    times = rounds.RoundTimes(0.025, 0.0025, 0.0, 0.0, 512)
+    drafting = rounds.DraftRound(rounds.RunDrafts((start, start), times, others))
     assert len(drafting.next_step()) == fed
 
 
@@ -733,11 +739,11 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
                     step = DraftStep("s", len(cache), (drafted[-1],))
                 if dice.random() < 0.1:
                     cache.clear()
-                    record.record_round(od.Chain("s", start.step.keep_length, None, ()))
+                    record.record_round(rounds.Chain("s", start.step.keep_length, None, ()))
                 else:
                     keep = start.step.keep_length
                     guesses = tuple([(Candidate(token, -0.1),) for token in drafted])
-                    record.record_round(od.Chain("s", keep, tuple(fed), guesses))
+                    record.record_round(rounds.Chain("s", keep, tuple(fed), guesses))
             new = [*record.tokens[: dice.randrange(4)], dice.randrange(3)]
             record.judge(new)
             text += new

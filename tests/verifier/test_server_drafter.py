@@ -26,7 +26,7 @@ from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassResult
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.server_model import CHOICES
+from edgespec.core.verifier.draft_round import CHOICES
 from edgespec.device.build import build_agent, load_drafter
 from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.tokenizer import TextTokenizer

@@ -24,9 +24,9 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.block_ledger import SharePrefixes
+from edgespec.core.verifier.draft_round import DraftsDone as DraftsDone
+from edgespec.core.verifier.draft_round import RunDrafts as RunDrafts
 from edgespec.core.verifier.prefix_store import PREFIX_BLOCK
-from edgespec.core.verifier.server_model import DraftsDone as DraftsDone
-from edgespec.core.verifier.server_model import RunDrafts as RunDrafts
 
 
 @statically_frozen

@@ -24,26 +24,23 @@ from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_scheduler import CacheScheduler
-from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.fairness import Fairness
-from edgespec.core.verifier.prompt_queue import PromptQueue
-from edgespec.core.verifier.row_price import RowPriceEstimator
-from edgespec.core.verifier.server_model import (
-    EMPTY_ROUNDS,
+from edgespec.core.verifier.draft_round import (
     LONGEST_CHAIN,
-    MAX_REST,
     MAX_STEPS_BEFORE_PROMPTS,
     MIN_PASS_S,
-    PROBE_EVERY,
     ChainStart,
     DraftRound,
     DraftsDone,
-    DraftTimes,
     RoundTimes,
     RunDrafts,
     block_pays,
     chain_length,
 )
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.fairness import Fairness
+from edgespec.core.verifier.prompt_queue import PromptQueue
+from edgespec.core.verifier.row_price import RowPriceEstimator
+from edgespec.core.verifier.server_model import EMPTY_ROUNDS, MAX_REST, PROBE_EVERY, DraftTimes
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import DraftOffer, Offer
 

@@ -36,12 +36,11 @@ from edgespec.core.protocol.credential import Credential
 from edgespec.core.protocol.draft_source import SourceKind
 from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
 from edgespec.core.protocol.text_lookup import LookupTree, TextChances, TextReader, TextTables
+from edgespec.core.verifier.draft_round import Chain, ChainStart
 from edgespec.core.verifier.pass_tree import PassSource, PassVerdict, PassView
 from edgespec.core.verifier.server_model import (
-    Chain,
     ChainChances,
     ChainSource,
-    ChainStart,
     DraftTimes,
     EngineSpeculator,
     ServerModel,

@@ -49,11 +49,11 @@ from edgespec.core.protocol.tree import CommittedPrefix, EndCondition
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.draft_inbox import DraftInbox
+from edgespec.core.verifier.draft_round import LONGEST_CHAIN
 from edgespec.core.verifier.pass_tree import PassTree, PassVerdict, PassView
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.run_ahead import DraftHistory, RunAheadPolicy
 from edgespec.core.verifier.server_drafts import ServerDrafts
-from edgespec.core.verifier.server_model import LONGEST_CHAIN
 from edgespec.core.verifier.session_events import VERIFY_MOVES
 
 READ_REPORT_S: Final = 1.0

@@ -8,7 +8,7 @@ from typing import Final
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.work import NodeScore, PassRequest, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
-from edgespec.core.verifier.server_model import Chain, ChainStart
+from edgespec.core.verifier.draft_round import Chain, ChainStart
 
 
 @statically_frozen

@@ -51,11 +51,11 @@ from edgespec.core.verifier.admission import (
     refuse_open,
     shorten_context,
 )
+from edgespec.core.verifier.draft_round import ChainStart
 from edgespec.core.verifier.picture_store import ArrivingPictures, PictureStore
 from edgespec.core.verifier.prefix_store import PrefixStore
 from edgespec.core.verifier.run_ahead import DraftHistories, RunAheadPolicy
 from edgespec.core.verifier.server_drafts import ServerDraftsFactory
-from edgespec.core.verifier.server_model import ChainStart
 from edgespec.core.verifier.session import VerifySession, same_device, same_generation
 
 RunAheadFactory = Callable[[RunAhead], RunAheadPolicy]

@@ -33,7 +33,7 @@ from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_scheduler import PrefixSharing
-from edgespec.core.verifier.server_model import CHOICES
+from edgespec.core.verifier.draft_round import CHOICES
 
 
 class DraftModel(TargetModel, Protocol):

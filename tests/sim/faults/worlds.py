@@ -33,10 +33,10 @@ from edgespec.core.protocol.text_lookup import EarlierTexts, TextTables
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.draft_round import LONGEST_CHAIN
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineAction, EngineEvent, EngineLimits
 from edgespec.core.verifier.run_ahead import RUN_AHEAD, RunAheadPolicy, RunAheadView
-from edgespec.core.verifier.server_model import LONGEST_CHAIN
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
