@@ -47,6 +47,18 @@ class RunningRound:
     sessions: Mapping[str, VerifySession]
 
 
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A session that failed in a pass of its own. A probe finds out whether it is at fault."""
+
+    key: str
+    session: VerifySession
+    why: str
+    """What failed."""
+    probed_at: float
+    """Time at which the probe was requested."""
+
+
 SWEEP_S = 2.0
 """Seconds between two sweeps. It is a small part of the times that a sweep compares, which are 5 s
 and more.
@@ -118,8 +130,8 @@ class VerifyEngine:
         self._sweep_at: float | None = None
         self.broken: str | None = None
         """Reason why this verifier serves no requests any more; None while it does."""
-        self._suspect: tuple[str, str, float] | None = None
-        """Key of the session that failed alone, the reason, and when its probe was requested."""
+        self._suspect: Suspect | None = None
+        """The session for which a probe runs."""
 
     @property
     def deadline(self) -> float | None:
@@ -276,10 +288,7 @@ class VerifyEngine:
             return self._round.started_at
         if self._scheduler.running is not None:
             return self._scheduler.running.started_at
-        if self._suspect is not None:
-            _, _, probed_at = self._suspect
-            return probed_at
-        return None
+        return None if self._suspect is None else self._suspect.probed_at
 
     # --- passes ----------------------------------------------------------------------------
 
@@ -399,7 +408,7 @@ class VerifyEngine:
 
         Its blocks are freed first, so that the probe has room. The session itself stays until the
         probe has ended."""
-        self._suspect = key, why, now
+        self._suspect = Suspect(key, self.sessions[key], why, now)
         self.cache_scheduler.withdraw(key)
         self.cache_scheduler.release(key)
         self.registry.dispatch(key, ev.Cached(0), now)
@@ -411,12 +420,12 @@ class VerifyEngine:
         """Handle the end of the probe; ``broken`` says what failed, None means that the target
         works."""
         assert self._suspect is not None
-        (key, why, _), self._suspect = self._suspect, None
+        suspect, self._suspect = self._suspect, None
         self.cache_scheduler.release(_PROBE_KEY)
-        if broken is None:
-            self._end_session(key, FaultCode.INTERNAL, why)
-        else:
-            self._give_up(f"{why}; then a probe failed: {broken}")
+        if broken is not None:
+            self._give_up(f"{suspect.why}; then a probe failed: {broken}")
+        elif self.sessions.get(suspect.key) is suspect.session:  # it may have ended meanwhile
+            self._end_session(suspect.key, FaultCode.INTERNAL, suspect.why)
 
     def _end_session(self, key: str, code: FaultCode, why: str) -> None:
         """End one session; its device may come back after a second."""
