@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -446,6 +446,22 @@ def test_what_cannot_be_emptied_is_lost() -> None:
         core = _core(abort_requests=lambda names: None, reset_prefix_cache=emptied)
         with pytest.raises(ports.TargetLostError, match=f"cannot begin anew: {why}"):
             core.reset()
+
+
+def test_a_text_that_vllm_refuses_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: after a refusal the core knows the sessions that it knew before."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    request = SimpleNamespace(EngineCoreRequest=lambda *fields: fields)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", request)
+
+    def refuse(request: object) -> NoReturn:
+        raise ValueError("a prompt of 9 tokens is too long")
+
+    core = _core(preprocess_add_request=refuse, add_request=print)
+    core._count, core._eos_token_ids, core._adapters, core.context_length = 2, (), {"": None}, 8
+    with pytest.raises(ValueError, match="too long"):
+        core.add("c", range(9), 9, GREEDY)
+    assert core._ids.keys() == {"a", "b"}
 
 
 def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:

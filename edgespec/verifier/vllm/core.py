@@ -114,7 +114,7 @@ class VllmCore:
         from edgespec.verifier.vllm.worker import EXTRA, arguments_of
 
         self._count += 1
-        name = self._ids[key] = str(self._count)
+        name = str(self._count)
         arguments = arguments_of(prompt_length, sampling, self._eos_token_ids)
         tokens, features = list(text), None
         if pictures is not None:
@@ -130,6 +130,7 @@ class VllmCore:
         lora, now = self._adapters[adapter], time.time()
         request = EngineCoreRequest(name, tokens, features, params, None, now, lora, None, None)
         self._core.add_request(*self._core.preprocess_add_request(request))
+        self._ids[key] = name  # only now, since a text that vLLM refuses is never dropped
 
     def step(
         self, wanted: Mapping[str, StepRequest], draft_steps: int = 0
