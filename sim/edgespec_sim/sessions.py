@@ -500,7 +500,13 @@ class SimulatedVerifier:
         self.gave_up: str | None = None
         """The reason why the engine ended everything, if it has."""
 
+    @property
+    def stream_count(self) -> int:
+        """Number of streams that neither end has closed or lost."""
+        return len(self._streams)
+
     def accept(self, stream: Stream, credential: Credential = ANYBODY) -> None:
+        """Serve a stream, whose first message will be an ``Open``."""
         self._count += 1
         number = self._count
         self._streams[number] = stream
@@ -511,8 +517,12 @@ class SimulatedVerifier:
             else:
                 self._handle(ee.StreamMessage(number, message))
 
+        def lose() -> None:
+            self._handle(ee.StreamLost(number))
+            self._streams.pop(number, None)
+
         stream.to_verifier = receive
-        stream.lost_at_verifier = lambda: self._handle(ee.StreamLost(number))
+        stream.lost_at_verifier = lose
 
     def stop(self, device_notice_s: float = 0.0) -> None:
         """End the process: every stream breaks, and nothing more is committed."""

@@ -127,3 +127,4 @@ def test_a_prompt_that_takes_longer_than_the_patience_of_a_device(device_knows: 
     ended = device.delivery.ended
     assert isinstance(ended, ev.Finish if device_knows else ev.Fail), ended
     assert len(device.delivery.tokens) == (3 if device_knows else 0)
+    assert verifier.stream_count == 0  # also the streams that the device has given up
