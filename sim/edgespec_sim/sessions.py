@@ -1,5 +1,9 @@
-"""Sessions in virtual time: a stream, the interpreters of a device's and of a verifier's session,
-and the sizes of messages."""
+"""Sessions in virtual time: both ends of a stream, interpreted on an event queue.
+
+``SimulatedDevice`` carries out the actions of a ``DraftSession``, and ``SimulatedVerifier`` those
+of a ``VerifyEngine``, as the asyncio drivers of the product do. What takes time there is scheduled
+here: a draft step or a pass is computed at once, and its event comes when it would have ended.
+"""
 
 from __future__ import annotations
 
@@ -15,138 +19,17 @@ from edgespec.core.ports import CapacityError, Drafter, TargetModel, draft_place
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.credential import ANYBODY, Credential
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest, TokenScore
+from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.draft_round import CHOICES, DraftRound
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
+from edgespec_sim.message_sizes import message_bytes
 from edgespec_sim.scenario.sections import FRAMING_BYTES
 from edgespec_sim.scenario.verifiers import RadioMeter
 from edgespec_sim.world.conservation import StreamWatch
-
-# The size of a message on the wire is computed without encoding it, because the simulator sends
-# millions of messages and needs only their sizes. The rules are those of
-# ``protos/edgespec/v1/speculation.proto`` (protobuf's varints and tags). A test compares them with
-# the codec's own bytes: they are exact for frequent messages, and within 2 % and 32 bytes for
-# ``Open``, ``Opened`` and ``Fault``, which are sent once.
-
-
-_FIXED32 = 5  # a tag and four bytes
-_SAMPLING_BYTES = 24
-_LIMITS_BYTES = 28
-
-# Bytes of a varint by its number of bits: seven bits per byte, and one byte for 0.
-_VARINT = tuple(max(1, (bits + 6) // 7) for bits in range(65))
-
-
-def message_bytes(message: m.Message) -> int:
-    """Return the payload bytes of one message, without any framing."""
-    match message:
-        case m.Draft():
-            return _wrapped_bytes(_draft_bytes(message))
-        case m.Commit():
-            return _wrapped_bytes(_commit_bytes(message))
-        case m.Received(position, echo):
-            return _wrapped_bytes(_number_bytes(position) + _number_bytes(echo))
-        case m.Cancel():
-            return _wrapped_bytes(0)
-        case m.Open():
-            rule = "" if message.rule == m.EXACT_RULE else message.rule
-            texts = message.session_id, message.model, message.vocabulary, rule
-            text_bytes = sum(2 + len(text.encode()) for text in texts if text)
-            token_bytes = _packed_bytes(message.prompt) + _packed_bytes(message.committed)
-            secret = message.session_secret
-            secret_bytes = 2 + len(secret) if secret else 0
-            constraint = message.sampling.constraint
-            secret_bytes += 0 if constraint is None else 8 + len(constraint.text.encode())
-            key, prefix = message.prefix_key, message.prefix
-            secret_bytes += 3 + len(key) if key else 0
-            if prefix is not None:
-                named = _number_bytes(prefix.length) + _number_bytes(prefix.prompt_length)
-                secret_bytes += 6 + named + len(prefix.name)
-            rest = 8 + _SAMPLING_BYTES + 3 * bool(message.logprobs)
-            return _wrapped_bytes(rest + text_bytes + secret_bytes + token_bytes)
-        case m.PrefixTokens(tokens):
-            return _wrapped_bytes(_packed_bytes(tokens))
-        case m.PrefixMissing():
-            return _wrapped_bytes(0)
-        case m.PicturePart(number, offset, data):
-            return _wrapped_bytes(5 + _number_bytes(number) + _number_bytes(offset) + len(data))
-        case m.PicturesMissing(numbers):
-            return _wrapped_bytes(_packed_bytes(numbers))
-        case m.Opened(_, model, position, fingerprint):
-            text_bytes = sum(2 + len(text.encode()) for text in (model, fingerprint))
-            block_bytes = 3 * bool(message.prefix_block)
-            return _wrapped_bytes(
-                _LIMITS_BYTES + text_bytes + _number_bytes(position) + block_bytes
-            )
-        case m.Fault(_, text):
-            return _wrapped_bytes(14 + len(text.encode()))
-
-
-def _draft_bytes(draft: m.Draft) -> int:
-    size = _number_bytes(draft.first_node_id) + _packed_bytes(draft.tokens)
-    # A parent is sent as the distance back to it, or 0 for the root. A plain chain sends no
-    # parents.
-    numbered = enumerate(draft.parents, draft.first_node_id)
-    distances = [node_id - parent if parent else 0 for node_id, parent in numbered]
-    if distances.count(1) < len(distances):
-        size += _packed_bytes(distances)
-    if 0 in distances:
-        size += _number_bytes(draft.base_position)
-        size += _FIXED32 if draft.base_hash else 0
-    return size
-
-
-def _commit_bytes(commit: m.Commit) -> int:
-    numbers = (
-        commit.position,
-        commit.accepted,
-        commit.stale,
-        commit.queue_us,
-        commit.verify_us,
-        commit.rows,
-        commit.echo,
-        commit.held_us,
-    )
-    size = _packed_bytes(commit.tokens) + (2 if commit.finish is not None else 0)
-    size += _packed_bytes(commit.replaced)
-    for number in numbers:
-        if number:
-            size += 1 + _VARINT[number.bit_length()]
-    for optional in (commit.row_price, commit.credit):
-        if optional is not None:  # 0 is sent too.
-            size += 1 + _VARINT[optional.bit_length()]
-    for score in commit.logprobs:
-        inner = _score_bytes(score)
-        size += 1 + _VARINT[inner.bit_length()] + inner
-    return size
-
-
-def _score_bytes(score: TokenScore) -> int:
-    size = _FIXED32 * (bool(score.logprob) + bool(score.margin))
-    size += _packed_bytes([token for token, _ in score.top])
-    floats = 4 * len(score.top)
-    return size + (1 + _VARINT[floats.bit_length()] + floats if floats else 0)
-
-
-def _wrapped_bytes(size: int) -> int:
-    """Return the size of a message inside the ``oneof`` of its direction, with tag and length."""
-    return 1 + _VARINT[size.bit_length()] + size
-
-
-def _packed_bytes(values: Iterable[int]) -> int:
-    size = 0
-    for value in values:
-        size += _VARINT[value.bit_length()]
-    return 1 + _VARINT[size.bit_length()] + size if size else 0
-
-
-def _number_bytes(value: int) -> int:
-    """Return the size of a field with a tag of one byte; 0 is left out."""
-    return 1 + _VARINT[value.bit_length()] if value else 0
 
 
 @dataclass(slots=True)
@@ -154,7 +37,9 @@ class WayTimes:
     """One-way times of the messages in one direction of a stream, from sending to arrival."""
 
     seconds: float = 0.0
+    """Sum of the times."""
     messages: int = 0
+    """Number of messages that have arrived."""
 
     def add(self, seconds: float) -> None:
         """Add a message that has arrived."""
@@ -171,13 +56,15 @@ def mean_way_s(ways: Iterable[WayTimes]) -> float | None:
 
 
 class Stream:
-    """One generation's stream, with its byte counts and, in checked worlds, its ``StreamWatch``.
+    """One generation's stream between a device and the verifier with the name ``verifier``.
 
-    ``to_verifier`` and ``to_device`` are called when messages arrive. A cut calls
-    ``lost_at_verifier`` and ``lost_at_device``. Payload bytes are those of drafts, acknowledgements
-    and commits. The request with its prompt, which any system must send, is counted by itself
-    (``request_bytes``). A radio's meter records every packet, both ways. ``verifier`` names the
-    other end."""
+    Messages travel on the paths ``up`` and ``down``. Each end sets the functions that are called
+    there: ``to_verifier`` and ``to_device`` with every message that arrives, ``lost_at_verifier``
+    and ``lost_at_device`` once, if the link breaks or the other end closes the stream.
+
+    ``up_bytes`` and ``down_bytes`` count drafts, acknowledgements and commits. The request with its
+    prompt, which any system must send, is counted apart (``request_bytes``). ``watch`` checks every
+    message in a checked world. ``radio`` records every packet of the device, both ways."""
 
     __slots__ = (
         *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "down_ways"),
@@ -206,6 +93,7 @@ class Stream:
         self.lost_at_device: Callable[[str], None] = lambda why: None
 
     def send_up(self, message: m.Uplink) -> None:
+        """Send a message from the device."""
         size_bytes = message_bytes(message)
         if isinstance(message, m.Open | m.PrefixTokens | m.PicturePart):
             self.request_bytes += size_bytes
@@ -219,6 +107,7 @@ class Stream:
         self._up.send(size_bytes, lambda: self._arrive_up(message, sent_s))
 
     def send_down(self, message: m.Downlink) -> None:
+        """Send a message from the verifier."""
         size_bytes = message_bytes(message)
         if isinstance(message, m.Commit):
             self.down_bytes += size_bytes
@@ -260,6 +149,8 @@ class Stream:
         self._up.send(0, lambda: self._end(self.lost_at_verifier))
 
     def close_from_verifier(self) -> None:
+        """Close the stream from the verifier. Messages sent before still arrive, then the device's
+        end closes."""
         self.to_verifier = lambda message: None
         self.lost_at_verifier = lambda: None
         why = "the verifier closed the stream"
@@ -288,9 +179,9 @@ class Delivery:
 class SimulatedDevice:
     """Interprets a ``DraftSession``'s actions on an event queue.
 
-    ``connect`` opens a stream that is usable after its set-up time, or returns None if the verifier
-    cannot be reached. ``on_end`` is called when the session has ended. Nothing else may use the
-    drafter during the session."""
+    ``connect`` returns a new stream and the seconds after which it is usable, or None if the
+    verifier cannot be reached. ``step_s`` gives the duration of each draft step. ``on_end`` is
+    called when the session has ended. Nothing else may use ``drafter`` during the session."""
 
     def __init__(
         self,
@@ -316,6 +207,7 @@ class SimulatedDevice:
         self.handle(ev.Start())
 
     def handle(self, event: ev.DraftEvent) -> None:
+        """Pass an event to the session, and carry out its actions."""
         actions = self.session.handle(event, self._queue.now)
         if self._tracer is not None:
             self._trace(self._tracer, event, actions)
@@ -418,30 +310,38 @@ class Compute(Protocol):
 
 
 class DraftedSequence:
-    """One session's cache in a verifier's own draft model. Prompt chunks for which no candidate is
-    requested are fed with the next step that requests one."""
+    """One session's cache in a verifier's own draft model.
+
+    A device's drafter always proposes candidates for what it is fed. So tokens that are fed without
+    a request for candidates (a part of a prompt) wait in ``_unfed`` for the next step that requests
+    some."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._cached = 0
-        self._chunks: list[int] = []
+        """Leading tokens in the drafter's cache."""
+        self._unfed: list[int] = []
+        """Tokens behind them."""
 
     @property
     def length(self) -> int:
-        return self._cached + len(self._chunks)
+        """Tokens that the session's cache counts as fed."""
+        return self._cached + len(self._unfed)
 
     def step(self, step: DraftStep) -> tuple[Candidate, ...]:
+        """Take a step, as ``ServerDrafter.step`` for one session."""
         self.truncate(step.keep_length)
-        self._chunks += step.feed
+        self._unfed += step.feed
         if not step.guess:
             return ()
-        guesses = self._drafter.step(self._cached, self._chunks, CHOICES)
-        self._cached, self._chunks = self.length, []
+        guesses = self._drafter.step(self._cached, self._unfed, CHOICES)
+        self._cached, self._unfed = self.length, []
         return guesses
 
     def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens only."""
         self._cached = min(self._cached, length)
-        del self._chunks[length - self._cached :]
+        del self._unfed[length - self._cached :]
 
 
 class ServerDraftModel:

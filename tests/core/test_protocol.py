@@ -44,7 +44,7 @@ from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier.admission import refuse_open
 from edgespec.core.verifier.run_ahead import ArrivalEstimator
 from edgespec.wire.codec import payload_bytes
-from edgespec_sim.sessions import message_bytes
+from edgespec_sim.message_sizes import message_bytes
 from tests.sim.faults.checks import check_tree
 
 PROMPT = (7, 7)

@@ -51,7 +51,7 @@ from edgespec.core.verifier.server_drafts import ServerDraftsFactory
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
-from edgespec_sim.sessions import message_bytes
+from edgespec_sim.message_sizes import message_bytes
 from tests.adversarial import AdversarialDrafter
 from tests.core import draft_scripts, scenes
 from tests.core.scenes import REQUEST, commit_in, new_session, offer

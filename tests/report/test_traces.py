@@ -26,6 +26,7 @@ from edgespec.core.protocol.messages import MAX_TOKEN_ID, Commit, Draft, Open, R
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.telemetry.trace import TOKEN_FIELDS, HiddenTokens, TraceFile, Tracer
+from edgespec_sim.message_sizes import message_bytes
 from edgespec_sim.report.page import report_on
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import (
@@ -40,7 +41,6 @@ from edgespec_sim.report.timeline import (
     read_lines,
 )
 from edgespec_sim.run_summary import GroupSummary
-from edgespec_sim.sessions import message_bytes
 from tests.kit.live_verifier import serve_toy
 from tests.present import require
 from tests.report.samples import SAMPLED, agent_config, traced_run

@@ -25,8 +25,9 @@ from edgespec_sim.links.columns import Columns
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.network_trace import NetworkTrace, TraceError, rtt_line
 from edgespec_sim.scenario import sections as sc
-from edgespec_sim.world.network import LinkInstances, trace_notes
+from edgespec_sim.world.network import LinkInstances
 from edgespec_sim.world.run import Job, make_jobs, play, summarise
+from edgespec_sim.world.run_notes import trace_notes
 from tests.present import require
 
 SERIES = (12.0, 30.4, 11.9, None, None, None, 45.7, 13.0, None, 12.2)

@@ -35,7 +35,7 @@ from edgespec.models.toy import TOY_ALPHABET, TOY_CONTEXT_LENGTH, TOY_MODEL, Toy
 from edgespec.verifier.build import load_target
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire import codec
-from edgespec_sim.sessions import message_bytes
+from edgespec_sim.message_sizes import message_bytes
 from tests.api.test_end_to_end import IDS, PROMPT, SAMPLED, collect, make_config, tokens_of
 from tests.endpoint.live_endpoint import over_verifiers
 from tests.kit.live_verifier import GatedTarget, serve_toy, start, start_daemon, toy_text

@@ -38,9 +38,11 @@ from edgespec_sim.run_summary import LOSSY
 from edgespec_sim.scenario import sections
 from edgespec_sim.scenario.verifiers import MODELS, Operation, describe_cost_source, law_of
 from edgespec_sim.world.assembly import WorldOutcome
+from edgespec_sim.world.attainment import cluster_requests, quantile_95
 from edgespec_sim.world.meters import RequestRecord
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.run import Job, check, cluster_requests, is_lossy, quantile_95
+from edgespec_sim.world.run import Job, check
+from edgespec_sim.world.run_notes import is_lossy
 
 _ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC, Arm.SERVER_DRAFT, Arm.BOTH)
 """The arms to compare. The last two apply only where the verifiers draft."""

@@ -16,8 +16,8 @@ from typing import Final
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Received
 from edgespec_sim import run_summary as rs
+from edgespec_sim.message_sizes import message_bytes
 from edgespec_sim.report.timeline import DEVICE, TraceLine
-from edgespec_sim.sessions import message_bytes
 from edgespec_sim.world.meters import Meters, RequestRecord, ratio
 
 # --- the totals of one device session, request by request --------------------------------------

@@ -1,8 +1,10 @@
 """Builds a scenario's world for one arm and plays it.
 
-Theory of operation. Everything random has its own generator, seeded by (seed, purpose, number):
-users send the same prompts under every arm, and one more device changes nothing for the others.
-Worlds with several shards are played separately and added.
+Theory of operation. A world has users with their devices (``user.py``), a network (``network.py``)
+and verifiers (``site.py``), which all schedule their events on one queue. Everything random has its
+own generator, seeded by (seed, purpose, number): users send the same prompts under every arm, and
+one more device changes nothing for the others. Worlds with several shards are played separately and
+added.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Stream
 from edgespec_sim.world.arrivals import ArrivalDispatcher, DeviceSlot, draw_arrivals
 from edgespec_sim.world.conservation import StreamWatch, check_device
+from edgespec_sim.world.device_memory import ConditionCourse
 from edgespec_sim.world.device_power import apply_profiles
 from edgespec_sim.world.meters import PACE_STEPS, Meters, RequestRecord, ratio
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import CellChange
 from edgespec_sim.world.site import Site, SiteCounters, WorldSetup, charge_energy
-from edgespec_sim.world.user import CONTEXT_LENGTH, ConditionCourse, User
+from edgespec_sim.world.user import CONTEXT_LENGTH, User
 
 _MAX_PROGRESS_STEPS = 200
 _DRAIN_STEPS = 100
@@ -75,7 +78,7 @@ class World:
         ]
         self.eos_token_ids = setup.source.target().info.eos_token_ids
         self.users = self._make_users(seed)
-        self.reception = self._make_reception(seed)
+        self.dispatcher = self._make_dispatcher(seed)
         self._before = [SiteCounters() for _ in self.sites]
         self._after = self._before
         """Counters of the verifiers at the begin and the end of the window in which requests
@@ -94,18 +97,18 @@ class World:
                 users.append(User(self, group, name, number, step, course, f"{seed}/user/{number}"))
         return users
 
-    def _make_reception(self, seed: str) -> ArrivalDispatcher | None:
-        """Return the reception of an open loop, which hands arrivals to the users. None in a closed
-        loop."""
+    def _make_dispatcher(self, seed: str) -> ArrivalDispatcher | None:
+        """Return the dispatcher of an open loop, which hands arrivals to the users. None in a
+        closed loop."""
         section = self.scenario.arrivals
         if section is None:
             return None
         arrivals = draw_arrivals(self.scenario, seed, self.setup.folder)
         servers = [DeviceSlot(user.serve, user.group) for user in self.users]
-        reception = ArrivalDispatcher(self.queue, arrivals, section.at, servers)
+        dispatcher = ArrivalDispatcher(self.queue, arrivals, section.at, servers)
         for user in self.users:
-            user.on_free = partial(reception.release, user.number)
-        return reception
+            user.on_free = partial(dispatcher.release, user.number)
+        return dispatcher
 
     def _count_handover(self, change: CellChange) -> None:
         self.users[change.device].handovers += 1
@@ -163,8 +166,8 @@ class World:
         self._drain()
         for user in self.users:
             user.finish()
-        if self.reception is not None:
-            self._count_waiting(self.reception)
+        if self.dispatcher is not None:
+            self._count_waiting(self.dispatcher)
         if self.setup.checks:
             self._check_end()
         sites = zip(self.sites, self._before, self._after, strict=True)
@@ -180,8 +183,8 @@ class World:
                 self.queue.at(at_s, partial(self._measure_power, powered, step))
         if self.scenario.warm_up_s:
             self.queue.at(self.scenario.warm_up_s, self._begin_window)
-        if self.reception is not None:
-            self.reception.start()
+        if self.dispatcher is not None:
+            self.dispatcher.start()
         else:
             for user in self.users:
                 user.start()
@@ -205,7 +208,7 @@ class World:
         limit."""
         drain_s = self.scenario.drain_limit_s
         for step in range(1, _DRAIN_STEPS + 1):
-            waiting = self.reception.waiting if self.reception is not None else []
+            waiting = self.dispatcher.waiting if self.dispatcher is not None else []
             begun_s = [user.sent_s for user in self.users if user.device is not None]
             sent_s = [*begun_s, *(arrival.at_s for arrival in waiting)]
             if not drain_s or not any(map(self.is_counted, sent_s)):
@@ -213,9 +216,9 @@ class World:
             until_s = self.scenario.duration_s + drain_s * step / _DRAIN_STEPS
             self.queue.run(until_s)
 
-    def _count_waiting(self, reception: ArrivalDispatcher) -> None:
+    def _count_waiting(self, dispatcher: ArrivalDispatcher) -> None:
         """Record requests that no device has begun as unfinished, like the running ones."""
-        for arrival in reception.waiting:
+        for arrival in dispatcher.waiting:
             if self.is_counted(arrival.at_s):
                 user = self.users[arrival.device]
                 self.meters.records.append(RequestRecord(user.group, user.name, "", arrival.at_s))

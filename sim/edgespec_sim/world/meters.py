@@ -27,6 +27,8 @@ from edgespec_sim.run_summary import (
 )
 
 MAX_ROWS = 500
+"""Most requests in the tables of a run: more would make its page slow, and the distributions show
+the rest."""
 PACE_STEPS = 30
 """Time steps of the time per token over a run. More steps would need more tokens per step."""
 
@@ -152,12 +154,12 @@ class Meters:
                 self.pace_at[step] = (seconds + at_s - before_s, tokens + 1)
 
     def merge(self, other: Meters) -> None:
+        """Add the measurements of another shard of the same world."""
         self.records += other.records
         self.gaps_s.extend(other.gaps_s)
         for step, (seconds, tokens) in enumerate(other.pace_at):
             mine_s, mine = self.pace_at[step]
             self.pace_at[step] = (mine_s + seconds, mine + tokens)
-
         if not self.power_at:
             self.power_at = [PowerSample() for _ in other.power_at]
         for sample, more in zip(self.power_at, other.power_at, strict=True):
@@ -181,9 +183,11 @@ class Meters:
         return sum(one.mismatches for one in lossy), sum(one.tokens for one in lossy)
 
     def rows(self) -> tuple[RequestRow, ...]:
+        """Return the first ``MAX_ROWS`` requests as rows of a table."""
         return tuple(make_request_row(one) for one in self.records[:MAX_ROWS])
 
     def whole(self) -> GroupSummary:
+        """Return the summary of all requests."""
         return self._group(self.records, spread_of(self.gaps_s))
 
     def queue_s(self, verifier: str) -> Spread | None:
@@ -198,6 +202,7 @@ class Meters:
         )
 
     def groups(self) -> dict[str, GroupSummary]:
+        """Return the summary of each group of devices; empty if there is only one."""
         names = dict.fromkeys(one.group for one in self.records)
         if len(names) < 2:
             return {}
@@ -290,8 +295,7 @@ def make_request_row(one: RequestRecord) -> RequestRow:
 
 
 def _find_throttled_share(records: Sequence[RequestRecord]) -> float | None:
-    """Return the share of drafting time that was throttled. None if no device has a
-    temperature."""
+    """Return the share of drafting time that was throttled. None if no device has a temperature."""
     known = [one for one in records if one.temperature_c is not None]
     if not known:
         return None

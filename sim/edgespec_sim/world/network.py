@@ -1,10 +1,10 @@
 """The links of a scenario, and the paths of each device's messages through them.
 
-Theory of operation. A shared link has one queue each way for all devices; any other link has one
-queue each way for each device. Queues last as long as the world. Link models, with their order of
-messages, last as long as a stream. Hops that only take time are added up, so that they cost no
-events. If packets are lost on a path, a device has one ``TcpConnection`` to a verifier, and delays
-apply to its packets.
+Theory of operation. A path leads over several links. A shared link has one queue each way for all
+devices; any other link has one queue each way for each device. Queues last as long as the world.
+Link models, which keep messages in order, last as long as a stream. Hops that only take time are
+added up, so that they cost no events. If packets are lost on a path, a device has one
+``TcpConnection`` to a verifier, and delays apply to its packets.
 
 With radio, the first hop is the air (``radio_network.py``), where devices and stations have
 numbers. The path of a phone that changes cells continues over the backhaul (``Cells``). Scenarios
@@ -43,7 +43,7 @@ from edgespec_sim.links.path import (
     make_both_links,
 )
 from edgespec_sim.links.tcp import MESSAGE_BYTES, PacketLink, TcpConnection
-from edgespec_sim.run_summary import WARNING, LinkLoad
+from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, RadioSection, Scenario
 from edgespec_sim.sessions import Stream
 from edgespec_sim.world.parts import LinkPart
@@ -111,62 +111,6 @@ def _read_mobility(path: FilePath, columns: str, format: str, state: tuple[int, 
     """Read recorded movement. It is cached as traces are."""
     named = Columns.of(columns, TableKind.MOBILITY) if columns else None
     return read_mobility(path, named, format)
-
-
-def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
-    """Return notes on the traces of a scenario's links: values that were guessed or not measured,
-    and settings that are probably not intended. Raises as ``load_trace``."""
-    notes: list[str] = []
-    if scenario.radio is not None and (mobility := load_mobility(scenario.radio, folder)):
-        where = f"radio.mobility: {mobility.name}"
-        notes += [f"{WARNING}{where}: {one}." for one in mobility.warnings]
-        if mobility.span_s < scenario.duration_s:
-            notes.append(
-                f"{where}: its last position is at {mobility.span_s:.0f} s, where the devices stay."
-            )
-    for name, section in scenario.links.items():
-        trace = load_trace(section, "notes", scenario.duration_s, folder)
-        if trace is None:
-            continue
-        where = f"links.{name}.trace: {trace.name}"
-        if section.radio_5g is not None and trace.rtt_s is not None:
-            notes.append(
-                f"{WARNING}{where}: has delays, which include the air's own if it was recorded"
-                f" behind one; links.{name}.radio_5g adds them again."
-            )
-        notes += [f"{WARNING}{where}: {one}." for one in trace.warnings]
-        notes += [f"{where}: {one}." for one in trace.remarks]
-        if trace.rtt_s is None:
-            delay = f"links.{name}.rtt_ms is {section.rtt_ms:g}"
-            if section.rtt_ms:
-                notes.append(f"{where}: has capacity but no delay; {delay}.")
-            else:
-                notes.append(
-                    f"{WARNING}{where}: has capacity but no delay, and {delay}, so this link has"
-                    f" no delay: set it with --set links.{name}.rtt_ms=MS."
-                )
-        ways = {"up": trace.up_bits_per_s, "down": trace.down_bits_per_s}
-        for way, other in (("up", "down"), ("down", "up")):
-            no_limit = getattr(section, f"{way}_mbps") == math.inf
-            if ways[way] is None and ways[other] is not None and no_limit:
-                notes.append(
-                    f"{WARNING}{where}: has only the capacity {other}, so the capacity {way} has no"
-                    f" limit: set it with --set links.{name}.{way}_mbps=MBPS."
-                )
-    return tuple(notes)
-
-
-def air_notes(scenario: Scenario) -> tuple[str, ...]:
-    """Return a note on the 5G air of each link that has one."""
-    notes = []
-    for name, section in scenario.links.items():
-        if (air := section.radio_5g) is not None:
-            up_s, down_s = mean_waits_s(air)
-            notes.append(
-                f"links.{name}: 5G air ({air.about}). A lone small message takes {1e3 * up_s:.1f}"
-                f" ms on it up and {1e3 * down_s:.1f} ms down, in the mean."
-            )
-    return tuple(notes)
 
 
 def number_from_seed(seed: str) -> int:

@@ -49,8 +49,8 @@ class PassTime(Protocol):
         """Return the seconds of a pass of ``rows`` rows.
 
         ``context_length`` is the number of cached tokens of all its sessions together, ``sessions``
-        their number. ``chance`` is uniform in [0, 1): a law that varies takes its quantile, and
-        0.5 is its median."""
+        their number. ``chance`` is uniform in [0, 1): a law that varies takes its quantile, and 0.5
+        is its median."""
 
 
 class GpuCapacity(Protocol):

@@ -1,8 +1,8 @@
 """Arrivals of requests that were recorded: the plain table, published workloads, any other table.
 
 The plain table has ``time_s`` (or ``timestamp``: seconds, or a date and a time), and optionally
-``prompt_tokens`` and ``output_tokens``. The first request arrives at 0. A file is read as far as
-it is played, so it may hold weeks.
+``prompt_tokens`` and ``output_tokens``. The first request arrives at 0. A file is read as far as it
+is played, so it may hold weeks.
 
 Published workloads are recognised by their header. Azure's traces of LLM inference have
 ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``, and one with images ``NumImages``, which

@@ -1,15 +1,15 @@
 """Plays the jobs of a scenario and summarises them: every arm on the same seeds, side by side.
 
-Theory of operation. A scenario is cut into *jobs*, one per arm and shard, which are independent:
-any process may play any of them in any order, and ``summarise`` gets the same result. The outcome
-of a job is plain data, so it can travel between processes.
+Theory of operation. A scenario is cut into *jobs*, one for each arm and shard. They are
+independent: processes may play them in any order, and ``summarise`` gets the same result. The
+outcome of a job is plain data, so it can travel between processes.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,222 +24,23 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim import replication
 from edgespec_sim import run_summary as rs
 from edgespec_sim.scenario import sections
-from edgespec_sim.scenario.device_power import load_profile
-from edgespec_sim.scenario.verifiers import describe_cost_source
 from edgespec_sim.token_sources import source as sources
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.world.assembly import World, WorldOutcome, make_shard
+from edgespec_sim.world.attainment import measure_attainment
 from edgespec_sim.world.device_power import apply_profiles
-from edgespec_sim.world.meters import Meters, RequestRecord, compute_pace
-from edgespec_sim.world.network import air_notes, trace_notes
+from edgespec_sim.world.meters import Meters, compute_pace
 from edgespec_sim.world.parts import NO_PARTS, Parts
+from edgespec_sim.world.run_notes import (
+    air_notes,
+    is_lossy,
+    make_loss_notes,
+    make_notes,
+    profile_notes,
+    service_notes,
+    trace_notes,
+)
 from edgespec_sim.world.site import WorldSetup
-
-# --- notes for the reader of a run -------------------------------------------------------------
-
-
-def make_notes(scenario: sections.Scenario, profiles: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return notes on the sources of times and energies. ``profiles`` are notes on the profiles
-    that were applied to the scenario."""
-    notes = [
-        f"Draft steps of {name}: {describe_cost_source(section.draft)}."
-        for name, section in scenario.devices.items()
-    ]
-    notes += [
-        f"Passes of {name}: {describe_cost_source(section.pass_time)}."
-        for name, section in scenario.verifiers.items()
-    ]
-    notes += map(scenario.memory_note, scenario.verifiers)
-    notes += [
-        f"Steps of {name}'s own draft: assumed ({draft.ms:g} ms); its memory is not counted."
-        for name, section in scenario.verifiers.items()
-        if (draft := section.server_draft) is not None
-    ]
-    notes += [
-        f"GPU of {name}: a radio access network takes {ran.about}; a pass takes as much longer."
-        for name, section in scenario.verifiers.items()
-        if (ran := section.ran) is not None
-    ]
-    notes += profiles
-    notes += [_energy_note(name, section) for name, section in scenario.devices.items()]
-    notes += [
-        note for name, section in scenario.devices.items() for note in _power_notes(name, section)
-    ]
-    notes += [
-        _power_note(name, section)
-        for name, section in scenario.verifiers.items()
-        if section.power_busy_w
-    ]
-    return tuple(notes)
-
-
-def _energy_note(name: str, section: sections.DeviceSection) -> str:
-    if section.radio_power and section.draft_w:
-        return (
-            f"Energy of {name}: {section.draft_w:g} W assumed while drafting, and the published"
-            f" power of a {section.radio_power} radio (phones of 2012) while it sends, receives,"
-            " stays connected and idles, until the next request."
-        )
-    missing = "radio_power" if not section.radio_power else "draft_w"
-    return f"Energy of {name}: not reported, because the scenario has no {missing} for it."
-
-
-def _power_notes(name: str, section: sections.DeviceSection) -> Iterator[str]:
-    """Yield notes on the battery and the temperature of a group of devices."""
-    if (battery := section.battery) is not None:
-        radio = "radio included" if section.radio_power else "radio left out"
-        yield (
-            f"Battery of {name}: {battery.full_j / 3600.0:.1f} Wh, from {battery.start:.0%} down to"
-            f" {battery.cutoff_v:g} V; idle at {section.idle_w:g} W, {radio}."
-        )
-    if (thermal := section.thermal) is not None:
-        yield (
-            f"Heat of {name}: {thermal.k_per_w:g} K/W and {thermal.time_constant_s:g} s in air of"
-            f" {thermal.ambient_c:g} °C; steps take {thermal.slowdown:g} times as long from"
-            f" {thermal.limit_c:g} °C until it has cooled down to {thermal.cooled_c:g} °C."
-        )
-
-
-def profile_notes(scenario: sections.Scenario, folder: Path) -> tuple[str, ...]:
-    """Return a note on each profile of devices that a scenario names. Raises ``ConfigError``."""
-    notes = []
-    for name, section in scenario.devices.items():
-        if section.profile:
-            profile = load_profile(section.profile, folder)
-            figures = ", ".join(
-                f"{key} {figure.value:g} ({figure.kind.value})" for key, figure in profile.figures
-            )
-            notes.append(f"Profile of {name}: {profile.name}; {figures} (docs/energy.md).")
-    return tuple(notes)
-
-
-def _power_note(name: str, section: sections.VerifierSection) -> str:
-    idle_w, busy_w = section.power_idle_w, section.power_busy_w
-    if idle_w is None:
-        return f"Energy of {name}: at most {busy_w:g} W while a pass runs; idle power is unknown."
-    return (
-        f"Energy of {name}: at most {busy_w:g} W while a pass runs, and {idle_w:g} W while it is"
-        " on and idle. Host, fans and power supply are not included."
-    )
-
-
-def is_lossy(scenario: sections.Scenario, arm: Arm) -> bool:
-    """Whether the arm's output may differ from the target's own."""
-    return scenario.tokens.lossy_threshold is not None and arm.drafts
-
-
-def make_loss_notes(
-    scenario: sections.Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]
-) -> tuple[str, ...]:
-    """Return one note for each arm whose output is not the target's own."""
-    notes = []
-    for arm in scenario.arms:
-        if is_lossy(scenario, arm):
-            counts = [outcome.meters.replaced_tokens for one, outcome in outcomes if one is arm]
-            changed, tokens = (sum(column) for column in zip(*counts, strict=True))
-            share = changed / tokens if tokens else 0.0
-            notes.append(
-                f"{rs.LOSSY}: {arm.value} accepts drafts of at least"
-                f" {scenario.tokens.lossy_threshold:g} of the best token's probability; {share:.1%}"
-                " of its tokens are not the target's."
-            )
-    return tuple(notes)
-
-
-# -----------------------------------------------------------------------------------------------
-# Comparison of requests with their objectives, with intervals.
-#
-# A request that counts is judged once it has ended. If requests were given time to end (a drain),
-# it is judged in any case, and one that is still running then has missed. Requests of one world
-# depend on one another, so intervals are those of clusters (``replication.py``). A cluster is a
-# world or, with few worlds, a section of one's window (batch means: Law and Kelton, "Simulation
-# Modeling and Analysis", 9.5), which is long compared with a request.
-
-
-P95 = 0.95
-
-# Fewer clusters estimate a spread badly: Student's t is 2.4 for 7 degrees of freedom, 12.7 for one.
-_CLUSTERS = 8
-
-Records = Sequence[RequestRecord]
-
-
-def measure_attainment(
-    scenario: sections.Scenario, outcomes: Sequence[WorldOutcome], seeds: int
-) -> rs.Attainment | None:
-    """Return how one arm's worlds meet the objectives. None if neither objectives nor arrivals are
-    given."""
-    slo = scenario.slo
-    if scenario.arrivals is None and not slo.has_objectives:
-        return None
-    groups = cluster_requests(scenario, outcomes)
-    drains = scenario.drain_limit_s > 0.0  # Then each request had time to end.
-    judged = [[one for one in group if drains or one.complete or one.failed] for group in groups]
-    good = [(sum(meets_objectives(one, slo) for one in group), len(group)) for group in judged]
-    share, ends = replication.share_interval(good)
-    ttft = quantile_95(groups, lambda one: one.ttft_s)
-    tpot = quantile_95(groups, lambda one: one.tpot_s)
-    return rs.Attainment(
-        asked=sum(map(len, judged)),
-        share=0.0 if math.isnan(share) else share,
-        share_interval=ends,
-        goodput=sum(hits for hits, _ in good) / (scenario.window_s * seeds),
-        ttft_p95_interval=ttft and ttft[1:],
-        tpot_p95_interval=tpot and tpot[1:],
-        slo_ttft_s=None if slo.ttft_p95_ms is None else slo.ttft_s,
-        slo_tpot_s=None if slo.tpot_p95_ms is None else slo.tpot_s,
-    )
-
-
-def cluster_requests(
-    scenario: sections.Scenario, outcomes: Sequence[WorldOutcome]
-) -> list[Records]:
-    """Return the requests that count, divided by world or by section of a world's window."""
-    parts = math.ceil(_CLUSTERS / len(outcomes))
-    found: list[Records] = []
-    for outcome in outcomes:
-        stretches: list[list[RequestRecord]] = [[] for _ in range(parts)]
-        for one in outcome.meters.records:
-            place = (one.started_s - scenario.warm_up_s) / scenario.window_s
-            stretches[min(int(place * parts), parts - 1)].append(one)
-        found += stretches
-    return found
-
-
-def quantile_95(
-    groups: Sequence[Records], value: Callable[[RequestRecord], float | None]
-) -> tuple[float, float, float] | None:
-    """Return the 95th percentile with its interval, over the requests that have a value."""
-    known = [[v for one in group if (v := value(one)) is not None] for group in groups]
-    return replication.quantile_interval(known, P95)
-
-
-def meets_objectives(one: RequestRecord, slo: sections.SloSection) -> bool:
-    """Whether a request ended well and met each objective. A single token has no TPOT to
-    compare."""
-    if not one.complete or one.failed or one.ttft_s is None:
-        return False
-    return one.ttft_s <= slo.ttft_s and (one.tpot_s is None or one.tpot_s <= slo.tpot_s)
-
-
-def service_notes(scenario: sections.Scenario, arms: Sequence[rs.ArmSummary]) -> tuple[str, ...]:
-    """Return notes on the load and the window."""
-    notes = []
-    if scenario.arrivals is not None:
-        notes.append(f"Open loop: {scenario.arrivals.about}. TTFT is from arrival.")
-    if scenario.warm_up_s or scenario.drain_limit_s:
-        notes.append(
-            f"Requests sent from {scenario.warm_up_s:g} to {scenario.duration_s:g} s count;"
-            f" they had up to {scenario.drain_limit_s:g} s more to end."
-        )
-    for one in arms:
-        if scenario.drain_limit_s and one.all.unfinished:
-            notes.append(
-                f"{one.arm}: {one.all.unfinished} requests had not ended by then; they count as"
-                " misses, and percentiles do not include the times that they lack."
-            )
-    return tuple(notes)
-
 
 LABELS = {
     Arm.TARGET_ONLY: "plain cloud streaming",

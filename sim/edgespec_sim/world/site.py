@@ -86,9 +86,10 @@ class SiteCounters:
 
 
 class Machine:
-    """Runs one pass at a time, in the order of arrival, and counts its work. ``law`` may change;
-    later passes then use the new one. ``capacity`` is the part of the machine that is free over
-    time; None: all of it, always."""
+    """Runs one pass at a time, in the order of arrival, and counts its work.
+
+    ``law`` gives the duration of a pass. It may be replaced; later passes then use the new one.
+    ``capacity`` is the part of the machine that is free over time; None means all of it, always."""
 
     def __init__(
         self,
@@ -111,6 +112,7 @@ class Machine:
         self._free_at_s = 0.0
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
+        """Run a pass, and call ``done`` at its end."""
         rows = sum([len(request.feed) + len(request.tokens) for request in requests])
         context = 0
         if self._reads_context:

@@ -1,215 +1,45 @@
 """One user with a device, who sends a request, reads the output, thinks, and sends the next one.
 
-In an open loop the user does not think, but serves the requests that arrive (``arrivals.py``).
+In an open loop the user does not think: the device serves the requests that arrive
+(``arrivals.py``).
 
 Theory of operation. Each request is one ``DraftSession`` on the device's drafter. Before it opens,
-the association policy chooses the verifier from what is known at that moment.
+the association policy chooses the verifier from what is known at that moment. A user with ``turns``
+sends several requests of one conversation in turn: each prompt has the one before it and its output
+in front. At the end of a request its measurements become a ``RequestRecord``.
 """
 
 from __future__ import annotations
 
-import bisect
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol
 
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.core.device.draft_window import DraftWindow
 from edgespec.core.device.estimates import KeptEstimates, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import make_policy
 from edgespec.core.device.kept_prefixes import KeptPrefixes
 from edgespec.core.device.link_session import ReconnectPolicy
-from edgespec.core.device.memory import DraftAllowance, MemoryGuard, margin_bytes
-from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
-from edgespec.core.guarded_drafter import CacheGroup, GuardedDrafter
-from edgespec.core.ports import (
-    Cancelled,
-    Candidate,
-    Drafter,
-    count_places,
-    draft_places,
-    never_cancelled,
-)
+from edgespec.core.ports import Drafter, count_places
 from edgespec.core.protocol.messages import EXACT_RULE, MAX_SECRET_BYTES, Open
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.grants_5g import WayWaits
-from edgespec_sim.scenario.sections import (
-    AtDevice,
-    ConditionSection,
-    ConditionsSection,
-    Scenario,
-)
+from edgespec_sim.scenario.sections import AtDevice, Scenario
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream, mean_way_s
 from edgespec_sim.token_sources.source import TokenRequest
 from edgespec_sim.world.arrivals import Arrival, draw_length
+from edgespec_sim.world.device_memory import ConditionCourse, GuardedDraft
 from edgespec_sim.world.device_power import DevicePower
 from edgespec_sim.world.meters import Meters, RequestRecord
 from edgespec_sim.world.parts import NextRequest
 from edgespec_sim.world.recorded_arrivals import MAX_TOKENS
 from edgespec_sim.world.site import Site, WorldSetup
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRestricted:
-    """A trace record: the window and width that the memory guard grants from now on; window 0
-    pauses drafting."""
-
-    window: int
-    width: int
-
-
-class WindowedDrafter:
-    """A drafter that keeps a window of rows, each of ``row_bytes``. ``on_restricted`` is called
-    with (window, width) after each restriction."""
-
-    def __init__(
-        self,
-        inner: Drafter,
-        window: int,
-        width: int,
-        row_bytes: int,
-        on_restricted: Callable[[int, int], None] = lambda window, width: None,
-    ) -> None:
-        self.fed = self.kept = 0
-        """Tokens that the last step fed, and rows that it found in the cache."""
-        self.inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
-        self._window, self._width = DraftWindow(window, can_move=True), width
-        self.info, self.close = inner.info, inner.close
-        self.max_places = count_places(inner)
-        self.held_tokens = 0
-
-    def growth_bytes(self, length: int) -> int:
-        rows = min(length, self._window.size) - self.held_tokens
-        return max(0, rows) * self._row_bytes
-
-    def restrict(self, window: int, width: int) -> None:
-        self._window.resize(window)
-        self._width = width if window else 0
-        self.held_tokens = min(self.held_tokens, window)
-        self._on_restricted(window, width)
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self.inner.begin(prompt_length, sampling)
-        self._window.clear()
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        found = self.inner.step(keep_length, feed, width, cancelled)
-        if not self._note(keep_length, len(feed), 0):
-            return ()
-        return found[: self._width]
-
-    def step_places(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        places: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[tuple[Candidate, ...], ...]:
-        found = draft_places(self.inner, keep_length, feed, width, places, cancelled)
-        if not self._note(keep_length, len(feed), places - 1):
-            return ()
-        return tuple(one[: self._width] for one in found)
-
-    def _note(self, keep_length: int, fed: int, masks: int) -> bool:
-        """Move the window over a step. Return False, and feed nothing, if drafting is paused."""
-        length = keep_length + fed
-        if not self._width:
-            self._window.clear()
-            self.fed = self.kept = 0
-            return False
-        self._window.move_to(keep_length, length)
-        rows = length - self._window.skipped
-        self.kept, self.fed = self._window.held_rows, rows - self._window.held_rows + masks
-        self._window.held_rows = rows
-        self.held_tokens = max(self.held_tokens, self._window.held_rows)
-        return True
-
-
-_MIB, _KIB = 1 << 20, 1 << 10
-
-
-class ConditionCourse:
-    """The conditions of a device over time. ``rows`` begin at 0 and are ordered by time."""
-
-    def __init__(self, rows: Sequence[ConditionSection]) -> None:
-        self._rows = tuple(_fill_gaps(rows))
-        self._times_s = [row.at_s for row in self._rows]
-        self.max_slowdown = max(row.slowdown or 1.0 for row in self._rows)
-
-    def resident_bytes(self, now_s: float) -> int:
-        return int((self._at(now_s).resident_mib or 0.0) * _MIB)
-
-    def slowdown(self, now_s: float) -> float:
-        return self._at(now_s).slowdown or 1.0
-
-    def _at(self, now_s: float) -> ConditionSection:
-        return self._rows[max(0, bisect.bisect_right(self._times_s, now_s) - 1)]
-
-
-def _fill_gaps(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
-    """Yield each row with the values that it lacks taken from the rows before it."""
-    held: dict[str, Any] = {}
-    for row in rows:
-        held |= {name: value for name, value in asdict(row).items() if value is not None}
-        yield ConditionSection(**held)
-
-
-class GuardedDraft:
-    """Keeps the draft of one device within ``section.budget_mib``. ``drafter`` is the guarded
-    drafter to use."""
-
-    def __init__(
-        self,
-        queue: EventQueue,
-        section: ConditionsSection,
-        course: ConditionCourse,
-        drafter: Drafter,
-    ) -> None:
-        assert section.budget_mib is not None
-        budget_bytes = int(section.budget_mib * _MIB)
-        row_bytes = max(1, int(section.token_kib * _KIB))
-        full = self._standing = DraftAllowance(section.window, DEFAULT_WIDTH)
-        rows = WindowedDrafter(drafter, full.window, full.width, row_bytes, self._restricted)
-        guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
-        self.windowed = rows
-        self.tightened = self.loosened = 0
-        caches = CacheGroup(
-            guard,
-            lambda: course.resident_bytes(queue.now) + rows.held_tokens * row_bytes,
-            lambda: queue.now,
-        )
-        self.drafter = GuardedDrafter(rows, caches)
-        self._queue, self._key = queue, ""
-        self._tracer: Tracer | None = None
-
-    def begin(self, key: str, tracer: Tracer | None) -> None:
-        """Start counting the restrictions of a new request with session id ``key``."""
-        self.tightened = self.loosened = 0
-        self._tracer, self._key = tracer, key
-
-    def _restricted(self, window: int, width: int) -> None:
-        less = (window, width) < (self._standing.window, self._standing.width)
-        self._standing = DraftAllowance(window, width)
-        self.tightened += less
-        self.loosened += not less
-        if self._tracer is not None:
-            line = DraftRestricted(window, width)
-            self._tracer.record(self._queue.now, "device", self._key, "event", line)
-
 
 # Numbers of different users' requests must not collide: each user has a range of this size.
 REQUESTS_PER_USER = 1 << 20
@@ -229,12 +59,14 @@ class UserWorld(Protocol):
     meters: Meters
     eos_token_ids: tuple[int, ...]
 
-    def choose_site(self, user: User) -> Site: ...
+    def choose_site(self, user: User) -> Site:
+        """Return the verifier for the user's next request, as the association policy decides."""
 
     def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
         """Return a stream and its set-up time in seconds. None while the site is down."""
 
-    def tracer(self, user: User) -> Tracer | None: ...
+    def tracer(self, user: User) -> Tracer | None:
+        """Return the tracer of the user's device. None if the device is not traced."""
 
     def air_waits(self, user: User) -> tuple[WayWaits, WayWaits] | None:
         """Return how long the messages of the user's device waited on the 5G air so far, up and
@@ -245,9 +77,11 @@ class UserWorld(Protocol):
 
 
 class User:
-    """One user. Call ``start`` once, or ``serve`` for each arrival; ``finish`` at the world's end
-    records the running request. In an open loop ``on_free`` is called when the next request may
-    come."""
+    """One user.
+
+    In a closed loop, call ``start`` once. In an open loop, call ``serve`` for each arrival;
+    ``on_free`` is called when the next one may come. ``finish`` at the world's end records the
+    running request."""
 
     def __init__(
         self,
@@ -259,7 +93,9 @@ class User:
         course: ConditionCourse | None,
         seed: str,
     ) -> None:
-        """``step`` and ``course`` (the conditions of the group) are shared by the group."""
+        """``step`` is the time of draft steps, and ``course`` the conditions of the device, of
+        which None means that nothing changes. All devices of ``group`` share both. ``number``
+        counts the users of the world."""
         self.group, self.name, self.number = group, name, number
         self.step, self.course = step, course
         self._section, self._source = world.scenario.devices[group], world.setup.source
@@ -319,6 +155,7 @@ class User:
         self._streams: list[Stream] = []
 
     def start(self) -> None:
+        """Begin to send requests, after the pause that the workload states."""
         if self._workload is not None:
             self._plan_request()
             return

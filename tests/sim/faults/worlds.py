@@ -42,7 +42,7 @@ from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import ServerDraftModel, SimulatedDevice, SimulatedVerifier, Stream
-from edgespec_sim.world.user import WindowedDrafter
+from edgespec_sim.world.device_memory import WindowedDrafter
 from tests.adversarial import WrappedDrafter
 from tests.sim.faults import checks
 
