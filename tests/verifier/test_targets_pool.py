@@ -80,7 +80,7 @@ def test_what_columns_let_through_the_checks_let_through_and_the_other_way_round
         else:
             wanted = True
         try:
-            found = PassBatch.of(batch).surely_right(lengths, INFO)
+            found = PassBatch.of(batch).is_surely_valid(lengths, INFO)
         except (ValueError, OverflowError):
             found = False
         assert found == wanted, batch

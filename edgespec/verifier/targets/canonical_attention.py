@@ -1,16 +1,18 @@
 """Computes attention whose bits depend neither on how a text was cut into passes, nor on what
 shares the pass.
 
-Layout: a group is rows of one session that share *one line of ancestors*, where key index equals
-position. A row sees the keys of that line before its own position; its own key is apart. All nodes
-whose ancestors lie on the main chain are one line, cut and padded to groups whose row counts are
-among ``RowTiles.attention_sizes``; only a second branch with inner nodes needs another line. So the
+Layout. A *line* is a path of ancestors: the text, and then the inner nodes of one branch, so that
+the key index equals the position. A *group* has rows of one session that share a line. A row sees
+the keys of the line before its own position; its own key is added apart. All nodes whose ancestors
+lie on the main chain share one line, which is cut and padded to groups whose row counts are among
+``RowTiles.attention_sizes``; only a second branch with inner nodes needs another line. So the
 arithmetic sees the same numbers at the same places, whether ancestors were cached one by one, in a
 chunk, or are nodes of the same pass.
 
-Arithmetic, in float32: scores of the line in tiles of ``KEY_TILE`` keys, added one after the other,
+Arithmetic, in float32. The keys of the line are taken in tiles of ``KEY_TILE``, one after the
+other. With S the scores of a tile, s_own that of the row's own key, and m the largest score,
 
-    out = (sum_tiles exp(S_tile - m) V_tile + exp(s_own - m) v_own) / (sums of the exps).
+    out = (sum over tiles of exp(S - m) V  +  exp(s_own - m) v_own) / (sum of the same exps)
 
 exp is taken as exp2 of scores that carry a factor log2(e), which is several times faster on CPUs.
 Only the own key's weight uses exp: its few elements do not fill vectors, and exp2's scalar tail is
@@ -122,6 +124,8 @@ class CanonicalAttention:
 
 @dataclass(slots=True)
 class CanonicalLayout:
+    """The groups of one pass."""
+
     groups: tuple[CanonicalGroups, ...]
     last_position: int
     _windowed: tuple[int, tuple[CanonicalGroups, ...]] | None = None
@@ -170,16 +174,18 @@ def canonical_attention(
     heads, _, head_dim = states.query.shape
     kv_heads = states.key.shape[0]
     count, rows, share = groups.count, groups.padded, heads // kv_heads
-    # Query heads of one key head are stacked as rows: fewer, larger products, no repeated keys.
     query, own_key, own_value = states.query, states.key, states.value
     if not groups.is_identity or len(groups.rows) != query.shape[1]:
         query, own_key, own_value = (
             part.index_select(1, groups.rows) for part in (query, own_key, own_value)
         )
-    q = query.float() * (layer.scale * _LOG2_E)
-    by_group = q.reshape(kv_heads, share, count, rows, head_dim).permute(2, 0, 1, 3, 4)
-    by_group = by_group.contiguous()
-    q = by_group.view(count * kv_heads, share * rows, head_dim)
+    # By group: query is [groups, key heads, share, rows, head_dim], own key and own value are
+    # [groups, key heads, 1, rows, head_dim]. All scores carry the factor log2(e).
+    query = query.float() * (layer.scale * _LOG2_E)
+    query = query.reshape(kv_heads, share, count, rows, head_dim).permute(2, 0, 1, 3, 4)
+    query = query.contiguous()
+    # Query heads of one key head are stacked as rows: fewer, larger products, no repeated keys.
+    stacked_query = query.view(count * kv_heads, share * rows, head_dim)
     own_key, own_value = (
         part.float()
         .reshape(kv_heads, count, rows, head_dim)
@@ -188,18 +194,20 @@ def canonical_attention(
         .contiguous()
         for part in (own_key, own_value)
     )
-    own_score = (by_group * own_key).sum(dim=-1, keepdim=True)
+    # [groups, key heads, share, rows, 1]
+    own_score = (query * own_key).sum(dim=-1, keepdim=True)
     if layer.soft_cap is not None:
         copies = own_score.expand(-1, -1, -1, -1, _VECTOR_ELEMENTS).contiguous()
         own_score = layer.capped(copies, _LOG2_E)[..., :1]
     places = groups.places(kv_heads)
     tile_shape = (count * kv_heads, KEY_TILE, head_dim)
+    # First all scores, and the largest score of each row. Then the weights and their sums.
     scores = []
     best = own_score
     for place, mask in zip(places, groups.masks, strict=True):
         tile = states.keys.view(-1, head_dim).index_select(0, place).float().view(tile_shape)
-        score = torch.bmm(q, tile.transpose(1, 2)).view(count, kv_heads, share, rows, KEY_TILE)
-        score = layer.capped(score, _LOG2_E)
+        product = torch.bmm(stacked_query, tile.transpose(1, 2))
+        score = layer.capped(product.view(count, kv_heads, share, rows, KEY_TILE), _LOG2_E)
         score += mask[:, None, None]
         scores.append(score)
         best = torch.maximum(best, score.amax(dim=-1, keepdim=True))
@@ -240,10 +248,12 @@ def _make_groups(
     path: Indices | None = None,
     batch: int = 1,
 ) -> list[CanonicalGroups]:
-    """Make a group of each of ``sessions``: of its rows ``picked`` [groups, padded] the first
-    ``counts`` are no padding. Its line is its first ``line_ends`` keys; with ``path``, of one
-    session, the text and these nodes. Up to ``batch`` groups with equally many tiles are computed
-    in one call."""
+    """Make one group for each of ``sessions``.
+
+    ``picked`` [groups, padded] are the rows of the groups, of which the first ``counts`` [groups]
+    are no padding. The line of a group is the first ``line_ends`` [groups] keys of its session.
+    With ``path``, which is given for one session alone, the line is the text and then these nodes.
+    Up to ``batch`` groups with equally many tiles are computed in one call."""
     if not len(sessions):
         return []
     device, size = rows.pool.device, picked.shape[1]
@@ -311,8 +321,11 @@ def _groups_of(rows: BatchRows, session: int, sizes: tuple[int, ...]) -> list[Ca
 
 @lru_cache(maxsize=2048)
 def tree_lines(parents: tuple[int, ...]) -> tuple[tuple[Indices, Indices], ...]:
-    """Cut a tree into lines of ancestors: (path of inner nodes, nodes whose ancestors lie on it).
-    The first line is there even for an empty tree."""
+    """Cut a tree into lines of ancestors. Return for each line the path of its inner nodes, and the
+    nodes whose ancestors lie on that path. The first line is there even for an empty tree.
+
+    Example: in the tree with the parents (-1, 0, 0, 1) node 3 is behind node 1, and node 2 has no
+    child. One line has the path [0, 1] and the nodes [0, 1, 2, 3]."""
     inner = {parent for parent in parents if parent >= 0}
     ends = inner - {parents[node] for node in inner}
     line_of: dict[int, int] = {-1: 0}

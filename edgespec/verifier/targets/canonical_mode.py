@@ -58,11 +58,15 @@ from edgespec.verifier.targets.row_tiles import (
 )
 
 RunPass = Callable[[Sequence[PassRequest]], torch.Tensor]
-"""A pass over reserved requests: logits [sampled rows, vocabulary]."""
+"""Runs a pass over reserved requests, and returns logits [sampled rows, vocabulary]."""
 Step = tuple[list[PassRequest], list[int], list[int]]
-"""Requests (the first is the tested one), its sampled rows that count, its nodes to keep."""
+"""One pass of a schedule: its requests, the first of which is the tested session's; the sampled
+rows of that session whose logits are compared; and its nodes to keep."""
 _PROMPT = 19
+"""Tokens of the tested text that count as its prompt. The number is odd, and no multiple of a tile
+or a block, so that passes are padded."""
 _LENGTH = 27
+"""Tokens of the whole tested text."""
 _KEY = "\0self-test"
 _OTHER = "\0self-test other"
 
@@ -73,10 +77,13 @@ _SIBLINGS = (5, 30, 100)
 def run_self_test(
     pool: KvPool, run: RunPass, vocabulary_size: int, *, single: RunPass | None = None
 ) -> str:
-    """Compute the same text one token at a time (by ``single`` where it is given), in chunks, as a
-    tree beside wrong guesses, packed with another session, and as many equal siblings: logits must
-    agree to the last bit. Return a description of where they do not, which is empty if they do.
-    ``pool`` is left as it was. With fewer than ``TOKENS_NEEDED`` free tokens the test fails."""
+    """Compute the same text under several schedules, and compare the logits to the last bit.
+
+    The text is computed one token at a time (by ``single`` if that is given), in chunks, as a tree
+    beside wrong guesses, packed with another session, and as many equal siblings.
+
+    Returns a description of where logits differ; it is empty if they agree everywhere. ``pool`` is
+    left as it was. With fewer than ``TOKENS_NEEDED`` free tokens the test fails."""
     if pool.free_tokens < TOKENS_NEEDED:
         return f"{pool.free_tokens} free tokens, {TOKENS_NEEDED} needed"
     text = _make_text(vocabulary_size)
@@ -99,7 +106,7 @@ def run_self_test(
     return "; ".join(failed)
 
 
-def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
+def has_finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
     """Return whether the logits behind a short text are finite; True when the pool has no room for
     the text."""
     if pool.free_tokens < TOKENS_NEEDED:
@@ -264,9 +271,11 @@ def find_canonical_mode(
     row_by_row: bool,
     paged: bool = False,
 ) -> CanonicalMode:
-    """Install and return the cheapest way of computing that holds for ``loaded``; when nothing
-    holds, the model has plain weights. ``self_test`` runs whole passes with the tiles it is given.
-    The caller has set one thread. ``paged``: attention is a GPU's."""
+    """Install the cheapest way of computing that holds for ``loaded``, and return it.
+
+    ``self_test`` runs whole passes with the tiles that it is given, and returns where they differ.
+    ``row_by_row`` allows the slowest way. ``paged`` means that attention is a GPU's. torch must
+    have been set to one thread. If nothing holds, the model has plain weights afterwards."""
     failures: list[str] = []
     if other := _other_products(loaded):
         unpack_model(loaded.model)
@@ -310,13 +319,14 @@ def _first_that_holds(
 
 
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
-    """Install the sizes that agree with ``base``. Return None, and add a reason to ``failures``,
-    when the base does not hold."""
+    """Find for each layer the row counts that agree with ``base``, install them, and return the
+    tiles. Return None, and add a reason to ``failures``, if the base does not hold for a layer or
+    for attention."""
     heads = head_shape(loaded)
     one_row, base = base == ROW_BY_ROW, max(1, base)
     bases: tuple[int, ...] = (base,) if one_row or base in TILE_BASES else SMALL_BASES
     if base in GPU_BASES:
-        bases, attention = GPU_BASES, SIZES[base]  # a GPU's asks for none
+        bases, attention = GPU_BASES, SIZES[base]  # a GPU's attention needs no tiles
     else:
         attention = _choose_widest(bases, lambda base: _attention_sizes(loaded, heads, base))
     attention = attention[:1] if one_row else attention
@@ -414,8 +424,8 @@ def _attention_sizes(loaded: LoadedModel, shape: HeadShape, base: int) -> tuple[
 
 
 def _attention_batch(loaded: LoadedModel, shape: HeadShape, size: int) -> int:
-    """Return how many groups of ``size`` rows, the smallest, may be computed in one call: 1 where
-    a group's bits depend on those beside it."""
+    """Return how many groups of ``size`` rows, the smallest, may be computed in one call: 1 where a
+    group's bits depend on those beside it."""
     probes = _attention_probes(loaded, shape)
     which = torch.arange(max(_BATCHES) * size, device=probes.device) % len(probes)
     rows = probes[which]

@@ -37,10 +37,11 @@ _LEAST_ROWS, _LEAST_COLUMNS = 8, 16
 
 
 class BlockTables:
-    """The sessions' block tables as one array, and the *slots* of each session's keys as another,
-    by which attention gathers. Slots behind a session's last key are 0. Only the part of a table
-    that differs from the last pass is written, and a pass adds its own slots, so a long text costs
-    no more than a short one."""
+    """The block tables of all sessions as one array, and the slots of their keys as another.
+
+    Each session has one row in both arrays. Attention gathers keys by their slots; behind a
+    session's last key they are 0. A pass writes only the part of a table that differs from the last
+    pass, and its own slots, so a long text costs no more than a short one."""
 
     def __init__(self) -> None:
         self._host = np.zeros((_LEAST_ROWS, _LEAST_COLUMNS), dtype=np.int64)
@@ -51,6 +52,7 @@ class BlockTables:
         self._free: list[int] = []
 
     def allocate(self) -> int:
+        """Return a row that no session uses."""
         if self._free:
             return self._free.pop()
         self._tables.append(())
@@ -58,7 +60,8 @@ class BlockTables:
             self._grow(2 * self._host.shape[0], self._host.shape[1])
         return len(self._tables) - 1
 
-    def give_back(self, row: int) -> None:
+    def release(self, row: int) -> None:
+        """Free the row of a session that has ended."""
         self._tables[row] = ()
         self._forget(row, 0)
         self._free.append(row)
@@ -86,8 +89,8 @@ class BlockTables:
             for place in np.flatnonzero(more < 0).tolist():
                 self._forget(int(rows[place]), int(ends[place]))
             more = np.maximum(more, 0)
+        # One entry for each new key: its row, and its index, which begins at the row's ``_filled``.
         row = np.repeat(rows, more)
-        # The keys of each row from ``filled`` on.
         key = np.arange(len(row)) + np.repeat(ends - np.cumsum(more), more)
         self._slots[row, key] = self.slots_of(row, key)
         self._filled[rows] = ends
@@ -107,6 +110,7 @@ class BlockTables:
         return self._slots[:, :count].take(rows, axis=0)
 
     def _forget(self, row: int, first: int) -> None:
+        """Set the slots of the row's keys from ``first`` on to 0."""
         filled = int(self._filled[row])
         if first < filled:
             self._slots[row, first:filled] = 0
@@ -121,6 +125,7 @@ class BlockTables:
 
 
 NULL_SLOT = 0
+"""Slot of block 0, at which masked keys point."""
 
 
 @dataclass(slots=True)
@@ -169,10 +174,10 @@ class KvPool:
         self._placed: list[Indices] = []
         """[2, keys] each: moves as slots, because their tables have changed since."""
         self.tables = BlockTables()
-        self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
+        self._own_ledger = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
         self.sequences: dict[str, CachedSequence] = {}
-        self.special: set[str] = set()
-        """Keys of sequences whose tokens are not simply the largest logits."""
+        self.sampled_keys: set[str] = set()
+        """Keys of sequences whose tokens are not simply those with the largest logits."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -192,7 +197,7 @@ class KvPool:
     @property
     def free_tokens(self) -> int:
         """Tokens, in whole blocks, that requests without tables may still reserve."""
-        return self._own.free_count * BLOCK_SIZE
+        return self._own_ledger.free_count * BLOCK_SIZE
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -201,17 +206,17 @@ class KvPool:
         table = self.tables.allocate()
         self.sequences[key] = CachedSequence(prompt_length, sampling, text, table=table)
         if not is_plain(sampling):
-            self.special.add(key)
+            self.sampled_keys.add(key)
 
     def close(self, key: str) -> None:
         sequence = self.sequences.pop(key, None)
         if sequence is not None:
-            self.tables.give_back(sequence.table)
-            self._own.release(key)
-            self.special.discard(key)
+            self.tables.release(sequence.table)
+            self._own_ledger.release(key)
+            self.sampled_keys.discard(key)
 
     def sequence(self, key: str) -> CachedSequence:
-        """Raises ``ValueError`` for a key that is not open."""
+        """Return the sequence with that key. Raises ``ValueError`` if it is not open."""
         if key not in self.sequences:
             raise ValueError(f"sequence {key!r} is not open")
         return self.sequences[key]
@@ -236,18 +241,18 @@ class KvPool:
         )
         room = np.fromiter(map(len, batch.tables), np.int64, len(batch)) * BLOCK_SIZE
         short = np.flatnonzero(room < batch.ends).tolist()
-        bare = []
+        without_table: list[PassRequest] = []
         for i in {*changed, *short}:
             if batch.tables[i]:
                 check_table(batch[i], self.block_count, BLOCK_SIZE)
             else:
-                bare.append(batch[i])
+                without_table.append(batch[i])
         missing = sum(
-            self._own.missing_count(request.key, request.cache_length + request.row_count)
-            for request in bare
+            self._own_ledger.missing_count(request.key, request.cache_length + request.row_count)
+            for request in without_table
         )
-        if missing > self._own.free_count:
-            more = (missing - self._own.free_count) * BLOCK_SIZE
+        if missing > self._own_ledger.free_count:
+            more = (missing - self._own_ledger.free_count) * BLOCK_SIZE
             raise CapacityError(
                 f"the pass needs {more} more cached tokens than the {self.free_tokens} free of "
                 f"{self.block_count * BLOCK_SIZE} (max_cached_tokens)"
@@ -265,6 +270,7 @@ class KvPool:
             self.tables.write(sequence.table, sequence.blocks)
 
     def commit(self, request: PassRequest) -> None:
+        """Record one request of a pass that has run, as ``commit_all``."""
         self.commit_all(PassBatch.of([request]))
 
     def commit_all(self, batch: PassBatch) -> None:
@@ -289,7 +295,7 @@ class KvPool:
             for place, node in enumerate(nodes):
                 if node != place:
                     self._moves.append((sequence.table, first + node, first + place))
-        self._own.trim(key, len(sequence.tokens))
+        self._own_ledger.trim(key, len(sequence.tokens))
 
     def cached_lengths(self, batch: PassBatch) -> Indices:
         """Return [sessions]: tokens that passes have cached. Raises as ``sequence`` does."""
@@ -300,13 +306,15 @@ class KvPool:
         return np.array(found)
 
     def _place_moves(self) -> None:
+        """Turn the moves from key indices into slots, before a table changes."""
         rows, sources, goals = np.array(self._moves).T
         placed = [self.tables.slots_of(rows, keys) for keys in (sources, goals)]
         self._placed.append(np.stack(placed))
         self._moves.clear()
 
     def _own_table(self, request: PassRequest) -> tuple[int, ...]:
+        """Return a table from the pool's own ledger, for a request that brings none."""
         length = request.cache_length + request.row_count
-        self._own.trim(request.key, length)
-        self._own.reserve(request.key, length)
-        return self._own.table(request.key)
+        self._own_ledger.trim(request.key, length)
+        self._own_ledger.reserve(request.key, length)
+        return self._own_ledger.table(request.key)

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 LEAST_WEIGHTS = 1 << 17
 """Layers with fewer weights are not packed."""
 _TRIED_ROWS = 5
+"""Rows by which the first packed layer of each shape is compared with the plain one."""
 _COMPARED_ROWS = 4096
+"""Rows of an embedding that are compared at a time."""
 
 # Two orders of float32 sums, or two rounded results, may differ by this share of the largest
 # result.
@@ -97,14 +99,14 @@ def quick_rows() -> int:
 
 
 def pack_model(model: Any) -> int:
-    """Replace large linear layers of ``model``, on a CPU and in float32 or bfloat16, by packed
-    ones. Return how many were replaced: none where torch lacks oneDNN or its products are wrong on
-    this machine, which is logged."""
+    """Replace the large linear layers of ``model`` that are on a CPU, in float32 or bfloat16, by
+    packed ones. Return how many were replaced. If torch lacks oneDNN, or its products are wrong on
+    this machine, none is replaced, and the reason is logged."""
     found = _find_packable(model)
     if not found:
         return 0
-    there = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-    why_not = "" if there else "torch computes without oneDNN here"
+    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    why_not = "" if has_onednn else "torch computes without oneDNN here"
     shapes: set[torch.Size] = set()
     for name, tied_to in found.items():
         if why_not:
@@ -150,6 +152,8 @@ def is_packed(model: Any) -> bool:
 
 
 def unpack_model(model: Any) -> int:
+    """Replace the packed layers of ``model`` by plain ones with the same bits. Return how many were
+    replaced."""
     parts = list(model.named_modules())
     for name, part in parts:
         if isinstance(part, NarrowEmbedding):

@@ -28,7 +28,9 @@ session."""
 USUAL_TOKENS = 65_536
 """Most tokens of a pool that the operator does not size."""
 _LEAST_CPU_TOKENS = 8192
+"""Least tokens of such a pool on a CPU, if a quarter of the free memory holds them."""
 _CPU_SHARE = 0.25
+"""Share of a machine's free memory that such a pool may take."""
 SESSION_ROWS = 16
 """Rows of each session in the measured pass: a fed token and a chain of nodes."""
 
@@ -99,9 +101,9 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     small to serve, or larger than what is free."""
     # A pass makes a copy of one layer's keys and values, so one more layer is counted.
     with_copy = figures.token_bytes * (figures.layer_count + 1) / figures.layer_count
-    draft, said = budget.draft, str(figures)
+    draft, stated = budget.draft, str(figures)
     if draft.weights:
-        said += f", {draft}"
+        stated += f", {draft}"
     token_bytes, with_copy = figures.token_bytes + draft.token_bytes, with_copy + draft.token_bytes
     free = figures.free - draft.weights
     room = free - figures.activations
@@ -120,13 +122,13 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     if whole < TOKENS_NEEDED:
         raise UnsupportedModelError(
             f"{named}: that leaves room for {whole} cached tokens, but at least {TOKENS_NEEDED} "
-            f"are needed ({said})"
+            f"are needed ({stated})"
         )
     if whole * with_copy > room:
         fits = int(max(0.0, room) / with_copy) // BLOCK_SIZE * BLOCK_SIZE
         raise UnsupportedModelError(
             f"{named}: {whole} cached tokens take {_show_gib(whole * token_bytes)}, but there "
-            f"is room for {fits} ({said})"
+            f"is room for {fits} ({stated})"
         )
     return whole
 

@@ -103,18 +103,24 @@ class PackedDrafter:
         self._sequences[key] = _DraftSequence(prompt_length, sampling)
 
     def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
+        """Run a step, as ``ports.ServerDrafter``. Sequences that cannot take part get no candidate
+        and are emptied, so that their text is fed anew."""
         steps = {step.key: step for step in batch if step.key in self._sequences}
         requests: list[PassRequest] = []
         for step in steps.values():
             if not self._cut_and_extend(step):
                 self._empty(step.key)
-            elif self._slides_by(step):
                 continue
-            elif (request := self._request(step, steps)) is not None:
-                requests.append(request)
-            else:
+            if self._move_window(step):
+                continue
+            request = self._make_request(step, spared=steps)
+            if request is None:
                 self._empty(step.key)
-        found = {key: self._settle(steps[key], some) for key, some in self._run(requests)}
+            else:
+                requests.append(request)
+        found = {
+            key: self._settle(steps[key], candidates) for key, candidates in self._run(requests)
+        }
         return [found.get(step.key, ()) for step in batch]
 
     def close(self, key: str) -> None:
@@ -136,39 +142,45 @@ class PackedDrafter:
         sequence.end = min(sequence.end, step.keep_length)
         return True
 
-    def _slides_by(self, step: DraftStep) -> bool:
-        """Move the window if the text has left it. Return whether the step computes nothing."""
+    def _move_window(self, step: DraftStep) -> bool:
+        """Move the window if the text has left it. Return True if the step computes nothing,
+        because what it feeds is only read once a guess is requested."""
         sequence, length = self._sequences[step.key], len(step.feed) + step.keep_length
-        inside = sequence.first <= sequence.end and length - sequence.first <= self._window
-        passes = sequence.end == sequence.first > 0 and not step.guess
-        if inside and not passes:
+        is_inside = sequence.first <= sequence.end and length - sequence.first <= self._window
+        # The window was moved over a long prompt, and a further part of the prompt comes.
+        is_reading_on = sequence.end == sequence.first > 0 and not step.guess
+        if is_inside and not is_reading_on:
             return False
         sequence.first = sequence.end = max(0, length - max(1, self._window // 2))
         return not step.guess
 
-    def _request(self, step: DraftStep, spared: Collection[str]) -> PassRequest | None:
-        """Return the step as a request of a pass, with its blocks reserved, or None when it cannot
-        take part."""
+    def _make_request(self, step: DraftStep, spared: Collection[str]) -> PassRequest | None:
+        """Return the step as a request of a pass, with its blocks reserved; None if it cannot take
+        part. The sequences ``spared`` keep their blocks."""
         key, sequence = step.key, self._sequences[step.key]
+        # Both count from the window's first token, as the rows of the cache do.
         start, stop = sequence.end - sequence.first, len(sequence.text) - sequence.first
         self._ledger.trim(key, start)
-        new = start == 0 or start < sequence.prefix.length
-        if new or stop - start > self._ledger.block_tokens:
-            cached, start = start, self._shared(key, sequence, start, new=new)
-            if not 0 < start <= cached and not self._opened(key, sequence, start):
+        enters = start == 0 or start < sequence.prefix.length
+        if enters or stop - start > self._ledger.block_tokens:
+            cached, start = start, self._adopt_blocks(key, sequence, start, enters=enters)
+            # The model has the sequence open with ``cached`` tokens. Where others had cached more,
+            # or nothing stayed, it is opened anew.
+            has_open = 0 < start <= cached
+            if not has_open and not self._open_window(key, sequence, start):
                 return None
         if not self._make_room(key, stop, spared):
             return None
         feed, blocks = tuple(sequence.text[sequence.first + start :]), self._ledger.table(key)
         return PassRequest(key, start, feed, sample=step.guess, blocks=blocks)
 
-    def _shared(self, key: str, sequence: _DraftSequence, start: int, *, new: bool) -> int:
+    def _adopt_blocks(self, key: str, sequence: _DraftSequence, start: int, *, enters: bool) -> int:
         """Acquire the cached blocks that hold the beginning of the sequence's window.
 
-        Returns how many tokens they hold, at most one less than the window has. ``new`` means that
-        the sequence holds no blocks yet."""
+        Returns how many tokens they hold, at most one less than the window has. ``enters`` means
+        that the sequence enters the cache anew; otherwise ``start`` tokens are cached."""
         window = sequence.text[sequence.first :]
-        if new:
+        if enters:
             sequence.prefix = CommittedPrefix(window)
             found = self._sharing.enter(key, sequence.prefix) or 0
         else:
@@ -177,7 +189,7 @@ class PackedDrafter:
         self.shared_tokens += max(0, found - start)
         return found
 
-    def _opened(self, key: str, sequence: _DraftSequence, length: int) -> bool:
+    def _open_window(self, key: str, sequence: _DraftSequence, length: int) -> bool:
         """Open the window in the model, with ``length`` tokens cached. Return False where the model
         refuses it, or where a constraint's prompt lies before the window."""
         first, sampling = sequence.first, sequence.sampling
@@ -194,6 +206,8 @@ class PackedDrafter:
         return True
 
     def _make_room(self, key: str, length: int, spared: Collection[str]) -> bool:
+        """Reserve ``length`` rows for the sequence, taking blocks from the least recently used
+        sequences. Return False if that is not enough."""
         while not self._ledger.reserve(key, length):
             held = (
                 one for one in self._sequences if one not in spared and self._ledger.held_count(one)
@@ -224,8 +238,8 @@ class PackedDrafter:
         return []
 
     def _settle(self, step: DraftStep, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Record that the whole window is cached, and return the candidates that the target can
-        use."""
+        """Record that the whole window is cached, and publish the blocks that will not change.
+        Return the candidates ``found`` that the target can use."""
         sequence, size = self._sequences[step.key], self._ledger.block_tokens
         text, first, prefix = sequence.text, sequence.first, sequence.prefix
         sequence.end = len(text)

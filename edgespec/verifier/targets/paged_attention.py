@@ -23,7 +23,8 @@ from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
 from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates, write_slots
 
 _TILE_LANES = 32
-"""Query heads of a key head times rows: no product of a GPU's matrix units has fewer than 16."""
+"""Rows of a tile times the query heads that share a key head. A product of a GPU's matrix units has
+at least 16."""
 
 Attend = Callable[["PagedLayout", LayerAttention, LayerStates], torch.Tensor]
 
@@ -95,7 +96,7 @@ class PagedAttention:
         self.tile_rows = max(1, _TILE_LANES // share)
 
     def lay_out(self, rows: BatchRows) -> PagedLayout:
-        found = lines_of(rows, self.tile_rows)
+        found = find_lines(rows, self.tile_rows)
         shape = found.shape
         data = to_device(found.packed(shape), rows.pool.device)
         return PagedLayout.of(self.kernel, data, shape, int(rows.positions.max()))
@@ -103,16 +104,16 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The tiles and lines of a pass."""
+    """The lines of ancestors of a pass, and the tiles into which the rows of each line are cut."""
 
     rows: BatchRows
     tile_rows: int
     sessions: list[int]
-    """[lines]."""
+    """Session of each line, as an index into the pass."""
     paths: list[npt.NDArray[np.int64]]
-    """[lines]: inner nodes."""
+    """Inner nodes on each line, from the root on."""
     tiles: list[tuple[int, npt.NDArray[np.int64]]]
-    """Each tile's line and packed rows."""
+    """Line of each tile, and its packed rows. The rows are left out if every session has one."""
 
     @property
     def shape(self) -> Shape:
@@ -157,7 +158,8 @@ class Lines:
         return data
 
 
-def lines_of(rows: BatchRows, tile_rows: int) -> Lines:
+def find_lines(rows: BatchRows, tile_rows: int) -> Lines:
+    """Return the lines of a pass, and tiles of at most ``tile_rows`` rows."""
     found = Lines(rows, tile_rows, [], [], [])
     empty: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     if rows.single:

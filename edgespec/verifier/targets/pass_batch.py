@@ -1,8 +1,9 @@
-"""The requests of a pass by column, so that what is the same for each is done for all at once.
+"""The requests of a pass as columns, so that one operation on an array serves all sessions.
 
-A pass over many sessions must cost little beside the model: every attribute is read once, by a loop
-in C, and what is left are operations on arrays. A batch that looks wrong is not judged here:
-``pass_requests.py`` then looks at its requests one by one.
+A pass over many sessions must cost little beside the model. So every field of the requests is read
+once, by a loop in C, and everything else is computed on arrays. ``is_surely_valid`` only answers
+whether a batch is certainly in order. If it is not, ``pass_requests.check_batch`` looks at the
+requests one by one and names what is wrong.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ Indices = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=2048)  # drafters draw the same few trees again and again
 def tree_depths(parents: tuple[int, ...]) -> Indices:
-    """[nodes]: 1 for a node that hangs on the last token before the tree, whose parent is -1.
+    """Return the depth of each node of a tree, int64 [nodes]: 1 for a node behind the last token
+    before the tree, whose parent is -1.
+
     Raises ``ValueError`` for a parent that does not come before its node."""
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise ValueError(f"node {node} hangs on {parent}, but must on -1 to {node - 1}")
+            raise ValueError(f"node {node} has the parent {parent}, but must have -1 to {node - 1}")
     return np.array(node_depths(parents), dtype=np.int64)
 
 
@@ -38,26 +41,35 @@ _columns = attrgetter(
 
 
 class PassBatch(tuple[PassRequest, ...]):
-    """The requests of a pass, which it is made of, and their fields; arrays are int64."""
+    """The requests of a pass, and their fields as columns with one entry for each request.
+
+    Arrays are int64 [sessions]."""
 
     keys: tuple[str, ...]
     feeds: tuple[tuple[int, ...], ...]
     nodes: tuple[tuple[int, ...], ...]
+    """Tokens of the nodes (``PassRequest.tokens``)."""
     parents: tuple[tuple[int, ...], ...]
     samples: tuple[bool, ...]
     tables: tuple[tuple[int, ...], ...]
+    """Block tables (``PassRequest.blocks``)."""
     node_scores: tuple[bool, ...]
     depths: tuple[Indices | None, ...]
-    """None for a request without nodes."""
+    """Depths of the nodes; None for a request without nodes."""
     cached: Indices
+    """Cached tokens (``PassRequest.cache_length``)."""
     fed: Indices
+    """Fed tokens."""
     node_counts: Indices
     has_nodes: bool
+    """True if any request has nodes."""
 
     @classmethod
     def of(cls, requests: Sequence[PassRequest]) -> PassBatch:
-        """The columns of one request or more. Raises ``ValueError`` for a parent behind its node,
-        and ``OverflowError`` for a number beyond 64 bits."""
+        """Return the batch of ``requests``, at least one. A batch is returned as it is.
+
+        Raises ``ValueError`` for a parent behind its node, and ``OverflowError`` for a number
+        beyond 64 bits."""
         if isinstance(requests, PassBatch):
             return requests
         batch = cls(requests)
@@ -77,12 +89,12 @@ class PassBatch(tuple[PassRequest, ...]):
 
     @cached_property
     def ends(self) -> Indices:
-        """[sessions]: tokens of the cache, the feed and the nodes."""
+        """int64 [sessions]: cached tokens, fed tokens and nodes together."""
         return self.cached + self.fed + self.node_counts
 
     @cached_property
     def tokens(self) -> Indices:
-        """[rows]: of each request the feed, then the nodes."""
+        """int64 [rows]: the tokens of the pass. Each request has its feed, then its nodes."""
         parts = (
             chain.from_iterable(zip(self.feeds, self.nodes, strict=True))
             if self.has_nodes
@@ -90,9 +102,9 @@ class PassBatch(tuple[PassRequest, ...]):
         )
         return np.fromiter(chain.from_iterable(parts), np.int64)
 
-    def surely_right(self, cached_lengths: Indices, info: ModelInfo) -> bool:
-        """Whether ``check_batch`` would surely find nothing wrong, if at most ``cached_lengths``
-        tokens of each session are cached."""
+    def is_surely_valid(self, cached_lengths: Indices, info: ModelInfo) -> bool:
+        """Return whether ``check_batch`` would certainly find nothing wrong, if at most
+        ``cached_lengths`` [sessions] tokens of the sessions are cached."""
         lengths = self.cached + self.fed
         if self.has_nodes:
             if list(map(len, self.parents)) != self.node_counts.tolist():
@@ -112,18 +124,24 @@ class PassBatch(tuple[PassRequest, ...]):
         )
 
 
-def share_out(
+def split_results(
     batch: PassBatch,
     tokens: list[int],
     scores: Mapping[str, tuple[TokenScore, ...]],
     nodes_scored: Mapping[str, tuple[NodeScore, ...]],
 ) -> list[PassResult]:
-    """Return each session's share of the sampled rows' ``tokens``, with its scores if the session
-    wants them."""
+    """Return the result of each request, given the ``tokens`` that were chosen for all sampled
+    rows. ``scores`` and ``nodes_scored`` are by key, for the requests that want them."""
     results, first = [], 0
     for key, nodes, sample in zip(batch.keys, batch.nodes, batch.samples, strict=True):
         last = first + 1 + len(nodes) if sample else first
-        mine, of_nodes = tuple(tokens[first:last]), nodes_scored.get(key, ())
-        results.append(PassResult(key, mine, scores.get(key, ()), node_scores=of_nodes))
+        results.append(
+            PassResult(
+                key,
+                tuple(tokens[first:last]),
+                scores.get(key, ()),
+                node_scores=nodes_scored.get(key, ()),
+            )
+        )
         first = last
     return results

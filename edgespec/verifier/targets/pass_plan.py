@@ -1,8 +1,9 @@
-"""One packed pass: its rows, their tokens and positions, where keys go, which rows are sampled, and
-how the model's layers attend.
+"""The plan of one packed pass: everything that the model's layers need beside their weights.
 
-Rows are padded at the end to a multiple of ``RowTiles.row_multiple`` in canonical mode. How they
-attend to keys is laid out by an ``AttentionBackend``.
+A plan has the tokens and positions of the rows, the slots to which their keys and values are
+written, the rows whose logits are wanted, and how the rows attend to keys, which an
+``AttentionBackend`` lays out. In canonical mode rows are padded at the end to a multiple of
+``RowTiles.row_multiple``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from edgespec.verifier.targets.row_tiles import RowTiles
 
 
 class BatchRows:
-    """All sessions of a pass, laid out: their fed tokens and nodes, one session after the other.
-    Arrays are int64. A *key index* counts a session's keys in the order of their slots: the text,
-    where it equals the position, then the nodes of this pass."""
+    """The rows of a pass: each session's fed tokens and nodes, one session after the other.
+
+    Arrays are int64. A *key index* counts a session's keys in the order of their slots: first the
+    text, where it equals the position, then the nodes of this pass."""
 
     def __init__(self, pool: KvPool, requests: Sequence[PassRequest]) -> None:
-        """The blocks of ``requests`` are reserved."""
+        """Lay out ``requests``, whose blocks must be reserved in ``pool``."""
         batch = PassBatch.of(requests)
         self.pool, self.requests = pool, batch
         self.tables = np.array([pool.sequences[key].table for key in batch.keys])
@@ -59,8 +61,8 @@ class BatchRows:
             self.positions[is_node] = roots + np.concatenate(depths)
 
     def key_slots(self, sessions: Indices, count: int) -> KeySlots:
-        """[len(sessions), count]: slots of the first ``count`` keys; 0 behind a session's end.
-        Asked before the next pass is laid out."""
+        """Return [len(sessions), count]: slots of the first ``count`` keys of ``sessions``, and 0
+        behind a session's end. Call it before the next pass is laid out."""
         return self.pool.tables.key_slots(self.tables[sessions], count)
 
     def node_slots(self, session: int, nodes: Indices) -> Indices:
@@ -75,14 +77,14 @@ def write_slots(rows: BatchRows) -> Indices:
     return rows.pool.tables.slots_of(tables, rows.own_keys)
 
 
-# How the rows of a pass attend: a backend (``canonical_attention.py``, ``paged_attention.py``)
-# lays a pass out once, and the layout is asked once a layer. All compute the same function,
+# Attention. A backend (``canonical_attention.py``, ``paged_attention.py``) lays a pass out once,
+# and then computes each layer by that layout. All backends compute the same function,
 #
 #   out[row] = sum_k w_k value[k],   w = softmax over the seen k of cap(scale * query[row] . key[k])
 #
-# with cap(x) = soft_cap * tanh(x / soft_cap) where the layer has a soft cap (Gemma 2, arXiv
-# 2408.00118). A row sees the keys of its ancestors and its own, within the layer's window. A sink
-# is one more score of each head, which brings no value (gpt-oss, arXiv 2508.10925).
+# with cap(x) = soft_cap * tanh(x / soft_cap) in layers with a soft cap (Gemma 2, arXiv 2408.00118).
+# A row sees the keys of its ancestors and its own key, within the layer's window. A sink is one
+# more score of each head, which brings no value (gpt-oss, arXiv 2508.10925).
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +93,22 @@ class LayerAttention:
 
     scale: float
     window: int | None = None
-    """In tokens, the row itself included; None: the whole text."""
+    """Tokens that a row sees, the row itself included; None means the whole text."""
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     """[heads], in the units of the scaled scores."""
 
     def capped(self, scores: torch.Tensor, unit: float) -> torch.Tensor:
-        """Scaled ``scores`` (times ``unit``) after the soft cap; changes them in place."""
+        """Apply the soft cap to ``scores`` in place, and return them. They are scaled, and
+        multiplied by ``unit``."""
         if self.soft_cap is None:
             return scores
         cap = self.soft_cap * unit
         return scores.div_(cap).tanh_().mul_(cap)
 
     def sink_scores(self, kv_heads: int, unit: float) -> torch.Tensor | None:
-        """float32 [kv_heads, heads per key head, 1, 1], times ``unit``; None without sinks."""
+        """Return the sinks as scores, float32 [kv_heads, heads per key head, 1, 1], multiplied by
+        ``unit``; None without sinks."""
         if self.sinks is None:
             return None
         return self.sinks.float().mul(unit).view(kv_heads, -1, 1, 1)
@@ -127,8 +131,11 @@ class LayerStates:
 
 
 class AttentionLayout(Protocol):
+    """How the rows of one pass attend to keys."""
+
     def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
-        """[rows, heads, head_dim] in the type of the query; rows of padding are finite."""
+        """Return the attention of one layer, [rows, heads, head_dim] in the type of the query. Rows
+        of padding have finite numbers."""
         ...
 
 
@@ -136,18 +143,23 @@ class AttentionBackend(Protocol):
     """A way of computing attention; it may keep buffers, so it serves one pass at a time."""
 
     def lay_out(self, rows: BatchRows) -> AttentionLayout:
-        """The layout of one pass. Layers with different windows may ask it in any order."""
+        """Return the layout of one pass. Layers with different windows may use it in any order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
+    """The plan of one pass. Tensors are int64, on the device of ``pool``."""
+
     pool: KvPool
     row_count: int
     """Rows that are not padding."""
     tokens: torch.Tensor
+    """int64 [1, padded rows]."""
     positions: torch.Tensor
+    """int64 [1, padded rows]."""
     write_slots: torch.Tensor
+    """int64 [row_count]: the slot of each row's key and value."""
     sampled_rows: torch.Tensor
     """int64 [padded]: rows whose logits are wanted."""
     sampled_count: int
@@ -219,8 +231,10 @@ def packed_attention(
     edgespec_pass: PassPlan | None = None,
     **_ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the pass's keys and values to the pool, then attend. transformers' signature: ``query``
-    [1, heads, rows, head_dim], ``s_aux`` [heads] the sinks; returns [1, rows, heads, head_dim]."""
+    """Write the pass's keys and values to the pool, then attend.
+
+    The signature is transformers'. ``query`` is [1, heads, rows, head_dim], and ``s_aux`` [heads]
+    are the sinks. Returns [1, rows, heads, head_dim]."""
     assert edgespec_pass is not None, "the model was called without a pass plan"
     layer = module.layer_idx
     assert isinstance(layer, int)

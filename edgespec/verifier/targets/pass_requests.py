@@ -21,7 +21,7 @@ class SequenceText:
     prompt_length: int
     sampling: SamplingParams
     text: Sequence[int] = ()
-    """Committed tokens, also those whose blocks were taken away."""
+    """Committed tokens, whether their keys are cached or not."""
     tokens: list[int] = field(default_factory=list)
     """Committed tokens whose keys are cached."""
     nodes: tuple[int, ...] = ()
@@ -56,8 +56,11 @@ class SequenceText:
 def check_opening(
     key: str, prompt_length: int, opened: Collection[str], max_sessions: int, info: ModelInfo
 ) -> None:
-    """Raises ``ValueError`` for a key that is in use, and ``CapacityError``. There may be one more
-    than are served: the probe that finds out whether the target still works."""
+    """Check that a sequence can be opened beside ``opened``.
+
+    Raises ``ValueError`` for a key that is in use, and ``CapacityError`` if there are too many
+    sequences or the prompt is too long. One sequence more than ``max_sessions`` is admitted: the
+    probe that finds out whether the target still works."""
     if key in opened:
         raise ValueError(f"sequence {key!r} is already open")
     if len(opened) > max_sessions:
@@ -71,8 +74,11 @@ def check_opening(
 def check_batch(
     batch: Sequence[PassRequest], cached_length: Callable[[PassRequest], int], info: ModelInfo
 ) -> None:
-    """Check all requests of a pass; ``cached_length`` says how many tokens of a request's session
-    are cached at most, and raises ``ValueError`` for one that is not open."""
+    """Check all requests of a pass; raise the error at the head of this file for the first one that
+    is not valid.
+
+    ``cached_length`` returns how many tokens of a request's session are cached at most, and raises
+    ``ValueError`` for a session that is not open."""
     if len({request.key for request in batch}) != len(batch):
         raise ValueError("two requests of one pass have the same key")
     for request in batch:
@@ -103,7 +109,8 @@ def check_batch(
 
 
 def check_table(request: PassRequest, block_count: int, block_tokens: int) -> None:
-    """Raises ``ValueError`` for a table that is too short or names a block that is not there."""
+    """Check the block table of a request. Raises ``ValueError`` if it is too short for the rows, or
+    names a block that does not exist."""
     key, blocks, rows = request.key, request.blocks, request.cache_length + request.row_count
     if rows > (room := len(blocks) * block_tokens):
         raise ValueError(f"{key!r}: {rows} rows, but its blocks hold {room}")
@@ -112,7 +119,7 @@ def check_table(request: PassRequest, block_count: int, block_tokens: int) -> No
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
-    """The depth of every node of a tree; 1 for a node that hangs on the last fed token."""
+    """Return the depth of every node of a tree; 1 for a node behind the last fed token."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
@@ -120,9 +127,10 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 class ConstrainedRows:
-    """The masks of each session at each row of a pass, where it has a constraint or a
-    ``min_tokens``. The state of a text is kept from pass to pass, so a pass pays for the tokens
-    that are new and for a mask a row."""
+    """The token masks of sessions with a constraint or ``min_tokens``, for each row of a pass.
+
+    The state of each text is kept from pass to pass, so a pass pays for its new tokens and for one
+    mask a row."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
@@ -130,7 +138,8 @@ class ConstrainedRows:
         self._minimums: dict[str, MinTokensMask] = {}
 
     def open(self, key: str, sampling: SamplingParams) -> None:
-        """Begin a session. Raises ``ConstraintError`` for a constraint that cannot be kept here."""
+        """Begin a session. Raises ``ConstraintError`` for a constraint that this target cannot
+        follow."""
         self.close(key)
         if sampling.min_tokens:
             self._minimums[key] = MinTokensMask(
@@ -142,9 +151,11 @@ class ConstrainedRows:
     def masks(
         self, key: str, sequence: SequenceText, nodes: Sequence[int], parents: Sequence[int]
     ) -> list[bytes | None]:
-        """Return the mask behind the text of ``sequence``, and behind each node of the tree on it;
-        None where no text gets, and where nothing is constrained. Raises ``ModelOutputError`` where
-        the grammar is lost."""
+        """Return a mask for each row of a pass: behind the text of ``sequence``, and behind each
+        node of the tree on it.
+
+        A mask is None if every token is allowed, or if the constraint forbids the path to the row.
+        Raises ``ModelOutputError`` if the text itself does not follow the constraint."""
         found = self._constraint_masks(key, sequence, nodes, parents)
         generated, held = len(sequence.tokens) - sequence.prompt_length, self._minimums.get(key)
         if held is None or generated >= sequence.sampling.min_tokens:

@@ -32,7 +32,7 @@ from edgespec.verifier.targets.paged_attention import (
     PagedAttention,
     PagedLayout,
     Shape,
-    lines_of,
+    find_lines,
     stage_copy,
 )
 from edgespec.verifier.targets.pass_batch import Indices
@@ -94,7 +94,7 @@ class RecordedPasses:
         """Return logits [sampled rows, vocabulary], which are valid until the next pass. Return
         None, without any effect, for a pass that is not recorded."""
         sampled = sampled_rows(rows)
-        lines = lines_of(rows, self._attention.tile_rows)
+        lines = find_lines(rows, self._attention.tile_rows)
         bucket = _find_bucket(rows, len(sampled), lines)
         if bucket is None:
             return None

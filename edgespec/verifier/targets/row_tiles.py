@@ -33,7 +33,7 @@ TiledLayer = torch.nn.Linear | PackedLinear | QuantizedLinear
 ALIGNMENT_BYTES = 64
 # torch's longest vector loop takes this many elements at once: two vectors of 32 bfloat16.
 _VECTOR_ELEMENTS = 64
-# Only so many rows of the weights are random when a layer is tried; more outputs repeat them.
+# When a layer is tried, this many rows of the weights are random; further rows repeat them.
 _DISTINCT_OUTPUTS = 512
 # Each correction cancels what the others leave of a row's sum, down to the last bit of bfloat16.
 _CORRECTIONS = 4
@@ -77,11 +77,11 @@ class RowTiles:
 
 
 def cut(count: int, sizes: tuple[int, ...], piece_rows: int = _PIECE_ROWS) -> tuple[int, ...]:
-    """Return the pieces of ``sizes`` (ascending) that cover ``count`` rows at the least cost, the
-    largest first.
+    """Return row counts among ``sizes`` (ascending) that cover ``count`` rows at the least cost,
+    the largest first.
 
-    A piece costs as much as its rows and ``piece_rows`` more, for it reads all weights. So 30 rows
-    are one piece of 32 rather than 16, 8, 4 and 2."""
+    A piece costs as much as its rows and ``piece_rows`` more, because it reads all weights. So 30
+    rows are one piece of 32, and not pieces of 16, 8, 4 and 2."""
     whole, rest = divmod(count, sizes[-1])
     return (sizes[-1],) * whole + _cheapest_pieces(rest, sizes, piece_rows)
 
@@ -100,7 +100,8 @@ def _cheapest_pieces(count: int, sizes: tuple[int, ...], piece_rows: int) -> tup
 def whole_vector_rows(base: int, widths: Iterable[int]) -> int:
     """Return the least multiple of ``base`` at which rows of each of ``widths`` fill whole vectors.
 
-    silu and cosine treat what is left over with a scalar function that differs in the last bit."""
+    torch computes silu and cosine in vectors. Elements that do not fill a vector are computed by a
+    scalar function, whose results differ in the last bit."""
     return math.lcm(base, *(_VECTOR_ELEMENTS // math.gcd(_VECTOR_ELEMENTS, w) for w in widths))
 
 

@@ -34,7 +34,7 @@ from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import (
     CanonicalModeError,
     find_canonical_mode,
-    finite_logits,
+    has_finite_logits,
     head_shape,
     run_self_test,
     tree_logits,
@@ -43,7 +43,7 @@ from edgespec.verifier.targets.graph_passes import GraphModel, find_counts
 from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
 from edgespec.verifier.targets.paged_attention import PagedAttention
-from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_depths
+from edgespec.verifier.targets.pass_batch import PassBatch, split_results, tree_depths
 from edgespec.verifier.targets.pass_plan import AttentionBackend, BatchRows, PassPlan, plan_pass
 from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
 from edgespec.verifier.targets.recorded_passes import MEMORY_BYTES, RecordedPasses
@@ -60,18 +60,23 @@ _PLAIN_TILES = RowTiles(attention_sizes=SIZES[2], attention_batch=16)
 class TorchTarget(SimpleTarget):
     """``ports.TargetModel`` for checkpoints of the families in ``loading.py``.
 
-    ``path`` is a folder with safetensors or a hub id; ``name``, ``vocabulary`` and ``weights``
-    (fingerprints) are passed on in ``info``. ``packed``: whether large weights are packed on a CPU
-    (``linear_layers.py``). ``max_cached_tokens`` bounds the key-value pool over all sessions; None
-    is ``memory_sizing.default_tokens``. With a ``pool_budget`` the pool is sized by memory instead.
-    ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
-    where it holds at a bearable cost (on a GPU: with Triton), else plain mode with a warning.
-    ``model_threads`` is how many threads a pass on a CPU may have, None for torch's own count. In
-    canonical mode on a CPU torch itself has one thread, *for the whole process*
-    (``cpu_threads.py``).
+    ``path`` is a folder with safetensors or a hub id. ``name``, ``vocabulary`` and ``weights`` go
+    on to ``info``; the last two are fingerprints.
 
-    Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
-    numbers, ``ValueError`` for a bad option."""
+    The key-value pool, over all sessions, holds ``max_cached_tokens``; None means
+    ``memory_sizing.default_tokens``. With a ``pool_budget`` it is sized by memory instead.
+
+    ``canonical`` True means canonical mode or ``CanonicalModeError``. False means plain mode. None
+    means canonical mode where it holds at a bearable cost (on a GPU: with Triton), else plain mode
+    with a warning. ``model_threads`` is how many threads a pass on a CPU may have; None means
+    torch's own count. In canonical mode on a CPU torch itself has one thread, *for the whole
+    process* (``cpu_threads.py``).
+
+    ``quantize`` rounds the weights (``quantized_linear.FORMATS``). With ``packed`` large weights
+    are stored on a CPU as its kernels read them (``linear_layers.py``).
+
+    Raises ``UnsupportedModelError`` for a model that it cannot serve, or whose weights or logits
+    are not numbers, and ``ValueError`` for an option out of bounds."""
 
     def __init__(
         self,
@@ -147,14 +152,14 @@ class TorchTarget(SimpleTarget):
                 self._enter_canonical_mode(loaded, required=canonical is True)
         if self._graph is not None:
             self._graph.probe = None
-        if not finite_logits(self._pool, self._run, self.info.vocabulary_size):
+        if not has_finite_logits(self._pool, self._run, self.info.vocabulary_size):
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
             )
         self._notes = [f"{quantize} weights, {loaded.rounding_loss}"] if quantize else []
         if is_packed(loaded.model):
             self._notes.append("packed weights")
-        if not quantize and _would_gain(loaded):
+        if not quantize and _would_gain_by_rounding(loaded):
             self._notes.append("quicker with --quantize int8")
         if pool_budget is not None:
             self._size_pool(loaded, pool_budget)
@@ -197,18 +202,18 @@ class TorchTarget(SimpleTarget):
         then go on with another batch from the same ``cache_length``."""
         if not batch:
             return []
-        batch = self._checked(batch)
+        batch = self._check(batch)
         logits = self._pass(batch)
         with torch.inference_mode():
             tokens, nodes_scored = self._choose(logits, batch)
             scores = tensors.score_passes(logits, batch, tokens)
         if scores or batch.has_nodes or not all(batch.samples):
-            return share_out(batch, tokens, scores, nodes_scored)
+            return split_results(batch, tokens, scores, nodes_scored)
         return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
 
     def guess(self, batch: Sequence[PassRequest], width: int) -> list[tuple[Candidate, ...]]:
         """Return candidates for each request, as ``packed_drafter.DraftModel.guess``."""
-        batch = self._checked(batch)
+        batch = self._check(batch)
         logits = self._pass(batch)
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
         with torch.inference_mode():
@@ -217,7 +222,7 @@ class TorchTarget(SimpleTarget):
 
     def pass_logits(self, batch: Sequence[PassRequest]) -> Row:
         """Run one pass, and return its logits as ``bench.theory.OpenTarget`` states."""
-        found: Row = self._pass(self._checked(batch)).float().cpu().numpy().copy()
+        found: Row = self._pass(self._check(batch)).float().cpu().numpy().copy()
         return found
 
     def _pass(self, batch: PassBatch) -> torch.Tensor:
@@ -318,7 +323,7 @@ class TorchTarget(SimpleTarget):
             wanted = tree_logits(self._pool, self._run, size)
             self._attention = PagedAttention(heads.heads // heads.kv_heads, attend)
             found = tree_logits(self._pool, self._run, size)
-            if wanted is None or found is None or _close(found, wanted, loaded.dtype):
+            if wanted is None or found is None or _agree(found, wanted, loaded.dtype):
                 return self._attention
             why = f"its logits differ by {float((found - wanted).abs().max()):.1e}"
         except Exception as error:  # a kernel that does not compile may raise anything
@@ -338,7 +343,7 @@ class TorchTarget(SimpleTarget):
         found = tree_logits(self._pool, self._run, size)
         if not passes.off and found is not None and wanted is not None:
             dtype = self._pool.dtype
-            if torch.equal(found, wanted) if self.canonical else _close(found, wanted, dtype):
+            if torch.equal(found, wanted) if self.canonical else _agree(found, wanted, dtype):
                 self._notes.append("CUDA graphs")
                 return
             logger.warning("passes are not recorded, so slower: recorded ones differ")
@@ -360,7 +365,8 @@ class TorchTarget(SimpleTarget):
             plan = plan_pass(rows, self._attention, tiles=self._row_tiles)
             return _call_model(self._model, plan, self.info.vocabulary_size)
 
-    def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:
+    def _check(self, batch: Sequence[PassRequest]) -> PassBatch:
+        """Return the requests as columns. Raises as ``check_batch`` if one of them is not valid."""
         if isinstance(batch, PassBatch):
             return batch
         try:
@@ -368,23 +374,23 @@ class TorchTarget(SimpleTarget):
         except (ValueError, OverflowError):
             check_batch(batch, self._pool.cached_length, self.info)
             raise
-        if not found.surely_right(self._pool.cached_lengths(found), self.info):
+        if not found.is_surely_valid(self._pool.cached_lengths(found), self.info):
             check_batch(batch, self._pool.cached_length, self.info)
         return found
 
     def _choose(
         self, logits: torch.Tensor, batch: PassBatch
     ) -> tuple[list[int], Mapping[str, tuple[NodeScore, ...]]]:
-        """Return the tokens of the sampled rows, and the node scores of sessions that want them,
-        by key."""
-        asked = any(batch.node_scores)
-        if not asked and self._pool.special.isdisjoint(batch.keys):
+        """Return the token that the target chooses for each sampled row, and by key the node scores
+        of the sessions that want them. ``logits`` is [sampled rows, vocabulary]."""
+        wants_scores = any(batch.node_scores)
+        if not wants_scores and self._pool.sampled_keys.isdisjoint(batch.keys):
             best = tensors.best_tokens(logits)
             if best is not None:
                 return best, {}
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
         tokens = tensors.choose_tokens(logits, blocks)
-        return tokens, tensors.score_nodes(logits, batch, blocks) if asked else {}
+        return tokens, tensors.score_nodes(logits, batch, blocks) if wants_scores else {}
 
     def _sample_block(self, request: PassRequest) -> tensors.SampleBlock:
         """Return the rows of ``request`` whose tokens are wanted. The sequence's token counts are
@@ -406,9 +412,9 @@ class TorchTarget(SimpleTarget):
         return tensors.SampleBlock(request.key, params, positions, before, masks)
 
 
-def _would_gain(loaded: LoadedModel) -> bool:
-    """Return whether passes of few rows spend most of their time on reading weights, which rounded
-    ones make shorter: on a CPU, in a dense model of some size."""
+def _would_gain_by_rounding(loaded: LoadedModel) -> bool:
+    """Return whether rounded weights would make passes of few rows shorter. They do where such
+    passes spend most of their time on reading weights: on a CPU, in a dense model of some size."""
     weights = [tensor for tensor in loaded.model.parameters() if tensor.ndim > 1]
     dense = all(tensor.ndim == 2 for tensor in weights)
     return loaded.device.type == "cpu" and dense and loaded.weight_count >= _LARGE_WEIGHTS
@@ -420,9 +426,9 @@ def _make_pool(loaded: LoadedModel, max_cached_tokens: int) -> kv_pool.KvPool:
     )
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two logits differ by no more than another way of computing the same model
-    may make them."""
+def _agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two logits differ by no more than another way of computing the same model may
+    make them."""
     most = (1e-3 if dtype == torch.float32 else 0.1) * float(wanted.abs().max())
     return bool((found - wanted).abs().max() <= most)
 
