@@ -90,8 +90,9 @@ class DraftInbox:
 
     @property
     def no_draft_coming(self) -> bool:
-        """Whether the device drafts nothing, or has drafted nothing that could be a token behind
-        what is committed now. It waits for a verdict on that."""
+        """True if there is no draft to wait for: the device drafts nothing, or its draft behind the
+        committed tokens was dropped because it could be no token. In the second case the device
+        itself waits for a verdict."""
         is_dropped = self._prefix.length in self._dropped_positions and not self.tree.nodes
         return self._announced_none or is_dropped
 
@@ -183,16 +184,16 @@ class DraftInbox:
         return rate * (1.0 - math.pow(rate, places)) / (1.0 - rate)
 
     def count_matching_steps(self, rate: float, max_steps: int) -> int:
-        """Return how many steps a server model whose tokens are right at ``rate`` needs to be
-        expected to propose as many right tokens as the device's next draft; at most
-        ``max_steps``."""
-        own = self._acceptance.rate(0)
+        """Return how many steps a server model needs to match the device's next draft: to be
+        expected to propose as many right tokens. ``rate`` is the share of the server model's tokens
+        that are right. The result is at most ``max_steps``."""
+        device_rate = self._acceptance.rate(0)
         depths = range(1, 1 + round(self.arrivals.response_depth))
-        wanted = math.fsum([own**depth for depth in depths])
+        missing = math.fsum([device_rate**depth for depth in depths])
         steps, reach = 0, 1.0
-        while wanted > 0.0 and steps < max_steps:
+        while missing > 0.0 and steps < max_steps:
             reach *= rate
-            wanted -= reach
+            missing -= reach
             steps += 1
         return steps
 

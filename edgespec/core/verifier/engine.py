@@ -54,7 +54,7 @@ class Suspect:
     key: str
     session: VerifySession
     why: str
-    """What failed."""
+    """The failure, in words."""
     probed_at: float
     """Time at which the probe was requested."""
 

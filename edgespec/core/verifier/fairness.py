@@ -46,8 +46,11 @@ from edgespec.core.protocol.estimators import MovingAverage, PlaneEstimator
 from edgespec.core.verifier.traffic_budget import TokenBucket, water_level
 
 AGE_PASSES = 8
+"""Passes in a row that may leave a session out for its priority."""
 LEAST_BURST = 8.0
+"""Least tokens that a bucket holds, so that drafts of a slow credential are of use."""
 MAX_ACCOUNTS = 4096
+"""Accounts from which on credentials without sessions are forgotten."""
 CONTENDED_S = 30.0
 """Seconds for which a credential that wanted a pass is expected to want another one."""
 LOOP_S = 2e-4
@@ -62,16 +65,21 @@ _TOKEN = 1e-6
 
 @dataclass(slots=True)
 class Account:
-    """The state of one credential; ``allowance_s`` is the time that its sessions may still add to
-    the pass."""
+    """The state of one credential."""
 
     credential: Credential
     bucket: TokenBucket | None = None
+    """Bucket of ``Credential.tokens_per_s``; None without a rate."""
     allowance_s: float = inf
+    """Seconds that its sessions may still add to the pass that is being formed."""
     deficit_s: float = 0.0
+    """Seconds of its share that it could not use, carried over to the next pass."""
     token_level: float = inf
+    """Tokens in the bucket, less one for each of its sessions in the pass."""
     in_pass: int = 0
+    """Its sessions that decode in the pass."""
     prompt_rows: float = 0.0
+    """Prompt rows that it was fed, by which credentials take turns."""
 
 
 class Fairness:
@@ -207,9 +215,11 @@ class Fairness:
         self._pass_time.add(sessions, rows - sessions, took_s)
 
     def note_rows(self, rows: int) -> None:
+        """Record the rows that a decoding session had in a pass."""
         self._rows.add(rows)
 
     def spend_tokens(self, key: str, tokens: int, now: float) -> None:
+        """Charge the session's credential for the tokens that the session has committed."""
         account = self._accounts.get(self._credential_of.get(key, ANYBODY).name)
         if account is not None and account.bucket is not None:
             account.bucket.consume(tokens, now)

@@ -7,18 +7,21 @@ it keeps the tokens of such runs as one text, finds the place at which the outpu
 (``core/protocol/predicted_text.py``, as the device does) and drafts from there by itself. The
 device gave this knowledge, so its nodes count as the device's.
 
-**The text** grows by the runs. A node is followed like a token of the output: each node has a place
-in the text, and where that is the end, the node's token is appended. So a run that repeats a part
-of the text adds what is new in it. A run that does not fit the text for ``_NEW_PART`` tokens is
-another part, and is appended as such. Nodes count that never were alive as well: on a distant link
-most nodes arrive behind a place that the output has left already.
+**The text** grows by the runs. Each node of a run is followed through the text, as if it were a
+token of the output. Where the text ends, the node's token is appended. So a run that repeats a part
+of the text adds only what is new in it. A run that fits the text nowhere for ``_NEW_PART`` tokens
+is another part, and is appended as such. Nodes are followed whether they are alive or not: on a
+distant link most nodes arrive behind a place that the output has left already.
+
+Example: the text is "a b c d". A run "c d e" is followed from c to the end, and e is appended. Then
+the output goes "a b x c": x fits nowhere, c is found again, and d and e are drafted behind it.
 
 **Cost.** Nothing is kept until a message brings ``MIN_RUN`` nodes, more than draft models send at a
 time. A node then costs about as much as its place in the tree. A pass that the device has half
 filled itself gets no further nodes.
 
-Bounds: ``MAX_TEXT_TOKENS``, after which the text begins anew; ``_MAX_PLACES`` nodes that a later
-message may continue. The text belongs to one generation.
+Bounds: the text begins anew after ``MAX_TEXT_TOKENS``, and a later message may continue the last
+``_MAX_PLACES`` nodes. The text belongs to one generation.
 """
 
 from __future__ import annotations
@@ -47,11 +50,13 @@ MAX_TEXT_TOKENS: Final = 2048
 MIN_PATH_CHANCE: Final = 0.02
 """Least chance that the output goes through a node."""
 _MAX_PLACES: Final = 512
+"""Nodes whose place in the text is remembered."""
 _NEW_PART: Final = 8
-"""Tokens of a run that fit the text nowhere, after which they are another part of it."""
+"""A run that fits the text nowhere for this many tokens is another part of it."""
 _MAX_GAP: Final = 256
-"""Tokens of the output that fit the text nowhere, after which it is dropped."""
+"""The text is dropped when the output has fitted it nowhere for this many tokens."""
 _SURE_CHANCE: Final = 0.5
+"""Chance of the next token from which on the verifier does not wait for the device."""
 
 
 def make_chances(shared: TextChances | None = None) -> TextChances:
@@ -62,19 +67,20 @@ def make_chances(shared: TextChances | None = None) -> TextChances:
 class KeptDrafts:
     """The runs of drafts that one session has received, as a source of further nodes.
 
-    ``size`` is the size of the target's vocabulary. ``chances`` may go on to other sessions: they
-    are shares of right candidates, and hold nothing of a text."""
+    ``prefix`` is the session's text, ``vocabulary_size`` the target's. ``chances`` are shared by
+    sessions: they are shares of right candidates, and hold nothing of a text."""
 
-    def __init__(self, prefix: CommittedPrefix, size: int, chances: TextChances) -> None:
-        self._prefix, self._size, self._shared = prefix, size, chances
+    def __init__(self, prefix: CommittedPrefix, vocabulary_size: int, chances: TextChances) -> None:
+        self._prefix, self._vocabulary_size, self._shared = prefix, vocabulary_size, chances
         self._chances: TextChances | None = None
         self._text: PredictedText | None = None
         self._state = ReadingState(())
         """State behind the first ``_read_length`` tokens of the output."""
         self._read_length = 0
         self._last_id = 0
-        """The last node that was followed, with the state behind it."""
+        """The last node that was followed."""
         self._last_state = self._state
+        """The state behind that node."""
         self._places: dict[int, int] = {}
         """Index in the text behind a node, for the latest nodes that stand in it."""
 
@@ -95,7 +101,7 @@ class KeptDrafts:
             self._read_output()
         node_id = draft.first_node_id
         for parent, token in zip(draft.parents, draft.tokens, strict=True):
-            if node_id > self._last_id and 0 <= token < self._size:
+            if node_id > self._last_id and 0 <= token < self._vocabulary_size:
                 self._follow(node_id, parent, token, draft.base_position)
             node_id += 1
 
@@ -109,31 +115,37 @@ class KeptDrafts:
         return text
 
     def _follow(self, node_id: int, parent: int, token: int, base_position: int) -> None:
-        text, state = self._text, self._last_state
+        """Follow a node through the text; append its token if its parent is the end."""
+        text = self._text
         if text is None or len(text.tokens) >= MAX_TEXT_TOKENS:
             text = self._begin_text()
             state = self._state
-        elif parent != self._last_id or parent == ROOT:
-            place = self._places.get(parent)
-            if place is not None:
-                state = state_at(place)
-            elif parent == ROOT and base_position == self._read_length:
-                state = self._state
-            else:  # somewhere near
-                state = state_near(self._state, base_position - self._read_length)
-        index = text.index_at(state)
-        if index == len(text.tokens):  # the end
+        else:
+            state = self._state_behind(parent, base_position)
+        if text.index_at(state) == len(text.tokens):
             text.extend((token,))
         after = text.advance(state, token)
         if after.gap_length >= _NEW_PART and all(one.length < 2 for one in after.anchors):
             text.extend(after.recent)
             after = state_at(len(text.tokens))
         self._last_id, self._last_state = node_id, after
-        index = text.index_at(after)
-        if index >= 0:
-            self._places[node_id] = index
+        place = text.index_at(after)
+        if place >= 0:
+            self._places[node_id] = place
             if len(self._places) > _MAX_PLACES:
                 del self._places[next(iter(self._places))]
+
+    def _state_behind(self, parent: int, base_position: int) -> ReadingState:
+        """Return the state of the text behind the node ``parent`` of a draft on the first
+        ``base_position`` tokens."""
+        if parent == self._last_id and parent != ROOT:  # the next node of a chain
+            return self._last_state
+        if (place := self._places.get(parent)) is not None:
+            return state_at(place)
+        if parent == ROOT and base_position == self._read_length:
+            return self._state
+        # The parent's place is not known, so the text is searched near the place of the output.
+        return state_near(self._state, base_position - self._read_length)
 
     # --- what the output does ------------------------------------------------------------------
 

@@ -53,10 +53,12 @@ MAX_LOOKUP_NODES: Final = 15
 in the time of one row (``targets/row_tiles.py``).
 """
 MIN_LOOKUP_CHANCE: Final = 0.08
+"""Least probability of a node of server lookup, however cheap a row is."""
 INDEXED_PER_PASS: Final = 1024
 """Most tokens indexed per pass, which takes about a quarter of a millisecond."""
 _TABLED_PER_PASS: Final = 32
-"""Most committed tokens per pass that also enter the shared tables; of more, the last ones enter.
+"""Most committed tokens per pass that also enter the shared tables. If there are more, as in a long
+prompt, the last ones enter.
 """
 
 

@@ -179,7 +179,7 @@ def canonical_attention(
         query, own_key, own_value = (
             part.index_select(1, groups.rows) for part in (query, own_key, own_value)
         )
-    # By group: query is [groups, key heads, share, rows, head_dim], own key and own value are
+    # The query becomes [groups, key heads, share, rows, head_dim], the own keys and values become
     # [groups, key heads, 1, rows, head_dim]. All scores carry the factor log2(e).
     query = query.float() * (layer.scale * _LOG2_E)
     query = query.reshape(kv_heads, share, count, rows, head_dim).permute(2, 0, 1, 3, 4)
