@@ -40,7 +40,7 @@ from zlib import crc32
 
 import torch
 
-from edgespec.bench.measurement import mean_interval, ratio_interval
+from edgespec.bench.intervals import mean_interval, ratio_interval
 from edgespec.core.ports import Candidate, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import read_manifest

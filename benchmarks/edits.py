@@ -52,7 +52,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Final
 
-from edgespec.bench.measurement import ratio_interval
+from edgespec.bench.intervals import ratio_interval
 from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config.common import SetupError
 from edgespec.core.device.goodput_policy import PolicyName, make_policy

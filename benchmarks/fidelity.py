@@ -29,7 +29,8 @@ from statistics import fmean, median
 from typing import Any
 
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.bench.measurement import LentDrafter, Measurement, mean_interval, measure
+from edgespec.bench.intervals import mean_interval
+from edgespec.bench.measurement import LentDrafter, Measurement, measure
 from edgespec.bench.prompts import (
     BUILT_IN,
     DEFAULT_PROMPTS,

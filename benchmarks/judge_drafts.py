@@ -40,7 +40,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.bench.measurement import mean_interval, ratio_interval
+from edgespec.bench.intervals import mean_interval, ratio_interval
 from edgespec.bench.prompts import DEFAULT_PROMPTS, read_prompts
 from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import VerifierConfig

@@ -45,7 +45,7 @@ from typing import TypeVar
 
 import psutil
 
-from edgespec.bench.measurement import mean_interval
+from edgespec.bench.intervals import mean_interval
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.events import StartStep, StepDone

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from edgespec.bench.measurement import mean_interval
+from edgespec.bench.intervals import mean_interval
 from edgespec.bench.prompts import DEFAULT_PROMPTS, read_prompts
 from edgespec.core import ports
 from edgespec.core.protocol.sampling import SamplingParams

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from edgespec.bench.measurement import mean_interval
+from edgespec.bench.intervals import mean_interval
 from tests.sim.pair_worlds import Text, read_texts
 
 _TRIED = 5

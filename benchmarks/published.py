@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec.bench.measurement import mean_interval
+from edgespec.bench.intervals import mean_interval
 from edgespec.config.loading import NULL
 from edgespec_sim.replication import Interval, TpotTotal, measure_speedup
 from edgespec_sim.scenario.sections import load_scenario, scenario_path

@@ -41,7 +41,7 @@ from typing import Any, Final
 
 from fidelity import TRACES
 
-from edgespec.bench.measurement import mean_interval, ratio_interval
+from edgespec.bench.intervals import mean_interval, ratio_interval
 from edgespec.bench.prompts import BUILT_IN
 from edgespec.bench.report import describe_machine, list_versions
 from edgespec.config import VerifierConfig

@@ -9,9 +9,8 @@ per committed token and include every message.
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from statistics import fmean, median
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.bench.arms import Arm
+from edgespec.bench.intervals import Interval, mean_interval, ratio_interval
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.ports import (
     Cancelled,
@@ -98,8 +98,6 @@ class LentDrafter:
 Row = dict[str, Any]
 Traffic = Mapping[str, float]
 """Totals of a ``TrafficMeter``."""
-Interval = list[float]
-"""Lower and upper bound."""
 _KEYS = ("arm", "rtt_ms", "repeat")
 _SPREAD = ("ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p95", "itl_ms_p95", "tokens_per_second")
 
@@ -255,79 +253,3 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-# --- the best draft length of stop-and-wait ------------------------------------------------------
-# Stop-and-wait drafts nothing while a draft is under way, and whether a draft is accepted is a
-# function of the prompt and the seed. So on any link a request takes its time without a link, plus
-# one round trip for each of its passes. One sweep without a link, on the benchmark's own prompts,
-# therefore ranks the draft lengths at every RTT, free of the link's noise.
-
-GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16)
-PROMPT_COUNT = 9
-"""Number of prompts that the sweep runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class GammaCost:
-    """Cost of one draft length, over the sweep's requests."""
-
-    flow_s: float
-    """Seconds from the first to the last tokens, without a link."""
-    rounds: int
-    """Passes after the first tokens. Each pass costs one more round trip on a link."""
-    tokens: int
-
-    def tpot_s(self, rtt_s: float) -> float:
-        return (self.flow_s + self.rounds * rtt_s) / self.tokens
-
-
-def gamma_cost(measurements: Iterable[Measurement]) -> GammaCost | None:
-    """Return the cost of a draft length, or None if no request has two tokens."""
-    usable = [m for m in measurements if len(m.times_s) >= 2]
-    if not usable:
-        return None
-    return GammaCost(
-        flow_s=sum(m.times_s[-1] - m.times_s[0] for m in usable),
-        rounds=sum(m.counters.passes - 1 for m in usable),
-        tokens=sum(len(m.times_s) - 1 for m in usable),
-    )
-
-
-def best_gamma_at(costs: Mapping[int, GammaCost], rtt_s: float) -> int:
-    """Return the draft length with the least time per token. The first one wins among equals, and
-    if nothing was measured."""
-    return min(costs, key=lambda gamma: costs[gamma].tpot_s(rtt_s), default=GAMMAS[0])
-
-
-# --- confidence intervals of means over prompts --------------------------------------------------
-# Prompts differ more than runs of the same prompt do. Intervals are 95 % by a bootstrap (Efron,
-# 1979): the mean of as many prompts, drawn with replacement, 2,000 times. A ratio of two arms draws
-# the same prompts for both. Draws are seeded, so a result printed twice is the same.
-
-_DRAWS = 2000
-_SHARE = 0.95
-
-
-def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of at least one value. A single value is its own
-    interval."""
-    return _bootstrap(len(values), lambda drawn: fmean([values[index] for index in drawn]))
-
-
-def ratio_interval(upper: Sequence[float], lower: Sequence[float]) -> Interval:
-    """Return the 95 % interval of mean(upper) / mean(lower), whose values belong pairwise to the
-    same prompts. The lower values must be above 0."""
-
-    def ratio(drawn: Sequence[int]) -> float:
-        return sum([upper[index] for index in drawn]) / sum([lower[index] for index in drawn])
-
-    return _bootstrap(len(upper), ratio)
-
-
-def _bootstrap(count: int, of: Callable[[Sequence[int]], float]) -> Interval:
-    dice = random.Random(0)
-    everyone = range(count)
-    found = sorted(of(dice.choices(everyone, k=count)) for _ in range(_DRAWS if count > 1 else 1))
-    outside = round(len(found) * (1.0 - _SHARE) / 2.0)
-    return [found[outside], found[-1 - outside]]

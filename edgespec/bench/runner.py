@@ -15,6 +15,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from edgespec.bench import draft_lengths
 from edgespec.bench import measurement as measured
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.prompts import Workload
@@ -151,7 +152,7 @@ class BenchRunner:
         self.rows: list[measured.Row] = []
         self.vanilla_gammas: dict[float, int] = {}
         """Best draft length of stop-and-wait, by RTT in ms."""
-        self.gamma_costs: dict[int, measured.GammaCost] = {}
+        self.gamma_costs: dict[int, draft_lengths.GammaCost] = {}
         self.workload, self._settings = workload, settings
         self._open_station, self._progress = open_station, progress
         self.references: tuple[tuple[int, ...], ...] = ()
@@ -159,7 +160,7 @@ class BenchRunner:
 
     async def run(self) -> None:
         settings, prompts = self._settings, len(self.workload.prompts)
-        sweep = len(measured.GAMMAS) * min(measured.PROMPT_COUNT, prompts)
+        sweep = len(draft_lengths.GAMMAS) * min(draft_lengths.PROMPT_COUNT, prompts)
         sweep *= Arm.VANILLA in settings.arms
         cells = len(settings.arms) * len(settings.rtts_ms)
         self._progress.expect(prompts + sweep + cells * (1 + settings.repeats * prompts))
@@ -193,16 +194,18 @@ class BenchRunner:
 
     async def _choose_gammas(self) -> None:
         self._progress.say("vanilla: which draft length is best")
-        for gamma in measured.GAMMAS:
+        for gamma in draft_lengths.GAMMAS:
             measurements = []
             async with self._station(Arm.VANILLA, 0.0, gamma).agent as agent:
-                for prompt in self.workload.prompts[: measured.PROMPT_COUNT]:
+                for prompt in self.workload.prompts[: draft_lengths.PROMPT_COUNT]:
                     measurements.append(await self._measure(agent, prompt))
                     self._progress.done(f"vanilla, draft length {gamma}")
-            if (cost := measured.gamma_cost(measurements)) is not None:
+            if (cost := draft_lengths.gamma_cost(measurements)) is not None:
                 self.gamma_costs[gamma] = cost
         for rtt_ms in self._settings.rtts_ms:
-            self.vanilla_gammas[rtt_ms] = measured.best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
+            self.vanilla_gammas[rtt_ms] = draft_lengths.best_gamma_at(
+                self.gamma_costs, rtt_ms / 1e3
+            )
 
     def _station(self, arm: Arm, rtt_ms: float, gamma: int | None = None) -> Station:
         return self._open_station(arm, AgentOptions(*arm_settings(arm, gamma)), rtt_ms)

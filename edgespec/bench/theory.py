@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
 
-from edgespec.bench.measurement import mean_interval, ratio_interval
+from edgespec.bench.intervals import mean_interval, ratio_interval
 from edgespec.core.ports import Drafter, PassRequest, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.sampling.arrays import Row, probabilities

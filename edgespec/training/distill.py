@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from edgespec.bench.measurement import Interval, mean_interval
+from edgespec.bench.intervals import Interval, mean_interval
 from edgespec.core.ports import ParallelDraft
 from edgespec.device.export.export import COPIED_FILES
 from edgespec.models.folders import MASK_TOKEN, PARALLEL_TOKENS, trained_length

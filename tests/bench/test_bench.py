@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from edgespec.bench import measurement, theory
+from edgespec.bench import draft_lengths, measurement, theory
 from edgespec.bench.arms import Arm
 from edgespec.bench.prompts import (
     DEFAULT_PROMPTS,
@@ -158,7 +158,7 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
     workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
     runner = BenchRunner(BenchSettings(), workload, Table(), Quiet())
     runner.rows.append(row_of())
-    runner.vanilla_gammas, runner.gamma_costs = {20.0: 4}, {4: measurement.GammaCost(1.5, 20, 60)}
+    runner.vanilla_gammas, runner.gamma_costs = {20.0: 4}, {4: draft_lengths.GammaCost(1.5, 20, 60)}
     argv = ("edgespec", "bench", "--json", "my file")
     content = make_document(argv, BenchSettings(), subject, runner, interrupted=True)
     path = tmp_path / "deep" / "result.json"
@@ -298,7 +298,7 @@ def place_of(row: measurement.Row) -> tuple[object, ...]:
 async def test_stop_and_wait_runs_at_its_best_draft_length() -> None:
     table = Table()
     runner = await run(replace(SETTINGS, repeats=1, arms=(Arm.VANILLA,)), table)
-    assert set(runner.gamma_costs) == set(measurement.GAMMAS)
+    assert set(runner.gamma_costs) == set(draft_lengths.GAMMAS)
     assert set(runner.vanilla_gammas) == {0.0, 5.0}
     measured = [options for _, options, rtt_ms in table.opened if rtt_ms == 5.0]
     assert [getattr(options.policy, "gamma", None) for options in measured] == [

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.bench.measurement import ratio_interval
+from edgespec.bench.intervals import ratio_interval
 from edgespec.bench.prompts import read_prompts
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
