@@ -81,12 +81,13 @@ class WorkerPool:
         raises no ``Exception`` (a library's panic, an exit) becomes a ``RuntimeError``."""
         context = contextvars.copy_context()
         done = self._submit(client, partial(context.run, partial(function, *args, **kwargs)))
+        limit = asyncio.timeout(self.timeout_s)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with limit:
                 result: _T = await asyncio.wrap_future(done)
                 return result
         except TimeoutError:
-            if done.done() and not done.cancelled():
+            if not limit.expired():
                 raise  # The function itself raised this error.
             why = f"{self.name} took longer than its limit of {self.timeout_s:g} s"
             raise PoolLateError(why) from None

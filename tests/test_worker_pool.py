@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -118,6 +119,22 @@ async def test_work_beyond_its_deadline_costs_its_own_pool_a_thread_until_it_end
         assert await other.pool.run(lambda: "another pool") == "another pool"
         found.go_on.release()
         await wait_until(lambda: found.pool.busy == 0)
+
+
+async def test_work_that_ends_as_its_deadline_passes_is_late_all_the_same() -> None:
+    """The loop is held up until the work has ended, and finds both the result and the deadline."""
+    async with works(timeout_s=0.0) as found:
+        ended = threading.Event()
+
+        def hold_up() -> None:
+            assert ended.wait(60.0)
+            while found.pool.busy:
+                os.sched_yield()
+
+        call = asyncio.create_task(found.pool.run(ended.set))
+        asyncio.get_running_loop().call_soon(hold_up)
+        with pytest.raises(PoolLateError, match=r"longer than its limit of 0 s"):
+            await call
 
 
 async def test_what_work_raises_is_raised_and_a_panic_is_a_failure() -> None:

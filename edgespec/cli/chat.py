@@ -18,12 +18,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
+
+import typer
 
 from edgespec import __version__
 from edgespec.cli import chat_terminal as terminal
 from edgespec.cli import device
+from edgespec.cli.generate import read_prompt
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, from_config, option
 from edgespec.cli.running import say, signals_handled_by, stopping_at_once, trace_to
 from edgespec.config import AgentConfig, ConfigError
@@ -221,7 +225,7 @@ class Conversation:
     record: Record
     kept: KeptFile | None = None
     """File in which the conversation is saved, or None to save nothing."""
-    read_message: Callable[[], str] = lambda: input(terminal.PROMPT)
+    read_message: Callable[[], str] = lambda: input(terminal.PROMPT if sys.stdin.isatty() else "")
     """Function that returns the user's next message. It raises ``EOFError`` at the end of the
     input, and ``KeyboardInterrupt`` for a Ctrl-C."""
     name: str = ""
@@ -248,6 +252,19 @@ class Conversation:
         with signals_handled_by(self._ctrl_c.pressed, (signal.SIGINT,)):
             while self._handle_next_line():
                 pass
+
+    def answer(self, text: str) -> None:
+        """Answer one message, and keep nothing but the file of the conversation that it continues.
+
+        Raises ``KeyboardInterrupt`` for a Ctrl-C, and ``ConversationError``, ``GenerationError``,
+        ``SetupError`` or ``ValueError`` if there is no whole reply."""
+        message, received = {"role": "user", "content": text}, device.ReceivedTokens()
+        with signals_handled_by(self._ctrl_c.pressed, (signal.SIGINT,)), self._ctrl_c.armed():
+            try:
+                self._request_reply(message, received)
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
+        self._keep_reply(message, received)
 
     def _handle_next_line(self) -> bool:
         """Handle one message or command, and return whether the chat continues."""
@@ -441,10 +458,7 @@ class Conversation:
         self.unanswered, received = text, device.ReceivedTokens()
         try:
             with self._ctrl_c.armed():
-                prompt, pictures = self._write_prompt([*self.record.prompt_messages, message])
-                device.check_prompt(prompt, self.info)
-                self.last = received
-                self.runner.run(self._receive_reply(prompt, pictures, received))
+                self._request_reply(message, received)
         except (KeyboardInterrupt, asyncio.CancelledError):
             say("(stopped)" if received.parts else f"(stopped; {_RESEND_HINT})")
             if not received.parts:
@@ -455,6 +469,17 @@ class Conversation:
             return
         self.unanswered = self.prediction = ""
         self.attached = []
+        self._keep_reply(message, received)
+
+    def _request_reply(self, message: dict[str, Any], received: device.ReceivedTokens) -> None:
+        """Send one message and show its reply, whose tokens are put into ``received``."""
+        prompt, pictures = self._write_prompt([*self.record.prompt_messages, message])
+        device.check_prompt(prompt, self.info)
+        self.last = received
+        self.runner.run(self._receive_reply(prompt, pictures, received))
+
+    def _keep_reply(self, message: dict[str, Any], received: device.ReceivedTokens) -> None:
+        """Report how the drafts of a reply did, and add it to the conversation with its message."""
         if sys.stdout.isatty() and sys.stderr.isatty():
             device.report_drafting(
                 received, self.agent.stats, color=self.draws_markdown, explain=False
@@ -534,9 +559,16 @@ _NO_HISTORY = option(
 )
 
 
+_MESSAGE = typer.Argument(
+    metavar="MESSAGE|-",
+    help="One message to answer, after which the command ends; - reads it from stdin",
+)
+
+
 @from_config(AgentConfig, MAX_TOKENS, TEMPERATURE, RULE, *DEVICE_FLAGS)
 def chat(
     settings: AgentConfig,
+    message: Annotated[str | None, _MESSAGE] = None,
     resume: Annotated[bool, _CONTINUE] = False,
     no_history: Annotated[bool, _NO_HISTORY] = False,
 ) -> None:
@@ -547,7 +579,9 @@ def chat(
     /model, /stats, /reset and /quit.
 
     At a terminal, conversations are saved under $XDG_STATE_HOME/edgespec (~/.local/state/edgespec),
-    readable by you alone.
+    readable by you alone. One that answers a single MESSAGE is not, but for --continue.
+
+    [dim]edgespec chat "Why is the sky blue?"[/]
 
     [dim]edgespec chat --continue[/]
 
@@ -557,6 +591,7 @@ def chat(
         raise ConfigError("--continue needs the history that --no-history turns off")
     if no_history:
         settings = replace(settings, record="")
+    text = None if message is None else read_prompt(message, "MESSAGE")
     if not takes_target_texts(settings):
         _chat_tokenizer(settings)  # an error is reported before the verifier is probed
     runner = terminal.SignalRunner()
@@ -576,9 +611,10 @@ def chat(
         settings = device.with_bundled_sampling(settings, info)
         tokenizer = _chat_tokenizer(settings, info.name)
         record, kept = Record(info.name), None
-        if resume or (sys.stdin.isatty() and not no_history):
+        if resume or (sys.stdin.isatty() and not no_history and text is None):
             record, kept = _open_record(record, resume)
-        say(f"talking with {info.name}; /help explains the commands, /quit or Ctrl-D leaves")
+        if text is None:
+            say(f"talking with {info.name}; /help explains the commands, /quit or Ctrl-D leaves")
         if record.messages:
             say(record.description)
             if record.model and record.model != info.name:
@@ -602,7 +638,7 @@ def chat(
                 record=record,
                 kept=kept,
             )
-            _converse(conversation)
+            _converse(conversation, text)
         finally:
             runner.run(agent.close())
 
@@ -613,12 +649,18 @@ async def _warm_up(agent: Agent, connections: Connections) -> None:
     await agent.warm_up()
 
 
-def _converse(conversation: Conversation) -> None:
-    """Run the conversation, with an editor if the terminal can be drawn on."""
+def _converse(conversation: Conversation, text: str | None) -> None:
+    """Answer the message ``text``, or run the conversation if there is none. It has an editor if
+    the terminal can be drawn on."""
+    run = conversation.run if text is None else partial(conversation.answer, text)
     if not terminal.is_drawable():
-        conversation.run()
+        run()
         return
     conversation.draws_markdown = device.should_use_color()
+    if text is not None:
+        with terminal.silent_keyboard():
+            run()
+        return
     history = state_folder() / "chat_history" if conversation.kept is not None else None
     commands = {name: argument == "FILE" for name, (argument, _) in COMMANDS.items()}
     editor = terminal.TerminalEditor(

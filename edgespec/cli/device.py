@@ -34,6 +34,7 @@ from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import takes_target_texts, with_tokenizer
 from edgespec.device.connections import Connections
 from edgespec.device.prober import ProbeResult, probe_all
+from edgespec.models.catalogue import Side, find_pulled, read_catalogue
 from edgespec.models.folders import BUNDLED
 
 _KINDS = {
@@ -258,6 +259,8 @@ def describe_generation(received: ReceivedTokens, stats: GenerationStats | None)
 
 _UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (failed|error)", re.I)
 """Messages of gRPC for a host name that cannot be resolved."""
+_WEB_SERVER: Final = re.compile("connect an http1.x server", re.I)
+"""Message of gRPC for a server that speaks HTTP/1, such as ``edgespec serve``."""
 
 
 async def choose_verifier(
@@ -392,7 +395,7 @@ def _rank_addresses(
         lines = [f"none of {len(left_out)} verifiers can be used"]
         for address, why in left_out.items():
             lines.append(f"  {address}: {why.removeprefix(f'verifier at {address}: ')}")
-        lines += ["  start one:           edgespec verifier"]
+        lines += [f"  start one:           {_start_command(str(DEFAULT_PORT))}"]
         lines += ["  or name another one: --verifier HOST:PORT, or EDGESPEC_VERIFIER"]
         raise SetupError("\n".join(lines))
     known = [
@@ -455,17 +458,32 @@ def no_verifier_message(address: str, error: LinkError) -> str:
     if isinstance(error, UntrustedPeerError) or not error.retryable:
         return str(error)
     host, _, port = build.with_port(address).rpartition(":")
-    option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
     message = f"no verifier answers at {build.with_port(address)}"
     if (proxy := proxy_of_address(build.with_port(address))) is not None:
         return f"{message} {proxy.explain(host_of(build.with_port(address)))}\n  ({error})"
     if _UNRESOLVED.search(str(error)):
         message = f"the host name {host!r} cannot be resolved"
         advice = "correct the address:"
+    elif _WEB_SERVER.search(str(error)):
+        message = f"a web server answers at {build.with_port(address)}, not a verifier"
+        message += (
+            f"\n  `edgespec serve` may listen there; a verifier's usual port is {DEFAULT_PORT}"
+        )
+        advice = "correct the address:"
     else:
-        message += f"\n  start one:           edgespec verifier{option}"
+        message += f"\n  start one:           {_start_command(port)}"
+        message += '\n  or let it load:      it answers when it has printed its line with "ready"'
         advice = "or name another one:"
     return f"{message}\n  {advice} --verifier HOST:PORT, or EDGESPEC_VERIFIER\n  ({error})"
+
+
+def _start_command(port: str) -> str:
+    """Return the command that starts a verifier at ``port``. It names the first target that was
+    pulled to this machine, since a verifier without ``--model`` serves the bundled toy."""
+    names = (name for name in read_catalogue() if find_pulled(name, Side.TARGET) is not None)
+    model = f" --model {name}" if (name := next(names, "")) else ""
+    option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
+    return f"edgespec verifier{model}{option}"
 
 
 async def stream(

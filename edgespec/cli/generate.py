@@ -112,7 +112,7 @@ def generate(
     if json_lines or logprobs:
         view = device.JsonView(settings.rule)
     predicted = "" if prediction is None else read_prediction(prediction)
-    run(_generate(settings, _Request(_read_prompt(prompt), predicted, view, stats, logprobs)))
+    run(_generate(settings, _Request(read_prompt(prompt), predicted, view, stats, logprobs)))
 
 
 def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
@@ -267,13 +267,14 @@ async def _generate_here(config: AgentConfig, request: _Request) -> None:
         local.close()
 
 
-def _read_prompt(prompt: str | None) -> str:
-    """Return the prompt, read from stdin if it is "-". Raises ``ConfigError``."""
+def read_prompt(prompt: str | None, name: str = "PROMPT") -> str:
+    """Return the prompt, read from stdin if it is "-". Raises ``ConfigError``, which calls the
+    argument ``name``."""
     if prompt is None:
-        raise ConfigError("give a PROMPT, or - to read it from stdin")
+        raise ConfigError(f"give a {name}, or - to read it from stdin")
     text = _read_stdin() if prompt == "-" else prompt
     if not text:
-        raise ConfigError("the prompt is empty; it must hold at least one character")
+        raise ConfigError(f"the {name.lower()} is empty; it must hold at least one character")
     return text
 
 

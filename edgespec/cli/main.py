@@ -12,12 +12,13 @@ import io
 import itertools
 import os
 import re
+import shutil
 import signal
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Annotated, Any, NoReturn
@@ -143,6 +144,11 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
     ``commands`` maps a command's name to its ``module:attribute``, in the order of ``--help``."""
 
     class Commands(typer.core.TyperGroup):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            _join_lines(self)
+            _fit_narrow_terminals(self)
+
         def list_commands(self, ctx: Any) -> list[str]:
             return list(commands)
 
@@ -235,8 +241,8 @@ def _hide_python_type(parameter: Any) -> None:
 
 
 def _complete_help(command: Any) -> None:
-    """Join the lines of each paragraph of a command's help, so that the terminal's width decides
-    where they break, but begin each example on a line of its own. Add the exit codes at the end."""
+    """Fit a command's help to the terminal's width, with each example on a line of its own. Add the
+    exit codes at the end."""
     command.epilog = EXIT_CODES
     help_option = command.get_help_option(
         typer.Context(command, help_option_names=["-h", "--help"])
@@ -244,10 +250,44 @@ def _complete_help(command: Any) -> None:
     help_option.metavar = ""
     for parameter in command.params:
         _hide_python_type(parameter)
-    if command.help:
-        command.help = re.sub(r"(?<!\n)\n(?!\n|\[dim\])", " ", command.help)
+    _join_lines(command)
+    _fit_narrow_terminals(command)
     for below in getattr(command, "commands", {}).values():
         _complete_help(below)
+
+
+def _join_lines(command: Any) -> None:
+    """Join the lines of each paragraph of a command's help. An example begins a line of its own."""
+    if command.help:
+        command.help = re.sub(r"(?<!\n)\n(?!\n|\[dim\])", " ", command.help)
+
+
+_NARROW_COLUMNS = 60
+"""Width below which typer's boxes would cut the names of options."""
+_NAME_COLUMNS = 4
+"""Width of an option's name in narrow help. All names are longer, so a line ends behind them."""
+_MARKUP = re.compile(r"\[/?(?:dim|bold)?\]|\\(?=\[)")
+
+
+def _fit_narrow_terminals(command: Any) -> None:
+    """Let a command print its help without boxes where the terminal is narrow, and the text of each
+    option below its name."""
+    format_wide = command.format_help
+
+    def format_help(ctx: Any, formatter: Any) -> None:
+        if (columns := shutil.get_terminal_size().columns) >= _NARROW_COLUMNS:
+            format_wide(ctx, formatter)
+            return
+        formatter.width = max(columns - 1, 20)
+        formatter.write_dl = partial(formatter.write_dl, col_max=_NAME_COLUMNS)
+        mode, command.rich_markup_mode = command.rich_markup_mode, None
+        try:
+            format_wide(ctx, formatter)
+        finally:
+            command.rich_markup_mode = mode
+        formatter.buffer[:] = [_MARKUP.sub("", formatter.getvalue())]
+
+    command.format_help = format_help
 
 
 def _import_uninterrupted(module: str) -> ModuleType:

@@ -169,6 +169,8 @@ def fail(error: Exception | str, code: int = FAILED) -> NoReturn:
         log_failure(log, what, error=error, may_quote_client=False, level=level)
         if isinstance(error, OSError) and error.strerror:  # without its number
             why = error.strerror
+            if error.errno == errno.ENOSPC:
+                why += "; free some, or write to another disk"
             error = f"{error.filename}: {why}" if error.filename else why
     say(f"error: {error}")
     raise typer.Exit(code) from None

@@ -32,8 +32,10 @@ from edgespec.config.common import SetupError, join_host_port, local_host_of, re
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.checks import make_one_line
 from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.models import folders
 from edgespec.models.catalogue import find_pair
 from edgespec.models.folders import BUNDLED
+from edgespec.models.model_source import Purpose, resolve_source
 from edgespec.models.toy import TOY
 from edgespec.operating_system import HANGUP, has_controlling_terminal
 from edgespec.telemetry import verifier_counts
@@ -154,7 +156,7 @@ async def serve(config: VerifierConfig, tracer: Tracer | None, with_parent: bool
         metrics.start(verifier)
         end.is_graceful = True
         typer.echo(line := ready_line(config, server.port, target, verifier.info))
-        running.say(f"  try it: {next_command(config, server.port)}")
+        running.say(f"  try it: {next_command(config, server.port, _can_chat(config.model))}")
         manager = ServiceManager()
         manager.ready(line)
         alive = asyncio.create_task(manager.keep_alive())
@@ -259,15 +261,27 @@ def _read_stdin(end: running.StopRequest) -> None:
         end.request(HANGUP)
 
 
-def next_command(config: VerifierConfig, port: int) -> str:
-    """Return a command that tries this verifier from another terminal."""
+def _can_chat(model: str) -> bool:
+    """Return whether the target has a chat template. False if its files cannot be read here."""
+    try:
+        folder = resolve_source(model, Purpose.TARGET).folder
+        settings = folders.read_json(folder / "tokenizer_config.json")
+    except (OSError, ValueError):
+        return False
+    return "chat_template" in settings or (folder / "chat_template.jinja").is_file()
+
+
+def next_command(config: VerifierConfig, port: int, can_chat: bool) -> str:
+    """Return a command that tries this verifier from another terminal. ``can_chat``: its target has
+    a chat template, and so answers questions."""
     where = join_host_port(local_host_of(config.host), port)
     options = "" if where == DEFAULT_ADDRESS else f" --verifier {where}"
     if config.tls.used:
         options += " --ca ca.pem"
     if config.model != BUNDLED and find_pair(config.model) is None:  # lookup needs no draft model
         options += f" --draft {TOY if config.model == TOY else 'lookup'}"
-    return f'edgespec generate "def fibonacci(n):"{options}'
+    request = 'chat "Why is the sky blue?"' if can_chat else 'generate "def fibonacci(n):"'
+    return f"edgespec {request}{options}"
 
 
 def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: VerifierInfo) -> str:

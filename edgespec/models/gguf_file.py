@@ -131,11 +131,11 @@ def _list_parts(path: Path) -> list[Path]:
 def _read_header(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     size = path.stat().st_size
     if size < len(MAGIC) + 20:
-        raise GgufError(f"{path}: has {size} bytes, which is no GGUF file")
+        raise GgufError(f"{path}: has {size} bytes, which is no GGUF file; fetch it again")
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(path, data)
         if data[: len(MAGIC)] != MAGIC:
-            raise GgufError(f"{path}: does not begin as a GGUF file does")
+            raise GgufError(f"{path}: does not begin as a GGUF file does; fetch it again")
         reader.position = len(MAGIC)
         version = reader.scalar("I")
         if version not in _VERSIONS:
@@ -170,7 +170,7 @@ class _Reader:
 
     def bytes(self, count: int) -> bytes:
         if count > len(self._data) - self.position:
-            raise GgufError(f"{self._path}: ends in the middle of its header")
+            raise GgufError(f"{self._path}: ends in the middle of its header; fetch it again")
         found = self._data[self.position : self.position + count]
         self.position += count
         return found
@@ -214,7 +214,7 @@ class _Reader:
         for _ in range(count):
             start = position + 8
             if start > size:
-                raise GgufError(f"{self._path}: ends in the middle of its header")
+                raise GgufError(f"{self._path}: ends in the middle of its header; fetch it again")
             (length,) = _LENGTH.unpack_from(data, position)
             if length > min(_MAX_TEXT_BYTES, size - start):  # ``text`` raises the error
                 break
@@ -244,7 +244,8 @@ def _check_places(path: Path, tensors: Sequence[GgufTensor], size: int) -> None:
         end, before = tensor.offset + byte_count(path, tensor), tensor.name
         if end > size:
             raise GgufError(
-                f"{path}: tensor {tensor.name[:80]!r} ends at byte {end}, but the file has {size}"
+                f"{path}: tensor {tensor.name[:80]!r} ends at byte {end}, but the file has {size};"
+                " it was cut, so fetch it again"
             )
 
 

@@ -24,6 +24,7 @@ checkpoint from then on.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,13 @@ from weakref import WeakValueDictionary
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import folders
-from edgespec.models.catalogue import Side, find_pair, find_pulled, locate_pulled
+from edgespec.models.catalogue import (
+    Side,
+    find_pair,
+    find_pulled,
+    locate_pulled,
+    read_catalogue,
+)
 from edgespec.models.gguf_file import GgufError
 from edgespec.models.gguf_folder import folder_of_gguf, is_gguf, only_gguf_in
 from edgespec.models.gguf_references import OLLAMA, hub_file, hub_name, ollama_file
@@ -294,8 +301,18 @@ def _find_folder(reference: str, purpose: Purpose, patterns: Sequence[str]) -> P
         )
     if folders.HUB_ID.fullmatch(reference):
         return folders.fetch(reference, patterns)
-    raise folders.ModelFolderError(
-        f"model {reference!r} is neither 'bundled', nor a folder, nor a Hub id 'owner/name'"
+    raise folders.ModelFolderError(_describe_unknown(reference))
+
+
+def _describe_unknown(reference: str) -> str:
+    """Return the error message for a reference that stands for no model."""
+    if reference.startswith(("/", "./", "../", "~")):
+        return f"model {reference!r}: there is no such file or folder"
+    close = difflib.get_close_matches(reference, [folders.BUNDLED, *read_catalogue()], 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return (
+        f"model {reference!r} is neither 'bundled', nor a folder, nor a .gguf file, nor a Hub id"
+        f" 'owner/name', nor a name of `edgespec models`{hint}"
     )
 
 

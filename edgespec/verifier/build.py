@@ -309,7 +309,10 @@ def _load_torch_model(config: VerifierConfig, folder: Path, **options: Any) -> T
     except (ValueError, OSError):
         raise
     except Exception as error:  # safetensors and torch raise exceptions of their own
-        raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
+        hint = ""
+        if "deserializing header" in str(error):  # by safetensors
+            hint = "; a file of weights was cut or is damaged: fetch it again"
+        raise SetupError(f"{folder}: the model cannot be loaded: {error}{hint}") from error
 
 
 def _torch_target(config: VerifierConfig) -> TargetModel:

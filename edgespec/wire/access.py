@@ -303,7 +303,12 @@ class ServerAccess:
         )
 
     def _read_ring(self) -> KeyRing | None:
-        return load_config(KeyFile, checked_path(self._keys)).make_ring() if self._keys else None
+        if not self._keys:
+            return None
+        if not (path := checked_path(self._keys)).exists():
+            make = f"`edgespec keys add NAME --file {path}` makes it"
+            raise ConfigError(f"keys: {path}: no such file; {make}")
+        return load_config(KeyFile, path).make_ring()
 
 
 _NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")

@@ -42,7 +42,7 @@ from edgespec.telemetry.agent_status import (
     VerifierStatus,
 )
 from tests.cli.terminal import Screen, Terminal, on_terminal
-from tests.kit.live_verifier import start_daemon, toy_text
+from tests.kit.live_verifier import run_command, start_daemon, toy_text
 
 INFO = ModelInfo("m", "v", 64, 512)
 TALK = Record(
@@ -387,6 +387,42 @@ def chat_command(address: str, home: Path, *options: str, count: int = COUNT) ->
 def quit_chat(terminal: Terminal) -> int:
     terminal.type("/quit\r")
     return terminal.wait_for_exit()
+
+
+def test_one_message_is_answered_and_ends_the_command(address: str, home: Path) -> None:
+    command = chat_command(address, home)
+    asked = run_command(*command, "hello")
+    piped = run_command(*command, "-", stdin="hello")
+    assert (asked.exit_code, asked.stdout) == (0, expected_reply("hello ") + "\n")
+    assert (piped.exit_code, piped.stdout) == (0, asked.stdout)
+    assert "talking with" not in asked.stderr
+    assert not home.exists()  # nothing is kept
+
+
+def test_one_message_continues_the_last_conversation(address: str, home: Path) -> None:
+    command = chat_command(address, home, "--continue")
+    first = run_command(*command, "hello")
+    second = run_command(*command, "more")
+    reply = first.stdout.rstrip("\n")
+    assert second.stdout == expected_reply(f"hello {reply} more ") + "\n"
+    (kept,) = (home / "conversations").iterdir()
+    assert len(read_record(kept).messages) == 4
+
+
+def test_lines_from_a_pipe_get_their_replies_alone(address: str, home: Path) -> None:
+    result = run_command(*chat_command(address, home), stdin="hello\n")
+    assert (result.exit_code, result.stdout) == (0, expected_reply("hello ") + "\n")
+
+
+def test_ctrl_c_in_the_one_reply_ends_the_command(runner: SignalRunner, home: Path) -> None:
+    anything: Any = None
+    agent: Any = SlowAgent()
+    text: Any = Text()
+    one = chat.Conversation(agent, text, AgentConfig(), runner, INFO, anything, Record())
+    with pytest.raises(KeyboardInterrupt):
+        one.answer("one")
+    assert agent.stopped == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from edgespec.cli.device import (
 from edgespec.cli.doctor import Check, State
 from edgespec.cli.main import COMMANDS, app
 from edgespec.cli.options import documented_keys
-from edgespec.cli.verifier import next_command
+from edgespec.cli.verifier import _can_chat, next_command
 from edgespec.config import AgentConfig, VerifierConfig, load_config
 from edgespec.config.common import SetupError
 from edgespec.config.groups import Group
@@ -219,6 +219,33 @@ def test_a_key_has_the_group_of_its_field_or_of_its_section(
     kind: type[Any], key: str, group: Group
 ) -> None:
     assert documented_keys(kind)[key].group is group
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "verifier", "serve", "keys add"])
+def test_help_on_a_narrow_terminal_cuts_no_word(command: str) -> None:
+    """All options of the wide help stand whole in the narrow one, whose lines fit."""
+    shown = {
+        columns: CliRunner().invoke(
+            app, [*command.split(), "--help"], env={"COLUMNS": str(columns), "NO_COLOR": "1"}
+        )
+        for columns in (40, 59, 60, 250)
+    }
+    assert {one.exit_code for one in shown.values()} == {0}
+    wanted = set(re.findall(r"│ +(--[a-z-]+)", shown[250].stdout))
+    for columns in (40, 59):
+        narrow = shown[columns].stdout
+        assert wanted <= set(re.findall(r"--[a-z-]+", narrow))
+        assert not re.search(r"…|│|\[/|\[dim", narrow)
+    for columns, one in shown.items():
+        assert max(map(len, one.stdout.splitlines())) <= columns
+
+
+def test_help_of_all_commands_breaks_lines_where_the_terminal_ends() -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    words = " ".join(result.stdout.split())
+    assert "on the verifier accepts or corrects them." in words
+    first = next(line for line in result.stdout.splitlines() if "A small draft model" in line)
+    assert len(first.rstrip()) > 70
 
 
 def test_help_shows_advanced_and_emulation_apart() -> None:
@@ -565,7 +592,7 @@ def test_a_generation_config_beyond_its_limit_is_not_parsed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "command"),
+    ("given", "options"),
     [
         ({"model": "bundled"}, ""),
         ({"host": "0.0.0.0", "model": "bundled"}, ""),
@@ -577,6 +604,23 @@ def test_a_generation_config_beyond_its_limit_is_not_parsed(tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_verifier_says_what_to_type_next(given: dict[str, Any], command: str) -> None:
+def test_a_verifier_says_what_to_type_next(given: dict[str, Any], options: str) -> None:
     config = VerifierConfig(insecure=True, **given)
-    assert next_command(config, config.port) == f'edgespec generate "def fibonacci(n):"{command}'
+    raw, question = 'edgespec generate "def fibonacci(n):"', 'edgespec chat "Why is the sky blue?"'
+    assert next_command(config, config.port, can_chat=False) == raw + options
+    assert next_command(config, config.port, can_chat=True) == question + options
+
+
+def test_a_folder_is_asked_for_its_chat_template(tmp_path: Path) -> None:
+    model = str(tmp_path)
+    assert not _can_chat(model)
+    (tmp_path / "config.json").write_text("{}")
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text("{}")
+    assert not _can_chat(model)
+    (tmp_path / "chat_template.jinja").touch()
+    assert _can_chat(model)
+    (tmp_path / "chat_template.jinja").unlink()
+    settings.write_text('{"chat_template": "{{ messages }}"}')
+    assert _can_chat(model)
+    assert not _can_chat("toy")

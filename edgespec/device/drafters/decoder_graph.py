@@ -285,6 +285,8 @@ accelerator may well be slower."""
 _NVIDIA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _OPENVINO = "OpenVINOExecutionProvider"
 _DIRECTML = "DmlExecutionProvider"
+_INCOMPLETE = re.compile("out of bounds|read in full|parsing failed|does not exist", re.IGNORECASE)
+"""Messages of onnxruntime for a graph or its weights that are cut or missing."""
 _RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 _RUNTIME_TYPES = {"tensor(float)": "float32"}
 _RUNTIME_TYPES |= {f"tensor({one})": one for one in ("float16", "int8", "int32", "int64", "bool")}
@@ -346,11 +348,11 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
             enable_fallback=0,
         )
     except Exception as error:  # The exceptions of onnxruntime share no base class of their own.
-        hint = (
-            "; onnxruntime 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another"
-            if "escapes model directory" in str(error)
-            else ""
-        )
+        hint = ""
+        if "escapes model directory" in str(error):
+            hint = "; 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another version"
+        elif _INCOMPLETE.search(str(error)):
+            hint = "; a file was cut or is missing: export the draft again, or fetch it again"
         raise DraftModelError(f"{path}: onnxruntime cannot load it: {error}{hint}") from error
     if (first := session.get_providers()[0]) != providers[0]:
         raise DraftModelError(f"{path}: onnxruntime took {first} in place of {providers[0]}")
