@@ -13,6 +13,8 @@ import pytest
 from edgespec.core.device import events as ev
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.protocol.estimators import MovingAverage
+from edgespec.core.verifier.row_price import RowPriceEstimator
+from edgespec.core.verifier.server_model import DraftTimes
 from tests.core.sleeping_world import Stop, World, token_at
 from tests.present import require
 
@@ -84,6 +86,43 @@ def test_one_endless_step_hardly_changes_what_a_step_takes(places: int) -> None:
     estimates.note_step(1, 3600.0, places)
     after = [estimates.position_s(0.03, count) for count in (1, 4, 8)]
     assert all(one < 6 * other for one, other in zip(after, before, strict=True))
+
+
+def test_one_endless_pass_hardly_changes_what_a_pass_takes() -> None:
+    """Passes of 20 ms and 0.1 ms for each further row, and then one of an hour."""
+    price = RowPriceEstimator()
+    scheduler_pass(price, rows=1, took_s=0.02)
+    for number in range(100):
+        rows = 1 + number % 8
+        scheduler_pass(price, rows=rows, took_s=0.02 + 0.0001 * rows)
+    before = require(price.pass_s), price.row_s
+    scheduler_pass(price, rows=1, took_s=3600.0)
+    assert require(price.pass_s) < 3 * before[0]
+    assert price.row_s < 0.01
+
+
+def scheduler_pass(price: RowPriceEstimator, rows: int, took_s: float) -> None:
+    """Note a pass as ``PassScheduler.finish_pass`` does."""
+    took_s = min(took_s, price.longest_pass_s(rows))
+    price.note_pass(rows, 0, took_s)
+
+
+@pytest.mark.parametrize("rows", [64, 512, 4096])
+def test_a_long_pass_of_a_prompt_counts_in_full(rows: int) -> None:
+    """Each row takes as long as a whole pass of one row, which is the most that rows cost."""
+    price = RowPriceEstimator()
+    for _ in range(20):
+        scheduler_pass(price, rows=1, took_s=0.02)
+    assert price.longest_pass_s(rows) >= rows * 0.02
+
+
+def test_one_endless_step_of_the_server_model_hardly_changes_what_a_step_takes() -> None:
+    times = DraftTimes()
+    for number in range(50):
+        times.note_step(1 + number % 4, 0.002)
+    before_s = times.step_s(0.02)
+    times.note_step(2, 3600.0)
+    assert times.step_s(0.02) < 3 * before_s
 
 
 def test_a_lasting_change_is_found_in_ten_samples() -> None:

@@ -12,6 +12,7 @@ from typing import Final
 
 from edgespec.core.protocol.estimators import (
     ASSUMED_STEP_SHARE,
+    MOST_TIMES,
     AcceptanceEstimator,
     CalibratedChances,
     DecayedRate,
@@ -44,10 +45,6 @@ ASSUMED_ROW_SHARE: Final = 0.2
 parameters in 4 bits, with two threads and with one."""
 ASSUMED_FURTHER_SHARE: Final = 0.8
 """Acceptance rate of a further place, as a share of the one before it, until it was tried."""
-MOST_TIMES: Final = 8.0
-"""Draft steps, round trips and tokens count as at most this many times as long as those before.
-After a second of sleep or swapping a device would otherwise seem too slow to draft: the policy
-would rest, and no step would be left to correct it."""
 USEFUL_RATE: Final = 0.03
 """Acceptance rate below which a draft model is useless: each of its steps saves at most this share
 of a pass. ``plan link`` also calls a gain of 3 % the smallest that is worth the effort."""

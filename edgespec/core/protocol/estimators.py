@@ -26,6 +26,10 @@ ASSUMED_STEP_SHARE: Final = 0.1
 """Duration of a draft step that is assumed until one was timed, as a share of a pass. It is short
 so that drafting is tried: only then is a step timed. A value in seconds would prevent drafting
 where passes are short (10 ms did, for passes below 10.3 ms)."""
+MOST_TIMES: Final = 8.0
+"""Durations count as at most this many times as long as is usual. A machine that stood still for a
+second (sleep, swapping, a stopped process) would otherwise seem too slow to draft, and then no step
+would be left to correct it."""
 
 # A slope counts as known from this many samples on, if x has varied by about one.
 _MIN_SAMPLES, _MIN_VARIANCE = 8, 0.5
@@ -97,6 +101,14 @@ class SlopeEstimator:
     def mean(self) -> tuple[float, float]:
         """Moving averages of x and of y."""
         return self._x, self._y
+
+    def longest(self, x: float) -> float:
+        """Return the largest y that may be usual at ``x`` if y is a time: ``MOST_TIMES`` the mean,
+        and in proportion more where ``x`` is above its mean. Infinite while there are few
+        samples."""
+        if self.count < _MIN_SAMPLES or self._y <= 0.0:
+            return math.inf
+        return MOST_TIMES * self._y * max(1.0, x / max(1.0, self._x))
 
     def get(self) -> float | None:
         """Return the slope; None while there are few samples or x has hardly varied."""

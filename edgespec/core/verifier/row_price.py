@@ -87,6 +87,11 @@ class RowPriceEstimator:
         """Sessions that wait for the end of a pass, for each session that decodes in it."""
         return 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
 
+    def longest_pass_s(self, rows: int) -> float:
+        """Return the longest duration that a pass of ``rows`` rows counts for. A longer one says
+        that the machine stood still, and nothing about rows."""
+        return self._slope_s.longest(rows)
+
     def note_queue(self, decoding: int, prompts: int) -> None:
         """Record how many decoding sessions and how many sessions with a prompt wait for a pass."""
         self._decoding.add(decoding)

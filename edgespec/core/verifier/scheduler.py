@@ -470,12 +470,14 @@ class PassScheduler:
         assert self.running is not None
         batch, self.running = self.running, None
         self.passes += 1
+        rows, prompt_rows, drafted = batch.count_rows()
         took_s = now - batch.started_at
-        target_s = took_s if target_s is None else target_s
+        longest_s = self.price.longest_pass_s(rows)
+        target_s = min(longest_s, took_s if target_s is None else target_s)
+        took_s = min(longest_s, took_s)
         if self._limits.speculator_tokens:
             self.draft_times.note_pass(draft_steps, target_s)
         if any(request.sample for _, request in batch.parts):
-            rows, prompt_rows, drafted = batch.count_rows()
             self.fairness.note_pass(len(batch.parts), rows, target_s)
             server_rows = sum(request.server_nodes for _, request in batch.parts)
             self.price.note_pass(rows, prompt_rows, took_s, target_s, server_rows)

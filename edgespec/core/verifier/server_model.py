@@ -135,6 +135,7 @@ class DraftTimes:
         self._by_steps = SlopeEstimator()
 
     def note_step(self, rows: int, took_s: float) -> None:
+        took_s = min(took_s, self._by_rows.longest(rows))
         self._step_s.add(took_s)
         self._by_rows.add(rows, took_s)
 
