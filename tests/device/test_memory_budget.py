@@ -213,7 +213,7 @@ def test_a_budget_counts_the_requests_that_the_user_admits(
 
 def test_a_budget_without_room_for_large_requests_is_refused() -> None:
     """The sizes of requests in the configuration of an agent reach its plan."""
-    draft = DraftSection(memory_budget="1GiB")
+    draft = DraftSection(memory_budget=f"{resident_bytes() // MIB + 512}MiB")
     require(load_drafter(AgentConfig(draft=draft))).close()
     large = EndpointSection(max_bodies_bytes=1 << 30)
     with pytest.raises(MemoryPlanError, match="needs at least"):
