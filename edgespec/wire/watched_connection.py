@@ -4,6 +4,7 @@ suspect one. It decides nothing."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from typing import Any, assert_never
 
 from edgespec.core.device import connection_watch as cw
 from edgespec.core.ports import LinkError
+from edgespec.telemetry.logs import log_failure
+
+_log = logging.getLogger(__name__)
 
 
 class WatchedConnection:
@@ -121,12 +125,19 @@ class WatchedConnection:
             await self._probe()
         except LinkError as error:
             is_answered = error.alive
+        except Exception as error:
+            what = "the probe of a connection failed"
+            log_failure(_log, what, error=error, may_quote_client=False)
+            is_answered = False
         self._handle(cw.ProbeEnded(is_answered))
 
     async def _run_fresh(self) -> None:
         try:
             found = await self._connect_fresh()
-        except (LinkError, OSError):
+        except Exception as error:
+            if not isinstance(error, (LinkError, OSError)):
+                what = "a new connection beside a suspect one failed"
+                log_failure(_log, what, error=error, may_quote_client=False)
             if self._connecting is asyncio.current_task():
                 self._handle(cw.FreshFailed())
             return
